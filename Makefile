@@ -60,7 +60,7 @@ env:  ## Make the environment NAME of configs/environments, outside the checkout
 envs: install  ## Make all of them: ten minutes each the first time
 	@set -e; for file in configs/environments/*.txt; do $(MAKE) -s env NAME=$$(basename $$file .txt); done
 
-demo: install  ## Warm-start and train the arithmetic model, then say where the report is
+demo: install  ## Fine-tune and train the arithmetic model, then say where the report is
 	@echo "five to twelve minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 

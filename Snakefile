@@ -113,7 +113,7 @@ for stage in run.iteration_rules:
 # Asked for by name: snakemake -c1 profile
 rule profile:
     input:
-        run.output("warm_start"),
+        run.output("sft"),
     output:
         run.profile,
     log:

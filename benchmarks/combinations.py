@@ -19,8 +19,8 @@ from rlinf.hydra_config import force_add
 
 SMALL_TEXT = (
     *("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"),
-    *("model.intermediate=64", "warm_start.max_steps=1", "warm_start.batch_size=8"),
-    *("warm_start.eval_every=1", "rollout.batch_size=2", "rollout.group_size=4"),
+    *("model.intermediate=64", "sft.max_steps=1", "sft.batch_size=8"),
+    *("sft.eval_every=1", "rollout.batch_size=2", "rollout.group_size=4"),
     "rollout.horizon=6",
 )
 VECTORS = ["engine=direct", "reward=environment", "rollout.batch_size=2", "rollout.group_size=4"]

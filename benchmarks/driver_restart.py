@@ -24,15 +24,15 @@ PATIENCE_S = 180.0
 PLAN = {
     "defaults": {"mem_mb": 2000, "time_limit_min": 60},
     "pools": [
-        {"stages": ["rollout"], "gpus": {"a100": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+        {"stages": ["rollout"], "devices": {"a100": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
     ],
 }
 WORDS = [
     "experiment=arithmetic_grpo",
     "run.name=restarts",
     "iterations=5000",
-    "warm_start.max_steps=0",
+    "sft.max_steps=0",
     "evaluate.every=0",
     "evaluate.samples=8",
     "algorithm.filter_zero_variance_groups=false",

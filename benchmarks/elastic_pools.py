@@ -38,7 +38,7 @@ SETTINGS = [
     "experiment=arithmetic_grpo",
     "iterations=100000",
     "run.name=elastic",
-    "warm_start.max_steps=0",
+    "sft.max_steps=0",
     "evaluate.every=0",
     "evaluate.samples=8",
     "rollout.staleness=1",
@@ -137,14 +137,16 @@ class ElasticRun:
     def rate(self) -> Callable[[], float]:
         """Watch for a while; returns what tells, once all of it is known, starts per second.
 
-        A claim is known when it is done; its starts are spread evenly over the time it took.
+        A work item appears when it is done; its starts are spread evenly over the time it took.
         """
         begin = time.time()
         time.sleep(WINDOW_S)
         end = time.time()
 
         def starts_per_s() -> float:
-            self._wait(lambda: any(s > end for _, s, _, _ in self._generated()), "a later claim")
+            self._wait(
+                lambda: any(s > end for _, s, _, _ in self._generated()), "a later work item"
+            )
             parts = (
                 count * max(0.0, min(e, end) - max(s, begin)) / (e - s)
                 for _, s, e, count in self._generated()
@@ -154,7 +156,7 @@ class ElasticRun:
         return starts_per_s
 
     def _generated(self) -> Iterator[tuple[str, float, float, int]]:
-        """Worker, begin, end and number of starts of every claim that is done."""
+        """Worker, begin, end and number of starts of every work item that is done."""
         for line in (self.folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines():
             row = json.loads(line)
             for what, start, end in row["spans"]:
@@ -184,8 +186,8 @@ def driven(partition: str, workers: int, duty: float) -> Iterator[ElasticRun]:
         plan = {
             "defaults": {"partition": "h100", "mem_mb": 1500, "cpus": 1, "time_limit_min": 60},
             "pools": [
-                {"stages": ["rollout"], "workers": workers, "gpus": {partition: 1}},
-                {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+                {"stages": ["rollout"], "workers": workers, "devices": {partition: 1}},
+                {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
             ],
             "stages": {"rollout": where if partition != "cpu" else {"partition": "cpu"}},
         }

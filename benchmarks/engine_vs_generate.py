@@ -95,7 +95,7 @@ def engine_side(case: str, folder: Path) -> float:
     from rlinf.data.record import Record, RecordId
     from rlinf.engines.transformers import TransformersConfig, TransformersEngine
     from rlinf.models.causal_lm import CausalLM
-from rlinf.models.causal_lm_config import CausalLMConfig
+    from rlinf.models.causal_lm_config import CausalLMConfig
 
     config = CausalLMConfig(path=folder / "model")
     engine = TransformersEngine(TransformersConfig(ignore_eos=True), CausalLM, config)

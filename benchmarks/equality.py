@@ -218,8 +218,8 @@ def computed(task: str, rank: int) -> None:
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     layout = ParallelLayout.model_validate(way.layout)
-    meeting = out / "channels" / "group-e.json"
-    world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=meeting, layout=layout)
+    rendezvous = out / "channels" / "group-e.json"
+    world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=rendezvous, layout=layout)
     for number, cut in enumerate(cut_fields):
         metrics, state = compute(folder, way, BatchSplit(**cut), world)
         if rank == 0:

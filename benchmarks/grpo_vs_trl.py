@@ -71,7 +71,7 @@ def measure() -> list[BenchmarkRow]:
 def make_model(folder: Path, alphabet: str = ALPHABETS["equal"]) -> None:
     """A 4-layer Qwen2 model of hidden size 128, by default with a byte-sized vocabulary."""
     from rlinf.models.causal_lm import CausalLM
-from rlinf.models.causal_lm_config import CausalLMConfig
+    from rlinf.models.causal_lm_config import CausalLMConfig
 
     folder.mkdir(parents=True)
     CausalLM.create(CausalLMConfig(hidden=128, layers=4), {"alphabet": alphabet}, 0, folder)
@@ -120,7 +120,7 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
                 f"++model.path={folder / 'model'}",
                 f"++run.root={root}",
                 f"iterations={STEPS[case]}",
-                "++warm_start.max_steps=0",
+                "++sft.max_steps=0",
                 f"++engine.ignore_eos={case == 'equal'}",
                 f"++optimizer.lr={RATES[case]}",
                 "reward=digits",

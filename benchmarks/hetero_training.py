@@ -36,7 +36,7 @@ SETTINGS = [
     "++model.heads=8",
     "++model.kv_heads=4",
     "++model.intermediate=768",
-    "++warm_start.max_steps=0",
+    "++sft.max_steps=0",
     "++rollout.batch_size=128",
     "++rollout.group_size=8",
     "++rollout.horizon=24",
@@ -114,7 +114,7 @@ class HeteroStep:
             inputs = {name: graph.output_folder(folder, source) for name, source in sources}
             return StageCall(node.stage, folder / CONFIG_FILE, out, 0, inputs)
 
-        for stage in ("warm_start", "rollout", "reward", "inference"):
+        for stage in ("sft", "rollout", "reward", "inference"):
             node = StageNode(stage, 0)
             run_stage(call(node, graph.output_folder(folder, node)), worker_state=resident)
         self._train: Callable[[Path], StageCall] = lambda out: call(StageNode("train", 0), out)

@@ -159,7 +159,7 @@ ROWS = {
         ("algorithm=async_ppo", "algorithm.epochs=6"),
     ),
     "sums_grpo": _sums("GRPO", "grpo"),
-    "sums_dapo": _sums("DAPO", "dapo", "flow=dynamic_sampling", "rollout.max_resamples=2"),
+    "sums_dapo": _sums("DAPO", "dapo", "rollout.max_resamples=2"),
     "sums_rloo": _sums("RLOO", "rloo"),
     "sums_reinforce_plus_plus": _sums("REINFORCE++", "reinforce_plus_plus"),
     "sums_ppo": _sums("PPO with a critic", "ppo", critic=True),

@@ -84,7 +84,7 @@ def run(folder: Path, rank: int) -> None:
     from rlinf.channels.process_group import ProcessGroupInfo
     from rlinf.config import OptimizerSection
     from rlinf.models.causal_lm import CausalLM
-from rlinf.models.causal_lm_config import CausalLMConfig
+    from rlinf.models.causal_lm_config import CausalLMConfig
     from rlinf.sharded_tensors import local_shard
     from rlinf.trainers import sharded_checkpoint
     from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer

@@ -34,7 +34,7 @@ SETTINGS = [
     "model.heads=2",
     "model.kv_heads=1",
     "model.intermediate=64",
-    "warm_start.max_steps=0",
+    "sft.max_steps=0",
     "rollout.batch_size=4",
     "rollout.group_size=4",
     "rollout.horizon=6",
@@ -48,8 +48,8 @@ SETTINGS = [
 PLAN = {
     "num_chunks": 2,
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 

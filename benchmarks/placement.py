@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.row import BenchmarkRow
 from benchmarks.slurm_jobs import start_dev_cluster
 from pipeline.cluster_config import ClusterConfig
-from pipeline.commands.experiment import open_run, run_warm_start
+from pipeline.commands.experiment import open_run, run_sft
 from pipeline.driver import Driver
 from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, PlanningSources
@@ -55,7 +55,7 @@ def measure() -> list[BenchmarkRow]:
         root = Path(name)
         run = open_run([*SETTINGS, f"run.root={root}"])
         measured = profile_run(
-            run, ProfileOptions(("a100", "h100"), minutes=4, processes=CORES), run_warm_start
+            run, ProfileOptions(("a100", "h100"), minutes=4, processes=CORES), run_sft
         )
         measured.save(root / "profile.json")
         sources = PlanningSources(

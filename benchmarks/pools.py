@@ -1,6 +1,6 @@
 """Resident pools: what they save over jobs per stage, and what passing parts of a batch on gains.
 
-The main job without its warm start; every iteration is that of a real run with the real driver,
+The main job without SFT; every iteration is that of a real run with the real driver,
 from one rollout's begin to the next one's. The first ones do not count.
 """
 
@@ -29,7 +29,7 @@ WARM = 2
 COMPUTE = frozenset({"generate", "score", "forward", "reference", "update"})
 DEMO = [
     "experiment=arithmetic_grpo",
-    "++warm_start.max_steps=0",
+    "++sft.max_steps=0",
     "++algorithm.filter_zero_variance_groups=false",
     # Samples that all fail would not be trained on.
     "++algorithm.entropy_coeff=0.01",
@@ -57,12 +57,12 @@ CHUNKS = 11
 ROWS = (16, 24, 48, 96)
 """Samples decoded at once: with one of these rollout takes about as long as all else."""
 ONE_POOL = {
-    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"cpu": 1}}],
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "devices": {"cpu": 1}}],
 }
 TWO_POOLS = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"cpu": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"cpu": 1}},
+        {"stages": ["rollout"], "devices": {"cpu": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"cpu": 1}},
     ],
 }
 ON_SLURM = {"defaults": {"partition": "cpu", "mem_mb": 2000, "cpus": 2}}

@@ -25,7 +25,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.row import BenchmarkRow
 from benchmarks.slurm_jobs import start_dev_cluster
-from pipeline.commands.experiment import drive, open_run, run_warm_start
+from pipeline.commands.experiment import drive, open_run, run_sft
 from pipeline.plan import Plan, PlanningSources, parse_plan
 from pipeline.planning.planner.job_planner import build_plan
 from pipeline.planning.planner.plan_command import assess_plan, build_request, propose_plan
@@ -58,7 +58,7 @@ COMMON = [
     f"cluster.site={package_paths.ROOT}/slurm/devcluster/site.yaml",
     "cluster.poll_interval_s=0.2",
     "log.trackers=[]",
-    "warm_start.max_steps=0",
+    "sft.max_steps=0",
 ]
 EXPERIMENTS = {
     "halfcheetah": ["experiment=halfcheetah_ppo", "rollout.batch_size=64"],
@@ -141,7 +141,7 @@ def advance(minutes: float) -> bool:
                     return False
                 # A process of each of two nodes is as many as there are cores.
                 options = ProfileOptions(("a100", "h100"), minutes=MINUTES, processes=1)
-                profile_run(run, options, run_warm_start).save(root / name)
+                profile_run(run, options, run_sft).save(root / name)
         sources = PlanningSources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
         request = build_request(run.config, sources)
         for number, (what, plan) in enumerate(plans(request)):
@@ -189,10 +189,10 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
         values: dict[str, Any] = {
             "num_chunks": chunks,
             "pools": [
-                {"stages": rest if stage == "*" else [stage], "gpus": {kind: 1}}
+                {"stages": rest if stage == "*" else [stage], "devices": {kind: 1}}
                 for stage, kind in pools
             ],
-            # What no pool holds, such as a warm start, is a job there.
+            # What no pool holds, such as SFT, is a job there.
             "defaults": {"partition": "h100", "gpus": 1, "mem_mb": 2000},
         }
         yield what, parse_plan(values, what, flow)

@@ -42,7 +42,7 @@ def stretch_run(source: Path, folder: Path, count: int, *, kept: int = 5, worker
     (folder / CONFIG_FILE).write_text(yaml.safe_dump(config, sort_keys=False))
     for name in (PLAN_FILE, RUN_FILE):
         shutil.copy(source / name, folder / name)
-    shutil.copytree(source / "warm_start", folder / "warm_start")
+    shutil.copytree(source / "sft", folder / "sft")
     known = iterations(source)
     first = _manifest_values(source, "rollout", known[0])["timing"]["start"]
     last = _manifest_values(source, "sync", known[-1])["timing"]["end"]

@@ -1,6 +1,6 @@
 """Trainers that generate until the long tail of a rollout: what it gains, how soon they switch.
 
-The main job without its warm start, so that samples end by chance and some are much longer than
+The main job without SFT, so that samples end by chance and some are much longer than
 most. One generator and one trainer, on two cores; runs with and without help take turns.
 """
 
@@ -55,10 +55,10 @@ def plan(*, helps: bool) -> dict[str, Any]:
     return {
         "num_chunks": 4,
         "pools": [
-            {"stages": ["rollout"], "workers": 1, "gpus": {"cpu": 1}},
+            {"stages": ["rollout"], "workers": 1, "devices": {"cpu": 1}},
             {
                 "stages": ["reward", "inference", "train"],
-                "gpus": {"cpu": 1},
+                "devices": {"cpu": 1},
                 "also_generates": helps,
             },
         ],
@@ -75,7 +75,7 @@ def trains_again(folder: Path, iteration: int) -> list[float]:
 
     None of an iteration in which it left no tail to the generator.
     """
-    rows = [row for row in claims(folder, iteration) if row["worker"].startswith(TRAINER)]
+    rows = [row for row in work_items(folder, iteration) if row["worker"].startswith(TRAINER)]
     if not any(row["unfinished_starts"] for row in rows):
         return []
     ended = max(end for row in rows for name, _, end in row["spans"] if name == "generate")
@@ -90,7 +90,7 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
     """
     starts = [
         start
-        for row in claims(folder, iteration)
+        for row in work_items(folder, iteration)
         for name, start, _ in row["spans"]
         if name == "generate" and row["worker"].startswith(TRAINER)
     ]
@@ -100,8 +100,8 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
     return [min(starts) - made] if starts else []
 
 
-def claims(folder: Path, iteration: int) -> list[dict[str, Any]]:
-    """Return the generated parts of an iteration, claim by claim."""
+def work_items(folder: Path, iteration: int) -> list[dict[str, Any]]:
+    """Return the generated parts of an iteration, by work item."""
     lines = (folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [row for row in rows if row["node"] == f"rollout/{iteration}"]

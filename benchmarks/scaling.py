@@ -164,9 +164,11 @@ def main(key: str, rank: int, folder: Path) -> None:
     way = SCALING_SETUPS[key]
     world = ProcessGroupInfo()
     if way.processes > 1:
-        meeting = folder / key / "channels" / "group-s.json"
+        rendezvous = folder / key / "channels" / "group-s.json"
         layout = ParallelLayout(tp=way.tp)
-        world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=meeting, layout=layout)
+        world = ProcessGroupInfo(
+            rank, way.processes, rank, rendezvous_file=rendezvous, layout=layout
+        )
     cls = trainers.get(way.trainer)
     load = CausalLM.meta_from_folder if way.processes > 1 else CausalLM.load
     options = {"device": "cpu", "packing": True, **way.options}

@@ -65,7 +65,7 @@ def start_scores(run: RunResults, version: int) -> np.ndarray:
 
     policy, policy_options = policy_class(run.config)
     task, options = environment_class(run.config)
-    warm = offline_folder(run.folder, "warm_start")
+    warm = offline_folder(run.folder, "sft")
     manifest = json.loads((warm / "manifest.json").read_text())
     processor = policy.processor(warm / manifest["data"] / WEIGHTS, policy_options)
     out = stage_folder(run.folder, EVALUATE, version)

@@ -29,7 +29,7 @@ from stages.live_store import LiveStore
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordReceiver, RecordSender
 from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 
-WARM_START_STEPS = 200
+SFT_STEPS = 200
 DEMO_ITERATIONS, SMALL_ITERATIONS = 12, 6
 STATE_BYTES, REPEATS = 1 << 30, 15
 
@@ -37,15 +37,15 @@ STATE_BYTES, REPEATS = 1 << 30, 15
 def measure() -> list[BenchmarkRow]:
     """Rows of this module."""
     with tempfile.TemporaryDirectory() as root:
-        demo = run(Path(root), "demo", DEMO_ITERATIONS, f"warm_start.max_steps={WARM_START_STEPS}")
-        weights = weights_of(offline_folder(demo, "warm_start"))
+        demo = run(Path(root), "demo", DEMO_ITERATIONS, f"sft.max_steps={SFT_STEPS}")
+        weights = weights_of(offline_folder(demo, "sft"))
         small = run(
             Path(root),
             "small",
             SMALL_ITERATIONS,
             "model=checkpoint",
             f"model.path={weights}",
-            "warm_start.max_steps=0",
+            "sft.max_steps=0",
             "optimizer.lr=1e-6",
             "optimizer.lr_warmup_iterations=0",
             "optimizer.lr_scheduler_type=constant",
@@ -70,7 +70,7 @@ def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
             f"run.root={root}",
             f"run.name={name}",
             f"iterations={iterations}",
-            f"retention.keep_last={iterations + 2}",
+            f"checkpoint.keep_last={iterations + 2}",
             "evaluate.every=0",
             *overrides,
         ],
@@ -84,7 +84,7 @@ def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
 
 def delta_ratios(run: Path, iterations: int) -> list[float]:
     """Size of each update's delta over that of the full state, both as files in bfloat16."""
-    folders = [offline_folder(run, "warm_start")]
+    folders = [offline_folder(run, "sft")]
     folders += [stage_folder(run, "sync", iteration) for iteration in range(iterations)]
     out = []
     with tempfile.TemporaryDirectory() as root:
@@ -163,20 +163,20 @@ WAYS = (SOCKET, "gloo", SHARED_MEMORY)
 
 
 class WeightWorker:
-    """A resident worker's publisher and receiver of weights."""
+    """A worker_state worker's publisher and receiver of weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)
-        self.board = LiveStore()
-        self._outbox = RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self._outbox)
-        takers = {WEIGHTS: WeightReceiver(self.board, self.publisher).handle_record}
-        self._inbox = RecordReceiver(folder, name, self.board, takers)
+        self.store = LiveStore()
+        self._sender = RecordSender(folder, name=name)
+        self.publisher = WeightPublisher(self._sender)
+        takers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
+        self._receiver = RecordReceiver(folder, name, self.store, takers)
 
     def close(self) -> None:
         self.publisher.close()
-        self._outbox.close()
-        self._inbox.close()
+        self._sender.close()
+        self._receiver.close()
 
 
 def measure_transfers() -> list[BenchmarkRow]:
@@ -219,6 +219,6 @@ def take(folder: Path, count: int, done: Connection) -> None:
     worker = WeightWorker(folder, "taker")
     done.send("ready")
     for number in range(count):
-        worker.board.output(f"sync/{number}").wait_for_attempt(lambda: False)
+        worker.store.output(f"sync/{number}").wait_for_attempt(lambda: False)
         done.send(number)
     worker.close()

@@ -42,8 +42,8 @@ from slurm.jobs import current_job_id
 from stages.flow import EVALUATE, flow_of
 from stages.layout import METRICS_FILE, TRACKED_FILE
 
-WARM_START_PROGRAM = "stages.warm_start"
-"""Program of the stage that the section ``warm_start`` configures."""
+SFT_PROGRAM = "stages.sft"
+"""Program of the stage that the section ``sft`` configures."""
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between two progress lines of a stage without a terminal."""
 MIN_RATE_INTERVAL_S = 1.0
@@ -168,17 +168,17 @@ class ProgressCallback:
 
     def on_node_start(self, node: StageNode) -> None:
         config, flow = self._run.config, flow_of(self._run.config)
-        settings = config.warm_start
-        if self._is_warm_start(node) and settings.max_steps:
+        settings = config.sft
+        if self._is_sft(node) and settings.max_steps:
             if settings.eval_generation:
                 log.info(
-                    "warm start: supervised fine-tuning until the held-out score reaches %g, at "
+                    "sft: supervised fine-tuning until the held-out score reaches %g, at "
                     "most %d steps",
                     settings.target_score,
                     settings.max_steps,
                 )
             else:
-                log.info("warm start: %d steps of supervised fine-tuning", settings.max_steps)
+                log.info("sft: %d steps of supervised fine-tuning", settings.max_steps)
         if node.stage in flow.stages and not self._iteration_ends:
             self._iteration_ends.append(time.monotonic())
         for key in [key for key in self._rates if key[0] == node.stage]:
@@ -188,8 +188,8 @@ class ProgressCallback:
             self._bars.remove_task(self._stage_task)
             self._stage_task = self._bars.add_task(node.stage, total=None, note="")
 
-    def _is_warm_start(self, node: StageNode) -> bool:
-        return flow_of(self._run.config).module_of(node.stage) == WARM_START_PROGRAM
+    def _is_sft(self, node: StageNode) -> bool:
+        return flow_of(self._run.config).module_of(node.stage) == SFT_PROGRAM
 
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
         flow = flow_of(self._run.config)
@@ -207,11 +207,11 @@ class ProgressCallback:
                 if name in manifest.metrics
             ]
             log.info("held-out score %s: %s%s", when, score, *lengths[:1] or [""])
-        elif self._is_warm_start(node):
+        elif self._is_sft(node):
             for name, label in (("score", "score"), ("eval_loss", "loss")):
                 if name in manifest.metrics:
                     log.info(
-                        "warm start: held-out %s %s after %d steps",
+                        "sft: held-out %s %s after %d steps",
                         label,
                         format_number(manifest.metrics[name]),
                         manifest.metrics["steps"],

@@ -181,7 +181,7 @@ class Driver:
                 if not self._has_warned:
                     log.warning(
                         "%s is skipped, as are all evaluations of weights that the retention "
-                        "policy has removed (retention.keep_every keeps some)",
+                        "policy has removed (checkpoint.keep_every keeps some)",
                         node.name,
                     )
                 self._has_warned = True

@@ -69,13 +69,13 @@ NO_LEARNING_RULES = (
         "nothing_kept",
         _is("reward/used_fraction", 0),
         "no sample is trained on, because all samples of each group score the same",
-        "choose easier or harder prompts, a larger rollout.group_size or a warm start",
+        "choose easier or harder prompts, a larger rollout.group_size or SFT",
     ),
     HealthRule(
         "equal_groups",
         has_equal_groups,
         "all samples of each group get the same reward, so that advantages are zero",
-        "choose easier or harder prompts, a larger rollout.group_size or a warm start",
+        "choose easier or harder prompts, a larger rollout.group_size or SFT",
         only_groups=True,
     ),
     HealthRule(

@@ -84,7 +84,7 @@ class PoolPlan(Section):
     """A pool: devices that several stages share, in turns, for many iterations."""
 
     stages: tuple[str, ...] = Field(min_length=1)
-    gpus: dict[OptionText, PositiveInt] = Field(min_length=1)
+    devices: dict[OptionText, PositiveInt] = Field(min_length=1)
     """Number of devices of each kind (``partition`` or ``partition:gpu_type``). Each process has
     one GPU, unless the stages or defaults set ``gpus: 0`` or the partition has no GPUs. Several
     kinds become components of one heterogeneous job, and every stage of the pool runs on all of
@@ -96,7 +96,7 @@ class PoolPlan(Section):
     """Upper limit of the autoscaler of an elastic pool. Workers are added while each shortens the
     iteration enough, and removed (down to ``workers``) when it does not. Null: a fixed number."""
     stage_ranks: dict[str, tuple[NonNegativeInt, ...]] = {}
-    """Ranks of the pool that compute a stage, by stage, numbered in the order of ``gpus``; all
+    """Ranks of the pool that compute a stage, by stage, numbered in the order of ``devices``; all
     ranks by default. Stages on different ranks run concurrently, before or after a stage on all
     ranks: rollouts on some, rewards and evaluations on the rest, then training on all. Training
     stages need all ranks, because these share the model."""
@@ -224,9 +224,9 @@ class Plan(Section):
         values = self.defaults.model_dump(exclude_unset=True)
         pool = next((pool for pool in self.pools if stage in pool.stages), None)
         if pool is not None:
-            place = device_keys(next(iter(pool.gpus)), self.defaults)
+            place = device_keys(next(iter(pool.devices)), self.defaults)
             # With several kinds the first one names the partition; GPU types differ.
-            values |= place if len(pool.gpus) == 1 else {"partition": place["partition"]}
+            values |= place if len(pool.devices) == 1 else {"partition": place["partition"]}
         if self._flow.all_stages[stage].single_process:
             values |= {"nodes": 1, "processes": 1, "speed_weights": None}
         values |= own.model_dump(exclude_unset=True) if own else {}
@@ -416,7 +416,7 @@ def check_pools(plan: Plan) -> None:
                     f"pools[{i}].stage_ranks.{stage}: this pool does not run it"
                     f"{did_you_mean(stage, flow.all_stages)}"
                 )
-            size = sum(pool.gpus.values())
+            size = sum(pool.devices.values())
             _check_ranks(plan, stage, ranks, size, f"pools[{i}].stage_ranks.{stage}")
     for i, pool in enumerate(plan.pools):
         if pool.also_generates and generates in pool.stages:
@@ -426,10 +426,10 @@ def check_pools(plan: Plan) -> None:
         if pool.workers is None:
             continue
         if generates is None:
-            more = (
-                "rollouts take more than weights (flow=dynamic_sampling, task.carry_over_episodes)"
+            raise ValueError(
+                f"pools[{i}].workers: these rollouts need more than the weights "
+                "(rollout.max_resamples, task.carry_over_episodes); leave it out"
             )
-            raise ValueError(f"pools[{i}].workers: {more}; leave it out")
         if not {generates} <= set(pool.stages) <= elastic:
             names = ", and ".join(sorted(elastic - {generates}))
             raise ValueError(

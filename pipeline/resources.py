@@ -54,25 +54,25 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
     stages = {f"plan.stages.{name}": plan.stage_plan(name) for name in pool.stages}
     needs = _maximum(stages, _colocated_stages(plan, number))
     if pool.workers is not None:
-        kinds = [kind for kind, size in pool.gpus.items() for _ in range(size)]
+        kinds = [kind for kind, size in pool.devices.items() for _ in range(size)]
         kind = kinds[(slot or 0) % len(kinds)]
         return (needs.model_copy(update=_device(kind, stages)),)
-    key, count = f"plan.pools[{number}].gpus", sum(pool.gpus.values())
+    key, count = f"plan.pools[{number}].devices", sum(pool.devices.values())
     if needs.gpus > needs.processes:
         raise PlanError(
-            f"{key}: {_format_devices(pool.gpus)}, but its stages ask for {needs.gpus} GPUs and "
+            f"{key}: {_format_devices(pool.devices)}, but its stages ask for {needs.gpus} GPUs and "
             f"{needs.processes} processes per node; each process has one, so give a stage that "
             f"runs on all of them processes: {needs.gpus}"
         )
-    if len(pool.gpus) == 1 or COUNTED_FEATURE.search(needs.constraint or ""):
-        parts = [_ordinary_job(needs, stages, pool.gpus, key)]
+    if len(pool.devices) == 1 or COUNTED_FEATURE.search(needs.constraint or ""):
+        parts = [_ordinary_job(needs, stages, pool.devices, key)]
     else:
-        parts = list(_hetjob_components(needs, stages, pool.gpus, key))
+        parts = list(_hetjob_components(needs, stages, pool.devices, key))
     for part in parts:
         _check_counts(part, key)
     if isinstance(needs.speed_weights, tuple) and len(needs.speed_weights) != count:
         raise PlanError(
-            f"{key}: {_format_devices(pool.gpus)}, but its stages give speed_weights for "
+            f"{key}: {_format_devices(pool.devices)}, but its stages give speed_weights for "
             f"{len(needs.speed_weights)} processes; each device has one process, and each process "
             "one weight"
         )
@@ -94,8 +94,8 @@ def _check_device(plan: Plan, number: int) -> None:
     Raises:
         PlanError: a stage names another partition or GPU type.
     """
-    pool, pool_key = plan.pools[number], f"pools[{number}].gpus"
-    kinds = [kind.partition(":") for kind in pool.gpus]
+    pool, pool_key = plan.pools[number], f"pools[{number}].devices"
+    kinds = [kind.partition(":") for kind in pool.devices]
     partitions, types = {name for name, _, _ in kinds}, {gpu for _, _, gpu in kinds}
     named = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
     for stage, own in (named | _colocated_stages(plan, number)).items():
@@ -107,7 +107,7 @@ def _check_device(plan: Plan, number: int) -> None:
             if value is not None and available and value not in available:
                 raise PlanError(
                     f"plan.stages.{stage}.{key}: {value}, but it runs in plan.{pool_key}: "
-                    f"{_format_devices(pool.gpus)}; the pool decides: leave {key} out, name "
+                    f"{_format_devices(pool.devices)}; the pool decides: leave {key} out, name "
                     f"another kind in {pool_key}, or give {stage} a pool of its own"
                 )
 
@@ -236,7 +236,7 @@ def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Pl
     stages = dict(plan.stages)
     for pool in plan.pools:
         parts = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
-        names = [kind.partition(":")[0] for kind in pool.gpus]
+        names = [kind.partition(":")[0] for kind in pool.devices]
         known = [partitions[name] for name in names if name in partitions]
         if any("gpus" in part.model_fields_set for part in parts) or not known:
             continue
@@ -286,7 +286,7 @@ def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
             parts = pool_resources(plan, number, slot)
-            several = zip(pool.gpus, parts, strict=False)
+            several = zip(pool.devices, parts, strict=False)
             named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in several]
             for suffix, part in named:
                 alternatives = requests.setdefault(f"pools[{number}]{suffix}", [])
@@ -386,7 +386,7 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     interpreters: dict[str | None, str] = {}
     for stage in stages:
         entry = flow.all_stages[stage]
-        # The warm start depends on both; it saves the state of the trainer.
+        # The SFT stage depends on both; it saves the state of the trainer.
         depends = [name for name in ("trainer", "engine") if name in entry.config_sections]
         section = entry.holds or next(iter(depends), None)
         name = None if section is None else configured_interpreter(config, section)

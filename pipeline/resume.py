@@ -3,8 +3,8 @@
 Committed results are never deleted because they no longer match. A start that differs is refused
 before anything changes, unless it has ``--redo`` or ``--keep``. ``--redo`` turns the run into what
 a fresh run of the configuration would be: matching results stay, all others are archived, together
-with the ledger of accepted mismatches. ``--keep`` accepts the old results, and the ledger
-``kept.json`` records what differed.
+with the accepted mismatches. ``--keep`` accepts the old results; the file
+``accepted_mismatches.json`` records what differed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rlinf.artifacts import write_atomic
 from rlinf.config import NON_SEMANTIC_KEYS, RunConfig, json_digest, select_semantic
 from rlinf.errors import CodeIdentityError, ConfigError, MismatchError
 from stages.flow import EVALUATE, Flow
-from stages.identity import CodeSnapshot, LedgerEntry, read_code_snapshot
+from stages.identity import AcceptedMismatch, CodeSnapshot, read_code_snapshot
 from stages.layout import (
+    ACCEPTED_FILE,
     CODE_FILE,
     CONFIG_FILE,
-    LEDGER_FILE,
     PLAN_FILE,
     REWARD_CACHE_FOLDER,
     RUN_FILE,
@@ -148,9 +148,9 @@ def _refuse_other_results(
 
 def _recompute(committed: RunState) -> None:
     """Archive all that a fresh run of the configuration would not have."""
-    ledger = committed.run.folder / LEDGER_FILE
-    if ledger.exists():
-        committed.archive_path(ledger)
+    accepted = committed.run.folder / ACCEPTED_FILE
+    if accepted.exists():
+        committed.archive_path(accepted)
     committed.scan(accept_mismatches=False)
     redo, leftovers = committed.nodes_to_redo(), committed.outputs_outside_graph()
     affected = committed.dependents(redo)
@@ -194,7 +194,7 @@ def _archive_cached_answers(committed: RunState, affected: Sequence[StageNode]) 
 
 
 def _accept(committed: RunState, differences: Sequence[str], changes: Sequence[str]) -> None:
-    """Accept the mismatched results and record them in the ledger.
+    """Accept the mismatched results and record that.
 
     Raises:
         MismatchError: the run cannot continue from its state.
@@ -210,13 +210,14 @@ def _accept(committed: RunState, differences: Sequence[str], changes: Sequence[s
             f"{folder}: --keep cannot continue from the {what} ({key}); "
             "--redo recomputes everything, another run.name starts another run"
         )
-    entry = LedgerEntry(
+    entry = AcceptedMismatch(
         recorded_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         differences=tuple(differences),
         outputs=dict(committed.manifest_keys(committed.mismatched)),
     )
-    ledger = committed.ledger.model_copy(update={"entries": (*committed.ledger.entries, entry)})
-    write_atomic(folder / LEDGER_FILE, ledger.model_dump_json(indent=1))
+    entries = (*committed.accepted.entries, entry)
+    accepted = committed.accepted.model_copy(update={"entries": entries})
+    write_atomic(folder / ACCEPTED_FILE, accepted.model_dump_json(indent=1))
     log.info(
         "accepted %s despite differences: %s",
         _summarize(committed.mismatched, committed.graph.flow),
@@ -243,10 +244,10 @@ def _shorten(differences: Sequence[str]) -> list[str]:
 
 
 def _summarize(nodes: Sequence[StageNode], flow: Flow) -> str:
-    """Return a summary such as ``the warm start, 3 iterations (0 to 2), 1 evaluation``."""
+    """Return a summary such as ``SFT, 3 iterations (0 to 2), 1 evaluation``."""
     iterations = sorted({node.iteration for node in nodes if node.stage in flow.stages})
     evaluations = sum(node.stage == EVALUATE for node in nodes)
-    parts = ["the warm start"] if any(node.stage in flow.offline for node in nodes) else []
+    parts = ["SFT"] if any(node.stage in flow.offline for node in nodes) else []
     if iterations:
         span = (
             f" ({iterations[0]} to {iterations[-1]})"
@@ -273,7 +274,7 @@ def _code_differences(before: CodeSnapshot | None, now: CodeSnapshot) -> list[st
     return [f"code: {name}" for name in before.changed_names(now)]
 
 
-CHANGEABLE_KEYS = ("iterations", "retention", "evaluate.every")
+CHANGEABLE_KEYS = ("iterations", "checkpoint", "evaluate.every")
 """Keys that a later start may change, because they change no existing result."""
 SCHEDULE_LENGTH_KEY = "optimizer.lr_decay_iterations"
 

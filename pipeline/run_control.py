@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a run in one process does without Slurm
     from launchers.submission_queue import JobNote
     from slurm.client import QueuedJob, SlurmClient
 
-START_LOCK = "starts.json"
+START_LOCK = "start-lock.json"
 """Lock file in the driver's folder, for processes that create or change the run or submit its
 driver."""
 STOP_CHECK_INTERVAL_S = 2.0

@@ -25,7 +25,7 @@ from rlinf.artifacts import Manifest, write_atomic
 from rlinf.config import RunConfig, json_digest, select_semantic, validate
 from rlinf.errors import ConfigError
 from rlinf.track import LogConfig
-from stages.identity import CLASS_REGISTRIES, read_ledger
+from stages.identity import CLASS_REGISTRIES, read_accepted_mismatches
 from stages.layout import CONFIG_FILE, RUN_FILE
 from stages.runner import read_config_values
 
@@ -54,7 +54,7 @@ class RunRecord(BaseModel):
     commit: str = ""
     """Host, versions and commit at the first start (:func:`collect_provenance`)."""
     accepted_mismatches: tuple[str, ...] = ()
-    """When and why results of another configuration or code were accepted (``kept.json``)."""
+    """When and why results of another configuration or code were accepted."""
     checksum: str | None = None
     """Digest of all other fields."""
     settings: dict[str, Any] | None = None
@@ -125,7 +125,7 @@ def write_run_record(
             version=__version__,
             **collect_provenance(),
         )
-    entries = read_ledger(folder).entries
+    entries = read_accepted_mismatches(folder).entries
     settings, non_default = effective_settings(validate(RunConfig, config))
     update = {
         "config": frozen,

@@ -22,10 +22,10 @@ from rlinf.artifacts import (
 )
 from rlinf.errors import ArtifactError, ConflictingOutputError
 from stages.flow import EVALUATE
-from stages.identity import CodeSnapshot, Ledger, read_ledger, stage_key
+from stages.identity import AcceptedMismatches, CodeSnapshot, read_accepted_mismatches, stage_key
 from stages.retention import RetentionPolicy
 
-ARCHIVE = "set-aside"
+ARCHIVE = "archive"
 """Folder in a run for replaced results, by time; its structure is that of the run."""
 log = logging.getLogger("rlinf")
 
@@ -53,7 +53,7 @@ class RunState:
     """The finished nodes of a run.
 
     A result is valid if its key is the digest of the configuration, the code and its inputs. An
-    accepted result (see the ledger) is valid if its inputs still exist.
+    accepted result (``--keep``) is valid if its inputs still exist.
     """
 
     run: Run
@@ -65,14 +65,14 @@ class RunState:
     unverified: set[StageNode] = field(default_factory=set)
     """Results that are valid if their recomputed inputs have the same content as before."""
     code: CodeSnapshot = field(init=False)
-    ledger: Ledger = field(init=False)
+    accepted: AcceptedMismatches = field(init=False)
     archive_folder: Path = field(init=False)
     """Folder to which this start moves replaced results."""
 
     def __post_init__(self) -> None:
         self.code = CodeSnapshot.from_checkout(self.run.config)
         self._digests = {stage: self.code.digest(stage) for stage in self.code.stages}
-        self.ledger = read_ledger(self.run.folder)
+        self.accepted = read_accepted_mismatches(self.run.folder)
         self.archive_folder = self.run.folder / ARCHIVE / time.strftime("%Y-%m-%dT%H-%M-%S")
 
     def lookup(self, node: StageNode) -> Manifest | None:
@@ -87,12 +87,14 @@ class RunState:
         """Find all finished nodes and all mismatched results.
 
         Args:
-            accept_mismatches: whether results in the ledger of accepted mismatches are valid.
+            accept_mismatches: whether accepted mismatches (``--keep``) are valid.
         """
         self.done.clear()
         self.mismatched.clear()
         self.unverified.clear()
-        self.ledger = read_ledger(self.run.folder) if accept_mismatches else Ledger()
+        self.accepted = (
+            read_accepted_mismatches(self.run.folder) if accept_mismatches else AcceptedMismatches()
+        )
         for node in self.graph.nodes():
             manifest = self._read_intact(node)
             if manifest is None:
@@ -192,14 +194,14 @@ class RunState:
         if manifest.key == self._key(node, contents):
             return True
         # The configuration that accepted it may name other inputs than those it was computed from.
-        return self.ledger.accepts(manifest) and (
+        return self.accepted.accepts(manifest) and (
             manifest.inputs == contents
             or set(self.done.values()).issuperset(manifest.inputs.values())
         )
 
     def _is_same_code_and_config(self, node: StageNode, manifest: Manifest) -> bool:
         """Return whether configuration and code match, regardless of the inputs."""
-        return self.ledger.accepts(manifest) or manifest.key == self._key(node, manifest.inputs)
+        return self.accepted.accepts(manifest) or manifest.key == self._key(node, manifest.inputs)
 
     def _read_intact(self, node: StageNode) -> Manifest | None:
         folder, manifest = self._folder(node), None

@@ -103,7 +103,7 @@ def validate_config(config: RunConfig) -> None:
     check_interpreters(
         config, cluster, simulates, generates, trainer.required_packages(trainer_options)
     )
-    check_warm_start(config, generates)
+    check_sft(config, generates)
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
@@ -131,7 +131,7 @@ def validate_config(config: RunConfig) -> None:
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
             check_device(getattr(options, "device", "auto"), f"{section}.device")
-    if config.warm_start.max_steps:
+    if config.sft.max_steps:
         environment.check_demonstrations(task_options)
     spec = environment.model_spec(task_options)
     check_train_test_overlap(config, environment.train_test_overlap(task_options), task_options)
@@ -214,8 +214,8 @@ def check_interpreters(
             )
 
 
-def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
-    """Check that the warm start can generate, if its held-out samples are scored.
+def check_sft(config: RunConfig, generates: tuple[str, ...]) -> None:
+    """Check that the SFT stage can generate, if its held-out samples are scored.
 
     Args:
         generates: optional packages of the engine.
@@ -223,7 +223,7 @@ def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
     Raises:
         ConfigError: the interpreter of the trainer lacks one.
     """
-    if not (generates and config.warm_start.max_steps and config.warm_start.eval_generation):
+    if not (generates and config.sft.max_steps and config.sft.eval_generation):
         return
     name = configured_interpreter(config, "trainer")
     if name is None:
@@ -232,10 +232,10 @@ def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
         lacking = missing_modules(name, "trainer.python", generates)
     if lacking:
         raise ConfigError(
-            "warm_start.eval_generation: the process that trains generates the held-out samples, "
+            "sft.eval_generation: the process that trains generates the held-out samples, "
             f"and its interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; "
             f"set trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, "
-            "or warm_start.eval_generation=false"
+            "or sft.eval_generation=false"
         )
 
 
@@ -296,14 +296,14 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     of = plan.stage_pools() if plan.pools else {}
     needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
     sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
-    comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
+    elastic_stages = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
         key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
         layout = job.layout
         pool = of.get(stage)
         size = job.nodes * job.processes if pool is None else sizes[pool]
-        size = 1 if stage in comes_and_goes else size
+        size = 1 if stage in elastic_stages else size
         loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
         if loads is not None and of and not spec.single_process:
             first, other = layouts.setdefault((of[stage], loads), (stage, layout))
@@ -395,30 +395,27 @@ def check_flow(flow: Flow, key: str) -> None:
 
 
 def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
-    """Check that ``rollout.max_resamples`` is set if and only if the flow resamples groups.
+    """Check that groups can be resampled, if ``rollout.max_resamples`` is set.
 
     Raises:
-        ConfigError: it is not, or the algorithm accepts every group.
+        ConfigError: the flow has no rollout that resamples, or the algorithm accepts every group.
     """
+    if config.rollout.max_resamples is None:
+        return
     flow = flow_of(config)
-    redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
-    if redraws and config.rollout.max_resamples is None:
+    if DYNAMIC_SAMPLING_MODULE not in map(flow.module_of, flow.stages):
         raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; set how often at most"
-        )
-    if not redraws and config.rollout.max_resamples is not None:
-        raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
-            "flow=dynamic_sampling"
+            f"rollout.max_resamples: flow {config.flow!r} has no rollout that can resample groups; "
+            "choose flow=on_policy, or leave it out"
         )
     # Groups of two samples with equal scores: usual scores, and extreme ones.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
-    if redraws and algorithm.select_samples(scores, groups).all():
+    if algorithm.select_samples(scores, groups).all():
         raise ConfigError(
             f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
             "samples all scored the same, so that nothing would be resampled; set algorithm=dapo, "
-            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
-            "flow=on_policy without rollout.max_resamples"
+            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or leave "
+            "rollout.max_resamples out"
         )
 
 
@@ -575,14 +572,14 @@ def check_components(config: RunConfig) -> None:
         raise ConfigError(
             f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
         )
-    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
+    if config.sft.max_steps and DEMONSTRATIONS not in offered:
         raise ConfigError(
-            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
+            f"sft.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
             "set it to 0"
         )
-    if config.warm_start.eval_samples and EVAL_DEMONSTRATIONS not in offered:
+    if config.sft.eval_samples and EVAL_DEMONSTRATIONS not in offered:
         raise ConfigError(
-            f"warm_start.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
+            f"sft.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
             "take the loss of; set it to 0"
         )
 
@@ -603,6 +600,11 @@ def check_episode_carryover(config: RunConfig) -> None:
     """
     if not carries_over_episodes(config):
         return
+    if config.rollout.max_resamples is not None:
+        raise ConfigError(
+            "task.carry_over_episodes: a rollout that resamples groups cannot continue episodes; "
+            "leave rollout.max_resamples out, or set task.carry_over_episodes=false"
+        )
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
             f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "
@@ -646,7 +648,7 @@ def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], option
         DataError: all held-out problems are training problems, and the run trains.
     """
     both, count = overlap
-    if not both or not (config.iterations or config.warm_start.max_steps):
+    if not both or not (config.iterations or config.sft.max_steps):
         return
     if both == count and not getattr(options, "allow_train_test_overlap", False):
         raise DataError(

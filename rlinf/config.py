@@ -176,8 +176,8 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     """Other sampling settings of language models. Engines of actions do not support them."""
     max_resamples: int | None = Field(default=None, gt=0)
-    """Maximum number of times that a group which the algorithm filters out is resampled from
-    another start. Needs ``flow=dynamic_sampling``."""
+    """Dynamic sampling (DAPO): maximum number of times that a group which the algorithm filters out
+    is resampled from another start. None: such groups stay out of the batch."""
     staleness: int = Field(default=0, ge=0, le=64)
     """Number of updates that the rollout weights may lag behind: the rollout does not wait for the
     last ``staleness`` updates and continues while they run. 0: on-policy."""
@@ -325,9 +325,9 @@ class RunConfig(Section):
     trainer: NamedComponent
     rollout: RolloutSection
     optimizer: OptimizerSection = OptimizerSection()
-    warm_start: SftSection = SftSection()
+    sft: SftSection = SftSection()
     evaluate: EvaluateSection = EvaluateSection()
-    retention: CheckpointSection = CheckpointSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     cluster: dict[str, Any] = {}
     """Cluster settings, validated by the launchers."""
     plan: dict[str, Any] | str | None = None

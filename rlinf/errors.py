@@ -18,7 +18,7 @@ from pathlib import Path
 
 NO_SPACE = (
     "no space left on the disk of the run; nothing half-written counts. "
-    "Free some space (or lower retention.keep_last) and resume"
+    "Free some space (or lower checkpoint.keep_last) and resume"
 )
 READ_ONLY = (
     "its filesystem is read-only, often after a fault of its disk or server; what was committed "

@@ -377,14 +377,14 @@ def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], plan
             "requeued and goes on)"
         )
     for resource, key, amount in _requested_amounts(resources):
-        for limits, whom in (("per_job", "a job"), ("all_jobs", "all jobs together")):
+        for limits, scope in (("per_job", "a job"), ("all_jobs", "all jobs together")):
             level = next((r for r in hierarchy if resource in getattr(r, limits)), None)
             if level is None:
                 continue
             maximum = getattr(level, limits)[resource]
             if amount > maximum:
                 raise PlanError(
-                    f"{plan_key}.{key}: {amount} requested in all, {level.owner} allows {whom} "
+                    f"{plan_key}.{key}: {amount} requested in all, {level.owner} allows {scope} "
                     f"{maximum} ({resource}); lower it or choose another account, QOS or partition"
                 )
 
@@ -508,7 +508,7 @@ def _check_nodes(
     if gpus:
         gpu_types = {name: 0 for group in groups for name in group.gpus}
         if not gpu_types:
-            raise PlanError(f"{plan_key}.gpus: {label} has no GPUs")
+            raise PlanError(f"{plan_key}.devices: {label} has no GPUs")
         if gpu_type is not None and gpu_type not in gpu_types:
             hint = did_you_mean(gpu_type, gpu_types)
             raise PlanError(f"{plan_key}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")

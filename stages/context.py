@@ -295,12 +295,12 @@ class StageContext:
         """Yield ``count`` records of an output channel that other workers send, as they arrive.
 
         Args:
-            depends_on: name of the input that they are made of.
+            source_input: name of the input from which they are computed.
 
         Raises:
             UpstreamFailed: they were computed from an attempt that was not committed in the end.
         """
-        assert self.live is not None, "records arrive at resident workers alone"
+        assert self.live is not None, "only resident workers receive records"
         committed = self.inputs[source_input].manifest.data
         return self.live.output.iter_records(channel, count, self.should_stop, committed)
 

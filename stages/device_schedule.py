@@ -137,21 +137,21 @@ class Unscheduled(contextlib.nullcontext[None]):
 class DeviceSlot:
     """The slot of one stage; a context manager that acquires the device at entry."""
 
-    def __init__(self, turns: DeviceSchedule) -> None:
-        self._turns = turns
+    def __init__(self, schedule: DeviceSchedule) -> None:
+        self._schedule = schedule
 
     def start_chunk(self, number: int) -> None:
         """Start a chunk of the batch, after all stages that are at an earlier chunk."""
-        iteration, part, place = self._turns.position(self)
-        self._turns.move(self, (iteration, max(part, number), place))
-        self._turns.acquire(self)
+        iteration, part, place = self._schedule.position(self)
+        self._schedule.move(self, (iteration, max(part, number), place))
+        self._schedule.acquire(self)
 
     def released(self) -> contextlib.AbstractContextManager[None]:
         """Release the device while waiting for an input."""
-        return self._turns.released(self)
+        return self._schedule.released(self)
 
     def __enter__(self) -> DeviceSlot:
-        self._turns.acquire(self)
+        self._schedule.acquire(self)
         return self
 
     def __exit__(
@@ -160,4 +160,4 @@ class DeviceSlot:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._turns.move(self, None)
+        self._schedule.move(self, None)

@@ -32,8 +32,8 @@ def run(ctx: StageContext) -> None:
     """
     if ctx.world.layout.parallel_dims():
         raise ConfigError(
-            "plan.stages.rollout.layout: with flow=dynamic_sampling each process of the rollout "
-            "has a model of its own; leave the layout out, or choose flow=on_policy"
+            "plan.stages.rollout.layout: with rollout.max_resamples each process of the rollout "
+            "has a model of its own; leave out the layout or rollout.max_resamples"
         )
     counts = Counter[str]()
     emit_trajectories(ctx, lambda ctx, places: resample_groups(ctx, places, counts))
@@ -45,12 +45,12 @@ def run(ctx: StageContext) -> None:
 def resample_groups(
     ctx: StageContext, batch_indices: Sequence[int], counts: Counter[str]
 ) -> Iterator[Trajectory]:
-    """Groups for some places of the batch, each once it was judged to teach something.
+    """Yield a group for each batch index, as soon as one is informative.
 
-    What is left after the last draw is handed on as it is; the reward stage drops it.
+    Groups of the last draw are yielded in any case; the reward stage drops uninformative ones.
 
     Args:
-        counts: gets ``refilled`` (groups drawn anew) and ``unfilled`` (places left without one).
+        counts: is updated with ``resampled_groups`` and ``rejected_groups``.
     """
     settings = ctx.config.rollout
     most, pending = settings.max_resamples or 0, list(batch_indices)
@@ -60,7 +60,7 @@ def resample_groups(
             return
         starts = [place + draw * settings.batch_size for place in pending]
         drawn = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
-        # All of them: what judges may need the device that the engine has until then.
+        # All of them first, because the reward may need the device of the engine.
         groups = group_by_batch_index(list(drawn), settings.batch_size, settings.group_size)
         taught = {place for place in pending if is_informative(ctx, algorithm, groups[place])}
         for place in pending:
@@ -73,7 +73,7 @@ def resample_groups(
 def group_by_batch_index(
     trajectories: Sequence[Trajectory], batch: int, group_size: int
 ) -> dict[int, list[Trajectory]]:
-    """Samples as those of the place of the batch that they were drawn for, in order."""
+    """Return samples by batch index, numbered as samples of that index, in order."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.identity):
         start, number = divmod(trajectory.identity.sample, group_size)
@@ -88,6 +88,6 @@ def is_informative(ctx: StageContext, algorithm: Algorithm, group: Sequence[Traj
     reward = get_reward(ctx)
     environment = primary_rank_environment(ctx) if reward.needs_score else None
     with ctx.span("score"):
-        # What went wrong is told by the reward stage.
+        # The reward stage reports failures.
         batch = compute_rewards(reward, algorithm, environment, group, Counter())
     return any(rewards.is_included for rewards in batch.step_rewards)

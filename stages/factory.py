@@ -166,33 +166,33 @@ def get_engine(
 ) -> Engine:
     """Return the engine with the weights of an input, loading them only if they changed.
 
-    It is on its device: until it is through with them the stage must not wait for anything.
+    The engine is on its device, so the stage must not wait for anything until it has finished.
 
     Args:
-        newest: one that serves this version, or one in between, goes on with it.
+        max_version: an engine with a version between ``version`` and this one keeps its weights.
     """
     entry = ctx.inputs[name]
-    engine, resident = get_or_create_engine(ctx), ctx.worker_state
-    served = resident.engine_weights
+    engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
+    served = worker_state.engine_weights
     if max_version is not None and served is not None and version < engine.version <= max_version:
         ensure_on_device(ctx, engine)
         return engine
     state = entry.content_id
     # Only now: while this one waited for it, another stage may have loaded other weights.
-    served, resident.engine_weights = resident.engine_weights, None
+    served, worker_state.engine_weights = worker_state.engine_weights, None
     if served != state:
         tensors = entry.live_object(WEIGHTS) if served is not None else None
         if tensors is None:
             _ = entry.manifest  # waits for it: what follows must not
             # Others may have loaded something meanwhile, which is overwritten now.
-            resident.engine_weights = None
+            worker_state.engine_weights = None
         if engine.version < 0:
             get_device_memory(ctx).offload_all(span=ctx.span)
         ensure_on_device(ctx, engine, filled=False)
         with ctx.span("load"):
             if tensors is None:
-                if served is not None and resident.weight_deltas is not None:
-                    tensors = resident.weight_deltas.read(ctx, name)
+                if served is not None and worker_state.weight_deltas is not None:
+                    tensors = worker_state.weight_deltas.read(ctx, name)
                 state = entry.content_id
             if tensors is not None:
                 policy = policy_class(ctx.config)[0]
@@ -200,7 +200,7 @@ def get_engine(
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)
-    resident.engine_weights = state
+    worker_state.engine_weights = state
     return engine
 
 
@@ -240,25 +240,25 @@ def get_trainer(ctx: StageContext) -> Trainer:
     initial, checkpoint = ctx.inputs["initial"], ctx.inputs.get("checkpoint")
     state = checkpoint.content_id if checkpoint else ""
     start = initial.content_id
-    resident = ctx.worker_state
-    fresh = resident.actor
-    if resident.trainer is None and checkpoint is None and fresh and fresh.weights == start:
+    worker_state = ctx.worker_state
+    fresh = worker_state.actor
+    if worker_state.trainer is None and checkpoint is None and fresh and fresh.weights == start:
         # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
-        resident.actor, resident.trainer = None, LoadedTrainer(fresh.trainer, start, state)
+        worker_state.actor, worker_state.trainer = None, LoadedTrainer(fresh.trainer, start, state)
     del fresh
-    loaded = resident.trainer
+    loaded = worker_state.trainer
     if loaded is None or (loaded.initial_weights, loaded.checkpoint) != (start, state):
         for entry in (initial, checkpoint) if checkpoint else (initial,):
             _ = entry.manifest  # waits for it: what follows must not
         # The old one leaves the memory before the new one is made.
         del loaded
-        resident.drop_trainer()
+        worker_state.drop_trainer()
         get_device_memory(ctx).offload_all(span=ctx.span)
         with ctx.span("load"):
             trainer = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
             if checkpoint:
                 trainer.load(ctx.verified_folder("checkpoint") / "checkpoint")
-        loaded = resident.trainer = LoadedTrainer(trainer, start, state)
+        loaded = worker_state.trainer = LoadedTrainer(trainer, start, state)
     ensure_on_device(ctx, loaded.trainer, "weights")
     return loaded.trainer
 
@@ -266,27 +266,26 @@ def get_trainer(ctx: StageContext) -> Trainer:
 def get_actor(ctx: StageContext) -> Trainer:
     """Return a trainer with the weights of input ``weights``, for evaluating the policy.
 
-    Where training goes on in this process and has come as far as these weights, it is that one.
-    Another one keeps no optimizer state, and takes later weights as they come. As for the trainer,
-    it is on the device until a wait.
+    It is the resident trainer if that has these weights. Otherwise it is a second one without
+    optimizer state, which loads later weights. It stays on the device until the stage waits.
     """
     start, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
-    state, resident = weights.content_id, ctx.worker_state
-    training = (start, "") if state == start else resident.published_states.get(state)
-    trained = resident.trainer
+    state, worker_state = weights.content_id, ctx.worker_state
+    training = (start, "") if state == start else worker_state.published_states.get(state)
+    trained = worker_state.trainer
     if trained is not None and (trained.initial_weights, trained.checkpoint) == training:
-        resident.drop_actor()
+        worker_state.drop_actor()
         ensure_on_device(ctx, trained.trainer, "weights")
         return trained.trainer
-    loaded = resident.actor
+    loaded = worker_state.actor
     if loaded is None or loaded.weights != state:
         tensors = weights.live_object(WEIGHTS)
         if tensors is None:
             _ = weights.manifest  # waits for it: what follows must not
             state = weights.content_id
-        if resident.actor is not None and not resident.actor.trainer.can_load_weights:
-            resident.drop_actor()
-        loaded, resident.actor = resident.actor, None
+        if worker_state.actor is not None and not worker_state.actor.trainer.can_load_weights:
+            worker_state.drop_actor()
+        loaded, worker_state.actor = worker_state.actor, None
         with ctx.span("load"):
             if loaded is None:
                 get_device_memory(ctx).offload_all(span=ctx.span)
@@ -299,15 +298,15 @@ def get_actor(ctx: StageContext) -> Trainer:
                     trainer.load_policy_folder(ctx.verified_folder("weights") / WEIGHTS)
                 elif (
                     tensors is None
-                    and resident.weight_deltas is not None
-                    and resident.weight_deltas.is_exact
+                    and worker_state.weight_deltas is not None
+                    and worker_state.weight_deltas.is_exact
                 ):
-                    tensors = resident.weight_deltas.read(ctx, "weights")
+                    tensors = worker_state.weight_deltas.read(ctx, "weights")
                 elif tensors is None:
                     tensors = load_committed_weights(ctx, "weights")
             if tensors is not None:
                 trainer.load_weights(tensors.items())
-        loaded = resident.actor = LoadedActor(trainer, state)
+        loaded = worker_state.actor = LoadedActor(trainer, state)
     ensure_on_device(ctx, loaded.trainer, "weights")
     return loaded.trainer
 
@@ -365,7 +364,7 @@ def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
             folder.mkdir()
             trainer.policy.save_state(folder, state)
     finally:
-        # The others wait for this one, whatever failed here.
+        # Other ranks wait for this one, even after an error.
         state.drain()
 
 

@@ -166,19 +166,19 @@ class Flow:
         }
 
 
-INITIAL_WEIGHTS = InputSource("warm_start")
-NEWEST_WEIGHTS = InputSource("sync", lag=1, initial="warm_start")
+INITIAL_WEIGHTS = InputSource("sft")
+NEWEST_WEIGHTS = InputSource("sync", lag=1, initial="sft")
 
 on_policy = Flow(
     offline={
-        "warm_start": StageSpec(
+        "sft": StageSpec(
             config_sections=(
                 "seed",
                 "task",
                 "model",
                 "engine",
                 "trainer",
-                "warm_start",
+                "sft",
                 "evaluate",
             ),
             colocate_with="train",
@@ -186,7 +186,7 @@ on_policy = Flow(
     },
     stages={
         "rollout": StageSpec(
-            {"weights": InputSource("sync", lag=1, initial="warm_start", stale=True)},
+            {"weights": InputSource("sync", lag=1, initial="sft", stale=True)},
             ("seed", "task", "model", "engine", "rollout"),
             output_stream="trajectories",
             holds="engine",
@@ -239,22 +239,6 @@ on_policy = Flow(
 )
 """Collect with the newest weights, learn from that batch alone, publish."""
 
-DYNAMIC_SAMPLING_MODULE = "stages.dynamic_sampling"
-dynamic_sampling = replace(
-    on_policy,
-    stages={
-        **on_policy.stages,
-        # Who is judged while it is generated is not shared out anew: its workers stay.
-        "rollout": replace(
-            on_policy.stages["rollout"],
-            config_sections=(*on_policy.stages["rollout"].config_sections, "reward", "algorithm"),
-            elastic=False,
-            module=DYNAMIC_SAMPLING_MODULE,
-        ),
-    },
-)
-"""The same, with a rollout that draws groups anew which the algorithm would not keep."""
-
 OFF_POLICY_TRAIN_SECTIONS = (
     "seed",
     "model",
@@ -275,7 +259,7 @@ off_policy = Flow(
                 "trajectories": InputSource("rollout"),
                 "rewards": InputSource("reward"),
                 "initial": INITIAL_WEIGHTS,
-                # The buffer is added to in the order of the iterations, whatever is ahead.
+                # Iterations are added to the buffer in their order.
                 "replay": InputSource("replay", lag=1),
             },
             ("task", "model", "algorithm", "rollout"),
@@ -324,7 +308,6 @@ flows = Registry(
     "flow",
     {
         "on_policy": f"{__name__}:on_policy",
-        "dynamic_sampling": f"{__name__}:dynamic_sampling",
         "off_policy": f"{__name__}:off_policy",
         "offline": f"{__name__}:offline",
     },
@@ -333,23 +316,41 @@ flows = Registry(
 )
 
 
-@lru_cache
-def with_carried_episodes(flow: str) -> Flow:
+ROLLOUT_MODULE = "stages.rollout"
+DYNAMIC_SAMPLING_MODULE = "stages.dynamic_sampling"
+
+
+def with_resampling(flow: Flow) -> Flow:
+    """Return a flow whose rollouts resample groups (``rollout.max_resamples``).
+
+    A flow whose rollout is not that of :mod:`stages.rollout` is returned unchanged.
+    """
+    name = flow.elastic_stage
+    if name is None or flow.module_of(name) != ROLLOUT_MODULE:
+        return flow
+    stage = flow.stages[name]
+    resampling = replace(
+        stage,
+        config_sections=(*stage.config_sections, "reward", "algorithm"),
+        # Elastic workers have the weights, but not the reward.
+        elastic=False,
+        module=DYNAMIC_SAMPLING_MODULE,
+    )
+    return replace(flow, stages={**flow.stages, name: resampling})
+
+
+def with_carried_episodes(flow: Flow) -> Flow:
     """Return a flow whose rollouts continue open episodes (``task.carry_over_episodes``).
 
     A flow without an elastic stage is returned unchanged.
-
-    Raises:
-        ConfigError: there is no such flow.
     """
-    flow_spec = get_flow(flow)
-    if (name := flow_spec.elastic_stage) is None:
-        return flow_spec
-    stage = flow_spec.stages[name]
+    if (name := flow.elastic_stage) is None:
+        return flow
+    stage = flow.stages[name]
     inputs = {**stage.inputs, OPEN_EPISODES: InputSource(name, lag=1)}
-    # Workers that come and go have weights alone.
-    goes_on = replace(stage, inputs=inputs, elastic=False)
-    return replace(flow_spec, stages={**flow_spec.stages, name: goes_on})
+    # Elastic workers have the weights, but not the open episodes.
+    continuing = replace(stage, inputs=inputs, elastic=False)
+    return replace(flow, stages={**flow.stages, name: continuing})
 
 
 def carries_over_episodes(config: RunConfig) -> bool:
@@ -373,8 +374,16 @@ def flow_of(config: RunConfig) -> Flow:
     Raises:
         ConfigError: there is no such flow.
     """
-    return (
-        with_carried_episodes(config.flow)
-        if carries_over_episodes(config)
-        else get_flow(config.flow)
-    )
+    resamples = config.rollout.max_resamples is not None
+    carries_over = carries_over_episodes(config)
+    if not (resamples or carries_over):
+        return get_flow(config.flow)
+    return _build_flow(config.flow, resamples, carries_over)
+
+
+@lru_cache
+def _build_flow(name: str, resamples: bool, carries_over: bool) -> Flow:
+    flow = get_flow(name)
+    if resamples:
+        flow = with_resampling(flow)
+    return with_carried_episodes(flow) if carries_over else flow

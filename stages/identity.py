@@ -30,7 +30,7 @@ from rlinf.registry import Registry
 from rlinf.rewards import rewards
 from rlinf.trainers import trainers
 from stages.flow import EVALUATE, flow_of
-from stages.layout import CODE_FILE, LEDGER_FILE
+from stages.layout import ACCEPTED_FILE, CODE_FILE
 
 
 def program_version() -> list[str | int]:
@@ -41,10 +41,10 @@ def program_version() -> list[str | int]:
 def stage_key(
     config: RunConfig, stage: str, iteration: int, inputs: Mapping[str, str], code: str
 ) -> str:
-    """Digest of the configuration that matters to a stage, its inputs' contents and its code.
+    """Return the digest of a stage's configuration sections, input contents and code.
 
     Resources, paths and log options are not part of it. Nor are keys that the frozen configuration
-    does not have, because the program that wrote it did not know them: their defaults hold.
+    lacks, because an older program wrote it: their defaults apply.
 
     Args:
         inputs: content digest of each input by name.
@@ -54,7 +54,7 @@ def stage_key(
     wanted = flow_of(config).all_stages[stage].config_sections
     sections = {name: values[name] for name in wanted if name in values}
     if EVALUATE in sections:
-        # When, not how.
+        # The interval between evaluations does not change their results.
         sections[EVALUATE] = {k: v for k, v in sections[EVALUATE].items() if k != "every"}
     return json_digest(
         {
@@ -67,49 +67,49 @@ def stage_key(
     )
 
 
-class LedgerEntry(BaseModel):
-    """Results that count though configuration or code is another now (``--keep``)."""
+class AcceptedMismatch(BaseModel):
+    """Results that count although configuration or code has changed (``--keep``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     recorded_at: str
     differences: tuple[str, ...]
-    """What differed."""
+    """Descriptions of the differences."""
     outputs: dict[str, str]
-    """Keys of the results that stay, by ``stage/iteration``."""
+    """Keys of the accepted results, by ``stage/iteration``."""
 
 
-class Ledger(BaseModel):
-    """All of a run, oldest first."""
+class AcceptedMismatches(BaseModel):
+    """All accepted mismatches of a run, oldest first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    entries: tuple[LedgerEntry, ...] = ()
+    entries: tuple[AcceptedMismatch, ...] = ()
 
     def accepts(self, manifest: Manifest) -> bool:
-        """Whether a result counts whatever its key."""
+        """Return whether a result counts, whatever its key."""
         name = f"{manifest.stage}/{manifest.iteration}"
         return any(entry.outputs.get(name) == manifest.key for entry in self.entries)
 
 
-def read_ledger(run: Path) -> Ledger:
-    """The ledger of a run; empty when nothing was ever kept.
+def read_accepted_mismatches(run: Path) -> AcceptedMismatches:
+    """Return the accepted mismatches of a run; empty if there are none.
 
     Raises:
         ConfigError: damaged.
     """
-    path = run / LEDGER_FILE
+    path = run / ACCEPTED_FILE
     try:
-        mark = path.stat()
+        file_state = path.stat()
     except FileNotFoundError:
-        return Ledger()
-    return _read(path, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+        return AcceptedMismatches()
+    return _read(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, mark: tuple[int, ...]) -> Ledger:
+def _read(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
     try:
-        return Ledger.model_validate_json(path.read_bytes())
+        return AcceptedMismatches.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:80]
         raise ConfigError(
@@ -118,8 +118,8 @@ def _read(path: Path, mark: tuple[int, ...]) -> Ledger:
 
 
 CODE_REVISION = 1
-"""Part of every identity. Raised when a fault is mended in a module that does not count and results
-were wrong by it."""
+"""Part of every identity. It is raised when a bug in an infrastructure module that made results
+wrong is fixed."""
 CLASS_REGISTRIES: Mapping[str, Registry] = {
     "task": environments,
     "model": policies,
@@ -130,10 +130,10 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
 }
 """Sections of the configuration that name a class, and where its module is found."""
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
-"""Sections whose files count by what is in them; a model's folder is kept with the run."""
+"""Sections whose files count by content; a model's folder is copied into the run."""
 FILE_PREFIX = "file:"
 SUBPROCESS_MODULES = "SUBPROCESS_MODULES"
-"""Of a module: the names of those that other processes run for it, a tuple of texts."""
+"""Variable of a module with the names of modules that it runs in other processes."""
 INFRASTRUCTURE = (
     "rlinf.artifacts",
     "rlinf.channels",
@@ -172,9 +172,9 @@ INFRASTRUCTURE = (
     "stages.resource_usage",
     "stages.worker",
 )
-"""Packages and modules that only store, move, place and log what others compute; no identity."""
+"""Packages and modules that only store, transfer, place and log results; no part of an identity."""
 FACTORY_MODULES = ("stages.factory",)
-"""Counts, but what it imports does not: it builds whatever the configuration names."""
+"""Modules that count without their imports, because they create what the configuration names."""
 
 
 class _Strict:
@@ -183,7 +183,7 @@ class _Strict:
 
 @dataclass(frozen=True)
 class ModuleDigest(_Strict):
-    """One module."""
+    """Digests of one module."""
 
     file_digest: str
     """Digest of the bytes of its file."""
@@ -193,7 +193,7 @@ class ModuleDigest(_Strict):
 
 @dataclass(frozen=True)
 class CodeSnapshot(_Strict):
-    """The modules of every stage of one configuration."""
+    """The modules that each stage of a configuration depends on."""
 
     stages: dict[str, tuple[str, ...]]
     """By stage: names of modules, of classes (``module:attribute``) that are chosen by name, and of
@@ -204,10 +204,10 @@ class CodeSnapshot(_Strict):
 
     @classmethod
     def from_checkout(cls, config: RunConfig, *chosen: str) -> CodeSnapshot:
-        """The code of this process's own checkout.
+        """Return a snapshot of this process's checkout.
 
         Args:
-            chosen: of these stages alone; all by default.
+            chosen: stages to include; all by default.
 
         Raises:
             CodeIdentityError: a module cannot be read or parsed.
@@ -224,15 +224,15 @@ class CodeSnapshot(_Strict):
         return cls(stages, modules, files)
 
     def digest(self, stage: str) -> str:
-        """Identity of the code of a stage."""
+        """Return the identity of a stage's code."""
         names = self.stages[stage]
         return json_digest([CODE_REVISION, [[name, self._meaning(name)] for name in names]])
 
     def changed_names(self, other: CodeSnapshot) -> list[str]:
-        """Modules, named classes and files that are not the same in both, sorted."""
-        ours, theirs = self._meanings(), other._meanings()
-        names = ours.keys() | theirs.keys()
-        return sorted(n for n in names if ours.get(n) != theirs.get(n))
+        """Return the modules, named classes and files that differ between the two, sorted."""
+        own, others = self._meanings(), other._meanings()
+        names = own.keys() | others.keys()
+        return sorted(n for n in names if own.get(n) != others.get(n))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -262,33 +262,33 @@ def read_code_snapshot(run: Path) -> CodeSnapshot | None:
     except (ValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:80]
         raise CodeIdentityError(
-            f"{path}: damaged ({reason}); remove it and resume the run: it is made anew"
+            f"{path}: damaged ({reason}); remove it and resume the run, which writes it again"
         ) from None
 
 
 def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
-    """Digest of the code of a stage of a run: as recorded there, if this process runs the same.
+    """Return the recorded digest of a stage's code, after checking that this process runs it.
 
     Raises:
-        CodeIdentityError: it runs other code: the checkout was edited while the run goes on.
+        CodeIdentityError: it runs other code, because the checkout was edited during the run.
     """
     try:
-        mark = (run / CODE_FILE).stat()
+        file_state = (run / CODE_FILE).stat()
     except FileNotFoundError:
-        # A stage program that somebody runs by hand.
+        # A stage program that was started by hand.
         return CodeSnapshot.from_checkout(config, stage).digest(stage)
-    code = _recorded(run, stage, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    code = _recorded(run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     for name in code.stages.get(stage, ()):
         if name in code.files and _content(_path_of(config, name)) != code.files[name]:
             raise CodeIdentityError(
-                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} is not what it was when "
+                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} has changed since "
                 "this run was started. Nothing was written; put it back, or start the run again"
             )
     return code.digest(stage)
 
 
 @lru_cache(maxsize=64)
-def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> CodeSnapshot:
+def _recorded(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapshot:
     """Return the code that a run's driver recorded, if this process has the same modules."""
     code = read_code_snapshot(run)
     assert code is not None
@@ -298,14 +298,14 @@ def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> CodeSnapshot:
         known = code.modules[name]
         if _file(name) != known.file_digest and _module(name).source.ast_digest != known.ast_digest:
             raise CodeIdentityError(
-                f"{stage}: {name} is not the code that this run was started with: it was edited, "
-                "or this process is an old one. Nothing was written; start the run again"
+                f"{stage}: {name} differs from the code with which this run was started: it was "
+                "edited, or this process is an old one. Nothing was written; start the run again"
             )
     return code
 
 
 def _names(config: RunConfig, stage: str) -> set[str]:
-    """Modules and named classes that a stage's results depend on."""
+    """Return the modules and named classes on which a stage's results depend."""
     flow = flow_of(config)
     named = [
         CLASS_REGISTRIES[section].target(getattr(config, section).name)
@@ -314,10 +314,10 @@ def _names(config: RunConfig, stage: str) -> set[str]:
     ]
     names = {*named, *_files(config, flow.all_stages[stage].config_sections)}
     pending = [flow.module_of(stage), *(target.partition(":")[0] for target in named)]
-    world = (config.task.model_extra or {}).get("simulator")
-    if "task" in flow.all_stages[stage].config_sections and isinstance(world, str):
-        # A simulator's process imports it by its name, and may alone be able to.
-        module = simulators.target(world, "task.simulator").partition(":")[0]
+    simulator = (config.task.model_extra or {}).get("simulator")
+    if "task" in flow.all_stages[stage].config_sections and isinstance(simulator, str):
+        # Only the simulator's process may be able to import it, so it is found by name.
+        module = simulators.target(simulator, "task.simulator").partition(":")[0]
         pending += [module] if _path(module) else []
     packages = {name.partition(".")[0] for name in pending}
     while pending:
@@ -328,22 +328,22 @@ def _names(config: RunConfig, stage: str) -> set[str]:
         if name in FACTORY_MODULES:
             continue
         imports = set(_module(name).imports)
-        if not _ours(name):
+        if not _is_own(name):
             # Importing a module runs the packages it is in.
             imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
         pending += [
             other
             for other in imports
-            if (_counts(other) if _ours(other) else _users(other, packages, name))
+            if (_counts(other) if _is_own(other) else _is_users(other, packages, name))
         ]
     return names
 
 
 def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
-    """Names of the data files of the sections that make records: by their keys, not their paths.
+    """Yield the names of a configuration's data files: their keys, not their paths.
 
-    Classes are not imported for it, so any text that is the path of a file counts as one, and of an
-    algorithm that of a folder: prior data.
+    Classes are not imported for this, so any text that is the path of a file counts as a data file.
+    For an algorithm the path of a folder counts too: offline data.
     """
     for section in DATA_FILE_SECTIONS.intersection(sections):
         for key, text in _texts(getattr(config, section).model_extra or {}):
@@ -352,7 +352,7 @@ def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
 
 
 def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Texts by key, those of mappings within by keys with dots."""
+    """Yield texts by key, those of nested mappings by dotted key."""
     for key, value in values.items():
         if isinstance(value, str):
             yield key, value
@@ -364,7 +364,7 @@ def _is_data(section: str, text: str) -> bool:
     try:
         path = Path(text).expanduser()
         return path.is_file() or (section == "algorithm" and bool(text) and path.is_dir())
-    except (OSError, RuntimeError):  # too long for a path; a home that nobody has
+    except (OSError, RuntimeError):  # too long for a path, or an unknown home
         return False
 
 
@@ -374,19 +374,19 @@ def _path_of(config: RunConfig, name: str) -> Path:
 
 
 def _content(path: Path) -> str:
-    """Digest of the content of a data file, or of all in a folder; empty: it is gone."""
+    """Return the content digest of a data file, or of a folder's files; empty if it is missing."""
     try:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
             return json_digest([[str(file.relative_to(path)), _content(file)] for file in files])
-        mark = path.stat()
-        return _digest(path, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+        file_state = path.stat()
+        return _digest(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except OSError:
         return ""
 
 
 @lru_cache(maxsize=4096)
-def _digest(path: Path, mark: tuple[int, ...]) -> str:
+def _digest(path: Path, file_state: tuple[int, ...]) -> str:
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -394,30 +394,31 @@ def _digest(path: Path, mark: tuple[int, ...]) -> str:
     return content.hexdigest()
 
 
-def _ours(name: str) -> bool:
+def _is_own(name: str) -> bool:
     return name.partition(".")[0] in ("rlinf", "stages")
 
 
 @cache
 def _counts(name: str) -> bool:
-    """Whether results depend on a module of the project."""
-    carrier = any(name == c or name.startswith(f"{c}.") for c in INFRASTRUCTURE)
-    # Packages hold tables of names; the one that is chosen counts by itself.
+    """Return whether results depend on a module of the project."""
+    is_infrastructure = any(name == c or name.startswith(f"{c}.") for c in INFRASTRUCTURE)
+    # Packages contain tables of names; the chosen module counts by itself.
     path = _path(name)
-    return not carrier and path is not None and path.name != "__init__.py"
+    return not is_infrastructure and path is not None and path.name != "__init__.py"
 
 
-def _users(name: str, packages: set[str], importer: str) -> bool:
-    """Whether a module is the user's: of a package that is named, or not installed but lying there.
+def _is_users(name: str, packages: set[str], importer: str) -> bool:
+    """Return whether a module is the user's: of a named package, or a file outside
+    ``site-packages``.
 
-    Of what is installed a version is enough, which is no part of an identity either.
+    Installed packages have versions, which are no part of an identity.
     """
-    if _ours(importer) or (path := _path(name)) is None:
+    if _is_own(importer) or (path := _path(name)) is None:
         return False
-    return name.partition(".")[0] in packages or not _installed(path)
+    return name.partition(".")[0] in packages or not _is_installed(path)
 
 
-def _installed(path: Path) -> bool:
+def _is_installed(path: Path) -> bool:
     return "site-packages" in path.parts or any(path.is_relative_to(f) for f in _STANDARD)
 
 
@@ -428,7 +429,7 @@ _STANDARD = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 class _Module:
     source: ModuleDigest
     imports: frozenset[str]
-    """Whatever may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
+    """Names that may be modules: for ``from a import b`` both ``a`` and ``a.b``."""
 
 
 @cache
@@ -446,7 +447,7 @@ def _module(name: str) -> _Module:
     for text in _meaning(parsed):
         meaning.update(text)
     source = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), meaning.hexdigest())
-    return _Module(source, frozenset([*_imports(parsed, package), *_started(parsed)]))
+    return _Module(source, frozenset([*_imports(parsed, package), *_subprocess_modules(parsed)]))
 
 
 @cache
@@ -457,9 +458,9 @@ def _file(name: str) -> str:
 
 @cache
 def _path(name: str) -> Path | None:
-    """The file of a module; nothing is imported to find those of the project."""
+    """Return the file of a module; modules of the project are found without an import."""
     first, *rest = name.split(".")
-    if _ours(name):
+    if _is_own(name):
         base = (
             Path(package_paths.__file__).parent.parent if first == "rlinf" else package_paths.ROOT
         )
@@ -469,7 +470,7 @@ def _path(name: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(first)
         for part in rest:
-            # Not by its full name, which would import the packages above it.
+            # The full name would import its parent packages.
             folders = None if spec is None else spec.submodule_search_locations
             if spec is None or folders is None:
                 return None
@@ -493,7 +494,7 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _started(parsed: ast.Module) -> Iterator[str]:
+def _subprocess_modules(parsed: ast.Module) -> Iterator[str]:
     """Yield the modules that a module runs in subprocesses (:data:`SUBPROCESS_MODULES`)."""
     for node in parsed.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
@@ -501,9 +502,9 @@ def _started(parsed: ast.Module) -> Iterator[str]:
 
 
 def _meaning(node: Any) -> Iterator[bytes]:
-    """The syntax tree as text, without docstrings, positions, and what is empty.
+    """Yield the syntax tree as text, without docstrings, positions and empty fields.
 
-    The last so that versions of Python which know further fields say the same.
+    Empty fields are left out so that Python versions with more fields give the same text.
     """
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}".encode()
@@ -530,7 +531,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _is_text(node: ast.stmt) -> bool:
-    """A statement that is nothing but text: a docstring, of an attribute too."""
+    """Return whether a statement is only text: a docstring, also of an attribute."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

@@ -20,7 +20,7 @@ def run(ctx: StageContext) -> None:
         trajectories = ctx.read(Trajectory, "trajectories", samples)
         results = [PolicyOutputs(identity=trajectory.identity) for trajectory in trajectories]
         rows = set[int]()
-        # Values that came with the steps are those that advantages are made of.
+        # Advantages use the values of the rollout, if it has some.
         valued = any(trajectory.values is not None for trajectory in trajectories)
         recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not valued)
         if recompute:

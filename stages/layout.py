@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FILE, PLAN_FILE, RUN_FILE = "config.yaml", "plan.yaml", "run.json"
-CODE_FILE, LEDGER_FILE = "code.json", "kept.json"
-"""Digests of the modules that make results, and which results count though those differ."""
+CODE_FILE, ACCEPTED_FILE = "code.json", "accepted_mismatches.json"
+"""Digests of the modules that make results, and the results that ``--keep`` accepted although
+these differ."""
 CHANNELS_FOLDER = "channels"
-"""Keys, and the addresses of those who can be spoken to."""
+"""Keys and addresses of the processes that accept connections."""
 POOLS_FOLDER, STATUS_FILE = "pools", "status.json"
-REWARD_CACHE_FOLDER = "answers"
-"""What others answered the reward, which is not asked again when a stage is repeated."""
+REWARD_CACHE_FOLDER = "reward-cache"
+"""Answers of servers and judges to the reward, so that a repeated stage sends no request twice."""
 VIDEOS_FOLDER = "videos"
-"""Of held-out episodes, in the output of an evaluation."""
+"""Videos of held-out episodes, in the output of an evaluation."""
 DRIVER_JOB_FOLDER = "driver"
 """The job of a driver that was submitted."""
 STOP_FILE = "stop"
-"""Holds the token of the driver that is to stop."""
+"""Contains the token of the driver that must stop."""
 METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
-TRACKED_FILE = "told.txt"
-"""Digests of what trackers were told."""
+TRACKED_FILE = "tracked.txt"
+"""Digests of the metrics that trackers have received."""
 
 
 def offline_folder(run: Path, stage: str) -> Path:
@@ -48,6 +49,6 @@ def worker_name(pool: str, rank: int) -> str:
     return f"{pool}-r{rank}"
 
 
-def partial_samples_channel(claim: str) -> str:
-    """The channel of the part of a claim that a worker hands to its successor."""
-    return f"unfinished-{claim}"
+def partial_samples_channel(work_item: str) -> str:
+    """The channel of the unfinished samples that a worker sends to its successor."""
+    return f"partial-samples-{work_item}"

@@ -81,7 +81,7 @@ class RecordStream:
 
     @property
     def num_unread(self) -> int:
-        """Records from other workers that no stage here has taken."""
+        """Number of records from other workers that no stage here has read."""
         return len(self._untaken)
 
     def has_more_than(self, count: int) -> bool:
@@ -120,13 +120,13 @@ class LiveOutput:
         """Whether readers must give up; the store then replaces this output by a new one."""
 
     def stream(self, channel: str) -> RecordStream:
-        """The stream of a channel."""
+        """Return the stream of a channel; created on first use."""
         with self._changed:
             return self._streams.setdefault(channel, RecordStream(self._changed))
 
     @property
     def num_unread(self) -> int:
-        """Records from other workers that no stage here has taken."""
+        """Number of records from other workers that no stage here has read."""
         with self._changed:
             return sum(stream.num_unread for stream in self._streams.values())
 
@@ -184,10 +184,10 @@ class LiveOutput:
 
         Raises:
             UpstreamFailed: it failed.
-            RequeueRequested: asked to stop while waiting.
+            RequeueRequested: the process must stop.
         """
-        there = self._wait(lambda: self._attempt is not None, should_stop, is_committed)
-        return self._attempt if there else None
+        is_live = self._wait(lambda: self._attempt is not None, should_stop, is_committed)
+        return self._attempt if is_live else None
 
     def wait_for_records(
         self,
@@ -201,8 +201,8 @@ class LiveOutput:
         Args, Raises: as :meth:`wait_for_attempt`.
         """
         stream = self.stream(channel)
-        there = self._wait(lambda: stream.is_complete(samples), should_stop, is_committed)
-        return stream.read(samples) if there else None
+        is_live = self._wait(lambda: stream.is_complete(samples), should_stop, is_committed)
+        return stream.read(samples) if is_live else None
 
     def available_records(self, channel: str) -> list[Record]:
         """Return all present records of a channel in order of arrival."""
@@ -220,7 +220,7 @@ class LiveOutput:
         """Yield ``count`` records of a channel as they arrive.
 
         Args:
-            depends_on: the attempt that was committed of what they are made of.
+            source_attempt: the committed attempt of the source that they were computed from.
 
         Raises:
             UpstreamFailed: as :meth:`wait_for_attempt`; or a record was computed from another
@@ -233,7 +233,9 @@ class LiveOutput:
             with self._changed:
                 if source_attempt is not None and self._source_attempts - {source_attempt}:
                     self.invalidated = True
-                    raise UpstreamFailed(f"{channel} were made of what was never committed")
+                    raise UpstreamFailed(
+                        f"{channel} were computed from an attempt that was never committed"
+                    )
                 new = stream.all_records()[num_yielded:]
                 stream.mark_read(record.identity.sample for record in new)
             num_yielded += len(new)
@@ -271,27 +273,27 @@ class LiveOutput:
 
     def _wait(
         self,
-        there: Callable[[], bool],
-        stopping: Callable[[], bool],
-        on_disk: Callable[[], bool] = lambda: False,
+        is_available: Callable[[], bool],
+        should_stop: Callable[[], bool],
+        is_committed: Callable[[], bool] = lambda: False,
     ) -> bool:
-        look = time.monotonic() + POLL_S
+        deadline = time.monotonic() + POLL_S
         while True:
             with self._changed:
-                while not there():
+                while not is_available():
                     self.raise_if_failed()
-                    if stopping():
-                        raise RequeueRequested("asked to stop while waiting for an input")
-                    remaining_s = look - time.monotonic()
+                    if should_stop():
+                        raise RequeueRequested("stopping while waiting for an input")
+                    remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
                         break
                     self._changed.wait(remaining_s)
                 else:
                     return True
             # A shared filesystem may be slow; records must be able to arrive meanwhile.
-            if on_disk():
+            if is_committed():
                 return False
-            look = time.monotonic() + POLL_S
+            deadline = time.monotonic() + POLL_S
 
 
 class LiveStore:
@@ -329,9 +331,9 @@ class LiveStore:
         with self._lock:
             idle = self._idle()
         # Not under the lock: records must be able to arrive while a shared filesystem is slow.
-        there = {folder for folder in idle if is_committed(folder)}
+        committed = {folder for folder in idle if is_committed(folder)}
         with self._lock:
-            dropped = there & self._idle()
+            dropped = committed & self._idle()
             for folder in dropped:
                 del self._outputs[folder]
         return dropped
@@ -342,7 +344,7 @@ class LiveStore:
 
     @property
     def num_unread(self) -> int:
-        """Records from other workers that no stage here has taken."""
+        """Number of records from other workers that no stage here has read."""
         with self._lock:
             outputs = list(self._outputs.values())
         return sum(output.num_unread for output in outputs)

@@ -153,9 +153,9 @@ class AttemptRanks:
         except OSError:
             return None
 
-    def _wait(self, rank: int, look: Callable[[], T | None]) -> T:
+    def _wait(self, rank: int, poll: Callable[[], T | None]) -> T:
         last, silent_s, before = self._changed(rank), 0.0, time.monotonic()
-        while (result := look()) is None:
+        while (result := poll()) is None:
             if silent_s > RANK_TIMEOUT_S:
                 raise StageError(
                     f"{self.data}: rank {rank} gave no sign of life for {RANK_TIMEOUT_S:.0f} s: "

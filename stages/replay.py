@@ -17,7 +17,7 @@ from stages.factory import WEIGHTS, create_algorithm, policy_class
 
 REPLAY_FOLDER = "replay"
 """Of the buffer, in the run's directory."""
-INTERVENTIONS_FOLDER = "helped"
+INTERVENTIONS_FOLDER = "interventions"
 """Below it, of another one: of the transitions in which a person acted, where a share of each batch
 is of demonstrations."""
 

@@ -1,7 +1,7 @@
 """Resource usage of a process and its children: processors, memory, a GPU.
 
-A thread looks every few seconds while a stage computes. What it saw goes into the manifest's
-``timing``: it differs between equal runs.
+A thread takes a sample every few seconds while a stage computes. The summary is part of the
+manifest's ``timing``, because it differs between equal runs.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from typing import Any, NamedTuple
 
 SAMPLE_INTERVAL_S = 2.0
 REUSE_SAMPLE_S = 0.02
-"""A look costs a millisecond where there are many threads: a stage that begins when another ends
-has that one's last."""
+"""Maximum age of a sample that a new window reuses. A sample costs a millisecond if there are many
+threads."""
 _PROC = Path("/proc")
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class UsageSample(NamedTuple):
-    """One look. ``gpu_*`` are None without a GPU that this process has begun to use."""
+    """One sample. ``gpu_*`` are None unless this process already uses a GPU."""
 
     cpu_s: float
-    """Processor seconds until now, of this process and its children, ended ones included."""
+    """Processor seconds of this process and its children until now, including ended ones."""
     memory_bytes: int
-    """Resident; pages that processes share count once for each."""
+    """Resident memory; shared pages count once for each process."""
     gpu_share: float | None = None
-    """Of the last moment (1/6 s to 1 s, says NVIDIA), how much a kernel was running."""
+    """Share of the last 1/6 s to 1 s (NVML) in which a kernel was running."""
     gpu_bytes: int | None = None
-    """Memory in use on the device, by whomever."""
+    """Memory in use on the device by all processes."""
     gpu_total_bytes: int | None = None
 
 
 def sample_usage() -> UsageSample:
-    """Take a sample now. Where there is no ``/proc`` children are left out, and memory is 0."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    """Take a sample now. Without ``/proc`` it excludes children, and memory is 0."""
+    usage = [
+        resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     cpu_s, memory = sum(used.ru_utime + used.ru_stime for used in usage), 0
-    for pid in _family(os.getpid()):
+    for pid in _process_tree(os.getpid()):
         try:
-            # The name, in parentheses, may hold anything.
+            # The process name, in parentheses, may contain any character.
             fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
@@ -58,14 +60,14 @@ def sample_usage() -> UsageSample:
     return UsageSample(cpu_s, memory, *_gpu())
 
 
-def _family(pid: int) -> Iterator[int]:
-    """A process and all below it."""
+def _process_tree(pid: int) -> Iterator[int]:
+    """Yield a process and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():
             with contextlib.suppress(OSError):
                 for child in (task / "children").read_bytes().split():
-                    yield from _family(int(child))
+                    yield from _process_tree(int(child))
 
 
 class _NvmlUtilization(ctypes.Structure):
@@ -78,7 +80,7 @@ class _NvmlMemory(ctypes.Structure):
 
 @cache
 def _nvml() -> ctypes.CDLL | None:
-    """The library that nvidia-smi is made of; it comes with the driver."""
+    """Return NVML, which comes with the driver; None if there is none."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         return library if library.nvmlInit_v2() == 0 else None
@@ -96,7 +98,7 @@ def _device(uuid: str) -> ctypes.c_void_p | None:
 
 
 def _gpu() -> tuple[float | None, int | None, int | None]:
-    """Use of the device that torch computes on here; never the first to touch it."""
+    """Return the usage of torch's current device, without initializing CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return None, None, None
@@ -116,14 +118,14 @@ def _gpu() -> tuple[float | None, int | None, int | None]:
 
 @dataclass
 class UsageWindow:
-    """The samples of one stretch of time."""
+    """The samples of one time interval."""
 
     start: float = field(default_factory=time.monotonic)
     samples: list[UsageSample] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """``seconds``, ``cpu_s``, ``memory_mean_bytes``, ``memory_peak_bytes``; where a GPU was in
-        use ``gpu_share``, ``gpu_peak_bytes`` and ``gpu_total_bytes``."""
+        """Return ``seconds``, ``cpu_s``, ``memory_mean_bytes`` and ``memory_peak_bytes``; with a
+        GPU also ``gpu_share``, ``gpu_peak_bytes`` and ``gpu_total_bytes``."""
         memory = [sample.memory_bytes for sample in self.samples]
         summary_values: dict[str, float] = {
             "seconds": round(time.monotonic() - self.start, 3),
@@ -142,18 +144,18 @@ class UsageWindow:
 
 
 class UsageMeter:
-    """Takes samples for all windows that are open in this process."""
+    """Takes samples for all open windows of this process."""
 
     def __init__(self, interval_s: float = SAMPLE_INTERVAL_S) -> None:
-        self._every_s, self._lock = interval_s, threading.Lock()
+        self._interval_s, self._lock = interval_s, threading.Lock()
         self._windows: list[UsageWindow] = []
         self._last: tuple[float, UsageSample | None] = (0.0, None)
-        self._wanted = threading.Event()
+        self._has_windows = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def measure(self, results: list[dict[str, Any]], **labels: Any) -> Iterator[None]:
-        """Add one entry to ``into`` at the end: ``about`` and the summary of the time between."""
+        """Append the labels and the summary of the enclosed time to ``results``."""
         at, last = self._last
         if last is None or time.monotonic() - at > REUSE_SAMPLE_S:
             last = sample_usage()
@@ -163,21 +165,21 @@ class UsageMeter:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="usage", daemon=True)
                 self._thread.start()
-        self._wanted.set()
+        self._has_windows.set()
         try:
             yield
         finally:
             with self._lock:
                 self._windows.remove(window)
                 if not self._windows:
-                    self._wanted.clear()
+                    self._has_windows.clear()
             window.samples.append(sample_usage())
             self._last = time.monotonic(), window.samples[-1]
             results.append({**labels, **window.summary()})
 
     def _work(self) -> None:
-        while self._wanted.wait():
-            time.sleep(self._every_s)
+        while self._has_windows.wait():
+            time.sleep(self._interval_s)
             with self._lock:
                 open_ = list(self._windows)
             if open_:
@@ -187,4 +189,4 @@ class UsageMeter:
 
 
 USAGE_METER = UsageMeter()
-"""Of this process."""
+"""The meter of this process."""

@@ -25,13 +25,13 @@ class RetentionPolicy:
         Args:
             iteration: the iteration that is published, counted from 0.
         """
-        self._policy, self._evaluate = config.retention, config.evaluate
+        self._policy, self._evaluate = config.checkpoint, config.evaluate
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
         self._streams = [name for name, stage in stages.items() if stage.output_stream]
         self._states = [name for name in stages if name not in self._streams]
         retained = self._flow.retained_outputs
-        # What a stage takes of several iterations stays until it was taken. The newest two
+        # Outputs that later stages read stay until they are read. The newest two
         # checkpoints always stay, because a damaged one is rebuilt from the one before.
         newest = max(2, self._policy.keep_last, *map(retained, self._states))
         self._trajectories = max([self._policy.keep_trajectories, *map(retained, self._streams)])

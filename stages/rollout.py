@@ -27,8 +27,9 @@ from stages.rollout_loop import PolicyRunner, rollout_iter
 def run(ctx: StageContext) -> None:
     """Generate the trajectories of an iteration.
 
-    Inputs: ``weights``, and ``open`` (unfinished episodes of the iteration before) if
-    ``task.carry_over_episodes`` is set. Output channels: ``trajectories`` and ``open``.
+    Inputs: ``weights``, and ``open_episodes`` (unfinished episodes of the iteration before) if
+    ``task.carry_over_episodes`` is set. Output channels: ``trajectories`` and
+    ``open_episodes``.
     """
     emit_trajectories(ctx, partial(generate_trajectories, open_episodes=load_open_episodes(ctx)))
 

@@ -33,14 +33,14 @@ def rollout_iter(
     """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
     Args:
-        acting: None: the policy is in other workers, which are asked.
+        policy: None: the policy is in another worker, which receives the requests.
 
     Raises:
         RequeueRequested: the allocation is about to end.
         UpstreamFailed: the workers that have the policy no longer answer.
     """
     if policy is None:
-        assert ctx.remote_policy is not None, "a process without an engine asks others"
+        assert ctx.remote_policy is not None, "a process without an engine needs a remote policy"
         return ctx.remote_policy.rollout_iter(ctx, environment, episodes)
     return local_rollout_iter(
         environment, policy.engine, episodes, policy.stage, policy.hooks, ctx.should_stop
@@ -65,7 +65,7 @@ def local_rollout_iter(
     If the iterator is closed early, unfinished samples are discarded.
 
     Args:
-        stopping: whether the allocation is about to end; asked at every step of the engine.
+        should_stop: whether the allocation is about to end; called at every step of the engine.
 
     Raises:
         RequeueRequested: it is.

@@ -47,7 +47,7 @@ from rlinf.errors import (
 from rlinf.user_code import register_user_component, to_user_code_error
 from stages.context import DialogueFailure, LiveContext, RemotePolicy, StageContext, StageInput
 from stages.flow import flow_of
-from stages.identity import read_ledger, stage_code_digest
+from stages.identity import read_accepted_mismatches, stage_code_digest
 from stages.layout import CHANNELS_FOLDER
 from stages.live_store import STREAM_DIGESTS
 from stages.rank_reports import AttemptRanks, reduce_metrics
@@ -174,13 +174,13 @@ def run_stage(
         )
         done = read_manifest(call.output_folder)
         if done is not None:
-            if done.key != attempt.ctx.key and not read_ledger(attempt.ctx.run_folder).accepts(
-                done
-            ):
+            if done.key != attempt.ctx.key and not read_accepted_mismatches(
+                attempt.ctx.run_folder
+            ).accepts(done):
                 raise ConflictingOutputError(
                     f"{call.output_folder}: holds a result of another configuration, of "
-                    "other inputs or of other code, which stays; start the run again to be told "
-                    "what differs"
+                    "other inputs or of other code, which stays; start the run again, which "
+                    "lists the differences"
                 )
             verify_output(call.output_folder, done, checksums=False)
             return done
@@ -231,7 +231,7 @@ class StageAttempt:
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
         self._fallbacks: set[str] = set()
-        """What other ranks said of their files, and of their inputs."""
+        """Inputs that any rank read from disk instead of memory."""
         self.ctx = StageContext(
             config=config,
             stage=call.stage,

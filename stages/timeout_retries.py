@@ -15,7 +15,7 @@ from rlinf.errors import PlanError
 
 PROGRESS_FOLDER = "progress"
 """Folder beside the attempts with the saved progress of a stage; removed by its commit."""
-TIMEOUTS_FILE = "stopped.json"
+TIMEOUTS_FILE = "timeouts.json"
 MAX_TIMEOUTS = 3
 """Number of attempts that may reach their time limit without progress."""
 log = logging.getLogger("rlinf")
@@ -46,14 +46,14 @@ class NoProgressGuard:
         if len(attempts) < MAX_TIMEOUTS:
             write_atomic(path, json.dumps(attempts))
             log.warning(
-                "%s: stopped at the end of its time, with nothing to go on from: it begins anew",
+                "%s: stopped at its time limit without saved progress; it starts again",
                 stage,
             )
             return
         path.unlink(missing_ok=True)
         raise PlanError(
-            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's "
-            f"time, and each began anew: give it more (stages.{stage}.time_limit_min), a partition "
+            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts reached their job's time limit "
+            f"without saved progress: give it more (stages.{stage}.time_limit_min), a partition "
             "with a longer limit, or less work"
         )
 

@@ -1,8 +1,8 @@
-"""Differences between two versions of the weights, a file beside the policy folder of the newer.
+"""Differences between two versions of the weights, in a file beside the policy folder of the newer.
 
-For partitions that no network joins, or only a slow one: a worker that has the version before reads
-far less than the policy folder, where steps of the optimizer are small. The folder is always there
-for those that have another version or none.
+They are for partitions without a fast network between them: a worker that has the version before
+reads far less than the policy folder if optimizer steps are small. Workers that have another
+version, or none, read the folder.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger("rlinf")
 
 
 class WeightDeltas:
-    """Writes and reads deltas; holds the newest weights that it wrote or read.
+    """Writes and reads deltas; keeps the newest weights that it wrote or read.
 
     Args:
-        dtype: what float32 tensors are compared as, and come as; None: as they are.
+        dtype: dtype in which float32 tensors are compared and returned; None: unchanged.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -39,11 +39,11 @@ class WeightDeltas:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what is read are the trainer's weights, not rounded to what engines take."""
+        """Whether the weights are those of the trainer, not rounded to the engine's dtype."""
         return self._dtype is None
 
     def write(self, ctx: StageContext, tensors: Mapping[str, Tensor]) -> None:
-        """Add to an attempt that publishes weights what changed since those it published before."""
+        """Write the difference to the previously published weights into an attempt's folder."""
         old, self._snapshot = self._snapshot, None
         new = WeightSnapshot.from_tensors(tensors, self._dtype)
         if old is not None:
@@ -53,24 +53,25 @@ class WeightDeltas:
         self._snapshot = new
 
     def read(self, ctx: StageContext, name: str) -> dict[str, Tensor]:
-        """The weights of a committed input, which share memory with those that are held.
+        """Return the weights of a committed input; equal tensors share memory with the snapshot.
 
         Raises:
-            ArtifactError: they have to be read whole, and are damaged.
+            ArtifactError: the whole policy folder must be read and is damaged.
         """
         snapshot, new = self._snapshot, None
         if snapshot is not None:
-            new = self._patched(ctx, name, snapshot)
+            new = self._apply_deltas(ctx, name, snapshot)
             ctx.inputs[name].used_disk_fallback |= new is None
         if new is None:
             new = WeightSnapshot.from_tensors(load_committed_weights(ctx, name), self._dtype)
         self._snapshot = new
         return new.tensors
 
-    def _patched(
+    def _apply_deltas(
         self, ctx: StageContext, name: str, snapshot: WeightSnapshot
     ) -> WeightSnapshot | None:
-        """Walks back to the version that is held, while this takes fewer bytes than the whole."""
+        """Return the weights by the chain of deltas from the snapshot. None: there is no chain with
+        fewer bytes than the whole weights."""
         folder, manifest = ctx.inputs[name].folder, ctx.inputs[name].manifest
         deltas: list[WeightDelta] = []
         remaining_bytes, start = snapshot.nbytes, time.time()
@@ -89,5 +90,5 @@ class WeightDeltas:
                     break
                 manifest = before
         except (ArtifactError, WeightTransferError, OSError) as error:
-            log.warning("%s; %s is read whole", error, name)
+            log.warning("%s; reading %s as a whole", error, name)
         return None

@@ -146,7 +146,7 @@ class Browser:
         about = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._devtools("Emulation.setDeviceMetricsOverride", about)
 
-    def said(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Errors and warnings of the page since the last time."""
         return [row["message"] for row in _call(f"{self.address}/se/log", {"type": "browser"})]
 

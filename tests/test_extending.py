@@ -96,9 +96,7 @@ def test_a_command_of_the_page_runs_with_the_wheel(
 def test_the_example_of_a_notebook_runs_with_the_wheel(installed: Installed, mine: Path) -> None:
     script, experiment = mine / "notebook.py", mine / "configs/experiment/reversal.yaml"
     experiment.write_text(
-        experiment.read_text().replace(
-            "run:\n", "iterations: 1\nwarm_start: {max_steps: 3}\nrun:\n"
-        )
+        experiment.read_text().replace("run:\n", "iterations: 1\nsft: {max_steps: 3}\nrun:\n")
     )
     printed = call(installed.python, script, cwd=mine, env=clean())
     assert "(1, " in printed

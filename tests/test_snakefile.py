@@ -49,9 +49,9 @@ def test_a_thousand_iterations_can_be_planned(tmp_path: Path) -> None:
 def test_a_dry_run_fits_on_a_screen_and_starts_few_processes(tmp_path: Path) -> None:
     done = snakemake("-n", "-c2", "--config", f"run__root={tmp_path}")
     assert done.returncode == 0, done.stderr[-2000:]
-    said = (done.stdout + done.stderr).splitlines()
-    assert len(said) <= 100
-    (total,) = {int(line.split()[1]) for line in said if line.startswith("total ")}
+    output = (done.stdout + done.stderr).splitlines()
+    assert len(output) <= 100
+    (total,) = {int(line.split()[1]) for line in output if line.startswith("total ")}
     assert total <= 40
 
 
@@ -103,15 +103,15 @@ def overrides(root: Path) -> list[str]:
     ]
 
 
-def test_the_profile_comes_after_the_warm_start_and_only_when_asked_for(tmp_path: Path) -> None:
+def test_the_profile_comes_after_sft_and_only_on_request(tmp_path: Path) -> None:
     words = ["-n", "-p", "-c1", "--quiet", "host"]  # instead of the default profile's
     words += ["--config", f"run__root={tmp_path}", "run__name=p"]
-    asked = snakemake("profile", *words)
-    assert asked.returncode == 0, asked.stderr[-2000:]
+    request = snakemake("profile", *words)
+    assert request.returncode == 0, request.stderr[-2000:]
     out = tmp_path / "p" / "profile.json"
-    assert f"-m rlinf profile {tmp_path / 'p'} --out {out}" in asked.stdout
-    assert "rule warm_start" in asked.stdout
-    assert "rule rollout" not in asked.stdout
+    assert f"-m rlinf profile {tmp_path / 'p'} --out {out}" in request.stdout
+    assert "rule sft" in request.stdout
+    assert "rule rollout" not in request.stdout
     assert "rule profile" not in snakemake(*words, "iterations=1").stdout
 
 
@@ -151,5 +151,5 @@ def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_
     assert after == before
     again = snakemake("-c2", "--config", *words, "iterations=2", "optimizer__lr=0.5", "redo=1")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert list(tmp_path.glob("cp/set-aside/*/it/0000/train/manifest.json"))
+    assert list(tmp_path.glob("cp/archive/*/it/0000/train/manifest.json"))
     assert json.loads(manifest.read_text())["key"] != json.loads(short)["key"]

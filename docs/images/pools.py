@@ -28,10 +28,10 @@ stages:
     gpus: 1
 pools:
   - stages: [rollout]
-    gpus: {a100: 2}
+    devices: {a100: 2}
   - stages: [reward,
       inference, train]
-    gpus: {h100: 1}"""
+    devices: {h100: 1}"""
 
 
 def box(axes: Axes, x: float, y: float, w: float, h: float, colour: str, fill: str) -> None:

@@ -85,7 +85,7 @@ ROOMS = {
         "stages",
         [
             "flow: the table of stages",
-            "warm_start rollout reward inference",
+            "sft rollout reward inference",
             "train sync evaluate · context, runner",
         ],
     ),

@@ -463,14 +463,14 @@ def profile(
     """Measure time and memory of each stage on each device."""
     import logging
 
-    from pipeline.commands.experiment import open_run, run_warm_start
+    from pipeline.commands.experiment import open_run, run_sft
     from pipeline.planning.profile.profile_pass import ProfileOptions
     from pipeline.planning.profile.profile_pass import profile_run as measure
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
     options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
-    measured = measure(open_run(run_or_experiment), options, run_warm_start)
+    measured = measure(open_run(run_or_experiment), options, run_sft)
     measured.save(out)
     typer.echo(f"profile: {out}")
 

@@ -231,7 +231,7 @@ def drive(
         return write_report(run.folder)
 
 
-def run_warm_start(run: Run) -> None:
+def run_sft(run: Run) -> None:
     """Run the offline stages, unless they are finished."""
     with translate_resource_errors(), translate_user_errors():
         _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)

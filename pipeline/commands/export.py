@@ -40,7 +40,7 @@ def best_version(folder: Path) -> tuple[int, float]:
         available = ", ".join(str(number) for number in sorted(weight_versions(run.folder)))
         raise InputError(
             f"--best: version {best.version} has the best held-out score, {best.score:.3g}, but "
-            "the retention policy removed it (retention.keep_best keeps such weights); "
+            "the retention policy removed it (checkpoint.keep_best keeps such weights); "
             f"choose a --version: {available}"
         )
     return best.version, best.score

@@ -99,7 +99,7 @@ class RunResults:
         return self._records(channel, [outputs[i] for i in there if iteration in (None, i)])
 
     def versions(self) -> list[int]:
-        """Return the versions of the weights on disk, ascending (see ``retention``)."""
+        """Return the versions of the weights on disk, ascending (see ``checkpoint``)."""
         return sorted(weight_versions(self.folder))
 
     def weights(self, version: int | None = None) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from pipeline.run_control import find_driver_job, last_driver_job_id
 from rlinf.errors import RlinfError
 from slurm.client import QueuedJob, SlurmClient
 from stages.flow import EVALUATE, flow_of
-from stages.identity import LedgerEntry, read_ledger
+from stages.identity import AcceptedMismatch, read_accepted_mismatches
 from stages.layout import offline_folder, stage_folder
 from stages.retention import BestWeights, best_weights
 from stages.runner import DISK_FALLBACKS
@@ -71,7 +71,7 @@ class RunStatus:
     disk_fallbacks: dict[str, int] = field(default_factory=dict)
     """Number of inputs of recent iterations that were read from disk instead of memory, by edge;
     for elastic generators by work item."""
-    accepted_mismatches: tuple[LedgerEntry, ...] = ()
+    accepted_mismatches: tuple[AcceptedMismatch, ...] = ()
     """Accepted results of another configuration or other code."""
     best: BestWeights | None = None
     """The weights with the best held-out score, once there is one."""
@@ -148,7 +148,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         warnings=run_warnings(run),
         disk_fallbacks=_count_disk_fallbacks(run, graph, synced[-RECENT_ITERATIONS:]),
         pools=read_pools_status(run.folder),
-        accepted_mismatches=read_ledger(run.folder).entries,
+        accepted_mismatches=read_accepted_mismatches(run.folder).entries,
         best=best_weights(run.config, run.folder),
     )
 
@@ -227,8 +227,8 @@ def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> 
         for name in manifest.extra.get(DISK_FALLBACKS, ()) if manifest is not None else ():
             source = graph.inputs(node).get(name)
             found[f"{source.stage if source else name} -> {node.stage}"] += 1
-    claims = count_disk_fallbacks(run.folder)
-    if count := sum(claims[i] for i in iterations):
+    fallbacks = count_disk_fallbacks(run.folder)
+    if count := sum(fallbacks[i] for i in iterations):
         found[f"{graph.flow.publish_stage} -> {graph.flow.elastic_stage}"] += count
     return dict(found)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # avoids a circular import, and loads less for scaling by the
     from pipeline.pools.rollout_scheduler import RolloutScheduler
 
 log = logging.getLogger("rlinf")
-SCALE = "scale.json"
+TARGET_SIZES_FILE = "target_sizes.json"
 SCALE_REQUEST = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|=auto)")
 MIN_GAIN = 0.05
 """Minimum share of an iteration's time that an additional worker must save."""
@@ -158,7 +158,7 @@ def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
     folder = run / POOLS_FOLDER
     folder.mkdir(exist_ok=True)
     saved = {"workers": workers, "by_hand": by_hand, "time": time.time()}
-    write_atomic(folder / SCALE, json.dumps({**_read_targets(run), str(number): saved}))
+    write_atomic(folder / TARGET_SIZES_FILE, json.dumps({**_read_targets(run), str(number): saved}))
 
 
 def _elastic_pool(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
@@ -185,7 +185,7 @@ def _read_target(run: Path, number: int) -> tuple[int | None, bool]:
 
 def _read_targets(run: Path) -> dict[str, Any]:
     try:
-        content = json.loads((run / POOLS_FOLDER / SCALE).read_text(encoding="utf-8"))
+        content = json.loads((run / POOLS_FOLDER / TARGET_SIZES_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

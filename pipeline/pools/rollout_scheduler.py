@@ -51,13 +51,11 @@ log = logging.getLogger("rlinf")
 class _Rollout:
     out: str
     weights: str
-    to: str
-    """The collector."""
-    claims: WorkQueue | None = None
+    collector: str
+    queue: WorkQueue | None = None
     """None until the collector has reported what it already has."""
-    there: bool = False
-    """Whether the weights are committed."""
-    ends: bool = False
+    has_committed_weights: bool = False
+    is_ending: bool = False
     """Whether all prompts were assigned once; helpers then get no more."""
 
 
@@ -67,10 +65,10 @@ class _Assigned(NamedTuple):
     node: StageNode
     """Its rollout."""
     worker: str
-    claim: WorkItem
+    item: WorkItem
     attempt: str | None
     """The attempt that produced its weights, if they were not committed."""
-    begun: int | None
+    continues: int | None
     """Number of the work item in which another worker started its samples."""
 
 
@@ -79,8 +77,8 @@ class _Partial(NamedTuple):
 
     node: StageNode
     successor: str
-    claim: WorkItem
-    begun: messages.PartialSamples
+    item: WorkItem
+    partial: messages.PartialSamples
 
 
 @dataclass
@@ -115,14 +113,14 @@ class RolloutScheduler:
     _ready_workers: set[str] = field(default_factory=set)
     """Workers with a loaded engine; only these get work."""
 
-    def start_rollout(self, node: StageNode, out: str, weights: str, to: str) -> None:
-        """Start a rollout whose collector is the worker ``to``."""
-        self._rollouts[node] = _Rollout(out, weights, to)
+    def start_rollout(self, node: StageNode, out: str, weights: str, collector: str) -> None:
+        """Start a rollout whose trajectories the worker ``collector`` receives."""
+        self._rollouts[node] = _Rollout(out, weights, collector)
 
     def on_collected(self, node: StageNode, starts: Sequence[int]) -> None:
         """Handle the report of what the collector already has."""
         if node in self._rollouts:
-            self._rollouts[node].claims = WorkQueue(self.batch, starts)
+            self._rollouts[node].queue = WorkQueue(self.batch, starts)
 
     def on_weights(self, worker: str, weights: str, attempt: str, iteration: int) -> None:
         """Handle the report that a worker has uncommitted weights of an iteration in memory."""
@@ -167,8 +165,8 @@ class RolloutScheduler:
             name: successor for name, successor in self._successors.items() if successor != worker
         }
         for rollout in self._rollouts.values():
-            if rollout.claims is not None:
-                rollout.claims.requeue_worker(worker)
+            if rollout.queue is not None:
+                rollout.queue.requeue_worker(worker)
 
     def on_report(self, worker: str, report: messages.WorkItemEnded) -> bool:
         """Handle the end of a work item; returns whether it succeeded.
@@ -181,20 +179,20 @@ class RolloutScheduler:
         assigned = self._assigned.get(name)
         self._forget(name)
         rollout = self._rollouts.get(assigned.node) if assigned is not None else None
-        if assigned is None or rollout is None or rollout.claims is None:
+        if assigned is None or rollout is None or rollout.queue is None:
             late = self._ended.pop(name, None)
-            if late is not None and not report.exit_code and late.claim.starts:
-                self._record_work(late, late.claim, report)
+            if late is not None and not report.exit_code and late.item.starts:
+                self._record_work(late, late.item, report)
             return False
-        node, number = assigned.node, assigned.claim.number
+        node, number = assigned.node, assigned.item.number
         if number == LOAD_ENGINE and not report.exit_code:
             self._ready_workers.add(worker)
             return False
         if report.exit_code:
-            rollout.claims.requeue(worker, number)
+            rollout.queue.requeue(worker, number)
             # It may have lost the weights, have no engine for them, or they were withdrawn.
             self._weights.get(rollout.weights, {}).pop(worker, None)
-            rollout.there = False
+            rollout.has_committed_weights = False
             self._failures[node.name] += report.exit_code != EXIT_REQUEUE
             if report.exit_code == EXIT_BAD_INPUT:
                 raise InputError(f"{node.name}: {report.reason}")
@@ -202,21 +200,21 @@ class RolloutScheduler:
             if self._failures[node.name] > self.retries:
                 raise StageError(f"{node.name} failed on {worker}: {report.reason}")
             return False
-        claim = rollout.claims.mark_done(worker, number)
-        if claim is None:
+        item = rollout.queue.mark_done(worker, number)
+        if item is None:
             return True
         if report.unfinished_starts:
-            rest = rollout.claims.reassign(claim, report.unfinished_starts, report.successor)
-            begun = messages.PartialSamples(
+            rest = rollout.queue.reassign(item, report.unfinished_starts, report.successor)
+            partial = messages.PartialSamples(
                 work_item=number,
                 channel=partial_samples_channel(name),
                 num_samples=report.num_partial_samples,
                 weights_attempt=assigned.attempt,
             )
-            self._partial.append(_Partial(node, report.successor, rest, begun))
-            claim = WorkItem(number, tuple(s for s in claim.starts if s not in rest.starts))
+            self._partial.append(_Partial(node, report.successor, rest, partial))
+            item = WorkItem(number, tuple(s for s in item.starts if s not in rest.starts))
         if report.spans:
-            self._record_work(assigned, claim, report)
+            self._record_work(assigned, item, report)
         return True
 
     def next_orders(
@@ -234,25 +232,25 @@ class RolloutScheduler:
         """
         orders = self._continue_partial(workers)
         open_ = {
-            node: rollout.claims
+            node: rollout.queue
             for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
-            if rollout.claims is not None and self._has_weights(rollout)
+            if rollout.queue is not None and self._has_weights(rollout)
         }
         only = {worker: self._num_usable(worker, open_) for worker in [*workers, *helpers]}
-        is_ended = bool(workers) and any(self._rollouts[node].ends for node in open_)
+        is_ended = bool(workers) and any(self._rollouts[node].is_ending for node in open_)
         for worker, latest in helpers.items():
             early = sum(node.iteration <= latest for node in open_)
             only[worker] = 0 if is_ended else min(early, only[worker])
         able = [worker for worker in only if worker in workers or only[worker]]
         # An engine loads from committed files.
-        first = next((node for node in open_ if self._rollouts[node].there), None)
+        first = next((node for node in open_ if self._rollouts[node].has_committed_weights), None)
         if first is not None:
             orders += [
                 (worker, self._order(first, worker, WorkItem(LOAD_ENGINE, ())))
                 for worker in able
                 if worker not in self._ready_workers and not self.is_busy(worker)
             ]
-        of = {id(claims): node for node, claims in open_.items()}
+        of = {id(queue): node for node, queue in open_.items()}
         speeds = self._speeds.speeds([worker for worker in able if worker in self._ready_workers])
         batches = list(open_.values())
         min_size = self._speeds.min_item_size()
@@ -267,16 +265,16 @@ class RolloutScheduler:
         """Name a generator that continues the samples of a helper when the queue is empty."""
         orders: list[tuple[str, WorkerOrder]] = []
         for name, assigned in self._assigned.items():
-            claims = (rollout := self._rollouts[assigned.node]).claims
+            queue = (rollout := self._rollouts[assigned.node]).queue
             if (
                 assigned.worker not in helpers
                 or name in self._successors
-                or assigned.claim.number == LOAD_ENGINE
+                or assigned.item.number == LOAD_ENGINE
             ):
                 continue
             able = [worker for worker in successors if self._can_use_weights(worker, assigned.node)]
-            if claims is not None and not claims.num_pending and able:
-                rollout.ends = True
+            if queue is not None and not queue.num_pending and able:
+                rollout.is_ending = True
                 load = Counter(assigned.worker for assigned in self._assigned.values())
                 load.update(self._successors.values())
                 self._successors[name] = min(able, key=lambda worker: load[worker])
@@ -288,14 +286,14 @@ class RolloutScheduler:
         """Order successors to continue partial work items; without partial samples they start
         again."""
         orders: list[tuple[str, WorkerOrder]] = []
-        for node, successor, claim, begun in self._partial:
-            claims = self._rollouts[node].claims
-            if claims is None or claim not in claims.items_of(successor):
+        for node, successor, item, partial in self._partial:
+            queue = self._rollouts[node].queue
+            if queue is None or item not in queue.items_of(successor):
                 continue
-            if successor in workers and begun.num_samples:
-                orders.append((successor, self._order(node, successor, claim, begun)))
+            if successor in workers and partial.num_samples:
+                orders.append((successor, self._order(node, successor, item, partial)))
             else:
-                claims.requeue(successor, claim.number)
+                queue.requeue(successor, item.number)
         self._partial.clear()
         return orders
 
@@ -313,36 +311,36 @@ class RolloutScheduler:
         if not workers or not set(workers) <= finished.keys():
             return None
         fixed, each = self._speeds.fit_line()
-        claims = finished.total() / len(finished)
+        items = finished.total() / len(finished)
         starts = sum(self._finished_prompts[node][worker] for worker in workers)
-        return IterationLoad(claims * fixed, each * starts, rest_s, overlap)
+        return IterationLoad(items * fixed, each * starts, rest_s, overlap)
 
     def _order(
         self,
         node: StageNode,
         worker: str,
-        claim: WorkItem,
-        begun: messages.PartialSamples | None = None,
+        item: WorkItem,
+        partial: messages.PartialSamples | None = None,
     ) -> messages.GenerateStarts:
         name, rollout = secrets.token_hex(6), self._rollouts[node]
         attempt, number = None, None
-        if begun is not None:
-            attempt, number = begun.weights_attempt, begun.work_item
-        elif not rollout.there:
+        if partial is not None:
+            attempt, number = partial.weights_attempt, partial.work_item
+        elif not rollout.has_committed_weights:
             attempt = self._weights[rollout.weights][worker]
-        self._assigned[name] = _Assigned(node, worker, claim, attempt, number)
+        self._assigned[name] = _Assigned(node, worker, item, attempt, number)
         return messages.GenerateStarts(
             work_item=name,
             label=node.name
-            if claim.number == LOAD_ENGINE
-            else f"{node.name} work item {claim.number}",
+            if item.number == LOAD_ENGINE
+            else f"{node.name} work item {item.number}",
             iteration=node.iteration,
             output=rollout.out,
             weights=rollout.weights,
             weights_attempt=attempt,
-            receiver=rollout.to,
-            starts=claim.starts,
-            partial=begun,
+            receiver=rollout.collector,
+            starts=item.starts,
+            partial=partial,
         )
 
     def _forget(self, name: str) -> None:
@@ -351,22 +349,24 @@ class RolloutScheduler:
 
     def _has_weights(self, rollout: _Rollout) -> bool:
         """Return whether any worker can use the weights of a rollout."""
-        if not rollout.there:
+        if not rollout.has_committed_weights:
             with contextlib.suppress(ArtifactError):  # seen by whoever reads it
-                rollout.there = read_manifest(self.run / rollout.weights) is not None
-        return rollout.there or bool(self._weights.get(rollout.weights))
+                rollout.has_committed_weights = (
+                    read_manifest(self.run / rollout.weights) is not None
+                )
+        return rollout.has_committed_weights or bool(self._weights.get(rollout.weights))
 
     def _can_use_weights(self, worker: str, node: StageNode) -> bool:
         """Return whether a worker has the weights of a rollout, or can read them."""
         rollout = self._rollouts[node]
-        return rollout.there or worker in self._weights.get(rollout.weights, ())
+        return rollout.has_committed_weights or worker in self._weights.get(rollout.weights, ())
 
     def _num_usable(self, worker: str, nodes: Iterable[StageNode]) -> int:
         """Return the number of rollouts, from the first on, whose weights a worker has."""
         return len(list(takewhile(lambda node: self._can_use_weights(worker, node), nodes)))
 
     def _record_work(
-        self, assigned: _Assigned, claim: WorkItem, report: messages.WorkItemEnded
+        self, assigned: _Assigned, item: WorkItem, report: messages.WorkItemEnded
     ) -> None:
         """Record the worker, times and size of a work item."""
         spans, rest, node, worker = (
@@ -377,10 +377,10 @@ class RolloutScheduler:
         )
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
-        if assigned.begun is None and not rest:
-            self._speeds.record(worker, len(claim.starts), seconds)
+        if assigned.continues is None and not rest:
+            self._speeds.record(worker, len(item.starts), seconds)
         self._finished_items[node][worker] += 1
-        self._finished_prompts[node][worker] += len(claim.starts)
+        self._finished_prompts[node][worker] += len(item.starts)
         for counter in (self._finished_items, self._finished_prompts):
             while len(counter) > HISTORY_SIZE:
                 del counter[next(iter(counter))]
@@ -388,10 +388,10 @@ class RolloutScheduler:
             "node": node.name,
             "worker": worker,
             "host": report.host,
-            "work_item": claim.number,
-            "starts": claim.starts,
+            "work_item": item.number,
+            "starts": item.starts,
             "unfinished_starts": rest,
-            "continues": assigned.begun,
+            "continues": assigned.continues,
             "spans": spans,
             "used_disk_fallback": report.used_disk_fallback,
         }

@@ -31,7 +31,7 @@ class ReportData:
 
     run: Run
     manifests: list[Manifest] = field(default_factory=list)
-    warm_start: list[dict[str, Any]] = field(default_factory=list)
+    sft: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
     spans: list[StageSpan] = field(default_factory=list)
@@ -99,7 +99,7 @@ def read_report_data(folder: Path) -> ReportData:
     flow = flow_of(run.config)
     for stage in flow.offline:
         if (before := folder_manifest(offline_folder(run.folder, stage))) is not None:
-            data.warm_start += before.extra.get("curve", [])
+            data.sft += before.extra.get("curve", [])
             data.manifests.append(before)
     known = iterations(run.folder)
     for iteration in known:

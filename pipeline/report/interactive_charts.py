@@ -79,7 +79,7 @@ def build_plots(data: ReportData) -> dict[str, Any]:
     optimization = [metrics.pop(name) for name in OPTIMIZATION if name in metrics]
     groups = [
         ("Learning", [*_learning(data, xs), *headlines]),
-        ("Warm start", _warm_start(data, xs)),
+        ("Supervised fine-tuning", _sft(data, xs)),
     ]
     for title, first, stages in (
         ("Optimization", optimization, ("train", "inference", "sync")),
@@ -163,29 +163,29 @@ def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, An
     return []
 
 
-def _warm_start(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+def _sft(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return the held-out score and the loss of supervised fine-tuning, by step."""
     found = []
-    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    warm = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
     if warm:
-        xs["warm_start"] = [step for step, _ in warm]
-        line = _line("held-out", "warm_start", (score for _, score in warm), "points")
+        xs["sft"] = [step for step, _ in warm]
+        line = _line("held-out", "sft", (score for _, score in warm), "points")
         title = "Held-out score, by step"
-        found.append(_plot("warm-start", title, "warm_start", [line], linked=False))
+        found.append(_plot("sft-score", title, "sft", [line], linked=False))
     return [*found, *_fine_tuning(data, xs)]
 
 
 def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return the loss of each supervised step, and on held-out demonstrations if measured."""
-    if not data.warm_start:
+    if not data.sft:
         return []
-    xs["warm_start_losses"] = [point["step"] for point in data.warm_start]
-    lines = [_line("training", "warm_start", (p["loss"] for p in data.warm_start), "metric")]
-    held_out = [point.get("eval_loss") for point in data.warm_start]
+    xs["sft_losses"] = [point["step"] for point in data.sft]
+    lines = [_line("training", "sft", (p["loss"] for p in data.sft), "metric")]
+    held_out = [point.get("eval_loss") for point in data.sft]
     if any(loss is not None for loss in held_out):
         lines.append(_line("held-out", "evaluate", held_out, "points"))
     title = "Loss, by step"
-    return [_plot("warm-start-loss", title, "warm_start_losses", lines, linked=False)]
+    return [_plot("sft-loss", title, "sft_losses", lines, linked=False)]
 
 
 def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
 
 
 def learning_chart(data: ReportData) -> Figure | None:
-    """Draw the held-out score in both phases: warm-start steps, then iterations of RL."""
-    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    """Draw the held-out score in both phases: SFT steps, then iterations of RL."""
+    warm = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
     if not warm and not data.scores and not data.rows:
         return None
     panels = 2 if warm else 1
@@ -39,12 +39,12 @@ def learning_chart(data: ReportData) -> Figure | None:
     last = axes[0, -1]
     if warm:
         steps, scores = zip(*warm, strict=True)
-        axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=STAGE_COLOURS["warm_start"])
-        axes[0, 0].set(title="Warm start", xlabel="fine-tuning step", ylabel="score")
+        axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=STAGE_COLOURS["sft"])
+        axes[0, 0].set(title="SFT", xlabel="fine-tuning step", ylabel="score")
     x, y = data.column("reward/score")
     if len(x):
-        look = {"lw": 0.9, "alpha": 0.55, "color": STAGE_COLOURS["rollout"]}
-        draw_line(last, x, y, label="training samples", **look)
+        style = {"lw": 0.9, "alpha": 0.55, "color": STAGE_COLOURS["rollout"]}
+        draw_line(last, x, y, label="training samples", **style)
     if data.scores:
         x, y = np.array(data.scores, dtype=float).T
         last.plot(x, y, "o-", ms=4, color=STAGE_COLOURS["train"], label="held-out")
@@ -90,12 +90,12 @@ def training_chart(data: ReportData) -> Figure | None:
     return finish_chart(figure)
 
 
-def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
+def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
     """Draw values over iterations as a line; a value between two gaps as a point."""
     y = np.where(np.isfinite(y), y, np.nan)
     finite = np.pad(np.isfinite(y), 1)
     alone = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
-    axis.plot(x, y, marker="o", ms=3.5, markevery=alone.tolist(), **look)
+    axis.plot(x, y, marker="o", ms=3.5, markevery=alone.tolist(), **style)
 
 
 def set_axis_range(axis: Axes) -> None:
@@ -168,18 +168,18 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
                         for s in lane_spans
                         if s.stage == stage and s.is_computing == computes
                     ]
-                    look = _look(colour, computes)
-                    axis.broken_barh(bars, (row + low, high - low), **look)
+                    style = _style(colour, computes)
+                    axis.broken_barh(bars, (row + low, high - low), **style)
         axis.set_yticks(range(len(lanes)), lanes)
         axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)
     axes[1, 0].set_xlabel("seconds since the first stage")
     shown = [stage for stage in data.colours if any(s.stage == stage for s in spans)]
-    handles = [Patch(label=stage, **_look(data.colours[stage], True)) for stage in shown]
+    handles = [Patch(label=stage, **_style(data.colours[stage], True)) for stage in shown]
     if not all(s.is_computing for s in spans):
         moved = any(s.name in IDLE_SPANS - {WAIT_SPAN} for s in data.spans)
         label = "waiting or moving" if moved else "waiting"
-        handles.append(Patch(label=label, **_look(STAGE_COLOURS["sync"], False)))
+        handles.append(Patch(label=label, **_style(STAGE_COLOURS["sync"], False)))
     figure.legend(
         handles=handles,
         ncols=len(handles),
@@ -191,7 +191,7 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
     return finish_chart(figure)
 
 
-def _look(colour: str, computes: bool) -> dict[str, Any]:
+def _style(colour: str, computes: bool) -> dict[str, Any]:
     """Return the style of a bar: solid while a stage computes, thin and hatched while it pauses."""
     if computes:
         return {"facecolor": colour}

@@ -21,7 +21,7 @@ def render_template(template: str, **values: Any) -> str:
 
 
 STAGE_COLOURS = {
-    "warm_start": "#7d5fae",
+    "sft": "#7d5fae",
     "rollout": "#2472ad",
     "reward": "#b57a05",
     "inference": "#2e8a57",
@@ -30,7 +30,7 @@ STAGE_COLOURS = {
     "evaluate": "#a8467f",
 }
 DARK_STAGE_COLOURS = {
-    "warm_start": "#b69ae0",
+    "sft": "#b69ae0",
     "rollout": "#58a8e4",
     "reward": "#e6b14e",
     "inference": "#62c48e",

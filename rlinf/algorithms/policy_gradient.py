@@ -358,7 +358,7 @@ class PolicyGradientConfig(Section):
     entropy_coeff: float = Field(default=0.0, ge=0)
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Weight in the loss of the KL divergence from the reference policy, which has the weights
-    after warm start."""
+    after SFT."""
     kl_loss_type: KLEstimator = "k3"
     """Estimator of the KL divergence in the loss (:func:`rlinf.algorithms.losses.kl_loss`)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)

@@ -1,26 +1,26 @@
 """A mailbox: one host and many peers, anywhere in a run, that send each other items.
 
 Items arrive once and in order in both directions (:mod:`rlinf.channels.mailbox_protocol`), over
-connections that break. Peers find the host by a pointer file; both ends only answer what they
-heard, so nobody is flooded while it is stopped. Hosts and peers may die and be replaced at any
-time: the pointer names the present host by a *token*, and an *incarnation* is one life of a peer.
-Numbers belong to the two together; words with another token are ignored.
+connections that break. Peers find the host by a pointer file. Both ends only answer messages, so
+a stopped process is not flooded. Hosts and peers may die and be replaced at any time: the pointer
+names the present host by a *token*, and an *incarnation* is one process of a peer. Numbers belong
+to a token and an incarnation; messages with another token are ignored.
 
 A message is a msgpack list and, behind it, a frame of pieces of items. From a peer:
 
-    hello  token, name, about, status                                 until it is answered
-    word   token, received, gap, base, first, turn, status, [left]    also the heartbeat; pieces
+    hello  token, name, about, status                                 repeated until answered
+    data   token, received, gap, base, first, turn, status, [left]    also the heartbeat; pieces
     bye    token
 
 and from the host, to each of them:
 
-    word     token, received, done, gap, base, first, turn, [left]    pieces
+    data     token, received, done, gap, base, first, turn, [left]    pieces
     retired  token                     another incarnation has this peer's name
-    over     token, reason             the host has left, and no other is to come; answered by bye
+    over     token, reason             the host has left for good; answered by bye
 
-``received`` and ``done`` acknowledge, ``gap`` is the turn in which what was heard came after
-something that was lost, or nil; ``base``, ``first`` and ``turn`` number what follows, and each
-``left`` is the number of bytes to the end of a piece's item. An unchanged ``status`` is nil.
+``received`` and ``done`` acknowledge. ``gap`` is the turn in which a piece arrived after a lost
+one, or nil. ``base``, ``first`` and ``turn`` number the pieces that follow, and each ``left`` is
+the number of bytes to the end of a piece's item. An unchanged ``status`` is nil.
 """
 
 from __future__ import annotations
@@ -95,21 +95,22 @@ class QueuedEvent(NamedTuple):
 
 
 class MailboxHost:
-    """The host's end. Its thread hears the peers; all methods return at once but ``events``.
+    """The host's end. Its thread serves the peers; only ``poll_events`` blocks.
 
-    ``refused`` counts connections without the run's key, ``malformed`` messages and items that
+    ``rejected`` counts connections without the run's key, ``malformed`` messages and items that
     were dropped.
 
     Args:
         pointer: the file by which peers find the host; its folder is made with mode 0700 and holds
             the keys of the run.
-        decode: reads an item; one it raises for is dropped and counted.
+        decode: decodes an item; an item for which it raises is dropped and counted.
         interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel
             chooses the port.
         timeout_s: how long a peer may be silent before it counts as lost.
         max_bytes: the largest item.
-        keeps: an item counts as handled only at the next call of ``events``: if the host ends
-            before, the next one gets it again. Else it does once it is here, and none comes next.
+        ack_on_poll: an item counts as handled only at the next call of ``poll_events``: if the host
+            ends before, the next host gets it again. Otherwise it counts as handled on arrival, and
+            no host follows this one.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class MailboxHost:
         ack_on_poll: bool,
     ) -> None:
         keys = run_keys(pointer.parent)
-        self._pointer, self._decode, self._keeps = pointer, decode, ack_on_poll
+        self._pointer, self._decode, self._ack_on_poll = pointer, decode, ack_on_poll
         self._malformed = MalformedCounter(f"host of {pointer.name}")
         self._timeout_s, self._max_bytes = timeout_s, max_bytes
         self._token = secrets.token_hex(8)
@@ -133,13 +134,13 @@ class MailboxHost:
         self._known: dict[str, PeerSession] = {}
         self._waiting: dict[str, list[Block]] = {}
         self._events: deque[QueuedEvent] = deque()
-        self._handed: list[QueuedEvent] = []
+        self._polled: list[QueuedEvent] = []
         self._dirty: set[PeerSession] = set()
         self._closed = False
         self._handlers: dict[str, Callable[..., None]] = {
-            "hello": self._hello,
-            "word": self._word,
-            "bye": self._bye,
+            "hello": self._on_hello,
+            "data": self._on_data,
+            "bye": self._on_bye,
         }
         self._context = zmq.Context()
         self._socket = host_socket(self._context, keys, timeout_s=timeout_s)
@@ -197,14 +198,14 @@ class MailboxHost:
                 if self._events or left <= 0:
                     break
                 self._changed.wait(left)
-            self._handed = list(self._events)
+            self._polled = list(self._events)
             self._events.clear()
-            for session, event, _ in self._handed:
+            for session, event, _ in self._polled:
                 if isinstance(event, PeerJoined):
                     self._known[event.worker] = session
                 elif isinstance(event, PeerLost):
                     self._known.pop(event.worker, None)
-            return [queued.event for queued in self._handed]
+            return [queued.event for queued in self._polled]
 
     def known_peers(self) -> dict[str, PeerStatus]:
         """Return the state of all peers that ever joined and were not forgotten."""
@@ -244,13 +245,13 @@ class MailboxHost:
 
     def _finish(self) -> None:
         """Mark the events that were returned before as handled."""
-        if self._keeps and self._handed:
-            for session, event, number in self._handed:
+        if self._ack_on_poll and self._polled:
+            for session, event, number in self._polled:
                 if isinstance(event, PeerReport):
                     session.acknowledged = number
                     self._dirty.add(session)
             os.eventfd_write(self._wakeup, 1)
-        self._handed = []
+        self._polled = []
 
     def _check(self) -> None:
         if self._closed:
@@ -279,21 +280,21 @@ class MailboxHost:
                     self._receive()
                 now = time.monotonic()
                 if now - checked > HEARTBEAT_S:
-                    self._look_for_the_silent(now, paused_s(checked, now))
+                    self._drop_silent_peers(now, paused_s(checked, now))
                     checked = now
-                self._speak()
+                self._send_pending()
                 if len(self._events) > before:
                     self._changed.notify_all()
         with self._changed:
-            self._speak()
-        if not self._keeps:
-            self._take_leave()
+            self._send_pending()
+        if not self._ack_on_poll:
+            self._say_goodbye()
 
-    def _take_leave(self) -> None:
-        """Tell all peers that nobody comes after this host, and wait until they have heard it.
+    def _say_goodbye(self) -> None:
+        """Tell all peers that no host follows this one, and wait for their replies.
 
-        A socket that closes with unread messages resets its connections, and what a peer had not
-        read by then is lost to it.
+        A socket that closes with unread messages resets its connections, so that peers lose the
+        messages that they have not read.
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._changed:
@@ -318,10 +319,10 @@ class MailboxHost:
                 kind, token, *values = unpack_list(control)
                 if token == self._token:
                     self._handlers[kind](data, bytes(id_), *values)
-            except Exception as error:  # whatever foreign bytes bring about
+            except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
 
-    def _hello(
+    def _on_hello(
         self, frames: list[memoryview], id_: bytes, name: str, about: bytes, status: bytes
     ) -> None:
         if frames or type(name) is not str or not 0 < len(name) <= MAX_NAME:
@@ -329,17 +330,17 @@ class MailboxHost:
         new_about, new_status = unpack_map(about), unpack_map(status)
         session = self._sessions.get(id_)
         if session is None:
-            inbox = ReliableReceiver(self._max_bytes)
-            session = self._sessions[id_] = PeerSession(id_, name, time.monotonic(), inbox)
+            receiver = ReliableReceiver(self._max_bytes)
+            session = self._sessions[id_] = PeerSession(id_, name, time.monotonic(), receiver)
             if old := self._workers.pop(name, None):
                 self._retire(old, REASON_REPLACED)
             self._workers[name] = session
         if session.name != name:
             raise DataError("another name than before")
         session.about, session.status = new_about, new_status
-        self._hear(session)
+        self._on_message(session)
 
-    def _word(
+    def _on_data(
         self,
         frames: list[memoryview],
         id_: bytes,
@@ -355,7 +356,7 @@ class MailboxHost:
         part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
         new_status = session.status if status is None else unpack_map(status)
         check_numbers(received, base, first, turn)
-        if not self._hear(session):
+        if not self._on_message(session):
             return
         session.sender.acknowledge(received, received, gap)
         new = session.receiver.accept(part)
@@ -363,24 +364,24 @@ class MailboxHost:
         for number, item in new:
             try:
                 content = self._decode(item)
-            except Exception as error:  # whatever foreign bytes bring about
+            except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
             else:
                 self._arrived(session, content, number)
-        if not self._keeps:
+        if not self._ack_on_poll:
             session.acknowledged = session.receiver.complete
 
     def _arrived(self, session: PeerSession, content: Any, number: int) -> None:
-        """An item came, once; the next piece of its peer has this number."""
+        """Handle an item; ``number`` is that of its peer's next piece."""
         self._events.append(QueuedEvent(session, PeerReport(session.name, content), number))
 
-    def _bye(self, frames: list[memoryview], id_: bytes) -> None:
+    def _on_bye(self, frames: list[memoryview], id_: bytes) -> None:
         self._retire(self._sessions.pop(id_), REASON_DEPARTED)
 
-    def _hear(self, session: PeerSession) -> bool:
+    def _on_message(self, session: PeerSession) -> bool:
         """Record a message of a peer; returns whether the peer still owns its name."""
         if not session.retired:
-            # One that was forgotten has its name again, if nobody took it meanwhile.
+            # A forgotten peer gets its name back, unless another one has it by now.
             holder = self._workers.setdefault(session.name, session)
             session.retired = holder is not session
         if session.retired:
@@ -397,7 +398,7 @@ class MailboxHost:
         return True
 
     def _retire(self, session: PeerSession, reason: str) -> None:
-        """End an incarnation that will not return, or not under its name."""
+        """End an incarnation that will not return, or that has lost its name."""
         session.retired = True
         session.sender.clear()
         session.receiver.drop_partial()
@@ -408,7 +409,7 @@ class MailboxHost:
             session.alive = False
             self._events.append(QueuedEvent(session, PeerLost(session.name, reason)))
 
-    def _look_for_the_silent(self, now: float, pause: float) -> None:
+    def _drop_silent_peers(self, now: float, pause: float) -> None:
         for session in self._sessions.values():
             session.last_heard = min(now, session.last_heard + pause)
             if now - session.last_heard > self._timeout_s:
@@ -416,7 +417,7 @@ class MailboxHost:
             if now - session.last_heard > PARTIAL_ITEM_TIMEOUT_S:
                 session.receiver.drop_partial()
 
-    def _speak(self) -> None:
+    def _send_pending(self) -> None:
         """Acknowledge received messages and send new items."""
         sessions, self._dirty = self._dirty, set()
         for session in sessions:
@@ -424,8 +425,12 @@ class MailboxHost:
                 continue
             part = session.sender.next_batch()
             while True:
-                heard = (session.receiver.expected, session.acknowledged, session.receiver.gap)
-                self._send(session, "word", *heard, *part[:3], pieces=part.pieces)
+                acknowledgement = (
+                    session.receiver.expected,
+                    session.acknowledged,
+                    session.receiver.gap,
+                )
+                self._send(session, "data", *acknowledgement, *part[:3], pieces=part.pieces)
                 part = session.sender.next_batch()
                 if not part.pieces:
                     break
@@ -450,24 +455,23 @@ LINK_TIMEOUT_S = 5.0
 
 
 class MailboxPeer:
-    """One peer of a mailbox. Its thread finds the host, says that the peer is alive and carries
-    items both ways, while its process computes.
+    """One peer of a mailbox. Its thread finds the host, sends heartbeats and transfers items, while
+    its process computes.
 
-    Items of the host that were not taken when another host appears are dropped: the new one plans
-    anew. Items that no host has handled go to the new one.
+    When another host appears, unread items of the old host are dropped, because the new one plans
+    again. Items that no host has handled go to the new one.
 
     ``malformed`` counts messages that were dropped.
 
     Args:
-        pointer: the file of the host, which need not be there yet.
-        name: another process that joins by the same name replaces this one.
-        decode: reads an item of the host.
-        about: what the host is to know of the peer, a packed map.
-        status: how it is at first, too.
-        host: the one host there is to be: when it is gone, so is the mailbox. None: whichever the
-            pointer names.
-        address: where that host answered.
-        beat_s: how often to say that the peer is alive, where it has nothing else to say.
+        pointer: the file of the host, which need not exist yet.
+        name: another process that joins under the same name replaces this one.
+        decode: decodes an item of the host.
+        about: a description of the peer for the host, a packed map.
+        status: the first status, a packed map.
+        host: the only host; the mailbox ends with it. None: any host that the pointer names.
+        address: the address at which that host answered.
+        beat_s: heartbeat interval, if nothing else is sent.
     """
 
     def __init__(
@@ -491,12 +495,12 @@ class MailboxPeer:
         self._id = routing_id()
         self._changed = threading.Condition()
         self._items: deque[Any] = deque()
-        self._inbox, self._outbox = ReliableReceiver(0), ReliableSender()
-        self._status, self._fresh = status, False
-        self._status_at = self._looked = self._last_beat = 0.0
-        self._beat = self._heard = time.monotonic()
+        self._receiver, self._sender = ReliableReceiver(0), ReliableSender()
+        self._status, self._status_changed = status, False
+        self._status_at = self._pointer_read_at = self._last_beat = 0.0
+        self._beat = self._last_heard = time.monotonic()
         self._token: str | None = None
-        self._greeted = self._welcome = self._owing = False
+        self._hello_sent = self._is_connected = self._owes_ack = False
         self._failure: str | None = None
         self._leave_by: float | None = None
         self._context = zmq.Context()
@@ -517,7 +521,7 @@ class MailboxPeer:
     @property
     def silent_s(self) -> float:
         """Seconds since the last message of the host, without pauses of this process."""
-        return max(0.0, self._beat - self._heard)
+        return max(0.0, self._beat - self._last_heard)
 
     def receive_items(self, timeout_s: float) -> list[Any]:
         """Return the new items of the host, in order; waits for one.
@@ -547,11 +551,11 @@ class MailboxPeer:
             ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
-            while wait and self._outbox.is_full(len(item), WINDOW_BYTES):
+            while wait and self._sender.is_full(len(item), WINDOW_BYTES):
                 self._check()
                 self._changed.wait(HEARTBEAT_S)
             self._check()
-            if self._outbox.add(item):
+            if self._sender.add(item):
                 os.eventfd_write(self._wakeup, 1)
 
     def flush(self) -> None:
@@ -561,7 +565,7 @@ class MailboxPeer:
             ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
-            while self._outbox:
+            while self._sender:
                 self._check()
                 self._changed.wait(HEARTBEAT_S)
             self._check()
@@ -575,8 +579,8 @@ class MailboxPeer:
         with self._changed:
             self._check()
             self._status = status
-            if not self._fresh:
-                self._fresh = True
+            if not self._status_changed:
+                self._status_changed = True
                 os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
@@ -606,7 +610,7 @@ class MailboxPeer:
         )
 
     def _run(self) -> None:
-        """The thread that owns the socket."""
+        """Run the thread that owns the socket."""
         try:
             self._work()
         finally:
@@ -619,25 +623,25 @@ class MailboxPeer:
         while self._failure is None:
             with self._changed:
                 now = time.monotonic()
-                self._heard += paused_s(self._beat, now)
+                self._last_heard += paused_s(self._beat, now)
                 self._beat = now
                 if self._leave_by is not None:
                     late = now > self._leave_by or self._host_is_silent() is not None
-                    if late or not self._outbox:
-                        if self._welcome:
+                    if late or not self._sender:
+                        if self._is_connected:
                             self._send("bye")
                         return
-            self._look(now)
+            self._find_host(now)
             with self._changed:
-                self._speak(now)
+                self._send_pending(now)
                 wait_s = HEARTBEAT_S / 2
-                if self._fresh and self._welcome:
+                if self._status_changed and self._is_connected:
                     wait_s = min(wait_s, max(0.0, self._status_at + STATUS_INTERVAL_S - now))
             poller = zmq.Poller()
             poller.register(self._wakeup, zmq.POLLIN)
             if self._socket is not None:
-                # It can be written to once it is connected: the time to say hello.
-                poller.register(self._socket, zmq.POLLIN | (0 if self._greeted else zmq.POLLOUT))
+                # The socket is writable once it is connected: send hello.
+                poller.register(self._socket, zmq.POLLIN | (0 if self._hello_sent else zmq.POLLOUT))
             ready = dict(poller.poll(int(wait_s * 1000) + 1))
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
@@ -645,22 +649,22 @@ class MailboxPeer:
                 with self._changed:
                     self._receive(self._socket)
 
-    def _look(self, now: float) -> None:
-        """Find the host, and another one when it is silent.
+    def _find_host(self, now: float) -> None:
+        """Find the host, or another one if it is silent.
 
-        The lock is not held while the file is read, which may take long.
+        The lock is released while the file is read, which may take long.
         """
         if self._host is not None and self._address is not None:
             if self._token is None:
                 self._connect(self._host, self._address)
             return
-        silent_s = now - self._heard
+        silent_s = now - self._last_heard
         if self._token is not None and silent_s < HOST_SILENT_S:
             return
-        # The file is on a shared filesystem: the longer nobody is there the rarer.
-        if now - self._looked < min(2.0, max(HEARTBEAT_S, silent_s / 4)):
+        # The file is on a shared filesystem, so the interval grows while there is no host.
+        if now - self._pointer_read_at < min(2.0, max(HEARTBEAT_S, silent_s / 4)):
             return
-        self._looked = now
+        self._pointer_read_at = now
         pointer = read_pointer(self._pointer)
         if pointer is None or pointer.token == self._token:
             return
@@ -673,7 +677,7 @@ class MailboxPeer:
 
     def _connect(self, host: HostPointer, address: str) -> None:
         fresh = client_socket(self._context, self._keys, self._id, timeout_s=LINK_TIMEOUT_S)
-        fresh.immediate = True  # nothing piles up for a host that is gone
+        fresh.immediate = True  # no messages pile up for a dead host
         try:
             fresh.connect(address)
         except zmq.ZMQError:
@@ -683,39 +687,39 @@ class MailboxPeer:
             self._socket.close(linger=0)
         with self._changed:
             self._socket, self._token = fresh, host.token
-            self._greeted = self._welcome = self._owing = False
-            self._inbox = ReliableReceiver(host.max_bytes)
+            self._hello_sent = self._is_connected = self._owes_ack = False
+            self._receiver = ReliableReceiver(host.max_bytes)
             self._items.clear()
-            self._outbox.restart()
+            self._sender.restart()
 
-    def _speak(self, now: float) -> None:
+    def _send_pending(self, now: float) -> None:
         beat = now - self._last_beat >= self._beat_s
-        if not self._welcome:
-            if beat or not self._greeted:
+        if not self._is_connected:
+            if beat or not self._hello_sent:
                 sent = self._send("hello", self._name, self._about, self._status)
-                self._greeted = self._greeted or sent
+                self._hello_sent = self._hello_sent or sent
                 self._last_beat = now
             return
-        with_status = beat or (self._fresh and now - self._status_at >= STATUS_INTERVAL_S)
-        part = self._outbox.next_batch()
-        due = with_status or self._owing
+        with_status = beat or (self._status_changed and now - self._status_at >= STATUS_INTERVAL_S)
+        part = self._sender.next_batch()
+        due = with_status or self._owes_ack
         while due or part.pieces:
-            heard = (self._inbox.expected, self._inbox.gap)
+            acknowledgement = (self._receiver.expected, self._receiver.gap)
             status = self._status if with_status else None
-            if not self._send("word", *heard, *part[:3], status, pieces=part.pieces):
-                # Cut off, or the wire is slow; the next heartbeat carries the status.
-                self._outbox.requeue(part)
-                self._fresh = False
+            if not self._send("data", *acknowledgement, *part[:3], status, pieces=part.pieces):
+                # Disconnected, or a slow network; the next heartbeat carries the status.
+                self._sender.requeue(part)
+                self._status_changed = False
                 break
             if with_status:
-                self._status_at, self._fresh = now, False
+                self._status_at, self._status_changed = now, False
             if beat:
                 self._last_beat = now
-            self._owing = with_status = beat = due = False
-            part = self._outbox.next_batch()
+            self._owes_ack = with_status = beat = due = False
+            part = self._sender.next_batch()
 
     def _send(self, kind: str, *values: Any, pieces: Sequence[ItemPiece] | None = None) -> bool:
-        """Whether it is under way."""
+        """Send a message to the host; returns whether the socket accepted it."""
         if self._socket is None:
             return False
         return send_message(self._socket, [], (kind, self._token, *values), pieces)
@@ -727,12 +731,12 @@ class MailboxPeer:
             except zmq.Again:
                 break
             try:
-                self._hear(*(frame.buffer for frame in frames))
-            except Exception as error:  # whatever foreign bytes bring about
+                self._on_message(*(frame.buffer for frame in frames))
+            except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
         self._changed.notify_all()
 
-    def _hear(self, control: memoryview, *frames: memoryview) -> None:
+    def _on_message(self, control: memoryview, *frames: memoryview) -> None:
         kind, token, *values = unpack_list(control)
         if token != self._token:
             return
@@ -744,17 +748,17 @@ class MailboxPeer:
             self._send("bye")
             if self._host is not None:
                 self._failure = f"{self._pointer.name}: {values[0]}"
-        elif kind == "word":
+        elif kind == "data":
             received, done, gap, base, first, turn, lefts = values
             check_numbers(received, done, base, first, turn)
             part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
-            self._outbox.acknowledge(received, done, gap)
-            for _, item in self._inbox.accept(part):
+            self._sender.acknowledge(received, done, gap)
+            for _, item in self._receiver.accept(part):
                 try:
                     self._items.append(self._decode(item))
-                except Exception as error:  # as above: what comes after it is taken
+                except Exception as error:  # as above; later items still count
                     self._malformed.count_dropped(error)
-            self._owing = self._owing or bool(lefts)
+            self._owes_ack = self._owes_ack or bool(lefts)
         else:
             raise DataError("unknown kind")
-        self._heard, self._welcome = now, True
+        self._last_heard, self._is_connected = now, True

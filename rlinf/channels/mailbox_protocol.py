@@ -108,21 +108,21 @@ class ReliableSender:
         self._sent = part.first
 
     def acknowledge(self, received: int, done: int, gap: int | None) -> None:
-        """The receiver has what is below ``received``, and what is below ``done`` for good.
+        """Handle an acknowledgement: the receiver has all pieces below ``received``, and has
+        handled all pieces below ``done``.
 
         Args:
-            gap: the turn in which something came to it that belongs after what it has. Once in each
-                turn that is sent again: what was still under way then shows the same gap, and must
-                not be answered each time. A receiver that is stopped shows none, and is not
-                flooded.
+            gap: the turn in which a piece arrived at the receiver after a missing one. Each turn
+                causes at most one repetition, because pieces in flight show the same gap again. A
+                stopped receiver shows none and is not flooded.
 
         Raises:
-            DataError: it speaks of pieces there never were.
+            DataError: it acknowledges pieces that were never sent.
         """
         if not 0 <= done <= received <= self._base + len(self._pieces):
             raise DataError("acknowledges what was never sent")
         if gap == self._turn:
-            # It may have less than it said before: see Inbox.drop.
+            # It may have fewer than before: see ReliableReceiver.drop_partial.
             self._sent = self._received = max(received, self._base)
             self._turn += 1
         else:
@@ -159,17 +159,17 @@ class ReliableReceiver:
         self.expected = self.complete = 0
         self.gap: int | None = None
         self._max_bytes = max_bytes
-        self._begun: memoryview | None = None
-        """The item whose pieces come, whose last bytes are not there yet."""
-        self._left = 0
+        self._partial: memoryview | None = None
+        """The incomplete item whose pieces are arriving."""
+        self._remaining = 0
 
     def accept(self, part: PieceBatch) -> list[tuple[int, Block]]:
-        """The items that are whole now, in order, and for each the number after its last piece.
+        """Return the items that are complete now, in order, with the number after their last piece.
 
-        Of a part only the last piece may leave something of its item to come.
+        Only the last piece of a batch may leave its item incomplete.
 
         Raises:
-            DataError: the numbers make no sense, or an item is too large.
+            DataError: the numbers are inconsistent, or an item is too large.
         """
         base, first, turn, pieces = part
         if not 0 <= base <= first:
@@ -179,8 +179,8 @@ class ReliableReceiver:
             self.expected = self.complete = base
         self.gap = turn if first > self.expected else None
         new = pieces[self.expected - first :] if self.gap is None else []
-        if new and self._begun is not None and new[0].remaining != self._left:
-            raise DataError("not the rest of the item that was begun")
+        if new and self._partial is not None and new[0].remaining != self._remaining:
+            raise DataError("not the rest of the incomplete item")
         if new and new[-1].remaining > self._max_bytes:
             raise DataError("item too large")
         found = []
@@ -193,19 +193,19 @@ class ReliableReceiver:
 
     def drop_partial(self) -> None:
         """Forget the beginning of an item; a living sender sends all of it again."""
-        self.expected, self._begun = self.complete, None
+        self.expected, self._partial = self.complete, None
 
     def _joined(self, left: int, data: Block) -> Block | None:
-        if self._begun is None:
+        if self._partial is None:
             if left == len(data):
                 return data
-            self._begun = np.empty(left, np.uint8).data
-        end = len(self._begun) - left + len(data)
-        self._begun[end - len(data) : end] = data
-        self._left = left - len(data)
-        if self._left:
+            self._partial = np.empty(left, np.uint8).data
+        end = len(self._partial) - left + len(data)
+        self._partial[end - len(data) : end] = data
+        self._remaining = left - len(data)
+        if self._remaining:
             return None
-        item, self._begun = self._begun, None
+        item, self._partial = self._partial, None
         return item
 
 

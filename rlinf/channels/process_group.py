@@ -161,13 +161,13 @@ class ProcessGroupInfo:
             rank, size, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
             text = os.environ.get(SPEED_WEIGHTS_VARIABLE)
             shares = tuple(float(part) for part in text.split(",")) if text else None
-            meeting = (
+            rendezvous = (
                 None
                 if channels is None
                 else channels / f"group-{os.environ.get(GROUP_VARIABLE)}.json"
             )
             layout = ParallelLayout.parse(os.environ.get(LAYOUT_VARIABLE, ""))
-            world = cls(rank, size, local, shares, meeting, layout)
+            world = cls(rank, size, local, shares, rendezvous, layout)
         except ValueError as error:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, {SPEED_WEIGHTS_VARIABLE} must be numbers: {error}"

@@ -1,6 +1,6 @@
-"""Socket transport of records: a mailbox (:mod:`rlinf.channels.mailbox`) whose host alone reads.
+"""Socket transport of records: a mailbox (:mod:`rlinf.channels.mailbox`) that only its host reads.
 
-Its peers find it in the run directory; they may be anywhere in the run.
+Peers on any node of the run find the host by a file in the run directory.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from rlinf.shared_memory import (
 
 RING_SLOTS = 1024
 MAX_AHEAD_BYTES = 8 << 20
-"""No more than two records wait where they are larger: both ends' caches hold what is under way."""
-RING_HEADER = np.dtype([("put", "i8"), ("apart", "u1", 120), ("done", "i8"), ("too", "u1", 120)])
+"""Limit for more than two waiting records, so that the caches of both ends hold them."""
+RING_HEADER = np.dtype([("put", "i8"), ("pad0", "u1", 120), ("done", "i8"), ("pad1", "u1", 120)])
 """Each counter has cache lines of its own."""
 RING_DATA_START = -(-(RING_HEADER.itemsize + 16 * RING_SLOTS) // mmap.PAGESIZE) * mmap.PAGESIZE
 STORES_IN_ORDER = platform.machine() == "x86_64"
-"""Whether a process that sees a counter sees what was written before it."""
+"""Whether a process that reads a counter also sees all earlier writes."""
 
 
 class SharedMemoryRing:
-    """One end; the bytes of records are ``len``."""
+    """One end of a ring of records in shared memory; ``len`` is its size in bytes."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         if len(memory) <= RING_DATA_START:
@@ -63,12 +63,12 @@ class SharedMemoryRing:
         self._places = np.frombuffer(memory, "i8", 2 * RING_SLOTS, RING_HEADER.itemsize).reshape(
             RING_SLOTS, 2
         )
-        self._room = np.frombuffer(memory, np.uint8, offset=RING_DATA_START)
+        self._data = np.frombuffer(memory, np.uint8, offset=RING_DATA_START)
         self._readable = memoryview(memory).toreadonly()[RING_DATA_START:]
         self._barrier = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._room)
+        return len(self._data)
 
     def _fence(self) -> None:
         """Order memory: earlier writes are visible before later ones."""
@@ -83,7 +83,7 @@ class RingWriter(SharedMemoryRing):
 
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)
-        self._under_way: deque[tuple[int, int]] = deque()
+        self._in_flight: deque[tuple[int, int]] = deque()
         """Start and end of the records that may still be read, the oldest first."""
         self._count = self._bytes = 0
 
@@ -91,9 +91,9 @@ class RingWriter(SharedMemoryRing):
         """Write a record if there is room now."""
         if (start := self._place(record.size)) is None:
             return False
-        record.write(self._room[start : start + record.size])
+        record.write(self._data[start : start + record.size])
         self._places[self._count % RING_SLOTS] = start, record.size
-        self._under_way.append((start, start + record.size))
+        self._in_flight.append((start, start + record.size))
         self._bytes += record.size
         self._count += 1
         self._fence()
@@ -101,18 +101,18 @@ class RingWriter(SharedMemoryRing):
         return True
 
     def _place(self, size: int) -> int | None:
-        """Return the place at which so many bytes are free, or None.
+        """Return the lowest offset with ``size`` free bytes, or None.
 
-        As near to the beginning as can be: what was read a moment ago is still in the cache.
+        Low offsets were read most recently, so they are still in the cache.
         """
         waiting = self._count - int(self._done[0])
-        while len(self._under_way) > waiting:
-            start, end = self._under_way.popleft()
+        while len(self._in_flight) > waiting:
+            start, end = self._in_flight.popleft()
             self._bytes -= end - start
         if waiting >= RING_SLOTS or (waiting >= 2 and self._bytes + size > MAX_AHEAD_BYTES):
             return None
         place = 0
-        for start, end in sorted(self._under_way):
+        for start, end in sorted(self._in_flight):
             if place + size <= start:
                 return place
             place = -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -120,7 +120,7 @@ class RingWriter(SharedMemoryRing):
 
 
 class RingReader(SharedMemoryRing):
-    """The reader's end: it goes on after the records that an earlier look was done with."""
+    """The reader's end; it continues after the records that an earlier reader released."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)
@@ -132,10 +132,10 @@ class RingReader(SharedMemoryRing):
         return int(self._put[0]) > self._count
 
     def get(self) -> Record:
-        """The oldest record, which must be there; its arrays lie in the segment.
+        """Return the oldest record; one must be available. Its arrays lie in the segment.
 
         Raises:
-            DataError: what lies there is none.
+            DataError: the bytes are no record.
         """
         start, size = self._places[self._count % RING_SLOTS].tolist()
         self._count += 1
@@ -144,14 +144,14 @@ class RingReader(SharedMemoryRing):
         return decode_record(self._readable[start : start + size])
 
     def release(self) -> None:
-        """The records that were taken are done with: their memory is used again."""
+        """Release all returned records, so that their memory is used again."""
         self._fence()
         self._done[0] = self._count
 
 
 CHECK_INTERVAL_S = 1.0
 MIN_POLL_S, MAX_POLL_S = 2e-5, 1e-3
-"""How often to check shared memory for a record, or for room."""
+"""Interval between checks of shared memory for a record or free space."""
 SEGMENT_KEY = "segment"
 """Key in a peer's description for the shared memory that holds its records."""
 
@@ -199,15 +199,15 @@ class SocketSource(MailboxHost, RecordSource):
     ) -> None:
         self._records: deque[Record] = deque()
         self._rings: dict[str, RingReader] = {}
-        """By peer: the records that lie in its shared memory."""
+        """Readers of the shared memory of each peer."""
         self._segments: dict[str, str] = {}
         self._departed: set[str] = set()
-        """Peers whose memory is let go once no record is left there."""
+        """Peers whose memory is released once all its records are read."""
         self._silent: set[str] = set()
-        """Those that may have been stopped: what they put goes into the same memory when they go
-        on, and they may leave before they are heard again."""
-        self._looked = 0.0
-        self._in_hand: RingReader | None = None
+        """Silent peers, which may be stopped. They may later add records to the same memory, and
+        leave before their next message."""
+        self._checked_at = 0.0
+        self._borrowed_from: RingReader | None = None
         super().__init__(
             channel_pointer(folder, name),
             decode_record,
@@ -221,15 +221,15 @@ class SocketSource(MailboxHost, RecordSource):
     def is_borrowed(self) -> bool:
         """True if the last record lies in its writer's memory, which the next ``get`` releases.
 
-        Copy whatever must stay.
+        Copy arrays that are needed longer.
         """
-        return self._in_hand is not None
+        return self._borrowed_from is not None
 
     def get(self) -> Record:
-        if self._in_hand is not None:
-            self._in_hand.release()
-            self._in_hand = None
-        nap = MIN_POLL_S
+        if self._borrowed_from is not None:
+            self._borrowed_from.release()
+            self._borrowed_from = None
+        poll_s = MIN_POLL_S
         while True:
             for ring in list(self._rings.values()):
                 if ring.has_record:
@@ -239,19 +239,19 @@ class SocketSource(MailboxHost, RecordSource):
                         self._malformed.count_dropped(error)
                         ring.release()
                         continue
-                    self._in_hand = ring
+                    self._borrowed_from = ring
                     return record
             if self._records:
                 return self._records.popleft()
             self._release_segments()
-            for event in self.poll_events(nap if self._rings else CHECK_INTERVAL_S):
-                self._happened(event)
-            nap = min(1.5 * nap, MAX_POLL_S)
+            for event in self.poll_events(poll_s if self._rings else CHECK_INTERVAL_S):
+                self._handle_event(event)
+            poll_s = min(1.5 * poll_s, MAX_POLL_S)
 
     def _release_segments(self) -> None:
-        """Release memory that no writer fills any more and that was read to its end."""
-        if self._silent and (now := time.monotonic()) - self._looked > CHECK_INTERVAL_S:
-            self._looked = now
+        """Release memory that has no writer any more and whose records are all read."""
+        if self._silent and (now := time.monotonic()) - self._checked_at > CHECK_INTERVAL_S:
+            self._checked_at = now
             segments = {name: self._segments.get(name) for name in self._silent}
             over = {
                 name for name, segment in segments.items() if not segment or is_orphaned(segment)
@@ -259,13 +259,13 @@ class SocketSource(MailboxHost, RecordSource):
             self._silent -= over
             self._departed |= over
         for name in list(self._departed):
-            # It was put before they were gone.
+            # Records from before the peer left must be read first.
             if (ring := self._rings.get(name)) is None or not ring.has_record:
                 self._rings.pop(name, None)
                 self._segments.pop(name, None)
                 self._departed.discard(name)
 
-    def _happened(self, event: PeerEvent) -> None:
+    def _handle_event(self, event: PeerEvent) -> None:
         if isinstance(event, PeerReport):
             self._records.append(event.content)
         elif isinstance(event, PeerLost):
@@ -282,19 +282,19 @@ class SocketSource(MailboxHost, RecordSource):
             with contextlib.suppress(InputError, OSError):
                 self._attach(event.worker, segment)
 
-    def _hello(
+    def _on_hello(
         self, frames: list[memoryview], id_: bytes, name: str, about: bytes, status: bytes
     ) -> None:
-        # Before it is answered: it may leave at once, and its segment's name with it.
+        # Attach before the answer: the peer may leave at once and remove the segment's name.
         if (segment := unpack_map(about).get(SEGMENT_KEY)) is not None:
             self._attach(name, segment)
-        super()._hello(frames, id_, name, about, status)
+        super()._on_hello(frames, id_, name, about, status)
 
     def _retire(self, session: PeerSession, reason: str) -> None:
-        heard = session.alive
+        was_alive = session.alive
         super()._retire(session, reason)
-        if not heard:
-            # It was silent, and is not to come back after all.
+        if not was_alive:
+            # It was silent and will not return.
             self._events.append(QueuedEvent(session, PeerLost(session.name, reason)))
 
     def _attach(self, name: str, segment: object) -> None:
@@ -304,11 +304,11 @@ class SocketSource(MailboxHost, RecordSource):
 
 
 class SocketSink(MailboxPeer, RecordSink):
-    """The end of a process that puts records; any number of threads.
+    """The sending end, for any number of threads.
 
-    ``put`` returns when the record is under way, with at most ``peer.WINDOW_BYTES`` not yet with
-    the host; ``flush`` waits until all are. Small records travel together. When the host falls
-    silent, operations raise ``ChannelFailed`` as long as it does.
+    ``put`` returns when the record is in flight and at most ``WINDOW_BYTES`` are unacknowledged;
+    ``flush`` waits until the host has all records. Small records travel together. While the host is
+    silent, operations raise ``ChannelFailed``.
 
     Raises:
         InputError: there is no such channel.
@@ -323,50 +323,50 @@ class SocketSink(MailboxPeer, RecordSink):
             raise InputError(f"{pointer}: damaged ({error}); start its host again") from None
         if address is None:
             raise ChannelFailed(f"{pointer.name}: no answer at {', '.join(host.addresses)}")
-        self._most = host.max_bytes
+        self._max_bytes = host.max_bytes
         own = routing_id().hex()
-        super().__init__(pointer, own, _nothing, about=about, host=host, address=address)
+        super().__init__(pointer, own, _reject_item, about=about, host=host, address=address)
 
     def put(self, record: Record) -> None:
         """See the interface.
 
         Raises:
-            DataError: the record cannot be sent or is larger than the host takes.
+            DataError: the record cannot be sent or is larger than the host accepts.
         """
         encoded = encode_record(record)
-        if encoded.size > self._most:
+        if encoded.size > self._max_bytes:
             raise DataError(
                 f"record {tuple(record.identity)} takes {encoded.size} bytes, one of "
-                f"{self._pointer.name} may have {self._most}; raise max_bytes"
+                f"{self._pointer.name} may have {self._max_bytes}; raise max_bytes"
             )
         self.send_item(encoded.to_bytes(), wait=True)
 
     def close(self) -> None:
-        """Leave once all that was put is with the host, or the host is gone."""
+        """Leave when the host has all records or has ended."""
         with contextlib.suppress(ChannelFailed, ChannelClosed):
             self.flush()
         super().close()
 
 
-def _nothing(item: object) -> None:
+def _reject_item(item: object) -> None:
     raise DataError("the host of records sends none")
 
 
 FULL_TIMEOUT_S = 30.0
-"""How long a reader may make no room, alive: it hangs."""
+"""How long a living reader may release no memory before it counts as hanging."""
 
 
 class SharedMemorySink(SocketSink):
-    """The end of a process that writes; any number of threads, one after the other.
+    """The sending end by shared memory, for any number of threads, which take turns.
 
-    What it was writing when it died vanishes; what it had put before is there.
+    If the process dies, the record that it is writing is lost; all earlier ones arrive.
 
     Args:
-        size: bytes for the records that wait or are in use.
+        size: bytes for records that are waiting or in use.
 
     Raises:
         InputError: there is no such channel on this node.
-        StorageError: not so much shared memory is free.
+        StorageError: there is not enough free shared memory.
         ChannelFailed: its host does not answer.
     """
 
@@ -395,7 +395,7 @@ class SharedMemorySink(SocketSink):
                 f"record {tuple(record.identity)} takes {encoded.size} bytes, the shared memory "
                 f"for {self._pointer.name} has {len(self._ring)}"
             )
-        deadline, nap = time.monotonic() + FULL_TIMEOUT_S, MIN_POLL_S
+        deadline, poll_s = time.monotonic() + FULL_TIMEOUT_S, MIN_POLL_S
         with self._writes:
             while True:
                 with self._changed:
@@ -404,21 +404,21 @@ class SharedMemorySink(SocketSink):
                     return
                 if time.monotonic() > deadline:
                     raise ChannelFailed(
-                        f"{self._pointer.name}: no room for {FULL_TIMEOUT_S:.0f} s: "
+                        f"{self._pointer.name}: no free space for {FULL_TIMEOUT_S:.0f} s: "
                         "its reader hangs"
                     )
-                time.sleep(nap)
-                nap = min(1.5 * nap, MAX_POLL_S)
+                time.sleep(poll_s)
+                poll_s = min(1.5 * poll_s, MAX_POLL_S)
 
     def flush(self) -> None:
-        """Wait until the reader knows of the segment: it has what was put, whoever dies."""
+        """Wait until the reader has attached the segment: all records then survive this process."""
         with self._changed:
-            while not self._welcome:
+            while not self._is_connected:
                 self._check()
                 self._changed.wait(MAX_POLL_S)
             self._check()
 
     def close(self) -> None:
-        """Leave; what was put can still be read."""
+        """Leave; the records can still be read."""
         super().close()
         remove_segment(self._segment)

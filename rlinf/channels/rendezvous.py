@@ -1,11 +1,11 @@
 """Rendezvous of a process group: a key-value store that rank 0 serves.
 
 Torch's own store listens for everybody. This one is a mailbox of the run
-(:mod:`rlinf.channels.mailbox`), which only holders of the run's keys can use and which delivers
-every message once. A file of the run holds its location.
+(:mod:`rlinf.channels.mailbox`), which only processes with the run's keys can use and which
+delivers every message once. A file of the run holds its location.
 
 A request is one msgpack list (number, verb, arguments), and its reply is number and value. All
-requests are answered at once; a rank that waits for a key asks again.
+requests are answered at once; a rank that waits for a key sends its request again.
 """
 
 from __future__ import annotations
@@ -100,15 +100,15 @@ class RendezvousHost(MailboxHost):
         self.execute = KeyValueTable().execute
         super().__init__(
             pointer,
-            self._carry_out,
+            self._execute_request,
             interface=None,
             timeout_s=REQUEST_TIMEOUT_S,
             max_bytes=MAX_BYTES,
             ack_on_poll=False,
         )
 
-    def _carry_out(self, request: Block) -> bytes:
-        # As items are read, so that one that cannot be carried out is dropped and counted.
+    def _execute_request(self, request: Block) -> bytes:
+        # Executed while items are decoded, so that an invalid request is dropped and counted.
         number, verb, *arguments = _unpacked(request)
         answer: bytes = msgpack.packb((number, self.execute(verb, *arguments)))
         return answer
@@ -133,7 +133,7 @@ class RendezvousClient(MailboxPeer):
             ValueError: a key with its value is too large.
         """
         if verb in ("set", "compare_set"):
-            # Rank 0 would drop what it cannot answer with, and seem to have ended.
+            # Rank 0 would drop a request that is too large, and seem to have ended.
             _check(*arguments)
         with self._request_lock:
             self._number += 1
@@ -167,47 +167,49 @@ class RendezvousStore(Store):
     alive while torch uses it.
 
     Args:
-        do: executes requests.
-        timeout_s: how long to wait for a key that nobody has set.
-        leave: closes the end that sends requests.
+        execute: executes requests.
+        timeout_s: how long to wait for a missing key.
+        close_client: closes the client that sends requests.
     """
 
     def __init__(
-        self, do: Execute, timeout_s: float, leave: Callable[[], None] = lambda: None
+        self, execute: Execute, timeout_s: float, close_client: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
-        self._do, self._timeout_s, self._leave = do, timeout_s, leave
+        self._execute, self._timeout_s, self._close_client = execute, timeout_s, close_client
 
     def close(self) -> None:
         """Send and answer no further requests; may be called twice."""
         atexit.unregister(self.close)
-        self._leave()
+        self._close_client()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._do("set", key, _bytes(value))
+        self._execute("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        value: bytes = self._do("value", key)
+        value: bytes = self._execute("value", key)
         return value
 
     def add(self, key: str, value: int) -> int:
-        return int(self._do("add", key, value))
+        return int(self._execute("add", key, value))
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        value: bytes = self._do("compare_set", key, _bytes(expected_value), _bytes(desired_value))
+        value: bytes = self._execute(
+            "compare_set", key, _bytes(expected_value), _bytes(desired_value)
+        )
         return value
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._do("delete", key))
+        return bool(self._execute("delete", key))
 
     def num_keys(self) -> int:
-        return int(self._do("count"))
+        return int(self._execute("count"))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return not self._do("missing", list(keys))
+        return not self._execute("missing", list(keys))
 
     def clone(self) -> RendezvousStore:
         return self
@@ -215,13 +217,13 @@ class RendezvousStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         if missing := self.wait_missing(keys, limit):
-            raise DistStoreError(f"nobody has set {', '.join(missing)} for {limit:g} s")
+            raise DistStoreError(f"no rank has set {', '.join(missing)} for {limit:g} s")
 
     def wait_missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Wait for keys; returns those that were not set in time."""
         deadline, pause = time.monotonic() + timeout_s, MIN_RETRY_S
         wanted = list(keys)
-        while wanted := self._do("missing", wanted):
+        while wanted := self._execute("missing", wanted):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -246,28 +248,30 @@ def join_rendezvous(
         StageError: a rank did not arrive in time; names the missing ones.
     """
     deadline = time.monotonic() + timeout_s
-    run_keys(pointer.parent)  # of a new run any rank may be the first that makes its folder
+    run_keys(pointer.parent)  # any rank may be the first to create the folder of a new run
     end: RendezvousHost | RendezvousClient
     if rank == 0:
         end = host = RendezvousHost(pointer)
         reached, own = "", _host_of(host.addresses[0])
     else:
-        target, address = _find(pointer, rank, timeout_s)
+        target, address = _find_rank_0(pointer, rank, timeout_s)
         end, reached = RendezvousClient(pointer, f"rank {rank}", target, address), _host_of(address)
     store = RendezvousStore(end.execute, timeout_s, end.close)
     atexit.register(store.close)
     try:
-        # From its own node any of its addresses will do, of which the others may reach but one.
-        store.set(_here(rank), "" if reached in local_addresses() else reached)
-        late = store.wait_missing([_here(r) for r in range(size)], deadline - time.monotonic())
+        # On its own node any address works; other nodes may reach only one of them.
+        store.set(_joined_key(rank), "" if reached in local_addresses() else reached)
+        late = store.wait_missing(
+            [_joined_key(r) for r in range(size)], deadline - time.monotonic()
+        )
         if late:
-            ranks = ", ".join(key.removeprefix(_here("")) for key in late)
+            ranks = ", ".join(key.removeprefix(_joined_key("")) for key in late)
             raise StageError(
                 f"rank {rank} waited {timeout_s:g} s for all {size} ranks of its group; these "
-                f"never came: {ranks}. Their logs, or the state of their nodes, say why"
+                f"never joined: {ranks}. Their logs, or the state of their nodes, say why"
             )
         if rank == 0:
-            reported = (store.get(_here(other)).decode() for other in range(1, size))
+            reported = (store.get(_joined_key(other)).decode() for other in range(1, size))
             store.set(_VIA, next(filter(None, reported), own))
         return store, store.get(_VIA).decode()
     except DistStoreError as error:
@@ -286,15 +290,15 @@ def join_rendezvous(
 _VIA = "via"
 
 
-def _here(rank: int | str) -> str:
+def _joined_key(rank: int | str) -> str:
     return f"here/{rank}"
 
 
-def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]:
+def _find_rank_0(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]:
     """Return the location of rank 0 and the address at which it answers."""
     deadline, pause, known = time.monotonic() + timeout_s, MIN_RETRY_S, None
     while True:
-        # NFS remembers for a minute that a file is not there, unless its folder is opened.
+        # NFS caches for a minute that a file is missing, unless its folder is opened.
         os.close(os.open(pointer.parent, os.O_RDONLY | os.O_DIRECTORY))
         known = read_pointer(pointer) or known
         if known is not None and (address := first_reachable(known.addresses)) is not None:

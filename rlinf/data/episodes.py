@@ -45,7 +45,7 @@ def spans_several_episodes(trajectory: Trajectory) -> bool:
     return bool(loss_mask(trajectory)[int(ends[0]) + 1 :].any())
 
 
-OPEN_EPISODES = "open"
+OPEN_EPISODES = "open_episodes"
 """Channel of open episodes; the rollout of the next iteration reads it as an input."""
 OPEN_STATE, OPEN_METRICS = "open_state", "open_measured"
 """Context columns of a record of that channel: the simulator state to continue from, uint8 ``[n]``

@@ -1,22 +1,20 @@
-"""Demonstrations in the format of LeRobot, read: versions 2.0 to 3.0 of it.
+"""Datasets in LeRobot's format: reads versions 2.0 to 3.0 and writes version 3.0.
 
-See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot; :mod:`rlinf.data.lerobot`
-writes it. An episode is a trajectory here:
+See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot. An episode is a trajectory here:
 
 =============================  ===================================================
-feature there                  field of trajectories
+LeRobot there                  field of trajectories
 =============================  ===================================================
 ``observation.state``          ``observations``
 ``action``                     ``actions``
-``next.reward``                ``rewards``; without it, 1 where the task is solved
+``next.reward``                ``rewards``; without it, 1 if the task is solved
 ``next.success``               ``success``
 ``observation.images.CAMERA``  ``images[CAMERA]``
 task                           ``instruction`` in ``extra``
 =============================  ===================================================
 
-What was seen after the last step of an episode is not in the format: the last step of one that
-did not end by solving its task is left out, and its observation is what was seen after the one
-before.
+The format has no observation after the last step of an episode. If an episode ends without success,
+its last step is therefore dropped, and that step's observation is the final observation.
 """
 
 from __future__ import annotations
@@ -50,7 +48,10 @@ STATE_FEATURE, ACTION_FEATURE, REWARD_FEATURE, SUCCESS_FEATURE = (
 CAMERA_FEATURE_PREFIX = "observation.images."
 PLACEHOLDER = re.compile(r"\{(\w+)(?::(0?\d{1,2}d))?\}")
 """Placeholders in the paths of ``meta/info.json``, such as ``{chunk_index:03d}``."""
-REQUIRED_FEATURES = {STATE_FEATURE: "vectors that a policy sees", ACTION_FEATURE: "what was done"}
+REQUIRED_FEATURES = {
+    STATE_FEATURE: "vectors that a policy observes",
+    ACTION_FEATURE: "executed actions",
+}
 
 
 @dataclass(frozen=True)
@@ -74,27 +75,30 @@ class LeRobotDataset:
     """
 
     def __init__(self, folder: Path, *, all_successful: bool = False) -> None:
-        """``solved``: all episodes count as solved at their last step, whatever they say."""
-        require_package("pyarrow", "lerobot", f"{folder}: a data set of LeRobot")
-        self.folder, self._solved = folder, all_successful
+        """
+        Args:
+            all_successful: count all episodes as solved at their last step.
+        """
+        require_package("pyarrow", "lerobot", f"{folder}: a LeRobot dataset")
+        self.folder, self._all_successful = folder, all_successful
         path = folder / INFO_FILE
         try:
-            self.info: dict[str, Any] = json.loads(self._own(INFO_FILE).read_text())
+            self.info: dict[str, Any] = json.loads(self._resolve(INFO_FILE).read_text())
             version = str(self.info["codebase_version"]).lstrip("v")
             self.features: dict[str, dict[str, Any]] = dict(self.info["features"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: no description of a data set of LeRobot ({error})") from None
+            raise DataError(f"{path}: no description of a LeRobot dataset ({error})") from None
         self._major = version.partition(".")[0]
         if self._major not in ("2", "3"):
-            raise DataError(f"{path}: version {version}; those from 2.0 to 3.0 can be read")
+            raise DataError(f"{path}: version {version}; versions 2.0 to 3.0 can be read")
         for name, meaning in REQUIRED_FEATURES.items():
             if name not in self.features:
                 has = ", ".join(sorted(self.features))
                 raise DataError(f"{path}: there is no feature {name!r} ({meaning}); it has {has}")
         if SUCCESS_FEATURE not in self.features and not all_successful:
             raise DataError(
-                f"{path}: there is no feature {SUCCESS_FEATURE!r}, so nothing says which episodes "
-                "solved their task; add it, or where all did, say so: rlinf demonstrations --solved"
+                f"{path}: there is no feature {SUCCESS_FEATURE!r}, which marks successful "
+                "episodes; add it, or use rlinf demonstrations --solved if all are successful"
             )
         self.cameras = {
             name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
@@ -116,21 +120,21 @@ class LeRobotDataset:
             DataError: a file is missing or contradicts ``meta``.
         """
         table: tuple[Path | None, Any] = (None, None)
-        videos: dict[str, _Video] = {}
+        videos: dict[str, _VideoReader] = {}
         for episode in self._episodes():
             if table[0] != episode.data:
                 table = (episode.data, _table(episode.data))
             rows = table[1].slice(episode.start, episode.length)
             if len(rows) != episode.length or not episode.length:
-                raise DataError(f"{episode.data}: episode {episode.number} is not all there")
-            yield self._trajectory(episode, rows, self._pictures(episode, rows, videos, images))
+                raise DataError(f"{episode.data}: episode {episode.number} is incomplete")
+            yield self._trajectory(episode, rows, self._images(episode, rows, videos, images))
 
     def _trajectory(
         self, episode: LeRobotEpisode, rows: Any, images: dict[str, np.ndarray]
     ) -> Trajectory:
         length = episode.length
         success = np.zeros(length, np.uint8)
-        if self._solved:
+        if self._all_successful:
             success[-1] = 1
         else:
             success[:] = _column(rows, SUCCESS_FEATURE).reshape(length)
@@ -167,53 +171,55 @@ class LeRobotDataset:
         # The last observation of an episode that was cut off is the one after its last step.
         return whole.slice_steps(0, length)
 
-    def _pictures(
-        self, episode: LeRobotEpisode, rows: Any, videos: dict[str, _Video], images: bool
+    def _images(
+        self, episode: LeRobotEpisode, rows: Any, videos: dict[str, _VideoReader], images: bool
     ) -> dict[str, np.ndarray]:
         found = {}
         for own, name in self.cameras.items() if images else ():
             if self.features[name]["dtype"] == "image":
                 cells = rows.column(name).to_pylist()
-                found[own] = np.stack([self._picture(cell) for cell in cells])
+                found[own] = np.stack([self._image(cell) for cell in cells])
                 continue
             path, first = episode.videos[name]
             if name not in videos or not videos[name].reaches(path, first):
-                videos[name] = _Video(path)
+                videos[name] = _VideoReader(path)
             found[own] = videos[name].take(first, episode.length)
         return found
 
-    def _picture(self, cell: dict[str, Any]) -> np.ndarray:
-        """One that is in a cell, as a file or by its path."""
+    def _image(self, cell: dict[str, Any]) -> np.ndarray:
+        """Return the image of a cell, which has its bytes or its path."""
         from PIL import Image, UnidentifiedImageError
 
         try:
-            source = io.BytesIO(cell["bytes"]) if cell["bytes"] else self._own(cell["path"])
-            with Image.open(source) as picture:
-                return np.asarray(picture.convert("RGB"))
+            source = io.BytesIO(cell["bytes"]) if cell["bytes"] else self._resolve(cell["path"])
+            with Image.open(source) as image:
+                return np.asarray(image.convert("RGB"))
         except (OSError, UnidentifiedImageError, TypeError) as error:
-            raise DataError(f"{self.folder}: {cell.get('path')}: no picture ({error})") from None
+            raise DataError(
+                f"{self.folder}: {cell.get('path')}: no readable image ({error})"
+            ) from None
 
-    def _own(self, path: Path | str) -> Path:
-        """A file of the data set, which comes from anywhere: what it names must lie in it.
+    def _resolve(self, path: Path | str) -> Path:
+        """Return the path of a file in the dataset. Datasets are untrusted, so it must lie inside.
 
         Raises:
-            DataError: it leads elsewhere, or is no file that can be read to its end.
+            DataError: the path leads out of the folder, or is no regular file.
         """
         found = (self.folder / path).resolve()
         if not any(found.is_relative_to(place) for place in allowed_link_targets(self.folder)):
             raise DataError(
-                f"{self.folder}: {path} leads out of the folder, to {found}; a data set has its "
-                "files in it, so copy this one there (cp -L)"
+                f"{self.folder}: {path} leads out of the folder, to {found}; a dataset must "
+                "contain its files, so copy this one there (cp -L)"
             )
         if found.exists() and not found.is_file():
             raise DataError(f"{self.folder}: {path} is no file")
         return self.folder / path
 
-    def _named(self, option: str, **values: Any) -> Path:
-        """A file whose path ``meta/info.json`` gives with placeholders.
+    def _path_from_template(self, option: str, **values: Any) -> Path:
+        """Return the path of a file whose template is in ``meta/info.json``.
 
         Raises:
-            DataError: others than these, or as :meth:`_own`.
+            DataError: the template has other placeholders; or as :meth:`_resolve`.
         """
         template = self.info[option]
         text = PLACEHOLDER.sub("", template)
@@ -224,76 +230,79 @@ class LeRobotDataset:
                 f"be {', '.join(f'{{{name}}}' for name in values)}"
             )
         put = PLACEHOLDER.sub(lambda match: format(values[match[1]], match[2] or ""), template)
-        return self._own(put)
+        return self._resolve(put)
 
     def _episodes(self) -> Iterator[LeRobotEpisode]:
         videos = [name for name in self.cameras.values() if self.features[name]["dtype"] == "video"]
         count = 0
         try:
-            for episode in (self._of_three if self._major == "3" else self._of_two)(videos):
+            for episode in (self._episodes_v3 if self._major == "3" else self._episodes_v2)(videos):
                 count += 1
                 yield episode
-            wanted = max(1, int(self.info.get("total_episodes", 1)))
-            if count < wanted:
+            expected = max(1, int(self.info.get("total_episodes", 1)))
+            if count < expected:
                 raise DataError(
-                    f"{self.folder / 'meta'}: describes {count} of {wanted} episodes "
+                    f"{self.folder / 'meta'}: describes {count} of {expected} episodes "
                     "(total_episodes of info.json); a file is missing, so copy the whole folder"
                 )
         except (KeyError, OSError, ValueError, TypeError) as error:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
-    def _of_three(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
-        """Many episodes to a file; where each is stands in the tables of ``meta/episodes``."""
+    def _episodes_v3(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
+        """Yield the episodes of version 3: several per file, located by ``meta/episodes``."""
         starts: dict[Path, int] = {}
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
-            for row in _table(self._own(table.relative_to(self.folder))).to_pylist():
+            for row in _table(self._resolve(table.relative_to(self.folder))).to_pylist():
                 at = {k: int(row[f"data/{k}"]) for k in ("chunk_index", "file_index")}
-                data = self._named("data_path", **at)
+                data = self._path_from_template("data_path", **at)
                 first = int(row["dataset_from_index"])
                 start = first - starts.setdefault(data, first)
                 places = {}
                 for name in videos:
                     at = {k: int(row[f"videos/{name}/{k}"]) for k in at}
-                    path = self._named("video_path", video_key=name, **at)
+                    path = self._path_from_template("video_path", video_key=name, **at)
                     seconds = float(row[f"videos/{name}/from_timestamp"])
                     places[name] = (path, round(seconds * self.fps))
                 task = " ".join(row["tasks"])
                 number = int(row["episode_index"])
                 yield LeRobotEpisode(number, task, data, start, int(row["length"]), places)
 
-    def _of_two(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
-        """A file for each episode, and one for each of its cameras."""
-        for line in self._own("meta/episodes.jsonl").read_text().splitlines():
+    def _episodes_v2(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
+        """Yield the episodes of version 2: one file per episode and camera."""
+        for line in self._resolve("meta/episodes.jsonl").read_text().splitlines():
             row = json.loads(line)
             number = int(row["episode_index"])
             at = {
                 "episode_chunk": number // int(self.info["chunks_size"]),
                 "episode_index": number,
             }
-            places = {name: (self._named("video_path", video_key=name, **at), 0) for name in videos}
-            data = self._named("data_path", **at)
+            places = {
+                name: (self._path_from_template("video_path", video_key=name, **at), 0)
+                for name in videos
+            }
+            data = self._path_from_template("data_path", **at)
             task = " ".join(row["tasks"])
             yield LeRobotEpisode(number, task, data, 0, int(row["length"]), places)
 
 
-class _Video:
-    """Pictures of a file, which is read once from its begin to its end."""
+class _VideoReader:
+    """Reads the frames of a video file once, in order."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._next, self._pictures = path, 0, read_video(path)
+        self._path, self._next, self._images = path, 0, read_video(path)
 
     def reaches(self, path: Path, first: int) -> bool:
-        """Whether a picture of a file is still to come."""
+        """Return whether a frame of a file lies ahead."""
         return path == self._path and first >= self._next
 
     def take(self, first: int, count: int) -> np.ndarray:
         found = []
         while self._next < first + count:
-            picture = next(self._pictures, None)
-            if picture is None:
-                raise DataError(f"{self._path}: ends at picture {self._next} of {first + count}")
+            image = next(self._images, None)
+            if image is None:
+                raise DataError(f"{self._path}: ends at frame {self._next} of {first + count}")
             if self._next >= first:
-                found.append(picture)
+                found.append(image)
             self._next += 1
         return np.stack(found)
 
@@ -304,10 +313,10 @@ def is_lerobot_dataset(folder: Path) -> bool:
 
 
 def _table(path: Path) -> Any:
-    """Rows of a Parquet file.
+    """Return the rows of a Parquet file.
 
     Raises:
-        DataError: there is none.
+        DataError: the file cannot be read.
     """
     from pyarrow import ArrowException, parquet
 
@@ -318,13 +327,13 @@ def _table(path: Path) -> Any:
 
 
 def _column(rows: Any, name: str) -> np.ndarray:
-    """Numbers of a feature, one after the other.
+    """Return the values of a feature, flattened.
 
     Raises:
-        DataError: it is not there, or has gaps.
+        DataError: the column is missing or has missing values.
     """
     if name not in rows.column_names:
-        raise DataError(f"{name!r} is a feature of the data set, and not in a file of it")
+        raise DataError(f"{name!r} is a feature of the dataset, but missing in one of its files")
     found = rows.column(name).combine_chunks()
     while hasattr(found, "flatten") and found.type.num_fields:
         found = found.flatten()
@@ -344,7 +353,7 @@ FEATURE_COLUMNS = {
 }
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""One image in so many is used for the statistics."""
+"""Every n-th image is used for the statistics."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -363,10 +372,10 @@ def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
         InputError: the trajectory lacks columns of a simulator.
     """
     needed = (*FEATURE_COLUMNS.values(), "terminated", "truncated")
-    if lacking := [name for name in needed if getattr(trajectory, name) is None]:
+    if missing := [name for name in needed if getattr(trajectory, name) is None]:
         raise InputError(
-            f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; demonstrations are made "
-            "of trajectories that a simulator gave (task.name=gym)"
+            f"{trajectory.identity}: the trajectory has no {missing[0]!r}; demonstrations need "
+            "trajectories of a simulator (task.name=gym)"
         )
     reject_action_chunks(trajectory)
     done = np.asarray(trajectory.terminated) | np.asarray(trajectory.truncated)
@@ -384,22 +393,22 @@ def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
 
 
 class LeRobotWriter:
-    """Writes a LeRobot dataset, an episode at a time."""
+    """Writes a LeRobot dataset, episode by episode."""
 
     def __init__(self, folder: Path, *, fps: int, task: str, robot: str = "", png: bool = False):
         """
         Args:
-            folder: a new one.
-            fps: pictures of a second.
-            task: what episodes that do not say it are to do.
-            robot: its type.
-            png: whether pictures are to be kept without a loss, in Parquet files.
+            folder: a new or empty folder.
+            fps: frames per second.
+            task: instruction of episodes without one.
+            robot: type of the robot.
+            png: store images losslessly in Parquet files, not as videos.
 
         Raises:
-            InputError: the folder holds something.
+            InputError: the folder is not empty.
             MissingPackageError: a package that writes it is not installed.
         """
-        require_package("pyarrow", "lerobot", "writing a data set of LeRobot")
+        require_package("pyarrow", "lerobot", "writing a LeRobot dataset")
         if folder.exists() and any(folder.iterdir()):
             raise InputError(f"{folder}: exists and is not empty")
         self._folder, self._fps, self._task, self._png = folder, fps, task, png
@@ -408,8 +417,8 @@ class LeRobotWriter:
         self._cameras: dict[str, tuple[int, ...]] = {}
         self._sizes: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
-        self._stats: dict[str, _Stats] = {}
-        self._waiting: list[dict[str, np.ndarray]] = []
+        self._stats: dict[str, _FeatureStats] = {}
+        self._buffered: list[dict[str, np.ndarray]] = []
         self._frames, self._written, self._files = 0, 0, 0
 
     def add_trajectory(self, trajectory: Trajectory) -> None:
@@ -420,8 +429,8 @@ class LeRobotWriter:
         """
         default_task = str(trajectory.extra.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
-            self._alike(trajectory, episode)
-            # What a policy saw in words is a column; its first row is what the episode began with.
+            self._check_columns(trajectory, episode)
+            # The instruction may be a column; its first row is that of the episode's start.
             task = (
                 decode_instruction(episode[INSTRUCTION_COLUMN][0])
                 if INSTRUCTION_COLUMN in episode
@@ -438,13 +447,13 @@ class LeRobotWriter:
                     "data/file_index": self._files % CHUNK_FILES,
                     "dataset_from_index": self._frames,
                     "dataset_to_index": self._frames + length,
-                    **self._places(length),
+                    **self._video_places(length),
                     "meta/episodes/chunk_index": 0,
                     "meta/episodes/file_index": 0,
                 }
             )
             frame = np.arange(length)
-            self._waiting.append(
+            self._buffered.append(
                 {
                     **episode,
                     "timestamp": frame / self._fps,
@@ -465,7 +474,7 @@ class LeRobotWriter:
             InputError: there is no episode.
         """
         if not self._episodes:
-            raise InputError(f"{self._folder}: no whole episode to write")
+            raise InputError(f"{self._folder}: no complete episode to write")
         self._flush()
         import pyarrow
         from pyarrow import parquet
@@ -474,7 +483,7 @@ class LeRobotWriter:
         (meta / "episodes/chunk-000").mkdir(parents=True)
         table = pyarrow.Table.from_pylist(self._episodes)
         parquet.write_table(table, meta / "episodes/chunk-000/file-000.parquet")
-        # As pandas writes a table whose index is the task.
+        # The form in which pandas writes a table whose index is the task.
         tasks = {"task_index": [*self._tasks.values()], "task": [*self._tasks]}
         columns = [
             {"name": n, "field_name": n, "pandas_type": of, "numpy_type": kind, "metadata": None}
@@ -487,7 +496,7 @@ class LeRobotWriter:
         (meta / "stats.json").write_text(json.dumps(stats, indent=4))
         (self._folder / INFO_FILE).write_text(json.dumps(self._info(), indent=4))
 
-    def _alike(self, trajectory: Trajectory, episode: dict[str, np.ndarray]) -> None:
+    def _check_columns(self, trajectory: Trajectory, episode: dict[str, np.ndarray]) -> None:
         cameras = {n: a.shape[1:] for n, a in episode.items() if n.startswith(IMAGE_PREFIX)}
         sizes = {
             name: int(np.prod(episode[FEATURE_COLUMNS[name]].shape[1:]))
@@ -497,12 +506,12 @@ class LeRobotWriter:
             self._cameras, self._sizes = cameras, sizes
         if (cameras, sizes) != (self._cameras, self._sizes):
             raise InputError(
-                f"{trajectory.identity}: {sizes} and pictures {cameras} are not those of the "
-                f"episodes before, {self._sizes} and {self._cameras}"
+                f"{trajectory.identity}: {sizes} and images {cameras} differ from those of "
+                f"earlier episodes, {self._sizes} and {self._cameras}"
             )
 
-    def _places(self, length: int) -> dict[str, Any]:
-        """Return the place of the next episode's images."""
+    def _video_places(self, length: int) -> dict[str, Any]:
+        """Return the location of the next episode's frames."""
         found: dict[str, Any] = {}
         begin = self._frames - self._written
         for name in () if self._png else self._cameras:
@@ -514,8 +523,8 @@ class LeRobotWriter:
         return found
 
     def _flush(self) -> None:
-        """Write a file of steps, and one of each camera."""
-        if not self._waiting:
+        """Write a file of steps, and one video per camera."""
+        if not self._buffered:
             return
         import pyarrow
         from pyarrow import parquet
@@ -524,7 +533,7 @@ class LeRobotWriter:
         place = f"chunk-{chunk:03d}/file-{file:03d}"
         columns = {}
         for name, own in FEATURE_COLUMNS.items():
-            values = np.concatenate([episode[own] for episode in self._waiting])
+            values = np.concatenate([episode[own] for episode in self._buffered])
             self._count(name, values)
             if name in self._sizes:
                 flat = pyarrow.array(values.astype(np.float32).ravel())
@@ -533,32 +542,32 @@ class LeRobotWriter:
                 columns[name] = pyarrow.array(
                     values.astype("float32" if name == REWARD_FEATURE else "?")
                 )
-        done = np.concatenate([episode["done"] for episode in self._waiting])
+        done = np.concatenate([episode["done"] for episode in self._buffered])
         columns[DONE_FEATURE] = pyarrow.array(done.astype(np.bool_))
         for name, kind in SCALAR_FEATURES.items():
-            values = np.concatenate([episode[name] for episode in self._waiting])
+            values = np.concatenate([episode[name] for episode in self._buffered])
             columns[name] = pyarrow.array(values.astype(kind))
         for name in self._cameras:
-            pictures = [picture for episode in self._waiting for picture in episode[name]]
-            # Channels have statistics, between 0 and 1.
-            for picture in pictures[::STATISTICS_STRIDE]:
-                self._count(_feature(name), picture.reshape(-1, 3) / 255, channels=True)
+            images = [image for episode in self._buffered for image in episode[name]]
+            # Statistics are per channel, of values in [0, 1].
+            for image in images[::STATISTICS_STRIDE]:
+                self._count(_feature(name), image.reshape(-1, 3) / 255, channels=True)
             if self._png:
-                cells = [{"bytes": _png(picture), "path": None} for picture in pictures]
+                cells = [{"bytes": _png(image), "path": None} for image in images]
                 kinds = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
                 columns[_feature(name)] = pyarrow.array(cells, pyarrow.struct(kinds))
             else:
                 video = self._folder / "videos" / _feature(name) / f"{place}.mp4"
                 video.parent.mkdir(parents=True, exist_ok=True)
-                write_video(video, pictures, self._fps)
+                write_video(video, images, self._fps)
         path = self._folder / "data" / f"{place}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pyarrow.table(columns), path)
-        self._waiting, self._written, self._files = [], self._frames, self._files + 1
+        self._buffered, self._written, self._files = [], self._frames, self._files + 1
 
     def _count(self, name: str, values: np.ndarray, *, channels: bool = False) -> None:
         rows = values.reshape(len(values), -1).astype(np.float64)
-        self._stats.setdefault(name, _Stats(channels)).add(rows)
+        self._stats.setdefault(name, _FeatureStats(channels)).add(rows)
 
     def _info(self) -> dict[str, Any]:
         def numbers(name: str, kind: str) -> dict[str, Any]:
@@ -596,20 +605,20 @@ class LeRobotWriter:
         }
 
 
-class _Stats:
-    """Return the least, largest, mean and deviation of a feature's numbers."""
+class _FeatureStats:
+    """Minimum, maximum, mean and standard deviation of a feature."""
 
     def __init__(self, channels: bool) -> None:
         self._channels, self._rows, self._items = channels, 0, 0
-        self._least = self._most = self._sum = self._square = np.zeros(0)
+        self._min = self._max = self._sum = self._square = np.zeros(0)
 
     def add(self, rows: np.ndarray) -> None:
-        """Numbers ``[n, D]``; of a picture a row for each of its points."""
-        least, most = rows.min(0), rows.max(0)
+        """Add values ``[n, D]``; for an image one row per pixel."""
+        low, high = rows.min(0), rows.max(0)
         if not self._rows:
-            self._least, self._most = least, most
-            self._sum = self._square = np.zeros_like(least)
-        self._least, self._most = np.minimum(self._least, least), np.maximum(self._most, most)
+            self._min, self._max = low, high
+            self._sum = self._square = np.zeros_like(low)
+        self._min, self._max = np.minimum(self._min, low), np.maximum(self._max, high)
         self._sum, self._square = self._sum + rows.sum(0), self._square + np.square(rows).sum(0)
         self._rows += len(rows)
         self._items += 1 if self._channels else len(rows)
@@ -617,7 +626,7 @@ class _Stats:
     def values(self) -> dict[str, Any]:
         mean = self._sum / self._rows
         deviation = np.sqrt(np.maximum(self._square / self._rows - np.square(mean), 0))
-        named = {"min": self._least, "max": self._most, "mean": mean, "std": deviation}
+        named = {"min": self._min, "max": self._max, "mean": mean, "std": deviation}
         shape = (-1, 1, 1) if self._channels else (-1,)
         found = {name: value.reshape(shape).tolist() for name, value in named.items()}
         return {**found, "count": [self._items]}
@@ -637,13 +646,13 @@ def write_lerobot_dataset(folder: Path, trajectories: Iterable[Trajectory], **op
 
 
 def _feature(camera: str) -> str:
-    """Return the feature name of a column of images."""
+    """Return the feature name of an image column."""
     return CAMERA_FEATURE_PREFIX + camera.removeprefix(IMAGE_PREFIX)
 
 
-def _png(picture: np.ndarray) -> bytes:
+def _png(image: np.ndarray) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG")
+    Image.fromarray(image).save(file, "PNG")
     return file.getvalue()

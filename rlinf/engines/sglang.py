@@ -97,7 +97,7 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:
         # A new file for each start, because a dead server's file would be read as answers.
-        rendezvous = socket.with_name(f"meeting-{uuid.uuid4().hex}")
+        rendezvous = socket.with_name(f"rendezvous-{uuid.uuid4().hex}")
         always = {
             **ENVIRONMENT,
             "RLINF_SOCKET": str(socket),

@@ -255,7 +255,7 @@ class Environment(Component, ABC):
     @classmethod
     def check_demonstrations(cls, config: Any) -> None:
         """Check that a task which provides :data:`rlinf.capabilities.DEMONSTRATIONS` has some.
-        Called before a run with a warm start begins.
+        Called before a run with SFT begins.
 
         Raises:
             ConfigError: the configuration sets none.

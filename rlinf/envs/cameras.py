@@ -31,27 +31,27 @@ log = logging.getLogger("rlinf.envs.vector_env")
 class CameraWrapper:
     """An environment that renders images on request.
 
-    It calls the environment's ``picture(camera, height, width)`` if there is one, and otherwise
-    renders MuJoCo environments with :class:`MujocoCameras`.
+    It calls the environment's ``render_camera(camera, height, width)`` if there is one. Otherwise
+    it renders MuJoCo environments with :class:`MujocoCameras`.
     """
 
     def __init__(self, env: Any, images: Images) -> None:
         self._env, self._images = env, images
-        self._picture: Any = getattr(env, "picture", None)
+        self._render: Any = getattr(env, "render_camera", None)
         bare = getattr(env, "unwrapped", env)
-        if self._picture is None:
+        if self._render is None:
             if not (hasattr(bare, "model") and hasattr(bare, "data")):
                 raise InvalidEnvConfig(
                     "task.images: this simulator renders no images; leave them out"
                 )
-            self._picture = MujocoCameras(bare, images)
+            self._render = MujocoCameras(bare, images)
         check_cameras(images, getattr(env, "cameras", images))
         self.action_space = env.action_space
         self.observation_space = env.observation_space
-        self.starts = getattr(env, "starts", 0)
+        self.num_initial_states = getattr(env, "num_initial_states", 0)
         self.step_info_keys = getattr(env, "step_info_keys", ())
         self.unwrapped = bare
-        for name in ("expert", "save", "restore"):
+        for name in ("expert_action", "save", "restore"):
             if hasattr(env, name):
                 setattr(self, name, getattr(env, name))
 
@@ -65,9 +65,9 @@ class CameraWrapper:
     def step(self, action: Any) -> Any:
         return self._env.step(action)
 
-    def pictures(self) -> Arrays:
+    def render_cameras(self) -> Arrays:
         """Return the current images of all cameras."""
-        return {name: self._picture(name, *size) for name, size in self._images.items()}
+        return {name: self._render(name, *size) for name, size in self._images.items()}
 
     def close(self) -> None:
         self._env.close()
@@ -127,8 +127,8 @@ class MujocoCameras:
         # Its own update would use the model that it was created with.
         how = (mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL.value)
         mujoco.mjv_updateScene(self._model, self._env.data, *how, renderer.scene)
-        picture: np.ndarray = renderer.render()
-        return picture
+        image: np.ndarray = renderer.render()
+        return image
 
 
 @functools.lru_cache(None)

@@ -149,8 +149,8 @@ def run_episodes(
                 f"iteration {request.iteration}, step {time}: the policy's actions are no finite "
                 "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
-        came, errors = envs.step((first + live).tolist(), actions)
-        trajectories.step(live, time, reply.steps, came, errors)
+        columns, errors = envs.step((first + live).tolist(), actions)
+        trajectories.step(live, time, reply.steps, columns, errors)
         last = time + 1 == request.horizon
         trajectories.add_truncation(
             live[trajectories.truncated[live] | (last & ~trajectories.terminated[live])], time
@@ -318,7 +318,7 @@ class _Trajectories:
         rows: np.ndarray,
         time: int,
         replied: Mapping[str, np.ndarray],
-        came: Mapping[str, np.ndarray],
+        columns: Mapping[str, np.ndarray],
         errors: Mapping[int, str],
     ) -> None:
         """Record observations, replies, and the results of the actions.
@@ -329,27 +329,27 @@ class _Trajectories:
         Raises:
             SimulatorError: the simulator has failed too often.
         """
-        self.terminated[rows] = came["terminated"]
-        self.truncated[rows] = (came["truncated"] != 0) & ~self.terminated[rows]
+        self.terminated[rows] = columns["terminated"]
+        self.truncated[rows] = (columns["truncated"] != 0) & ~self.terminated[rows]
         step = {
             **{name: column for name, column in replied.items() if name != "sample"},
             **self.observations_of(rows),
-            "rewards": came["reward"].astype(np.float32),
+            "rewards": columns["reward"].astype(np.float32),
             "terminated": self.terminated[rows].view(np.uint8),
             "truncated": self.truncated[rows].view(np.uint8),
-            "success": came["success"],
-            **{name: came[name] for name in STEP_INFO_TYPES if name in came},
+            "success": columns["success"],
+            **{name: columns[name] for name in STEP_INFO_TYPES if name in columns},
         }
         if is_action_chunk(replied["action"][0]):
-            step |= _chunk_columns(came, replied["logprob"])
+            step |= _chunk_columns(columns, replied["logprob"])
         for name, entry in step.items():
             self._column(TRAJECTORY_NAMES.get(name, name), entry)[rows, time] = entry
-        self._set_observations(rows, unprefix_observations(dict(came)))
+        self._set_observations(rows, unprefix_observations(dict(columns)))
         self._length[rows] += 1
         total, length, ever, now = self._open_metrics
-        total[rows] += came["reward"]
-        length[rows] += came["executed"]
-        ever[rows], now[rows] = np.maximum(ever[rows], came["solved"]), came["success"]
+        total[rows] += columns["reward"]
+        length[rows] += columns["executed"]
+        ever[rows], now[rows] = np.maximum(ever[rows], columns["solved"]), columns["success"]
         for row in rows[self.ended(rows)].tolist():
             self._finished[row].append(
                 (int(self._length[row]) - 1, self._open_metrics[:, row].copy())
@@ -491,12 +491,14 @@ def is_action_chunk(action: np.ndarray) -> bool:
     return bool(action.ndim > np.issubdtype(action.dtype, np.floating))
 
 
-def _chunk_columns(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
+def _chunk_columns(
+    step_columns: Mapping[str, np.ndarray], logprob: np.ndarray
+) -> dict[str, np.ndarray]:
     """Return the columns of chunks beside their replies; see :func:`run_episodes`."""
-    executed = came["executed"]
+    executed = step_columns["executed"]
     columns = {
         "executed": executed.astype(np.int32),
-        "action_rewards": came[ACTION_REWARDS].astype(np.float32),
+        "action_rewards": step_columns[ACTION_REWARDS].astype(np.float32),
     }
     if logprob.ndim > 1:
         counts = np.arange(logprob.shape[1]) < executed[:, None]
@@ -540,26 +542,26 @@ def collect_demonstrations(
     for number in range(count):
         begin = int(generator(seed, "demonstration", number).integers(2**31))
         try:
-            came = envs.demonstrate(begin, MAX_EXPERT_STEPS)
+            columns = envs.demonstrate(begin, MAX_EXPERT_STEPS)
         except InvalidEnvConfig as error:
             raise ConfigError(str(error)) from None
-        if not came["success"][-1]:
+        if not columns["success"][-1]:
             continue
         rows = [
             policy_observations(
-                {name: column[t] for name, column in unprefix_observations(came).items()},
+                {name: column[t] for name, column in unprefix_observations(columns).items()},
                 instruction,
             )
-            for t in range(len(came["success"]))
+            for t in range(len(columns["success"]))
         ]
         steps = {
             TRAJECTORY_NAMES.get(name, name): np.stack([row[name] for row in rows])
             for name in rows[0]
         }
-        actions = came["action"]
+        actions = columns["action"]
         if actions.dtype.kind == "f":
             actions = actions.astype(np.float32)
-        steps |= {"actions": actions, "rewards": came["reward"].astype(np.float32)}
+        steps |= {"actions": actions, "rewards": columns["reward"].astype(np.float32)}
         episodes.append(Trajectory(identity=RecordId(0, number), **step_fields(steps)))
     if not episodes:
         raise ConfigError(

@@ -50,25 +50,27 @@ class MultiTaskEnv:
         return getattr(self._env, name)
 
     @property
-    def tasks(self) -> int:
+    def num_tasks(self) -> int:
         """The number of tasks."""
         return len(self._makes)
 
     def reset(
-        self, seed: int | None = None, turn: int | None = None, start: int | None = None
+        self, seed: int | None = None, turn: int | None = None, initial_state: int | None = None
     ) -> Any:
         """
         Args:
             turn: a running number that selects the task in rotation; by default the seed selects
                 it.
-            start: the number of the initial state in evaluation. If a task has numbered initial
-                states, it advances each time that all tasks had their turn.
+            initial_state: the number of the initial state in evaluation. If a task has numbered
+                initial states, it advances each time that all tasks had their turn.
         """
         if turn is None:
-            turn = int(np.random.default_rng(seed).integers(self.tasks))
-        self._switch_to(turn % self.tasks)
-        there = getattr(self._env, "starts", 0)
-        where = {} if start is None or not there else {"start": start // self.tasks % there}
+            turn = int(np.random.default_rng(seed).integers(self.num_tasks))
+        self._switch_to(turn % self.num_tasks)
+        count = getattr(self._env, "num_initial_states", 0)
+        where = {}
+        if initial_state is not None and count:
+            where = {"initial_state": initial_state // self.num_tasks % count}
         observation, info = self._env.reset(seed=seed, **where)
         return self._with_one_hot(observation), info
 
@@ -114,7 +116,7 @@ class MultiTaskEnv:
             raise InvalidEnvConfig(
                 f"task.append_task_one_hot: {self._ids[0]} has no vector observations ({space})"
             )
-        none, one = np.zeros(self.tasks, space.dtype), np.ones(self.tasks, space.dtype)
+        none, one = np.zeros(self.num_tasks, space.dtype), np.ones(self.num_tasks, space.dtype)
         return Box(np.append(space.low, none), np.append(space.high, one))
 
     def _with_one_hot(self, observation: Any) -> Any:
@@ -122,7 +124,7 @@ class MultiTaskEnv:
             return observation
         observations = dict(observation) if isinstance(observation, dict) else {STATE: observation}
         state = np.asarray(observations[STATE])
-        which = np.zeros(self.tasks, state.dtype)
+        which = np.zeros(self.num_tasks, state.dtype)
         which[self._number] = 1
         return {**observations, STATE: np.append(state, which)}
 
@@ -168,7 +170,7 @@ def _module(module: str) -> Any:
 
 
 def module_flag(make: Callable[..., Any], name: str) -> bool:
-    """Return a flag of the factory's module: ``BATCHED`` or ``SINGLE``."""
+    """Return a flag of the factory's module: ``BATCHED`` or ``SINGLE_INSTANCE``."""
     return bool(getattr(make, "__globals__", {}).get(name))
 
 

@@ -190,7 +190,7 @@ class GymConfig(Section):
     """Include the simulator's instruction in observations, for policies that read; or your own text
     in its place, up to 256 bytes."""
     demonstrations: int = Field(default=0, ge=0)
-    """Episodes by the simulator's own expert, from which a warm start learns; unsolved ones are
+    """Episodes by the simulator's own expert, from which SFT learns; unsolved ones are
     left out."""
     score_by_success: bool = False
     """Score an episode by whether the task was solved at any step, as the simulator's ``info``
@@ -332,19 +332,20 @@ class GymEnvironment(Environment):
                 "tell which one it is in; set it to true, and task.observation to "
                 f"{several} more"
             )
-        if needs.single and (config.num_processes > 1 or config.double_buffer or config.video):
+        needs_several = config.num_processes > 1 or config.double_buffer or config.video
+        if needs.single_instance and needs_several:
             key = "double_buffer" if config.double_buffer else "num_processes"
             key = "video" if config.video else key
             raise ConfigError(
                 f"task.{key}: {config.simulator} has one environment at a time; leave it out"
             )
-        if config.carry_over_episodes and not needs.saves:
+        if config.carry_over_episodes and not needs.supports_state_saving:
             raise ConfigError(NO_STATE_MESSAGE)
         return TaskSize()
 
     @classmethod
     def has_deterministic_reset(cls, config: GymConfig) -> bool:
-        return not get_requirements(config.simulator).unseeded
+        return not get_requirements(config.simulator).nondeterministic
 
     @classmethod
     def num_tasks(cls, config: GymConfig) -> int:
@@ -404,10 +405,10 @@ class GymEnvironment(Environment):
         lacking += [] if action else ["task.action"]
         lacking += [] if bounded or not action else ["task.action.low", "task.action.high"]
         # Given keys are only compared if the simulator can be built anywhere: a robot must rest.
-        anywhere = not (needs.gpu or needs.single or needs.batched)
+        anywhere = not (needs.gpu or needs.single_instance or needs.batched)
         if not lacking and not (check_given and anywhere):
             return {}
-        if lacking and needs.single:
+        if lacking and needs.single_instance:
             raise ConfigError(
                 f"{lacking[0]}: is not set, and {config.simulator} is not connected to before a "
                 f"run is made; set {', '.join(lacking)}"
@@ -501,7 +502,7 @@ class GymEnvironment(Environment):
         def put(message: Record) -> None:
             observations.put(message)
 
-        single = get_requirements(self.config.simulator).single
+        single = get_requirements(self.config.simulator).single_instance
         trajectories, raised = list[Trajectory](), list[str]()
         try:
             each = 1 if single else self.config.max_parallel_envs or len(samples) or 1
@@ -562,8 +563,8 @@ class GymEnvironment(Environment):
     def check_demonstrations(cls, config: GymConfig) -> None:
         if not config.demonstrations:
             raise ConfigError(
-                "warm_start.max_steps: there is nothing to learn from; set task.demonstrations to "
-                "a number of episodes by the simulator's own expert, or warm_start.max_steps to 0"
+                "sft.max_steps: there is nothing to learn from; set task.demonstrations to "
+                "a number of episodes by the simulator's own expert, or sft.max_steps to 0"
             )
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
@@ -638,7 +639,7 @@ def task_ids(config: GymConfig) -> list[str]:
     """Return the tasks of a run: one, or several that groups are assigned to in rotation."""
     if isinstance(config.id, list):
         return config.id
-    return list(get_requirements(config.simulator).sets.get(config.id, (config.id,)))
+    return list(get_requirements(config.simulator).task_sets.get(config.id, (config.id,)))
 
 
 def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
@@ -651,7 +652,7 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
         config.timeout_s,
         _observation_selection(config),
         config.renderer,
-        CLOSE_TIMEOUT_S if get_requirements(config.simulator).single else 0.0,
+        CLOSE_TIMEOUT_S if get_requirements(config.simulator).single_instance else 0.0,
         config.ignore_terminations,
         user_modules(config),
     )
@@ -659,10 +660,11 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
 
 def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
     """Create environments in this process."""
-    once, endless = get_requirements(config.simulator).single, config.ignore_terminations
-    own = user_modules(config)
     return SyncVectorEnv(
-        functools.partial(create_local_env, config), once=once, endless=endless, own=own
+        functools.partial(create_local_env, config),
+        single_instance=get_requirements(config.simulator).single_instance,
+        endless=config.ignore_terminations,
+        own=user_modules(config),
     )
 
 

@@ -65,14 +65,14 @@ class ObservationReader:
     step."""
 
     def __init__(self, env: Any) -> None:
-        self._pictures: Any = getattr(env, "pictures", None)
+        self._render_cameras: Any = getattr(env, "render_cameras", None)
         self._instruction_env = _instruction_env(env)
 
     def read(self, observation: Any) -> Arrays:
         """Return the current observation as arrays by name, with images and the instruction."""
         arrays = to_arrays(observation)
-        if self._pictures is not None:
-            arrays.update(self._pictures())
+        if self._render_cameras is not None:
+            arrays.update(self._render_cameras())
         if self._instruction_env is not None:
             arrays[INSTRUCTION] = encode_instruction(str(self._instruction_env.instruction))
         return arrays
@@ -159,8 +159,8 @@ def check_all_used(observations: Arrays) -> None:
     """Raise InvalidEnvConfig if an observation is not a state, an instruction or an image. The
     space does not declare it, so its place in the state is undefined."""
     for name, array in observations.items():
-        picture = array.dtype == np.uint8 and array.ndim >= 3
-        if name not in (STATE, INSTRUCTION) and not picture:
+        is_image = array.dtype == np.uint8 and array.ndim >= 3
+        if name not in (STATE, INSTRUCTION) and not is_image:
             raise InvalidEnvConfig(
                 f"task.simulator: the simulator returns {name!r}, {array.dtype} "
                 f"{list(array.shape)}, which its observation_space does not have; declare it "

@@ -163,7 +163,7 @@ class FlattenWrapper:
         if name.startswith("_"):
             raise AttributeError(name)
         attribute = getattr(self._env, name)
-        if name == "expert":
+        if name == "expert_action":
             return lambda: self._action.encoded(attribute())
         return attribute
 
@@ -190,14 +190,14 @@ class _Observations:
 
     def __init__(self, space: Any, shown: ObservationSelection) -> None:
         self._states: list[tuple[SpacePath, Any]] = []
-        self._pictures: list[tuple[SpacePath, Any]] = []
+        self._images: list[tuple[SpacePath, Any]] = []
         ignored, met = set(shown.ignored), set[str]()
         every = list(leaf_spaces(space))
         for path, part in every:
             if named := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
                 met |= named
             elif path == (INSTRUCTION,) and is_box(part):
-                self._pictures.append((path, part))
+                self._images.append((path, part))
             elif is_image(part):
                 self._picture(path, part, shown)
             elif (why := _misfit(part)) is not None:
@@ -213,11 +213,11 @@ class _Observations:
         if not self._states:
             raise InvalidEnvConfig(
                 f"task.id: its observations are {space}; policies here need numbers beside "
-                "pictures; wrap the environment so that it returns some"
+                "images; wrap the environment so that it returns some"
             )
         (path, part), *others = self._states
         alone = not others and is_box(part) and len(part.shape) == 1
-        plain = all(len(path) == 1 for path, _ in self._pictures)
+        plain = all(len(path) == 1 for path, _ in self._images)
         self.is_plain = alone and path in ((), (STATE,)) and plain and not met
         self.space = space if self.is_plain else self._plain_space()
 
@@ -226,7 +226,7 @@ class _Observations:
         if name in shown.video_only:
             return
         if part.shape[-1] != 3 or name not in shown.images:
-            layout = "" if part.shape[-1] == 3 else ", and pictures here are [H, W, 3]"
+            layout = "" if part.shape[-1] == 3 else ", and images here are [H, W, 3]"
             cure = "" if layout else f"set task.images.{name}={size}, or "
             raise InvalidEnvConfig(
                 f"task.images.{name}: the environment returns the image {_named(path)} "
@@ -234,20 +234,20 @@ class _Observations:
                 f"task.ignore_observations=[{name}]"
             )
         if list(shown.images[name]) != size:
-            raise InvalidEnvConfig(f"task.images.{name}: its pictures are {size}")
-        self._pictures.append((path, part))
+            raise InvalidEnvConfig(f"task.images.{name}: its images are {size}")
+        self._images.append((path, part))
 
     def _plain_space(self) -> Any:
         bounds = [_flat_bounds(part) for _, part in self._states]
         low, high = (np.concatenate([pair[place] for pair in bounds]) for place in (0, 1))
-        parts = {"_".join(path): part for path, part in self._pictures}
+        parts = {"_".join(path): part for path, part in self._images}
         return SimpleNamespace(spaces={STATE: Box(low, high), **parts})
 
     def read(self, observation: Any, *, batched: bool = False) -> Arrays:
         """Return the state ``[D]`` and images by name; for many environments ``[n, ...]`` each."""
         vectors = [_vector(part, _at(observation, path), batched) for path, part in self._states]
-        pictures = {"_".join(p): np.array(_at(observation, p)) for p, _ in self._pictures}
-        return {STATE: np.concatenate(vectors, -1), **pictures}
+        images = {"_".join(p): np.array(_at(observation, p)) for p, _ in self._images}
+        return {STATE: np.concatenate(vectors, -1), **images}
 
 
 class _Actions:

@@ -141,10 +141,10 @@ class SubprocessVectorEnv:
         self,
         env_ids: Sequence[int],
         seeds: Sequence[int],
-        starts: Sequence[int] | None = None,
+        initial_states: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        return wait_for_result(self.reset_async(env_ids, seeds, starts, turns))
+        return wait_for_result(self.reset_async(env_ids, seeds, initial_states, turns))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
         return wait_for_result(self.step_async(env_ids, actions))
@@ -156,7 +156,7 @@ class SubprocessVectorEnv:
         return wait_for_result(self.restore_async(env_ids, states))
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
-        order = {"do": "demonstrate", "seed": seed, "most": most}
+        order = {"method": "demonstrate", "seed": seed, "max_steps": most}
         try:
             return wait_for_result(self._call(order))[1]
         except _ProcessDied as death:
@@ -164,7 +164,7 @@ class SubprocessVectorEnv:
 
     def spaces(self) -> dict[str, Any]:
         try:
-            return wait_for_result(self._call({"do": "spaces"}))[0]
+            return wait_for_result(self._call({"method": "spaces"}))[0]
         except _ProcessDied as death:
             raise SimulatorError(str(death)) from None
 
@@ -172,13 +172,13 @@ class SubprocessVectorEnv:
         self,
         env_ids: Sequence[int],
         seeds: Sequence[int],
-        starts: Sequence[int] | None = None,
+        initial_states: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> AsyncCall[Arrays]:
         """:meth:`reset` in two parts, between which other processes can be called."""
         self._min_envs = max(*env_ids, self._min_envs - 1, -1) + 1
-        order: dict[str, Any] = {"do": "reset", "envs": list(env_ids), "seeds": list(seeds)}
-        order |= {"starts": starts, "turns": turns, "least": self._min_envs}
+        order: dict[str, Any] = {"method": "reset", "envs": list(env_ids), "seeds": list(seeds)}
+        order |= {"initial_states": initial_states, "turns": turns, "min_envs": self._min_envs}
         _, observations = yield from self._begin_episodes(env_ids, order)
         return observations
 
@@ -187,7 +187,7 @@ class SubprocessVectorEnv:
     ) -> AsyncCall[VectorStep]:
         """:meth:`restore` in two parts."""
         arrays = {str(row): state for row, state in enumerate(states)}
-        order = {"do": "restore", "envs": list(env_ids)}
+        order = {"method": "restore", "envs": list(env_ids)}
         answer, observations = yield from self._begin_episodes(env_ids, order, arrays)
         return observations, dict(answer["errors"])
 
@@ -218,7 +218,7 @@ class SubprocessVectorEnv:
         there = [k for k, n in enumerate(env_ids) if self._episode_pids[n] == self.pid]
         states, errors = [EMPTY_STATE] * len(env_ids), dict[int, str]()
         if there:
-            order = {"do": "save", "envs": [env_ids[k] for k in there]}
+            order = {"method": "save", "envs": [env_ids[k] for k in there]}
             try:
                 answer, results = yield from self._call(order)
                 errors = {there[row]: error for row, error in answer["errors"]}
@@ -236,7 +236,7 @@ class SubprocessVectorEnv:
         there = [k for k, n in enumerate(env_ids) if self._episode_pids[n] == self.pid]
         results, errors = {**self._empty_columns, **step_info}, dict[int, str]()
         if there:
-            order = {"do": "step", "envs": [env_ids[k] for k in there]}
+            order = {"method": "step", "envs": [env_ids[k] for k in there]}
             try:
                 answer, results = yield from self._call(order, {"action": actions[there]})
                 errors = {there[row]: error for row, error in answer["errors"]}
@@ -281,8 +281,8 @@ class SubprocessVectorEnv:
             raise self._death() from None
         if "refused" in answer:
             raise InputError(str(answer["refused"]))
-        if "spent" in answer:
-            raise _ProcessDied(f"simulator process {self.pid}: {answer['spent']}")
+        if "restart_required" in answer:
+            raise _ProcessDied(f"simulator process {self.pid}: {answer['restart_required']}")
         if "failed" in answer:
             text = str(answer["failed"])
             raise create_simulator_error(f"simulator process {self.pid}: {text}", text)
@@ -322,13 +322,13 @@ class MultiProcessVectorEnv:
         self,
         env_ids: Sequence[int],
         seeds: Sequence[int],
-        starts: Sequence[int] | None = None,
+        initial_states: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
         shares = self._shares(env_ids)
         calls = [
             p.reset_async(
-                own, [seeds[k] for k in rows], _select(starts, rows), _select(turns, rows)
+                own, [seeds[k] for k in rows], _select(initial_states, rows), _select(turns, rows)
             )
             for p, rows, own in shares
         ]

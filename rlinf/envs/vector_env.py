@@ -82,18 +82,23 @@ class SyncVectorEnv:
         self,
         make: Callable[[], Any],
         *,
-        once: bool = False,
+        single_instance: bool = False,
         endless: bool = False,
         own: Sequence[str] = (),
     ) -> None:
         """
         Args:
-            once: a reset that fails needs a person. A robot arm that hit something is not sent
-                there again.
+            single_instance: there is one environment, and a failed reset is not retried, because
+                it needs a person: a robot arm that hit something is not sent there again.
             endless: ignore terminations; episodes continue until they are truncated.
             own: as for :func:`format_error`.
         """
-        self._make, self._once, self._endless, self._own = make, once, endless, own
+        self._make, self._single_instance, self._endless, self._own = (
+            make,
+            single_instance,
+            endless,
+            own,
+        )
         self._envs: list[Any] = []
         self._readers: dict[int, ObservationReader] = {}
         """Readers of the open episodes."""
@@ -107,7 +112,7 @@ class SyncVectorEnv:
         self,
         env_ids: Sequence[int],
         seeds: Sequence[int],
-        starts: Sequence[int] | None = None,
+        initial_states: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
         """Begin episodes; return observations by name, ``[n, ...]``.
@@ -115,29 +120,30 @@ class SyncVectorEnv:
         An environment that raises, or returns values that are not finite, is created anew and tried
         once more. If that fails too, its observation is zero, and the episode is lost at its first
         step. If no environment has returned an observation yet and another seed fails too, its
-        error is raised. With ``once``, InvalidEnvConfig is raised instead of all that.
+        error is raised. With ``single_instance``, InvalidEnvConfig is raised instead of all that.
 
         Args:
-            starts: numbers of initial states, for environments that have them, modulo their count;
-                by default the seeds choose.
+            initial_states: numbers of initial states, for environments that have them, modulo their
+                count; by default the seeds choose.
             turns: running numbers that select tasks in rotation, if there are several.
         """
-        if self._once and max(env_ids, default=0):
+        if self._single_instance and max(env_ids, default=0):
             raise InvalidEnvConfig(
-                "task.simulator: its module says SINGLE, and several environments are requested; "
-                "the stage's own interpreter must find the module too, because it reads the flag"
+                "task.simulator: its module sets SINGLE_INSTANCE, and several environments are "
+                "requested; the stage's own interpreter must find the module too, because it reads "
+                "the flag"
             )
         self._ensure_envs(env_ids)
         failed: dict[int, tuple[Any, ...]] = {}
         for row, (env_id, seed) in enumerate(zip(env_ids, seeds)):  # noqa: B905 - Python 3.9
-            start = None if starts is None else starts[row]
-            where = (start, None if turns is None else turns[row])
+            initial_state = None if initial_states is None else initial_states[row]
+            where = (initial_state, None if turns is None else turns[row])
             try:
                 self._reset_one(env_id, seed, *where)
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
-                if self._once:
+                if self._single_instance:
                     self.close()
                     raise InvalidEnvConfig(
                         f"task.simulator: an episode cannot begin: {error}; find out why, then "
@@ -302,8 +308,8 @@ class SyncVectorEnv:
         return tuple(getattr(self._envs[0], "step_info_keys", ())) if self._envs else ()
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
-        """Play an episode by the environment's own ``expert()``, from a seeded reset to its first
-        success.
+        """Play an episode by the environment's own ``expert_action()``, from a seeded reset to
+        its first success.
 
         Returns:
             Columns ``[T, ...]``, at most ``most`` steps: observations with the prefix ``seen.``,
@@ -312,13 +318,13 @@ class SyncVectorEnv:
         if not self._envs:
             self._envs.append(self._make())
         env = self._envs[0]
-        if not hasattr(env, "expert"):
+        if not hasattr(env, "expert_action"):
             raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
         observation, rows = env.reset(seed=seed)[0], []
-        look = ObservationReader(env)
+        reader = ObservationReader(env)
         for _ in range(most):
-            row = prefix_observations(look.read(observation))
-            action = np.array(env.expert())
+            row = prefix_observations(reader.read(observation))
+            action = np.array(env.expert_action())
             (does,) = to_env_actions(env.action_space, action[None])
             if hasattr(env.action_space, "low"):
                 action = does
@@ -335,13 +341,17 @@ class SyncVectorEnv:
         while len(self._envs) <= max(env_ids, default=-1):
             self._envs.append(self._make())
 
-    def _reset_one(self, env_id: int, seed: int, start: int | None, turn: int | None) -> None:
+    def _reset_one(
+        self, env_id: int, seed: int, initial_state: int | None, turn: int | None
+    ) -> None:
         env = self._envs[env_id]
-        if hasattr(env, "tasks"):
-            where = {"start": start, "turn": turn}
+        if hasattr(env, "num_tasks"):
+            where = {"initial_state": initial_state, "turn": turn}
         else:
-            there = getattr(env, "starts", 0)
-            where = {"start": start % there} if start is not None and there else {}
+            count = getattr(env, "num_initial_states", 0)
+            where = {}
+            if initial_state is not None and count:
+                where = {"initial_state": initial_state % count}
         observation = env.reset(seed=seed, **where)[0]
         self._readers[env_id] = ObservationReader(env)
         observations = self._read(env_id, observation)
@@ -349,9 +359,11 @@ class SyncVectorEnv:
             raise ValueError(error)
         self._last_observations[env_id] = observations
 
-    def _retry_reset(self, env_id: int, seed: int, start: int | None, turn: int | None) -> bool:
+    def _retry_reset(
+        self, env_id: int, seed: int, initial_state: int | None, turn: int | None
+    ) -> bool:
         try:
-            self._reset_one(env_id, seed, start, turn)
+            self._reset_one(env_id, seed, initial_state, turn)
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
@@ -435,10 +447,10 @@ class BatchedVectorEnv:
         self,
         env_ids: Sequence[int],
         seeds: Sequence[int],
-        starts: Sequence[int] | None = None,
+        initial_states: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        """Begin episodes as :class:`SyncVectorEnv` does, without ``starts`` and ``turns``.
+        """Begin episodes as :class:`SyncVectorEnv` does, without ``initial_states`` and ``turns``.
 
         An environment whose observation is not finite is reset once more. If the second observation
         is not finite either, its episode is lost.
@@ -473,7 +485,7 @@ class BatchedVectorEnv:
         for name, size in self._images.items():
             if observations[name].shape[1:] != (*size, 3):
                 raise InvalidEnvConfig(
-                    f"task.images.{name}: its pictures are {list(observations[name].shape[1:3])}"
+                    f"task.images.{name}: its images are {list(observations[name].shape[1:3])}"
                 )
         for name, column in observations.items():
             if (
@@ -595,28 +607,28 @@ def serve(link: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEnv) -> 
     """Answer requests until the stage closes the connection."""
     while True:
         order, arrays = link.receive()
-        if order["do"] == "step":
+        if order["method"] == "step":
             results, errors = envs.step(order["envs"], arrays["action"])
             link.send({"errors": list(errors.items())}, results)
-        elif order["do"] == "reset":
+        elif order["method"] == "reset":
             if isinstance(envs, BatchedVectorEnv):
-                envs.min_envs = order["least"]
-            arguments = (order[name] for name in ("envs", "seeds", "starts", "turns"))
+                envs.min_envs = order["min_envs"]
+            arguments = (order[name] for name in ("envs", "seeds", "initial_states", "turns"))
             observations = envs.reset(*arguments)
             link.send(
                 {"step_info_keys": list(envs.step_info_keys)}, prefix_observations(observations)
             )
-        elif order["do"] == "restore":
+        elif order["method"] == "restore":
             states = [arrays[str(row)] for row in range(len(order["envs"]))]
             observations, errors = envs.restore(order["envs"], states)
             reply = {"step_info_keys": list(envs.step_info_keys), "errors": list(errors.items())}
             link.send(reply, prefix_observations(observations))
-        elif order["do"] == "save":
+        elif order["method"] == "save":
             states, errors = envs.save(order["envs"])
             arrays = {str(row): state for row, state in enumerate(states) if row not in errors}
             link.send({"errors": list(errors.items())}, arrays)
-        elif order["do"] == "demonstrate":
-            link.send({}, envs.demonstrate(order["seed"], order["most"]))
+        elif order["method"] == "demonstrate":
+            link.send({}, envs.demonstrate(order["seed"], order["max_steps"]))
         else:
             link.send(envs.spaces(), {})
 
@@ -648,7 +660,7 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
             make = functools.partial(create_task_env, factory, factory_arguments, shown)
             envs = SyncVectorEnv(
                 make,
-                once=module_flag(factory, "SINGLE"),
+                single_instance=module_flag(factory, "SINGLE_INSTANCE"),
                 endless=parsed_options["endless"],
                 own=users,
             )
@@ -658,7 +670,7 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
     except InvalidEnvConfig as error:
         failure = {"refused": str(error)}
     except ProcessRestartRequired as error:
-        failure = {"spent": str(error)}
+        failure = {"restart_required": str(error)}
     except Exception as error:
         failure = {"failed": format_error(error, users)}
     finally:

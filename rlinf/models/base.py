@@ -158,7 +158,7 @@ class Policy(Component, ABC):
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert a demonstration of the task to a training trajectory; default: no change.
 
-        The warm start maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
+        SFT maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
         tractable density, these are the negative of another loss. If some choices of a step are
         padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.loss_mask`).
 

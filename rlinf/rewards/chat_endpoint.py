@@ -228,7 +228,7 @@ class RequestBudget:
             quota: requests reserved by all processes of the run; None: this is the only process.
         """
         self._config, self._lock = config, threading.Lock()
-        self._claims = SharedRequestQuota(None) if quota is None else quota
+        self._quota = SharedRequestQuota(None) if quota is None else quota
         self._left = self._expected = 0
         """Unsent requests of the last reserved block, and requests that are still expected."""
         self.requests = self.tokens = 0
@@ -257,7 +257,7 @@ class RequestBudget:
                 # Known requests may be from an earlier run without blocks.
                 if self.requests >= most:
                     return False
-                self._left = self._left or self._claims.reserve(most, self._expected)
+                self._left = self._left or self._quota.reserve(most, self._expected)
                 if not self._left:
                     return False
                 self._left, self._expected = self._left - 1, max(0, self._expected - 1)

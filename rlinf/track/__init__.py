@@ -44,7 +44,7 @@ class LogConfig(Section):
 
 
 def open_trackers(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Tracker]:
-    """The configured trackers of a run, less those that cannot begin, which is said.
+    """Open the configured trackers of a run, except those that fail to start, with a warning.
 
     Raises:
         ConfigError: unknown tracker.
@@ -57,6 +57,6 @@ def open_trackers(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[
             opened.append(FailSafeTracker(name, tracker(run, config)))
         except RlinfError:
             raise
-        except Exception as error:  # its server does not answer, say
+        except Exception as error:  # for example, its server does not answer
             FailSafeTracker.warn_disabled(name, error)
     return opened

@@ -24,7 +24,7 @@ class Tracker(Protocol):
 
 
 def run_name_and_id(run: Path) -> tuple[str, str]:
-    """Name and identity that a run has in ``run.json``.
+    """Return the name and id of a run from ``run.json``.
 
     Raises:
         ConfigError: the file is damaged.
@@ -35,15 +35,15 @@ def run_name_and_id(run: Path) -> tuple[str, str]:
         return str(about["name"]), str(about["id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: damaged ({error!r}); resume with --keep, which writes it anew"
+            f"{path}: damaged ({error!r}); resume with --keep, which writes it again"
         ) from None
 
 
 def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
-    """All settings in effect that can change a result, by section, as ``run.json`` has them.
+    """Return all settings in effect that can change a result, by section, from ``run.json``.
 
-    Runs of earlier versions noted none: of these it is what was given. What may be secret is
-    hidden.
+    Runs of earlier versions did not record them; for these the given settings are returned.
+    Possible secrets are hidden.
     """
     try:
         settings = json.loads((run / "run.json").read_bytes()).get("settings")
@@ -64,13 +64,13 @@ class FailSafeTracker:
         self._sink: Tracker | None = sink
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._guarded(lambda sink: sink.log(step, metrics))
+        self._call_sink(lambda sink: sink.log(step, metrics))
 
     def close(self) -> None:
-        self._guarded(lambda sink: sink.close())
+        self._call_sink(lambda sink: sink.close())
         self._sink = None
 
-    def _guarded(self, call: Callable[[Tracker], None]) -> None:
+    def _call_sink(self, call: Callable[[Tracker], None]) -> None:
         if self._sink is None:
             return
         try:
@@ -82,4 +82,4 @@ class FailSafeTracker:
     @staticmethod
     def warn_disabled(name: str, error: Exception) -> None:
         """Log that a tracker is disabled for this run."""
-        log.warning("tracker %s failed and is switched off: %s", name, error)
+        log.warning("tracker %s failed and is disabled: %s", name, error)

@@ -17,7 +17,7 @@ from rlinf.errors import ConfigError, MissingPackageError
 from rlinf.track.base import run_name_and_id, settings_of_run
 
 STEP_METRIC = "iteration"
-"""What all is drawn over."""
+"""The x-axis of all metrics."""
 OFFLINE = "offline"
 log = logging.getLogger("rlinf")
 
@@ -32,19 +32,19 @@ class WandbConfig(Section):
     group: str | None = None
     """Null: ``WANDB_RUN_GROUP``, else none."""
     name: str | None = None
-    """Name of the run there. Null: that of the run here."""
+    """Name of the run there. Null: ``run.name``."""
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline"] | None = None
     """Null: ``WANDB_MODE``, else ``offline``, because compute nodes often have no network."""
 
     @property
     def effective_mode(self) -> str:
-        """The mode that W&B is started in."""
+        """Return the mode in which W&B starts."""
         return self.mode or os.environ.get("WANDB_MODE") or OFFLINE
 
 
 class WandbTracker:
-    """One W&B run per run directory: its id is that of ``run.json``, so a resumed run goes on."""
+    """One W&B run per run directory: its id is that of ``run.json``, so a resumed run continues."""
 
     package = ("wandb", "wandb")
 
@@ -64,7 +64,7 @@ class WandbTracker:
             dir=str(run),
             resume="allow",
             config=settings_of_run(run, config),
-            # Another run of this process is not gone on with.
+            # Do not continue another run of this process.
             reinit="create_new",
         )
         self._run.define_metric("*", step_metric=STEP_METRIC)
@@ -80,7 +80,7 @@ class WandbTracker:
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        """See that W&B can be reached with a login, where it is to be online.
+        """Check that there is a login, if the mode is online.
 
         Raises:
             ConfigError: there is no login.
@@ -92,7 +92,7 @@ class WandbTracker:
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # W&B's own step only goes up, and what is evaluated comes later than what it is of.
+        # W&B's own step only increases, but evaluations arrive later than their iteration.
         self._run.log({**metrics, STEP_METRIC: step})
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ def _package() -> Any:
 
 
 def _is_logged_in(wandb: Any) -> bool:
-    """Whether there are credentials; nobody is asked for them."""
+    """Return whether there are credentials, without a prompt for them."""
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False))
-    return bool(wandb.api.api_key)  # of versions that would ask
+    return bool(wandb.api.api_key)  # of versions that would prompt
 
 
 FILE_STORE_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
@@ -130,7 +130,7 @@ class MlflowConfig(Section):
     experiment: str | None = None
     """Null: ``MLFLOW_EXPERIMENT_NAME``, else ``rlinf``."""
     name: str | None = None
-    """Name of the run there. Null: that of the run here."""
+    """Name of the run there. Null: ``run.name``."""
 
 
 class MlflowTracker:
@@ -178,7 +178,7 @@ class MlflowTracker:
 
 
 class TensorBoardTracker:
-    """Writes settings as text, and scalars; each is written once, whatever interrupts the run."""
+    """Writes settings as text, and scalars; each is written once despite interruptions."""
 
     package = ("tensorboard", "track")
 

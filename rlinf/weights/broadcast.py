@@ -25,7 +25,7 @@ BUCKET_TIMEOUT_S = 10.0
 """Timeout of one bucket: a dead or stopped peer is noticed within this time."""
 _LONGEST_LAYOUT = 256 << 20
 _MAGIC = 0x726C696E667774
-_LOOK_S = 0.0005
+_POLL_INTERVAL_S = 0.0005
 
 
 class BroadcastGroup(Protocol):
@@ -189,5 +189,5 @@ class WeightBroadcast:
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"no progress in {BUCKET_TIMEOUT_S:g} s")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_INTERVAL_S)
         work.wait()

@@ -67,10 +67,10 @@ from stages.worker_state import ActivityTracker, WorkerState
 
 STATUS_INTERVAL_S = 1.0
 STOP_GRACE_S, SHUTDOWN_GRACE_S = 30.0, 5.0
-"""How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
+"""Time for running work to end when Slurm preempts the job, and after an order to shut down."""
 COMMIT_DELAY_S = 0.1
-"""A commit begins so much later. It is Python for the most part, as is what the next stages do
-before the next kernel: one after the other, both end sooner than side by side."""
+"""Delay of a commit. It is mostly Python, like the start of the next stage, so both end sooner
+one after the other than at the same time."""
 log = logging.getLogger("rlinf")
 
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    # Where does it hang? The log tells, after kill -QUIT.
+    # kill -QUIT writes the stack of a hanging worker to its log.
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         config = load_config(arguments.run / CONFIG_FILE)
@@ -129,40 +129,46 @@ class PoolWorker:
         self._name = worker_name(pool, self._world.rank)
         dtype = None if uncast else weight_sync_dtype(config)
         weight_deltas = WeightDeltas(dtype) if deltas else None
-        self._resident = WorkerState(on_progress=self._progress, weight_deltas=weight_deltas)
-        self._board, self._turns, self._activity = LiveStore(), DeviceSchedule(), ActivityTracker()
+        self._worker_state = WorkerState(on_progress=self._progress, weight_deltas=weight_deltas)
+        self._live_store, self._schedule, self._activity = (
+            LiveStore(),
+            DeviceSchedule(),
+            ActivityTracker(),
+        )
         self._busy: dict[str, threading.Thread] = {}
         self._commits: set[str] = set()
-        """Stages that are computed and not on disk yet."""
+        """Computed stages that are not on disk yet."""
         self._leaving = threading.Event()
         self._moved = time.monotonic()
         self._lock = threading.Lock()
-        self._outbox = RecordSender(run / CHANNELS_FOLDER, self._cut, self._name)
+        self._record_sender = RecordSender(
+            run / CHANNELS_FOLDER, self._report_connection_lost, self._name
+        )
         behind = config.rollout.staleness
-        self._relays = RecordForwarder(self._outbox)
-        self._publisher = WeightPublisher(self._outbox, dtype)
-        arrivals = WeightReceiver(self._board, self._publisher, behind, self._tell_of_weights)
+        self._forwarder = RecordForwarder(self._record_sender)
+        self._publisher = WeightPublisher(self._record_sender, dtype)
+        arrivals = WeightReceiver(self._live_store, self._publisher, behind, self._report_weights)
         takers = {WEIGHTS: arrivals.handle_record}
-        self._inbox = RecordReceiver(
+        self._record_receiver = RecordReceiver(
             run / CHANNELS_FOLDER,
             self._name,
-            self._board,
+            self._live_store,
             takers,
-            forward=self._relays.forward if self._world.size > 1 else lambda *_: None,
+            forward=self._forwarder.forward if self._world.size > 1 else lambda *_: None,
         )
         self._generator = RolloutWorker(
             run,
             config,
-            self._board,
-            self._outbox,
-            self._turns,
-            self._resident,
+            self._live_store,
+            self._record_sender,
+            self._schedule,
+            self._worker_state,
             self._activity,
-            self._tell_of_claim,
+            self._report_work_item_end,
             self._stopping,
         )
-        shared = (self._board, self._turns, self._resident, self._activity)
-        self._desk = PolicyServer(run, config, self._name, *shared, self._stopping)
+        shared = (self._live_store, self._schedule, self._worker_state, self._activity)
+        self._policy_server = PolicyServer(run, config, self._name, *shared, self._stopping)
         self._policy_clients = PolicyClients(run / CHANNELS_FOLDER, self._name)
         remaining_s = seconds_until_stop()
         about = {
@@ -183,7 +189,7 @@ class PoolWorker:
             while not self._stop.is_set():
                 if time.monotonic() - reported_at > STATUS_INTERVAL_S:
                     reported_at = time.monotonic()
-                    self._tell()
+                    self._update_status()
                 if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
@@ -195,15 +201,15 @@ class PoolWorker:
                 for order in orders:
                     match order:
                         case SendOutput():
-                            self._wanted(order)
+                            self._send_output(order)
                         case ServePolicy():
-                            self._desk.serve(order)
+                            self._policy_server.serve(order)
                         case AttemptEnded():
-                            self._desk.end_attempt(order)
+                            self._policy_server.end_attempt(order)
                             self._policy_clients.end_attempt(order)
-                # All places are taken before any stage begins: all ranks see the same order.
-                begun = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
-                for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
+                # Reserve all slots before any stage begins, so that all ranks see the same order.
+                ordered = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
+                for stage, thread in [(stage, self._stage_thread(stage)) for stage in ordered]:
                     if thread is not None:
                         (
                             self._generator.submit(thread.run)
@@ -221,28 +227,28 @@ class PoolWorker:
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
-            log.warning("this worker cannot go on: %s", error)
+            log.warning("this worker cannot continue: %s", error)
             code = 1
         self._end(code, commits_s)
         return code
 
     def _idle(self, seconds: float) -> bool:
         """Return whether no stage runs, or none has made progress for ``seconds``."""
-        under_way = self._busy or self._desk.is_busy
+        under_way = self._busy or self._policy_server.is_busy
         return not under_way or time.monotonic() - self._moved > seconds
 
     def _stopping(self) -> bool:
         return self._stop.is_set() or self._leaving.is_set()
 
     def _end(self, code: int, commits_s: float) -> None:
-        """Let what runs come to an end: soon, what is being written in ``commit_timeout_s``.
+        """Wait shortly for running work to end, and up to ``commits_s`` for commits.
 
-        A stage that is computed but waits for the commit of an input does not get that time: the
-        worker that makes the input may be the one that was lost.
+        A computed stage that waits for the commit of an input does not get that time, because the
+        worker that computes the input may be the lost one.
         """
         self._leaving.set()
         with self._lock:
-            # Those of a generator run in its thread and were never started.
+            # Work items of a generator run in its thread and were never started.
             running = {node: thread for node, thread in self._busy.items() if thread.is_alive()}
         began, patience_s = (
             time.monotonic(),
@@ -254,62 +260,63 @@ class PoolWorker:
                 if time.monotonic() - began > longest:
                     break
                 thread.join(0.05)
-        self._turns.close()
+        self._schedule.close()
         self._generator.close()
-        self._desk.close()
+        self._policy_server.close()
         self._publisher.close()
-        self._relays.close()
-        self._outbox.close()
+        self._forwarder.close()
+        self._record_sender.close()
         self._link.close()
-        self._inbox.close()
-        self._resident.close()
+        self._record_receiver.close()
+        self._worker_state.close()
 
-    def _cut(self, worker: str) -> None:
+    def _report_connection_lost(self, worker: str) -> None:
         """Report to the driver that another worker no longer accepts records."""
         with contextlib.suppress(ChannelClosed, ChannelFailed):
-            self._tell_driver(ConnectionLost(worker=worker))
+            self._send_report(ConnectionLost(worker=worker))
 
-    def _tell_driver(self, report: WorkerReport) -> None:
+    def _send_report(self, report: WorkerReport) -> None:
         self._link.send_report(report.to_dict())
 
-    def _wanted(self, order: SendOutput) -> None:
+    def _send_output(self, order: SendOutput) -> None:
         """Send or forward an output to the workers that wait for it."""
         out, channel, maker, ways = order.output, order.channel, order.producer, order.transports
-        self._board.output(out)  # what is kept for it goes with it
+        self._live_store.output(out)  # an invalidated output is replaced
         if channel == WEIGHTS:
             self._publisher.subscribe(out, ways)
         elif maker == self._name:
-            self._outbox.subscribe(f"{out}:{channel}", ways)
+            self._record_sender.subscribe(f"{out}:{channel}", ways)
         else:
-            self._relays.subscribe(f"{out}:{channel}", maker, ways)
+            self._forwarder.subscribe(f"{out}:{channel}", maker, ways)
 
-    def _enter(self, order: StageOrder) -> threading.Thread | None:
-        """A thread for a stage that has its place in the order; None if it is under way already."""
+    def _stage_thread(self, order: StageOrder) -> threading.Thread | None:
+        """Return a thread for a stage that has its slot; None if the stage is already running."""
         node = order.node
         self._policy_clients.update_order(order)
         if order.receives_trajectories:
-            self._tell_what_arrived(order)
+            self._report_collected(order)
         with self._lock:
             if node in self._busy:
                 return None
             aside = order.receives_trajectories or order.in_engine_thread
-            turn = Unscheduled() if aside else self._turns.add(order.position)
+            turn = Unscheduled() if aside else self._schedule.add(order.position)
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
             self._moved = time.monotonic()
         live = [folder for folder, live in order.inputs.values() if live]
-        self._board.pin(node, [order.output, *live])
+        self._live_store.pin(node, [order.output, *live])
         self._activity.add(node, order.stage)
-        output = self._board.output(order.output)
+        output = self._live_store.output(order.output)
         output.reset()
-        self._tell()
+        self._update_status()
         return thread
 
     def _work(self, order: StageOrder, turn: DeviceSlot | Unscheduled) -> None:
-        output = self._board.output(order.output)
-        # Others may wait for this one while it waits for its turn.
+        output = self._live_store.output(order.output)
+        # Other stages may wait for this one while it waits for its slot.
         ranks = AttemptRanks(
-            self._run / order.output / f"{DATA_PREFIX}{order.attempt}", self._among(order)
+            self._run / order.output / f"{DATA_PREFIX}{order.attempt}",
+            self._process_group_info(order),
         )
         try:
             with withdraw_on_damage(), ranks.attempt_scope():
@@ -324,14 +331,14 @@ class PoolWorker:
                     version = (order.output, name, order.iteration)
                     self._publisher.publish(*version, output.objects)
                     if WEIGHTS in output.objects:
-                        self._tell_of_weights(*version)
-                    self._board.evict_objects(2 + self._config.rollout.staleness)
+                        self._report_weights(*version)
+                    self._live_store.evict_objects(2 + self._config.rollout.staleness)
                     self._commits.add(order.node)
                 time.sleep(COMMIT_DELAY_S)
-                # It may wait for an input whose stage has to run here once more.
+                # It may wait for an input whose stage must run here again.
                 manifest = attempt.commit()
             if manifest.data != attempt.ctx.data_folder.name:
-                log.warning("%s: another attempt was first", order.node)
+                log.warning("%s: another attempt was committed first", order.node)
             self._report(order, 0, "")
         except BaseException as error:
             self._failed(order, output, error)
@@ -339,15 +346,15 @@ class PoolWorker:
     def _attempt(
         self, order: StageOrder, output: LiveOutput, turn: DeviceSlot | Unscheduled
     ) -> StageAttempt:
-        world, out = self._among(order), order.output
+        world, out = self._process_group_info(order), order.output
         inputs = {}
         for name, (folder, live) in order.inputs.items():
-            source = self._board.output(folder) if live else None
+            source = self._live_store.output(folder) if live else None
             inputs[name] = StageInput(self._run / folder, None, source, self._stopping)
 
         def sinks(channel: str) -> RecordWriter:
             records = partial(output.available_records, channel)
-            return self._outbox.open_stream(
+            return self._record_sender.open_stream(
                 f"{out}:{channel}", world.data_parallel_rank, world.data_parallel_size, records
             )
 
@@ -363,7 +370,7 @@ class PoolWorker:
             self._config,
             world,
             inputs,
-            self._resident,
+            self._worker_state,
             self._stopping,
             process_start=now,
             start=now,
@@ -374,14 +381,14 @@ class PoolWorker:
             remote_policy=self._policy_clients.create_client(order, world.rank),
         )
 
-    def _among(self, order: StageOrder) -> ProcessGroupInfo:
+    def _process_group_info(self, order: StageOrder) -> ProcessGroupInfo:
         """Return the process group info of this worker for a stage."""
         ranks, own = order.ranks, self._world
         if len(ranks) == 1:
             return ProcessGroupInfo()
         if len(ranks) == own.size:
             return replace(own, layout=ParallelLayout.parse(order.layout))
-        # They form no process group: the others of the pool compute something else.
+        # No process group: the other ranks of the pool compute another stage.
         shares = own.speed_weights and tuple(own.speed_weights[rank] for rank in ranks)
         return ProcessGroupInfo(ranks.index(own.rank), len(ranks), own.local_rank, shares)
 
@@ -397,56 +404,56 @@ class PoolWorker:
         with self._lock:
             self._busy.pop(node, None)
             self._commits.discard(node)
-            self._board.unpin(node)
+            self._live_store.unpin(node)
         self._moved = time.monotonic()
         self._activity.remove(node)
-        self._tell_driver(StageEnded(node=node, exit_code=code, reason=reason[-8000:]))
-        self._tell()
+        self._send_report(StageEnded(node=node, exit_code=code, reason=reason[-8000:]))
+        self._update_status()
         self._drop_committed()
 
     def _drop_committed(self) -> None:
         """Drop live outputs that are committed and that no stage of this worker will read."""
-        dropped = self._board.release_committed(self._committed)
-        self._outbox.drop_outputs(dropped)
-        self._relays.drop_outputs(dropped)
+        dropped = self._live_store.release_committed(self._committed)
+        self._record_sender.drop_outputs(dropped)
+        self._forwarder.drop_outputs(dropped)
         self._publisher.drop_subscribers(dropped)
 
     def _committed(self, folder: str) -> bool:
         try:
             return (self._run / folder / MANIFEST).exists()
         except OSError:
-            # A filesystem that fails now is asked again when the next stage ends.
+            # After a filesystem error the check is repeated when the next stage ends.
             return False
 
-    def _tell_what_arrived(self, order: StageOrder) -> None:
+    def _report_collected(self, order: StageOrder) -> None:
         """Report the starts of a rollout that need not be generated again."""
         size = self._config.rollout.group_size
-        records = self._board.output(order.output).available_records("trajectories")
+        records = self._live_store.output(order.output).available_records("trajectories")
         count = Counter(record.identity.sample // size for record in records)
         there = sorted(start for start, samples in count.items() if samples == size)
-        self._tell_driver(CollectedPrompts(node=order.node, starts=tuple(there)))
+        self._send_report(CollectedPrompts(node=order.node, starts=tuple(there)))
 
-    def _tell_of_weights(self, out: str, attempt: str, iteration: int) -> None:
+    def _report_weights(self, out: str, attempt: str, iteration: int) -> None:
         """Report that weights are live; work items need not wait for their commit."""
-        self._tell_driver(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
+        self._send_report(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
 
-    def _tell_of_claim(self, report: WorkItemEnded) -> None:
-        self._tell_driver(report)
+    def _report_work_item_end(self, report: WorkItemEnded) -> None:
+        self._send_report(report)
         self._drop_committed()
 
     def _progress(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
         self._moved = time.monotonic()
         self._activity.update(stage, done, total, unit, note)
-        self._tell()
+        self._update_status()
 
-    def _tell(self) -> None:
-        engine = self._resident.engine
+    def _update_status(self) -> None:
+        engine = self._worker_state.engine
         self._link.send_status(
             {
                 "active_stages": self._activity.rows(),
                 "version": None if engine is None else engine.version,
-                "queued_records": self._board.num_unread,
-                "malformed": self._inbox.num_malformed,
+                "queued_records": self._live_store.num_unread,
+                "malformed": self._record_receiver.num_malformed,
             }
         )
 

@@ -65,7 +65,7 @@ from stages.worker.messages import (
 POLL_S = 0.2
 """Seconds between checks whether a waiting thread should stop."""
 CONNECT_TIMEOUT_S = 60.0
-"""How long the policy's worker may take to listen."""
+"""How long the policy's worker may take until it accepts connections."""
 RELEASE_TIMEOUT_S = 5.0
 MAX_REMEMBERED_ORDERS = 1024
 CONTROL_SAMPLE = -1
@@ -91,7 +91,7 @@ class PolicyFailed(RlinfError):
         self.exit_code = failed.exit_code
 
 
-class _OrderedAnew(Exception):
+class _Reordered(Exception):
     """The stage was ordered again by another driver before the policy confirmed a slot."""
 
 
@@ -120,16 +120,16 @@ class PolicyClient(Channel):
 
     Args:
         folder: the run's folder for channels.
-        name: of this worker.
+        name: the name of this worker.
         order: the stage order; it names the policy workers.
-        rank: of this process among those that compute the stage.
+        rank: rank of this process among those that compute the stage.
     """
 
     def __init__(self, folder: Path, name: str, order: StageOrder, rank: int) -> None:
         self._folder, self._name, self._rank = folder, name, rank
         self._order = self._newest = order
         self._policy, self._answered = "", False
-        self._most = 0
+        self._max_request_bytes = 0
         """The largest request that the server accepts, in bytes."""
         self._peer: MailboxPeer | None = None
         self._ctx: StageContext | None = None
@@ -144,8 +144,8 @@ class PolicyClient(Channel):
 
         Raises:
             RequeueRequested: the allocation is about to end.
-            UpstreamFailed: the other worker is gone, or silent.
-            PolicyFailed: its part failed.
+            UpstreamFailed: the other worker is lost or silent.
+            PolicyFailed: the policy failed there.
         """
         self._ctx = ctx
         if self._peer is None:
@@ -171,7 +171,11 @@ class PolicyClient(Channel):
             DataError: the request is larger than the server accepts.
         """
         what = f"what the simulators of {self._order.node} observe in one step"
-        self._give(encode_policy_message(record, self._most, what, f"a request to {self._policy}"))
+        self._give(
+            encode_policy_message(
+                record, self._max_request_bytes, what, f"a request to {self._policy}"
+            )
+        )
 
     def get(self) -> Record:
         while not self._replies:
@@ -193,7 +197,7 @@ class PolicyClient(Channel):
         try:
             if completed:
                 deadline = time.monotonic() + RELEASE_TIMEOUT_S
-                # What is missing in the report then is no reason to collect once more.
+                # An incomplete report is no reason to repeat the rollout.
                 with contextlib.suppress(RlinfError):
                     self._give(encode_message(ReleaseSlot()))
                     while time.monotonic() < deadline and not self._closed(ctx):
@@ -218,7 +222,7 @@ class PolicyClient(Channel):
             self._policy = order.policy_workers[self._rank % len(order.policy_workers)]
             try:
                 self._open(ctx)
-            except _OrderedAnew:
+            except _Reordered:
                 self._words.clear()
                 if self._peer is not None:
                     self._peer.close()
@@ -232,21 +236,21 @@ class PolicyClient(Channel):
                 self._give(encode_message(RequestSlot()))
                 granted = self._next()
             if not isinstance(granted, SlotOffered):
-                raise UpstreamFailed(f"{self._policy} does not grant its turn: {granted!r}")
+                raise UpstreamFailed(f"{self._policy} grants no slot: {granted!r}")
             self._give(encode_message(SlotAccepted(number=granted.number)))
             while isinstance(message := self._next(), SlotOffered):
-                pass  # a later one; what became of this one comes after it
+                pass  # a later offer; the answer to this one follows
             if isinstance(message, SlotConfirmed):
                 self._answered = True
                 entry = ctx.inputs["weights"]
                 entry.used_disk_fallback |= message.used_disk_fallback
                 if message.weights_attempt:
-                    # Compared with what was committed before this stage commits.
+                    # It is compared with the committed attempt before this stage commits.
                     entry.live_output, entry.used_live = LiveOutput(), True
                     entry.live_output.mark_complete(message.weights_attempt)
                 return
             if not isinstance(message, SlotExpired):
-                raise UpstreamFailed(f"{self._policy} neither answers nor refuses: {message!r}")
+                raise UpstreamFailed(f"{self._policy} sent an unexpected message: {message!r}")
 
     def _connected(self) -> MailboxPeer:
         order = self._order
@@ -254,10 +258,10 @@ class PolicyClient(Channel):
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             self._check()
-            # It listens from the first time on that it is to answer.
+            # The server listens from its first order on.
             with contextlib.suppress(InputError):
                 _, host = find_channel_host(self._folder, policy_channel(self._policy))
-                self._most = host.max_bytes
+                self._max_request_bytes = host.max_bytes
                 if (address := first_reachable(host.addresses)) is not None:
                     return MailboxPeer(
                         self._folder / f"{policy_channel(self._policy)}.socket.json",
@@ -269,7 +273,7 @@ class PolicyClient(Channel):
                     )
             if time.monotonic() > deadline:
                 raise UpstreamFailed(
-                    f"{self._policy}, which has the policy, has not been there for "
+                    f"{self._policy}, which has the policy, has accepted no connection for "
                     f"{CONNECT_TIMEOUT_S:g} s"
                 )
             time.sleep(POLL_S / 4)
@@ -283,9 +287,9 @@ class PolicyClient(Channel):
         if self._ended is not None:
             raise UpstreamFailed(f"{self._policy}, which has the policy: {self._ended}")
         if self._ctx is not None and self._ctx.should_stop():
-            raise RequeueRequested(f"{self._ctx.stage}: stopping while the policy is asked")
+            raise RequeueRequested(f"{self._ctx.stage}: stopping while waiting for the policy")
         if self._newest is not self._order and not self._answered:
-            raise _OrderedAnew
+            raise _Reordered
 
     def _give(self, item: Block) -> None:
         self._check()
@@ -318,7 +322,7 @@ class PolicyClient(Channel):
             yield
         except (ChannelClosed, ChannelFailed) as error:
             raise UpstreamFailed(
-                f"{self._policy}, which has the policy, is gone: {error}"
+                f"{self._policy}, which has the policy, is lost: {error}"
             ) from None
 
 
@@ -327,7 +331,7 @@ class PolicyClients:
 
     Args:
         folder: the run's folder for channels.
-        name: of this worker.
+        name: the name of this worker.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -337,7 +341,7 @@ class PolicyClients:
         """By stage instance: its client."""
         self._newest: dict[str, StageOrder] = {}
         """By stage instance that has not started: its newest order."""
-        self._over: dict[str, str] = {}
+        self._ended_attempts: dict[str, str] = {}
         """By attempt that ended before it started: the reason."""
 
     def update_order(self, order: StageOrder) -> None:
@@ -358,7 +362,7 @@ class PolicyClients:
             client = self._clients[order.node] = PolicyClient(
                 self._folder, self._name, newest, rank
             )
-            if (reason := self._over.get(newest.attempt)) is not None:
+            if (reason := self._ended_attempts.get(newest.attempt)) is not None:
                 client.mark_lost(reason)
         return client
 
@@ -379,5 +383,5 @@ class PolicyClients:
             if (client := self._clients.get(order.node)) is not None:
                 client.mark_lost(order.reason)
             else:
-                self._over[order.attempt] = order.reason
-                evict_oldest(self._over, MAX_REMEMBERED_ORDERS)
+                self._ended_attempts[order.attempt] = order.reason
+                evict_oldest(self._ended_attempts, MAX_REMEMBERED_ORDERS)

@@ -92,8 +92,8 @@ class PolicySession:
     """The policy's work for one attempt: a source of its clients' requests for the engine.
 
     Args:
-        say: sends an asker something.
-        most: bytes of a reply that an asker takes.
+        send: sends a message to a client.
+        max_reply_bytes: the largest reply that a client accepts.
     """
 
     order: ServePolicy
@@ -125,33 +125,33 @@ class PolicySession:
         """Handle a request or a control message of a client.
 
         Raises:
-            DataError: it makes no sense.
+            DataError: the message is invalid at this point.
         """
         with self.condition:
             if self.failure is not None:
-                self._tell(session, self.failure)
+                self._send_message(session, self.failure)
             elif record.identity.sample != CONTROL_SAMPLE:
                 if session.peer not in self.active_clients or not len(
                     record.steps.get("sample", ())
                 ):
-                    raise DataError("a request of a worker that is not answered, or of no sample")
+                    raise DataError("a request of a client without a slot, or without a sample")
                 self.reply_clients[_first(record)] = session
                 self.requests.append(record)
             else:
-                self._hear_word(session, record)
+                self._handle_message(session, record)
             self.condition.notify_all()
 
-    def _hear_word(self, session: PolicyConnection, record: Record) -> None:
+    def _handle_message(self, session: PolicyConnection, record: Record) -> None:
         match read_policy_message(record.info):
             case RequestSlot():
                 self.waiting_clients[session.peer] = session
                 if self.offer_number is not None:
-                    self._tell(session, SlotOffered(number=self.offer_number))
+                    self._send_message(session, SlotOffered(number=self.offer_number))
             case SlotAccepted(number=number):
                 if number == self.offer_number and session.peer in self.waiting_clients:
                     self.active_clients[session.peer] = self.waiting_clients.pop(session.peer)
                     self.serving_since = self.serving_since or time.time()
-                    self._tell(
+                    self._send_message(
                         session,
                         SlotConfirmed(
                             weights_attempt=self.weights_attempt,
@@ -160,12 +160,12 @@ class PolicySession:
                     )
                 else:
                     self.waiting_clients.pop(session.peer, None)
-                    self._tell(session, SlotExpired())
+                    self._send_message(session, SlotExpired())
             case ReleaseSlot():
-                self._tell(session, self._closed(session))
+                self._send_message(session, self._closed(session))
                 self.remove_client(session)
             case other:
-                raise DataError(f"no word of an asker: {other!r}")
+                raise DataError(f"no message of a client: {other!r}")
 
     def remove_client(self, session: PolicyConnection) -> None:
         """Remove a client that has finished or is lost."""
@@ -190,23 +190,23 @@ class PolicySession:
         with self.condition:
             self.end_reason, self.failure = reason, PolicyFailure(exit_code=code, reason=reason)
             for session in (*self.waiting_clients.values(), *self.active_clients.values()):
-                self._tell(session, self.failure)
+                self._send_message(session, self.failure)
 
     def serve(self, ctx: StageContext, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
         """Serve until all clients have finished; needs the session's device slot.
 
         Raises:
-            Ended: the attempt that asks is over.
+            ServingEnded: the attempt has ended.
             RequeueRequested: the allocation is about to end.
             DataError: a reply is larger than a client accepts.
         """
         while True:
             with ctx.waiting(SIMULATORS_WAIT), self.condition:
-                while not self.waiting_clients and self._wanted():
+                while not self.waiting_clients and self._is_needed():
                     self._pause()
-            if not self._wanted():
+            if not self._is_needed():
                 return
-            # It may wait for the weights, and others take the device meanwhile.
+            # It may wait for the weights, while other stages use the device.
             policy = get_policy(ctx)
             folder, _, attempt = (ctx.worker_state.engine_weights or "").rpartition("/")
             self._offer(attempt if folder == str(ctx.inputs["weights"].folder) else "")
@@ -221,7 +221,7 @@ class PolicySession:
             while not self.requests:
                 if not self.active_clients:
                     self.offer_number = None
-                    raise ChannelClosed("nobody asks")
+                    raise ChannelClosed("no client has a slot")
                 self._pause()
             return self.requests.popleft()
 
@@ -235,7 +235,7 @@ class PolicySession:
             except ChannelClosed:
                 return
 
-    def _wanted(self) -> bool:
+    def _is_needed(self) -> bool:
         return not self.finished_clients.issuperset(self.order.clients)
 
     def _offer(self, weights: str) -> None:
@@ -244,12 +244,12 @@ class PolicySession:
             self.num_offers += 1
             self.offer_number, self.weights_attempt = self.num_offers, weights
             for session in self.waiting_clients.values():
-                self._tell(session, SlotOffered(number=self.offer_number))
+                self._send_message(session, SlotOffered(number=self.offer_number))
             deadline = time.monotonic() + ACCEPT_TIMEOUT_S
             while not self.active_clients and self.waiting_clients and time.monotonic() < deadline:
                 self._pause()
             if not self.active_clients:
-                # Those that are late hear that it is void, and ask anew.
+                # Late clients receive SlotExpired and request a slot again.
                 self.offer_number = None
                 self.waiting_clients.clear()
 
@@ -267,17 +267,17 @@ class PolicySession:
         if self.end_reason is not None:
             raise ServingEnded(self.end_reason)
         if self.should_stop():
-            raise RequeueRequested("the worker with the policy is asked to stop")
+            raise RequeueRequested("the worker with the policy is stopping")
         self.condition.wait(POLL_S)
 
-    def _tell(self, session: PolicyConnection, message: WorkerMessage) -> None:
+    def _send_message(self, session: PolicyConnection, message: WorkerMessage) -> None:
         self.send(session, encode_message(message))
 
     def _closed(self, session: PolicyConnection) -> SlotReleased:
         assert self.context is not None
         spans = []
         if self.finished_clients | {session.client} >= set(self.order.clients):
-            # Told once. What these were answered in has not ended.
+            # Report each span once; the running span has not ended.
             done = [s for s in self.context.spans if s["name"] not in (*IDLE_SPANS, GENERATE_SPAN)]
             spans = [(s["name"], s["start"], s["end"]) for s in done]
             spans.append((GENERATE_SPAN, self.serving_since, time.time()))
@@ -301,7 +301,7 @@ class PolicyServer:
     """The policy server of a worker, with a thread that receives messages.
 
     Args:
-        name: of this worker.
+        name: the name of this worker.
     """
 
     def __init__(
@@ -316,19 +316,19 @@ class PolicyServer:
         should_stop: Callable[[], bool],
     ) -> None:
         self._run, self._config, self._name = run, config, name
-        self._board, self._turns, self._resident = store, schedule, worker_state
+        self._live_store, self._schedule, self._worker_state = store, schedule, worker_state
         self._activity, self._stopping = activity, should_stop
         self._lock = threading.Lock()
         self._host: MailboxHost | None = None
-        self._malformed = MalformedCounter(f"desk of {name}")
+        self._malformed = MalformedCounter(f"policy server of {name}")
         self._services: dict[str, PolicySession] = {}
-        """By attempt."""
-        self._over: dict[str, None] = {}
+        """Sessions by attempt."""
+        self._ended_attempts: dict[str, None] = {}
         """Attempts that have been served."""
         self._sessions: dict[str, PolicyConnection] = {}
-        """By peer."""
+        """Connections by peer."""
         self._early: dict[str, list[Record]] = {}
-        """By peer: messages that came before the driver's order."""
+        """By peer: messages that arrived before the driver's order."""
         self._threads: list[threading.Thread] = []
 
     @property
@@ -347,16 +347,16 @@ class PolicyServer:
                 max_bytes=MAX_MESSAGE_BYTES,
                 ack_on_poll=False,
             )
-            start_service_thread("desk", self._hear_all)
-        turn = self._turns.add(order.position)
+            start_service_thread("policy-server", self._receive_messages)
+        turn = self._schedule.add(order.position)
         key = self._key(order)
         self._activity.add(key, key.partition("/")[0])
         if order.weights[1]:
-            self._board.pin(key, [order.weights[0]])
-        service = PolicySession(order, self._say, self._stopping, MAX_MESSAGE_BYTES)
+            self._live_store.pin(key, [order.weights[0]])
+        service = PolicySession(order, self._send_to, self._stopping, MAX_MESSAGE_BYTES)
         with self._lock:
             for old in self._services.values():
-                # Of a driver that is gone. Askers that are still at it are to be answered first.
+                # An order of a dead driver: clients of the running attempt are served first.
                 if old.order.node == order.node and {*old.order.clients} != {*order.clients}:
                     old.end("another attempt takes its place")
             self._services[order.attempt] = service
@@ -402,16 +402,16 @@ class PolicyServer:
             service.fail(code, reason[-8000:])
         finally:
             ctx.release()
-            self._board.unpin(key)
+            self._live_store.unpin(key)
             self._activity.remove(key)
             with self._lock:
                 self._services.pop(order.attempt, None)
-                self._over[order.attempt] = None
-                evict_oldest(self._over, MAX_REMEMBERED)
+                self._ended_attempts[order.attempt] = None
+                evict_oldest(self._ended_attempts, MAX_REMEMBERED)
 
     def _context(self, order: ServePolicy, turn: DeviceSlot) -> StageContext:
         folder, live = order.weights
-        source = self._board.output(folder) if live else None
+        source = self._live_store.output(folder) if live else None
         out = self._run / order.output
         return StageContext(
             config=self._config,
@@ -422,18 +422,18 @@ class PolicyServer:
             data_folder=out,
             world=ProcessGroupInfo(),
             inputs={"weights": StageInput(self._run / folder, None, source, self._stopping)},
-            worker_state=self._resident,
+            worker_state=self._worker_state,
             should_stop=self._stopping,
             live=LiveContext(LiveOutput(), turn, _no_sink, 1),
             worker=self._name,
         )
 
-    def _say(self, session: PolicyConnection, item: Block) -> None:
+    def _send_to(self, session: PolicyConnection, item: Block) -> None:
         assert self._host is not None
-        with contextlib.suppress(ChannelClosed):  # this worker leaves, which they notice
+        with contextlib.suppress(ChannelClosed):  # this worker is closing, which clients notice
             self._host.send_item(session.peer, item)
 
-    def _hear_all(self) -> None:
+    def _receive_messages(self) -> None:
         assert self._host is not None
         while True:
             try:
@@ -442,9 +442,9 @@ class PolicyServer:
                 return
             with self._lock:
                 for event in events:
-                    self._heard(event)
+                    self._handle_event(event)
 
-    def _heard(self, event: PeerEvent) -> None:
+    def _handle_event(self, event: PeerEvent) -> None:
         if isinstance(event, PeerJoined):
             known = self._sessions.get(event.worker)
             if known is None:
@@ -458,15 +458,15 @@ class PolicyServer:
         if isinstance(event, PeerReport):
             if service is not None:
                 self._handle_record(service, session, event.content)
-            elif session.attempt in self._over:
+            elif session.attempt in self._ended_attempts:
                 reason = "it has ended what it did for this attempt"
-                self._say(
+                self._send_to(
                     session, encode_message(PolicyFailure(exit_code=EXIT_REQUEUE, reason=reason))
                 )
             else:
                 self._early.setdefault(session.peer, []).append(event.content)
         elif isinstance(event, PeerLost) and event.reason in (REASON_DEPARTED, REASON_REPLACED):
-            # One that is silent may be heard again; if not, the driver says so.
+            # A silent client may return; otherwise the driver reports its loss.
             self._sessions.pop(session.peer)
             self._early.pop(session.peer, None)
             if service is not None:
@@ -484,4 +484,4 @@ class PolicyServer:
 
 
 def _no_sink(channel: str) -> RecordWriter:
-    raise AssertionError(f"what answers writes no {channel}")
+    raise AssertionError(f"a policy server writes no {channel}")

@@ -1,7 +1,7 @@
-"""Records on their way from a stage in one worker to the boards of others.
+"""Transfer of records from a stage in one worker to the live stores of others.
 
-Every worker has one inbox, a channel that it hosts; a record says which output it belongs to. What
-arrives is kept on the worker's board.
+Every worker hosts one channel, on which it receives all records; a record names the output that it
+belongs to. Received records are in the worker's live store.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from stages.live_store import LiveStore
 
 REPORT_DELAY_S = 0.5
 TARGET, PRODUCER, RANK, NUM_RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
-SOURCE_ATTEMPT = "_made_of"
-"""Of a record that was made of what was not committed yet: by which attempt that was."""
+SOURCE_ATTEMPT = "_source_attempt"
+"""Key of records that were computed from an uncommitted output: the attempt that produced it."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 SHARED_MEMORY_BYTES = 128 << 20
-"""Shared memory of a worker for records to another one; none may be larger."""
+"""Shared memory for the records from one worker to another; the limit of one record."""
 RecordHandler = Callable[[str, Record], None]
 ForwardCallback = Callable[[str, str, Record], None]
 TRANSFER_ERRORS = (RlinfError, ChannelClosed, OSError)
-"""What may go wrong when records or weights are sent: stages that wait for them read the disk."""
+"""Errors of sending records or weights; stages that wait for these then read the disk."""
 log = logging.getLogger("rlinf")
 
 
@@ -39,8 +39,8 @@ class RecordReceiver:
     """A receiver of records from other workers, with a thread that adds them to the store.
 
     Args:
-        takers: of what is no stream of records, by channel: given the output and what came.
-        passing: given all that belongs to streams: output and channel, the maker, what came.
+        handlers: by channel that is no stream of records: called with the output and the record.
+        forward: called with each record of a stream: output and channel, producer, record.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class RecordReceiver:
         *,
         forward: ForwardCallback = lambda *_: None,
     ) -> None:
-        self._board, self._takers, self._passing = store, handlers or {}, forward
+        self._live_store, self._handlers, self._forward = store, handlers or {}, forward
         self._channel = SocketSource(folder, name)
-        self._malformed = MalformedCounter(f"inbox of {name}")
-        self._thread = start_service_thread("inbox", self._work)
+        self._malformed = MalformedCounter(f"receiver of {name}")
+        self._thread = start_service_thread("receiver", self._work)
 
     @property
     def num_malformed(self) -> int:
@@ -68,13 +68,13 @@ class RecordReceiver:
 
     def _work(self) -> None:
         for record in self._channel:
-            # The board keeps it for longer than its writer can do without the memory.
-            self._take(copy_record(record) if self._channel.is_borrowed else record)
+            # The live store keeps the record for longer than its sender can spare the memory.
+            self._handle(copy_record(record) if self._channel.is_borrowed else record)
 
-    def _take(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         info = dict(record.info)
         try:
-            to, maker = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
+            to, producer = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
             folder, separator, channel = to.rpartition(":")
             if not (folder and separator and channel):
                 raise ValueError(f"no output and channel: {to[:80]!r}")
@@ -83,10 +83,10 @@ class RecordReceiver:
         except (KeyError, ValueError) as error:
             self._malformed.count_dropped(error)
             return
-        if channel in self._takers:
-            self._takers[channel](folder, replace(record, info=info))
+        if channel in self._handlers:
+            self._handlers[channel](folder, replace(record, info=info))
             return
-        output = self._board.output(folder)
+        output = self._live_store.output(folder)
         if (source_attempt := info.pop(SOURCE_ATTEMPT, None)) is not None:
             output.depends_on(str(source_attempt))
         stream = output.stream(channel)
@@ -94,7 +94,7 @@ class RecordReceiver:
             stream.finish_rank(count, rank, ranks)
         else:
             stream.put_remote(replace(record, info=info))
-        self._passing(to, maker, record)
+        self._forward(to, producer, record)
 
 
 def copy_record(record: Record) -> Record:
@@ -110,8 +110,8 @@ class RecordSender:
     """A sender of records to the live stores of other workers; connects to each once.
 
     Args:
-        cut: told of a worker that does not take records any more.
-        name: of this worker.
+        on_connection_lost: called with the name of a worker that no longer receives records.
+        name: the name of this worker.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class RecordSender:
         on_connection_lost: Callable[[str], None] = lambda _: None,
         name: str = "",
     ) -> None:
-        self.folder, self._cut, self.name = folder, on_connection_lost, name
+        self.folder, self._on_connection_lost, self.name = folder, on_connection_lost, name
         self._open: dict[tuple[str, str], RecordSink] = {}
         """By worker and transport."""
-        self._wanted: dict[str, dict[str, str]] = {}
+        self._subscribers: dict[str, dict[str, str]] = {}
         self._senders: dict[str, StreamSender] = {}
-        self._parting: set[str] = set()
+        self._lost_workers: set[str] = set()
         """Workers whose lost connection is about to be reported."""
         self._lock = threading.Lock()
 
@@ -135,15 +135,15 @@ class RecordSender:
         """Open a stream of this worker's records to its present and future subscribers.
 
         Args:
-            to: output and channel.
-            made: the records that were made already.
+            target: output and channel.
+            get_records: returns the records that exist already.
         """
         with self._lock:
             sender = self._senders[target] = StreamSender(
                 target, self, rank, num_ranks, get_records
             )
-            wanted = dict(self._wanted.get(target, {}))
-        sender.add_receivers(wanted)
+            subscribers = dict(self._subscribers.get(target, {}))
+        sender.add_receivers(subscribers)
         return sender
 
     def subscribe(self, target: str, transports: Mapping[str, str]) -> None:
@@ -152,10 +152,10 @@ class RecordSender:
         Returns at once.
         """
         with self._lock:
-            self._wanted.setdefault(target, {}).update(transports)
+            self._subscribers.setdefault(target, {}).update(transports)
             sender = self._senders.get(target)
         if sender is not None:
-            # Beside the stage and the worker's orders, which need not wait for it.
+            # In a thread, so that the stage and the worker's orders do not wait for it.
             threading.Thread(
                 target=sender.add_receivers, args=(dict(transports),), daemon=True
             ).start()
@@ -163,7 +163,7 @@ class RecordSender:
     def drop_outputs(self, folders: Collection[str]) -> None:
         """Drop committed outputs, because their records are read from disk from now on."""
         with self._lock:
-            for known in (self._senders, self._wanted):
+            for known in (self._senders, self._subscribers):
                 for to in [to for to in known if to.rpartition(":")[0] in folders]:
                     del known[to]
 
@@ -178,16 +178,16 @@ class RecordSender:
     def connect(self, name: str, transport: str) -> RecordSink | None:
         """Connect to a worker, by socket if it has no shared memory on this node.
 
-        None: it has no inbox, or none that answers.
+        Returns None if it has no receiver, or if its receiver does not answer.
         """
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
             if (name, transport) not in self._open:
-                self._open[name, transport] = self._opened(name, transport)
+                self._open[name, transport] = self._connect(name, transport)
             return self._open[name, transport]
         return self.connect(name, SOCKET) if transport == SHARED_MEMORY else None
 
-    def _opened(self, name: str, way: str) -> RecordSink:
-        if way == SHARED_MEMORY:
+    def _connect(self, name: str, transport: str) -> RecordSink:
+        if transport == SHARED_MEMORY:
             try:
                 return SharedMemorySink(self.folder, name, size=SHARED_MEMORY_BYTES)
             except StorageError as error:
@@ -200,34 +200,34 @@ class RecordSender:
             keys = [key for key, known in self._open.items() if known is channel]
             for key in keys:
                 del self._open[key]
-            # A sender of many things finds out with each of them.
-            tell = name not in self._parting
-            self._parting.add(name)
-        # Beside the stage, which need not wait until the connection has ended.
+            # Each stream to this worker reports the loss.
+            should_report = name not in self._lost_workers
+            self._lost_workers.add(name)
+        # In a thread, so that the stage does not wait until the connection has ended.
         closed_channel = channel if keys else None
         threading.Thread(
-            target=self._close_and_report, args=(name, closed_channel, tell), daemon=True
+            target=self._close_and_report, args=(name, closed_channel, should_report), daemon=True
         ).start()
 
-    def _close_and_report(self, name: str, channel: RecordSink | None, tell: bool) -> None:
+    def _close_and_report(self, name: str, channel: RecordSink | None, should_report: bool) -> None:
         try:
             if channel is not None:
-                _leave(channel)
+                _close_channel(channel)
         finally:
-            if tell:
+            if should_report:
                 time.sleep(REPORT_DELAY_S)
                 with self._lock:
-                    self._parting.discard(name)
-                self._cut(name)
+                    self._lost_workers.discard(name)
+                self._on_connection_lost(name)
 
     def close(self) -> None:
         with self._lock:
             channels, self._open = list(self._open.values()), {}
         for channel in channels:
-            _leave(channel)
+            _close_channel(channel)
 
 
-def _leave(channel: RecordSink) -> None:
+def _close_channel(channel: RecordSink) -> None:
     """Close a channel after its records have arrived, or at once if it has failed."""
     with contextlib.suppress(ChannelClosed, ChannelFailed):
         channel.flush()
@@ -249,9 +249,9 @@ class StreamSender:
         num_ranks: int,
         get_records: Callable[[], list[Record]] = list,
     ) -> None:
-        self._to, self._outbox, self._get_records = target, sender, get_records
+        self._target, self._record_sender, self._get_records = target, sender, get_records
         self._channels: dict[str, RecordSink] = {}
-        # No record may come between those made before and the next one, or after the end.
+        # Orders the records of a new receiver: the earlier ones, the next ones, the end.
         self._lock = threading.Lock()
         self._all_delivered = True
         self._about: dict[str, Scalar] = {
@@ -265,14 +265,14 @@ class StreamSender:
 
     def add_receivers(self, transports: Mapping[str, str]) -> None:
         """Add receivers: they get all earlier and all later records."""
-        for name, way in sorted(transports.items()):
-            channel = self._outbox.connect(name, way)
+        for name, transport in sorted(transports.items()):
+            channel = self._record_sender.connect(name, transport)
             with self._lock:
                 if name in self._channels:
                     continue
                 if channel is None:
                     self._all_delivered = False
-                    self._outbox.disconnect(name, None)
+                    self._record_sender.disconnect(name, None)
                     continue
                 self._channels[name] = channel
                 before = [self._addressed(record) for record in self._get_records()]
@@ -296,89 +296,91 @@ class StreamSender:
     def flush(self) -> bool:
         """Wait until all records have arrived; return whether every receiver has all."""
         for name, channel in list(self._channels.items()):
-            with self._leaving_out(name):
+            with self._skip_if_lost(name):
                 channel.flush()
         return self._all_delivered
 
     def _addressed(self, record: Record) -> Record:
-        # What is passed on names its maker already.
-        return replace(record, info={PRODUCER: self._outbox.name, **record.info, TARGET: self._to})
+        # Forwarded records name their producer already.
+        return replace(
+            record, info={PRODUCER: self._record_sender.name, **record.info, TARGET: self._target}
+        )
 
     def _send(self, name: str, records: Sequence[Record]) -> None:
-        with self._leaving_out(name):
+        with self._skip_if_lost(name):
             for record in records:
                 try:
                     self._channels[name].put(record)
                 except DataError as error:
                     raise DataError(
-                        f"{self._to}: {error}; where records are that large, leave shared_memory "
+                        f"{self._target}: {error}; for records of this size, leave shared_memory "
                         "out of the plan's transports"
                     ) from None
 
     @contextlib.contextmanager
-    def _leaving_out(self, name: str) -> Iterator[None]:
+    def _skip_if_lost(self, name: str) -> Iterator[None]:
         try:
             yield
         except (ChannelClosed, ChannelFailed) as error:
-            log.warning("%s no longer takes records: %s", name, error)
+            log.warning("%s no longer receives records: %s", name, error)
             self._all_delivered = False
-            self._outbox.disconnect(name, self._channels.pop(name))
+            self._record_sender.disconnect(name, self._channels.pop(name))
 
 
 class RecordForwarder:
     """A forwarder with its own thread, so that a slow receiver does not delay this worker."""
 
     def __init__(self, sender: RecordSender) -> None:
-        self._outbox = sender
-        self._thread = BackgroundWorker("relays", TRANSFER_ERRORS)
-        self._relays: dict[str, dict[str, _Relay]] = {}
+        self._record_sender = sender
+        self._thread = BackgroundWorker("forwarding", TRANSFER_ERRORS)
+        self._streams: dict[str, dict[str, _ForwardedStream]] = {}
         """By output and channel, and by producer."""
 
     def subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
-        """Workers that get from here what a worker makes, what came before too; returns at once."""
+        """Forward the records of a producer to workers, earlier ones too. Returns at once."""
         self._thread.submit(
-            f"{target} of {producer}", self._want, target, producer, dict(transports)
+            f"{target} of {producer}", self._subscribe, target, producer, dict(transports)
         )
 
     def forward(self, target: str, producer: str, record: Record) -> None:
-        """A record, or the end of them, as it came from the inbox; returns at once."""
+        """Forward a received record, or the end of a stream. Returns at once."""
         self._thread.submit(f"a record of {target}", self._arrived, target, producer, record)
 
     def drop_outputs(self, folders: Collection[str]) -> None:
-        """Forget outputs that are committed: they are read from disk from now on."""
+        """Drop committed outputs, because their records are read from disk from now on."""
         self._thread.submit("outputs", self._forget, folders)
 
     def close(self) -> None:
         """Stop forwarding; a record being sent ends with its connection."""
         self._thread.close(wait=False)
 
-    def _want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
-        self._relay(to, maker).sender.add_receivers(ways)
+    def _subscribe(self, to: str, producer: str, transports: Mapping[str, str]) -> None:
+        self._stream(to, producer).sender.add_receivers(transports)
 
-    def _arrived(self, to: str, maker: str, record: Record) -> None:
-        self._relay(to, maker).put(record)
+    def _arrived(self, to: str, producer: str, record: Record) -> None:
+        self._stream(to, producer).put(record)
 
     def _forget(self, folders: Collection[str]) -> None:
-        for to in [to for to in self._relays if to.rpartition(":")[0] in folders]:
-            del self._relays[to]
+        for to in [to for to in self._streams if to.rpartition(":")[0] in folders]:
+            del self._streams[to]
 
-    def _relay(self, to: str, maker: str) -> _Relay:
-        relays = self._relays.setdefault(to, {})
-        if maker not in relays:
-            relays[maker] = _Relay(to, self._outbox)
-        return relays[maker]
+    def _stream(self, to: str, producer: str) -> _ForwardedStream:
+        streams = self._streams.setdefault(to, {})
+        if producer not in streams:
+            streams[producer] = _ForwardedStream(to, self._record_sender)
+        return streams[producer]
 
 
-class _Relay:
+class _ForwardedStream:
     """The records of one producer of one output."""
 
-    def __init__(self, to: str, outbox: RecordSender) -> None:
-        self._came: dict[int, Record] = {}
-        """By sample; the end is one of its own."""
-        self.sender = StreamSender(to, outbox, 0, 1, lambda: list(self._came.values()))
+    def __init__(self, to: str, record_sender: RecordSender) -> None:
+        self._records: dict[int, Record] = {}
+        """Records by sample; the end counts as one more sample."""
+        self.sender = StreamSender(to, record_sender, 0, 1, lambda: list(self._records.values()))
 
     def put(self, record: Record) -> None:
         """Forward a record once; its producer may send it again."""
-        if record.identity.sample not in self._came:
-            self._came[record.identity.sample] = record
+        if record.identity.sample not in self._records:
+            self._records[record.identity.sample] = record
             self.sender.put(record)

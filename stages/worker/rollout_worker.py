@@ -56,8 +56,8 @@ class RolloutWorker:
         report: Callable[[WorkItemEnded], None],
         should_stop: Callable[[], bool],
     ) -> None:
-        self._run, self._config, self._resident = run, config, worker_state
-        self._board, self._outbox, self._turns = store, sender, schedule
+        self._run, self._config, self._worker_state = run, config, worker_state
+        self._live_store, self._record_sender, self._schedule = store, sender, schedule
         self._activity, self._report, self._stopping = activity, report, should_stop
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
@@ -100,7 +100,7 @@ class RolloutWorker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _next(self) -> None:
-        with self._turns.idle_time():
+        with self._schedule.idle_time():
             with self._lock:
                 if not self._queue:
                     return
@@ -110,10 +110,10 @@ class RolloutWorker:
                 self._do(order)
 
     def _do(self, order: GenerateStarts) -> None:
-        claim, code, reason = order.work_item, 0, ""
+        work_item, code, reason = order.work_item, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
         rest, successor = list[Trajectory](), ""
-        ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
+        ctx = self._context(order, lambda: self._stopping() or work_item not in self._waiting)
         name = order.label
         self._activity.add(name, ctx.stage)
         try:
@@ -127,13 +127,13 @@ class RolloutWorker:
             code, reason = exit_code_and_message(error)
         ctx.release()
         self._activity.remove(name)
-        self._successors.pop(claim, None)
+        self._successors.pop(work_item, None)
         if code:
             log.warning("%s: %s", name, reason)
         size = self._config.rollout.group_size
         self._report_end(
             WorkItemEnded(
-                work_item=claim,
+                work_item=work_item,
                 host=gethostname(),
                 exit_code=code,
                 reason=reason[-8000:],
@@ -164,21 +164,21 @@ class RolloutWorker:
         Raises:
             UpstreamFailed: the receiver is lost, or the weights are neither live nor committed.
         """
-        self._take_weights(ctx, order)
-        # The gathering worker sees whether the weights were committed in the end.
+        self._use_weights(ctx, order)
+        # The receiver checks whether the weights were committed in the end.
         mark = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
-        to, claim, out = order.receiver, order.work_item, order.output
-        sender = self._outbox.stream_to(f"{out}:trajectories", [to], 0, 1)
+        to, work_item, out = order.receiver, order.work_item, order.output
+        sender = self._record_sender.stream_to(f"{out}:trajectories", [to], 0, 1)
         total, begun = len(order.starts) * self._config.rollout.group_size, None
         if order.partial:
             channel, total = order.partial.channel, order.partial.num_samples
-            output = self._board.output(out)
+            output = self._live_store.output(out)
             there = output.iter_records(channel, total, ctx.should_stop)
             begun = {r.identity.sample: Trajectory.from_record(r) for r in there}
             output.drop_stream(channel)
 
         def should_abort(remaining: int, of: int) -> bool:
-            return claim in self._successors and remaining <= REASSIGN_FRACTION * of
+            return work_item in self._successors and remaining <= REASSIGN_FRACTION * of
 
         rest = []
         for done, trajectory in enumerate(
@@ -191,32 +191,31 @@ class RolloutWorker:
                 sender.put(marked.to_record())
                 ctx.report_progress(done, total, "samples")
         if not sender.flush():
-            raise UpstreamFailed(f"{to} did not take all trajectories")
+            raise UpstreamFailed(f"{to} did not receive all trajectories")
         if not rest:
             return [], ""
-        successor = self._successors[claim]
-        sender = self._outbox.stream_to(
-            f"{out}:{partial_samples_channel(claim)}", [successor], 0, 1
+        successor = self._successors[work_item]
+        sender = self._record_sender.stream_to(
+            f"{out}:{partial_samples_channel(work_item)}", [successor], 0, 1
         )
         for trajectory in rest:
             sender.put(trajectory.to_record())
         return rest, successor if sender.flush() else ""
 
-    def _take_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
-        """Take the claim's weights from the board where they are there, else from the disk.
+    def _use_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
+        """Use the work item's weights from the live store, or else from the disk.
 
-        It must not wait for weights that are still to be committed: those that fail are made again
-        by this worker, or of what others do with its help.
+        It must not wait for a commit: if that fails, this worker may be needed to repeat it.
 
         Raises:
-            UpstreamFailed: those it was to take are in neither place.
+            UpstreamFailed: the weights are in neither place.
         """
         entry, folder = ctx.inputs["weights"], order.weights
         manifest = read_manifest(entry.folder)
         committed = None if manifest is None else manifest.data
         attempt = order.weights_attempt or committed
         if attempt is not None and ctx.worker_state.engine_weights is not None:
-            output = self._board.output(folder)
+            output = self._live_store.output(folder)
             if (tensors := output.get_object(WEIGHTS, attempt)) is not None:
                 entry.live_output = LiveOutput()
                 entry.live_output.put(attempt, WEIGHTS, tensors)
@@ -224,8 +223,8 @@ class RolloutWorker:
             entry.used_disk_fallback = order.weights_attempt is not None
         if manifest is None or order.weights_attempt not in (None, committed):
             source = f"by {attempt} " if attempt else ""
-            raise UpstreamFailed(f"weights of {folder} {source}are neither here nor committed")
-        # What is withdrawn from now on is not there to be read; it is not waited for either.
+            raise UpstreamFailed(f"weights of {folder} {source}are neither in memory nor committed")
+        # If the manifest is withdrawn from now on, reading fails without waiting.
         entry.known_manifest = manifest
 
     def _context(self, order: GenerateStarts, stopping: Callable[[], bool]) -> StageContext:
@@ -240,6 +239,6 @@ class RolloutWorker:
             data_folder=out,
             world=ProcessGroupInfo(),
             inputs={"weights": weights},
-            worker_state=self._resident,
+            worker_state=self._worker_state,
             should_stop=stopping,
         )

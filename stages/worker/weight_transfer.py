@@ -1,12 +1,12 @@
-"""Weights on their way from the worker that made them to the boards of others.
+"""Transfer of weights from the worker that computed them to the live stores of others.
 
-A version is announced to the inboxes of the workers that want it. On the sender's node it then lies
-in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
-process group (:mod:`stages.worker.weight_transfer`).
+A version is announced to the workers that subscribed to it. Workers on the sender's node read it
+from shared memory; others receive its buckets as records, or by a process group if the plan
+requests that (:class:`BroadcastGroups`).
 
-A worker that gets buckets passes each on at once to the workers it was told of, so that many are
-reached as a tree. One that finds a part damaged, or gets none, takes the committed folder instead:
-only what arrived whole is served.
+A worker forwards each bucket at once to its own subscribers, so that the buckets travel down a
+tree. A worker that receives a damaged bucket, or none, reads the committed folder instead: only
+complete versions are served.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, TRANSFER_ERRORS
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
 PAYLOAD = "data"
-"""In a record about weights: the bytes of what it says."""
+"""Key of a record about weights: the bytes of its message."""
 GROUP_NAME = re.compile(r"group-[0-9a-f]{16}")
 MAX_GROUPS = 4
-"""Groups at a time; one more takes the place of the oldest."""
+"""Maximum number of groups; one more replaces the oldest."""
 JOIN_GRACE_S = 1.0
-"""What a thread may need beyond that to end."""
+"""Additional time for the thread of a group to end."""
 GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
-"""What ends a group."""
+"""Errors that end a group."""
 WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
-"""Told of weights that arrived whole: output, version, attempt, tensors."""
+"""Called with complete weights: output, version, attempt, tensors."""
 
 
 def send_weight_message(
@@ -83,29 +83,29 @@ def send_weight_message(
     data: np.ndarray | None = None,
     part: int = 0,
 ) -> None:
-    """Tell workers of weights that are made as version ``number``."""
+    """Send a message about version ``number`` of the weights to workers."""
     context = {} if data is None else {PAYLOAD: data}
     record = Record(RecordId(number, part), context=context, info=message.to_dict())
     sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
 
 class BroadcastGroups:
-    """The process groups that this worker sends or takes weights in.
+    """The process groups in which this worker sends or receives weights.
 
     Args:
-        dtype: what float32 tensors are sent as; None: as they are.
+        dtype: dtype in which float32 tensors are sent; None: unchanged.
     """
 
     def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
-        self._outbox, self._dtype = sender, dtype
+        self._record_sender, self._dtype = sender, dtype
         self._lock = threading.Lock()
-        self._ends: dict[tuple[str, ...], tuple[str, _End]] = {}
-        """By backend and members: those this worker sends in, and their names."""
+        self._ends: dict[tuple[str, ...], tuple[str, _GroupEnd]] = {}
+        """By backend and members: the groups in which this worker sends, with their names."""
         self._failed: dict[tuple[str, ...], None] = {}
-        self._members: dict[str, _Member] = {}
-        """By name: those it takes weights in."""
-        self._closing: list[_Member] = []
-        """Those that are over, as long as their threads run."""
+        self._members: dict[str, _GroupReceiver] = {}
+        """By name: the groups in which this worker receives."""
+        self._closing: list[_GroupReceiver] = []
+        """Closed groups whose threads still run."""
         self._closed = False
 
     def send(
@@ -117,13 +117,13 @@ class BroadcastGroups:
         workers: Sequence[str],
         backend: str,
     ) -> bool:
-        """Send a version; False if that failed, now or before in the same group."""
-        group = (backend, self._outbox.name, *workers)
+        """Send a version; returns False if this or an earlier send of the group failed."""
+        group = (backend, self._record_sender.name, *workers)
         if group in self._failed:
             return False
         try:
             name, end = self._ends.get(group) or self._form(group)
-            to = (self._outbox, out, workers, number)
+            to = (self._record_sender, out, workers, number)
             send_weight_message(*to, GroupSendStarted(group=name, attempt=attempt))
             digest = end.broadcast.send(number, tensors, dtype=self._dtype)
             send_weight_message(*to, GroupSendDone(group=name, digest=digest))
@@ -138,72 +138,72 @@ class BroadcastGroups:
     def handle_message(
         self, out: str, number: int, message: GroupMessage, on_weights: WeightsCallback
     ) -> None:
-        """Handle a message about a group; called by the inbox alone. Returns at once.
+        """Handle a message about a group; called by the receiver alone. Returns at once.
 
         Args:
-            ready: told of what arrived whole: output, version, attempt, tensors.
+            on_weights: called with complete weights: output, version, attempt, tensors.
 
         Raises:
-            WeightTransferError: it makes no sense.
+            WeightTransferError: the message names no group of this worker.
         """
         name = message.group
         if isinstance(message, GroupFormed):
             members = message.members.split(",")
-            if not GROUP_NAME.fullmatch(name) or self._outbox.name not in members:
+            if not GROUP_NAME.fullmatch(name) or self._record_sender.name not in members:
                 raise WeightTransferError(f"no group of this worker: {name!r}")
-            rank = members.index(self._outbox.name)
+            rank = members.index(self._record_sender.name)
             with self._lock:
                 if not self._closed:
                     form = (message.backend, self._pointer(name), rank, len(members))
-                    self._members[name] = _Member(form, on_weights)
+                    self._members[name] = _GroupReceiver(form, on_weights)
             while len(self._members) > MAX_GROUPS:
-                self._over(next(iter(self._members)))
+                self._leave_group(next(iter(self._members)))
         elif isinstance(message, GroupClosed):
-            self._over(name)
+            self._leave_group(name)
         elif (member := self._members.get(name)) is not None:
             member.next.put((out, number, message))
 
     def close(self) -> None:
-        """Give up all groups. Gloo ends the process if some are left when Python ends."""
+        """Close all groups. Gloo aborts the process if some are open when Python ends."""
         with self._lock:
             self._closed = True
         for group in list(self._ends):
             self._drop(group)
         for name in list(self._members):
-            self._over(name)
+            self._leave_group(name)
         for member in self._closing:
             member.join()
 
-    def _over(self, name: str) -> None:
+    def _leave_group(self, name: str) -> None:
         with self._lock:
             if (member := self._members.pop(name, None)) is not None:
                 member.leave()
-                self._closing = [member for member in [*self._closing, member] if member.runs]
+                self._closing = [member for member in [*self._closing, member] if member.is_alive]
 
-    def _form(self, group: tuple[str, ...]) -> tuple[str, _End]:
+    def _form(self, group: tuple[str, ...]) -> tuple[str, _GroupEnd]:
         backend, _, *workers = group
         backend_device(backend)
         name = f"group-{secrets.token_hex(8)}"
         members = ",".join(group[1:])
         message = GroupFormed(group=name, members=members, backend=backend)
-        send_weight_message(self._outbox, name, workers, 0, message)
-        self._ends[group] = name, _End(backend, self._pointer(name), 0, len(workers) + 1)
+        send_weight_message(self._record_sender, name, workers, 0, message)
+        self._ends[group] = name, _GroupEnd(backend, self._pointer(name), 0, len(workers) + 1)
         while len(self._ends) > MAX_GROUPS:
             self._drop(next(iter(self._ends)))
         return self._ends[group]
 
     def _pointer(self, name: str) -> Path:
-        return self._outbox.folder / f"{name}.json"
+        return self._record_sender.folder / f"{name}.json"
 
     def _drop(self, group: tuple[str, ...]) -> None:
         if group in self._ends:
             name, end = self._ends.pop(group)
-            send_weight_message(self._outbox, name, group[2:], 0, GroupClosed(group=name))
+            send_weight_message(self._record_sender, name, group[2:], 0, GroupClosed(group=name))
             end.close()
 
 
-class _End:
-    """This worker's end of one group; made when all members are there.
+class _GroupEnd:
+    """This worker's end of one group; the constructor waits for all members.
 
     Raises:
         WeightTransferError, StageError, ConfigError, RuntimeError: this process lacks the backend
@@ -225,8 +225,8 @@ class _End:
         self._store.close()
 
 
-class _Member:
-    """Takes what the source of one group sends, in a thread of its own."""
+class _GroupReceiver:
+    """Receives the weights of one group in its own thread."""
 
     def __init__(self, form: tuple[str, Path, int, int], ready: WeightsCallback) -> None:
         self.next: queue.SimpleQueue[tuple[str, int, GroupMessage] | None] = queue.SimpleQueue()
@@ -235,43 +235,43 @@ class _Member:
         self._thread.start()
 
     def leave(self) -> None:
-        """There is nothing more to take."""
+        """End the thread after its current version."""
         self.next.put(None)
 
     @property
-    def runs(self) -> bool:
-        """Whether something is still under way in it."""
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until it has left: no longer than one bucket, or a member, may take."""
+        """Wait for the thread to end, at most for the timeout of one bucket."""
         self._thread.join(BUCKET_TIMEOUT_S + JOIN_GRACE_S)
 
     def _work(self, backend: str, pointer: Path, rank: int, size: int) -> None:
         end = None
         try:
-            end = _End(backend, pointer, rank, size)
-            while (coming := self.next.get()) is not None:
-                self._take(*coming, end.broadcast)
+            end = _GroupEnd(backend, pointer, rank, size)
+            while (message := self.next.get()) is not None:
+                self._receive(*message, end.broadcast)
         except (*GROUP_ERRORS, queue.Empty) as error:
             log.warning("no weights by %s: %r", backend, error)
         finally:
             if end is not None:
                 end.close()
 
-    def _take(
+    def _receive(
         self, out: str, number: int, message: GroupMessage, broadcast: WeightBroadcast
     ) -> None:
         if not isinstance(message, GroupSendStarted):
             return
         received = broadcast.receive()
-        # The sender says so when all have it: if that does not come, it has failed.
+        # The sender confirms that all members have it; no confirmation means that it has failed.
         match self.next.get(timeout=BUCKET_TIMEOUT_S):
             case (_, _, GroupSendDone(digest=sent)):
                 if (received.version, received.digest) != (number, sent):
                     raise WeightTransferError(f"version {received.version} is not what was sent")
             case _:
-                raise WeightTransferError("the group is over")
+                raise WeightTransferError("the group was closed")
         self._ready(out, received.version, message.attempt, received.tensors)
 
 
@@ -291,11 +291,11 @@ def backend_device(backend: str) -> torch.device:
 
 
 def create_process_group(backend: str, store: Store, rank: int, size: int) -> BroadcastGroup:
-    """A group of its own beside those of the workers' pools; all members are there.
+    """Create a group beside those of the workers' pools; all members must be ready.
 
     Raises:
         ConfigError: this node has no network as ``cluster.network_interface`` says.
-        RuntimeError: it cannot be formed.
+        RuntimeError: it cannot be created.
     """
     limit = timedelta(seconds=BUCKET_TIMEOUT_S)
     if backend == GLOO:
@@ -305,13 +305,13 @@ def create_process_group(backend: str, store: Store, rank: int, size: int) -> Br
         if names := os.environ.get(GLOO_INTERFACE_VARIABLE):
             options._devices = [device(interface=name) for name in names.split(",")]
         else:
-            # Gloo's own choice, what the host's name stands for, often is the loopback.
+            # By default Gloo uses the address of the host name, which is often the loopback.
             chosen = os.environ.get(INTERFACE_VARIABLE)
             address = interface_address(chosen) if chosen else local_addresses()[0]
             options._devices = [device(hostname=address)]
         return cast(BroadcastGroup, dist.ProcessGroupGloo(store, rank, size, options))
-    # NCCL's watchdog would end the process when another one is gone; here that is noticed where
-    # it is waited for (:mod:`rlinf.weights.broadcast`).
+    # NCCL's watchdog would end the process when another one dies. Here the waiting side detects it
+    # (:mod:`rlinf.weights.broadcast`).
     handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(handling)
     os.environ[handling] = "0"
@@ -329,7 +329,7 @@ def create_process_group(backend: str, store: Store, rank: int, size: int) -> Br
 MAX_VERSIONS = 2
 """Versions kept in memory; an older one is on disk."""
 MAX_ANNOUNCED = 64
-"""Versions that were announced; some of them never come whole."""
+"""Announced versions to remember; some of them never arrive completely."""
 log = logging.getLogger("rlinf")
 
 
@@ -342,7 +342,7 @@ class _Version(NamedTuple):
 
 @dataclass
 class _SharedSegment:
-    """Shared memory and what was last written to it."""
+    """Shared memory, and the output and attempt that were last written to it."""
 
     name: str
     layout: BucketLayout
@@ -352,30 +352,30 @@ class _SharedSegment:
 
 
 class WeightPublisher:
-    """Sends the weights made here, in a thread of its own, to the workers that want them.
+    """Sends the weights of this worker to their subscribers, in its own thread.
 
     Args:
-        dtype: what float32 tensors are sent as; None: as they are.
+        dtype: dtype in which float32 tensors are sent; None: unchanged.
     """
 
     def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
-        self._outbox, self._dtype = sender, dtype
+        self._record_sender, self._dtype = sender, dtype
         self.groups = BroadcastGroups(sender, dtype)
         self._lock = threading.Lock()
         self._thread = BackgroundWorker("weights", TRANSFER_ERRORS)
-        self._wanted: dict[str, dict[str, str]] = {}
+        self._subscribers: dict[str, dict[str, str]] = {}
         self._versions: dict[str, _Version] = {}
         self._memory: _SharedSegment | None = None
 
     def subscribe(self, out: str, transports: Mapping[str, str]) -> None:
-        """Workers that want the weights of an output, made or still to be made, and how."""
+        """Subscribe workers to the present or future weights of an output, by transport."""
         with self._lock:
-            self._wanted[out] = self._wanted.get(out, {}) | dict(transports)
+            self._subscribers[out] = self._subscribers.get(out, {}) | dict(transports)
             if out in self._versions:
                 self._thread.submit(f"weights of {out}", self._send, out, dict(transports))
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
-        """Send the weights among what an output holds; they do not change. Returns at once."""
+        """Send the weights of an output, which must not change afterwards. Returns at once."""
         if WEIGHTS not in objects:
             return
         with self._lock:
@@ -383,31 +383,30 @@ class WeightPublisher:
             while len(self._versions) > MAX_VERSIONS:
                 dropped = next(iter(self._versions))
                 del self._versions[dropped]
-                self._wanted.pop(dropped, None)
-            if wanted := self._wanted.get(out):
-                self._thread.submit(f"weights of {out}", self._send, out, dict(wanted))
+                self._subscribers.pop(dropped, None)
+            if subscribers := self._subscribers.get(out):
+                self._thread.submit(f"weights of {out}", self._send, out, dict(subscribers))
 
     def drop_subscribers(self, outs: Collection[str]) -> None:
-        """Forget subscribers of outputs that are committed: those without them read the disk."""
+        """Drop the subscribers of committed outputs, which read the disk from now on."""
         with self._lock:
             for out in outs:
-                self._wanted.pop(out, None)
+                self._subscribers.pop(out, None)
 
     def pop_socket_subscribers(self, out: str) -> list[str]:
-        """The subscribers of an output by socket, which this one no longer serves.
+        """Remove and return the subscribers of an output by socket.
 
-        They get it bucket by bucket from where it is passed on; :meth:`publish` serves the others,
-        and those that come later.
+        They receive the forwarded buckets; :meth:`publish` serves the others and later subscribers.
         """
         with self._lock:
-            wanted = self._wanted.get(out, {})
-            far = [worker for worker, way in wanted.items() if way == SOCKET]
+            subscribers = self._subscribers.get(out, {})
+            far = [worker for worker, way in subscribers.items() if way == SOCKET]
             for worker in far:
-                del wanted[worker]
+                del subscribers[worker]
         return far
 
     def forward(self, out: str, workers: Sequence[str], record: Record) -> None:
-        """Send on a record about an output's weights. Returns at once."""
+        """Forward a record about an output's weights. Returns at once."""
         if workers:
             self._thread.submit(f"weights of {out}", self._forward, out, workers, record)
 
@@ -418,10 +417,10 @@ class WeightPublisher:
             self._memory.writer.close()
 
     def _forward(self, out: str, workers: Sequence[str], record: Record) -> None:
-        self._outbox.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
+        self._record_sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
     def _send(self, out: str, ways: Mapping[str, str]) -> None:
-        # What waits to be sent is kept no longer than versions are: one that is late is on disk.
+        # A dropped version is not sent any more: it is on disk.
         if (version := self._versions.get(out)) is None:
             return
         by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
@@ -449,7 +448,7 @@ class WeightPublisher:
             log.warning("%s", error)
             return False
         message = WeightsInSharedMemory(attempt=version.attempt, segment=segment.name)
-        send_weight_message(self._outbox, version.out, workers, version.number, message)
+        send_weight_message(self._record_sender, version.out, workers, version.number, message)
         return True
 
     def _renew(self, layout: BucketLayout) -> _SharedSegment:
@@ -463,7 +462,7 @@ class WeightPublisher:
     def _stream(self, version: _Version, workers: list[str]) -> None:
         layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
         text = layout.to_json().encode()
-        to = (self._outbox, version.out, workers, version.number)
+        to = (self._record_sender, version.out, workers, version.number)
         send_weight_message(
             *to, WeightsStart(attempt=version.attempt), np.frombuffer(text, np.uint8)
         )
@@ -482,7 +481,7 @@ class WeightPublisher:
 
 
 @dataclass
-class _Coming:
+class _PartialVersion:
     attempt: str
     number: int
     text: bytes
@@ -490,40 +489,40 @@ class _Coming:
     flat: Tensor
     sums: dict[int, int] = field(default_factory=dict)
 
-    def place(self, bucket: int) -> Tensor:
-        """Return the place of a bucket; empty: there is no such bucket."""
-        there = 0 <= bucket < self.layout.num_buckets
-        return self.flat[self.layout.bucket_slice(bucket)] if there else self.flat[:0]
+    def destination(self, bucket: int) -> Tensor:
+        """Return the destination of a bucket; empty if there is no such bucket."""
+        exists = 0 <= bucket < self.layout.num_buckets
+        return self.flat[self.layout.bucket_slice(bucket)] if exists else self.flat[:0]
 
 
 def _data(record: Record) -> np.ndarray:
-    """The bytes that a record about weights brings, uint8.
+    """Return the payload of a record about weights, uint8.
 
     Raises:
-        WeightTransferError: it brings none.
+        WeightTransferError: it has none.
     """
     data = record.context.get(PAYLOAD)
     if data is None or data.dtype != np.uint8:
-        raise WeightTransferError("a message that is to bring weights brings none")
+        raise WeightTransferError("a message with weights has no payload")
     return data
 
 
 @contextlib.contextmanager
-def _room() -> Iterator[None]:
-    """Torch says by a ``RuntimeError`` that there is no memory for a tensor."""
+def _translate_out_of_memory() -> Iterator[None]:
+    """Raise WeightTransferError for the ``RuntimeError`` of torch when memory is exhausted."""
     try:
         yield
     except RuntimeError as error:
-        raise WeightTransferError(f"no room for weights ({error})") from None
+        raise WeightTransferError(f"not enough memory for weights ({error})") from None
 
 
 class WeightReceiver:
-    """Puts the weights that arrive whole on the board; called by the inbox alone.
+    """Adds complete received weights to the live store; called by the record receiver alone.
 
     Args:
-        publisher: sends on what arrives, to those whom it was told of.
-        behind: versions that come before the one in use is done with.
-        tell: told of what is on the board: output, attempt, version.
+        publisher: forwards received weights to their subscribers.
+        extra_versions: how many versions may arrive while an older one is in use.
+        on_arrival: called with output, attempt and version of new weights in the live store.
     """
 
     def __init__(
@@ -533,32 +532,37 @@ class WeightReceiver:
         extra_versions: int = 0,
         on_arrival: Callable[[str, str, int], None] = lambda *_: None,
     ) -> None:
-        self._board, self._publisher, self._keep = store, publisher, MAX_VERSIONS + extra_versions
-        self._tell = on_arrival
-        self._others: dict[str, list[str]] = {}
-        """By output: the workers that get each bucket as it comes."""
-        self._coming: dict[str, _Coming] = {}
-        self._here: dict[int, tuple[str, str]] = {}
-        """By version: its output and attempt."""
+        self._live_store, self._publisher, self._max_versions = (
+            store,
+            publisher,
+            MAX_VERSIONS + extra_versions,
+        )
+        self._on_arrival = on_arrival
+        self._forward_to: dict[str, list[str]] = {}
+        """By output: the workers to which each bucket is forwarded."""
+        self._partial: dict[str, _PartialVersion] = {}
+        self._stored: dict[int, tuple[str, str]] = {}
+        """By stored version: its output and attempt."""
         self._reader: tuple[str, SharedWeightsReader] | None = None
         self._announced: dict[int, tuple[str, str]] = {}
         """By version: the output and attempt that were announced last."""
         self._lock = threading.RLock()
-        """Groups bring weights in threads of their own."""
+        """Groups add weights in their own threads."""
 
     def handle_record(self, out: str, record: Record) -> None:
-        """A record about an output's weights; damage and want of room are logged and forget it."""
+        """Handle a record about an output's weights. After an error the version is dropped with a
+        warning."""
         try:
             with self._lock:
-                self._take(out, record)
+                self._handle(out, record)
         except (RlinfError, OSError) as error:
-            self._coming.pop(out, None)
+            self._partial.pop(out, None)
             log.warning("weights of %s: %s; waiting for its commit", out, error)
 
-    def _take(self, out: str, record: Record) -> None:
+    def _handle(self, out: str, record: Record) -> None:
         message, number = read_weight_message(record.info), record.identity.iteration
         if self._reader is not None and self._reader[1].is_closed:
-            # Whatever way the next weights come: two states take much of a node.
+            # Release it before the next weights: two versions take much memory of a node.
             self._reader = None
         if isinstance(message, WeightsInSharedMemory | WeightsStart | GroupSendStarted):
             self._announced[number] = (out, message.attempt)
@@ -570,53 +574,57 @@ class WeightReceiver:
             case WeightsStart():
                 self._begin(out, number, message.attempt, record)
             case WeightsBucket() | WeightsEnd():
-                coming = self._coming.get(out)
-                # It may be of an attempt that was given up.
-                if coming and (coming.attempt, coming.number) == (message.attempt, number):
-                    self._go_on(out, coming, message, record)
+                partial = self._partial.get(out)
+                # It may belong to an abandoned attempt.
+                if partial and (partial.attempt, partial.number) == (message.attempt, number):
+                    self._continue(out, partial, message, record)
             case _:
                 self._publisher.groups.handle_message(out, number, message, self._ready)
 
     def _begin(self, out: str, number: int, attempt: str, record: Record) -> None:
         text = _data(record).tobytes()
         layout = BucketLayout.from_json(text)
-        with _room():
+        with _translate_out_of_memory():
             flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-        self._coming[out] = _Coming(attempt, number, text, layout, flat)
-        self._others[out] = [
-            *self._others.get(out, ()),
+        self._partial[out] = _PartialVersion(attempt, number, text, layout, flat)
+        self._forward_to[out] = [
+            *self._forward_to.get(out, ()),
             *self._publisher.pop_socket_subscribers(out),
         ]
-        evict_oldest(self._others, MAX_ANNOUNCED)
-        self._publisher.forward(out, self._others[out], record)
+        evict_oldest(self._forward_to, MAX_ANNOUNCED)
+        self._publisher.forward(out, self._forward_to[out], record)
 
-    def _go_on(
-        self, out: str, coming: _Coming, message: WeightsBucket | WeightsEnd, record: Record
+    def _continue(
+        self,
+        out: str,
+        partial: _PartialVersion,
+        message: WeightsBucket | WeightsEnd,
+        record: Record,
     ) -> None:
-        number, others = coming.number, self._others.get(out, ())
+        number, receivers = partial.number, self._forward_to.get(out, ())
         if isinstance(message, WeightsBucket):
             bucket = record.identity.sample
-            part, here = torch.from_numpy(_data(record).copy()), coming.place(bucket)
-            coming.sums[bucket] = int(bucket_checksum(part))
-            if f"{coming.sums[bucket]:x}" != message.checksum or part.shape != here.shape:
+            part, destination = torch.from_numpy(_data(record).copy()), partial.destination(bucket)
+            partial.sums[bucket] = int(bucket_checksum(part))
+            if f"{partial.sums[bucket]:x}" != message.checksum or part.shape != destination.shape:
                 raise WeightTransferError(f"bucket {bucket} of version {number} arrived damaged")
-            here.copy_(part)
-            # What waits to be sent on takes no memory of its own.
-            record = replace(record, context={PAYLOAD: here.numpy()})
-            self._publisher.forward(out, others, record)
+            destination.copy_(part)
+            # The forwarded record shares the memory of the version.
+            record = replace(record, context={PAYLOAD: destination.numpy()})
+            self._publisher.forward(out, receivers, record)
             return
-        sums = [sum for _, sum in sorted(coming.sums.items())]
-        if version_digest(number, coming.text, sums) != message.digest:
+        sums = [sum for _, sum in sorted(partial.sums.items())]
+        if version_digest(number, partial.text, sums) != message.digest:
             raise WeightTransferError(f"version {number} is not what was sent")
-        del self._coming[out]
-        self._publisher.forward(out, others, record)
-        self._ready(out, number, coming.attempt, coming.layout.tensor_views(coming.flat))
+        del self._partial[out]
+        self._publisher.forward(out, receivers, record)
+        self._ready(out, number, partial.attempt, partial.layout.tensor_views(partial.flat))
 
     def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
         if not SEGMENT_NAME.fullmatch(name):
             raise WeightTransferError(f"no name of shared memory: {name!r}")
         if self._reader is None or self._reader[0] != name:
-            self._reader = None  # first: there may be no room for both
+            self._reader = None  # first, because memory may not suffice for both
             self._reader = (name, SharedWeightsReader(name))
         view = self._reader[1].newest(after=number - 1)
         if view is None:
@@ -625,7 +633,7 @@ class WeightReceiver:
             if view.version != number:
                 raise WeightTransferError(f"version {number} was replaced by {view.version}")
             # Copied: the engine may be busy for longer than the sender can spare the memory.
-            with _room():
+            with _translate_out_of_memory():
                 copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
@@ -634,20 +642,20 @@ class WeightReceiver:
             self._arrived(out, number, attempt, tensors)
 
     def _arrived(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
-        for old in [old for old, coming in self._coming.items() if coming.number <= number]:
-            del self._coming[old]  # the rest of it does not come any more
-        late = len(self._here) >= self._keep and number < min(self._here)
-        # What was announced before it can take longer on its way.
+        for old in [old for old, partial in self._partial.items() if partial.number <= number]:
+            del self._partial[old]  # its remaining buckets will not arrive any more
+        late = len(self._stored) >= self._max_versions and number < min(self._stored)
+        # An earlier announcement may arrive later.
         other = self._announced.get(number) != (out, attempt)
-        if late or other or self._here.get(number) == (out, attempt):
+        if late or other or self._stored.get(number) == (out, attempt):
             return
-        self._here[number] = (out, attempt)
-        while len(self._here) > self._keep:
-            dropped, _ = self._here.pop(min(self._here))
-            if dropped in self._board:
-                self._board.output(dropped).objects.pop(WEIGHTS, None)
-        output = self._board.output(out)
+        self._stored[number] = (out, attempt)
+        while len(self._stored) > self._max_versions:
+            dropped, _ = self._stored.pop(min(self._stored))
+            if dropped in self._live_store:
+                self._live_store.output(dropped).objects.pop(WEIGHTS, None)
+        output = self._live_store.output(out)
         output.put(attempt, WEIGHTS, tensors)
         log.info("weights of %s arrived", out)
-        self._tell(out, attempt, number)
+        self._on_arrival(out, attempt, number)
         self._publisher.publish(out, attempt, number, output.objects)

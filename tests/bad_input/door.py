@@ -48,11 +48,11 @@ def refused(values: dict[str, Any], *words: str) -> str:
     assert caught.value.exit_code == EXIT_BAD_INPUT, repr(caught.value)
     message = str(caught.value)
     assert tree(root) == before, "something was written"
-    judged(message, *words)
+    assert_mentions(message, *words)
     return message
 
 
-def judged(message: str, *words: str) -> None:
+def assert_mentions(message: str, *words: str) -> None:
     """See that a message is short and holds what it should."""
     assert len(message.strip().splitlines()) <= MOST_LINES, message
     assert "Traceback" not in message

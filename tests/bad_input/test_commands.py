@@ -14,7 +14,7 @@ import pytest
 from pipeline.commands import cli
 from rlinf.errors import EXIT_BAD_INPUT
 from rlinf.launch import main as launch
-from tests.bad_input.door import judged, tree
+from tests.bad_input.door import assert_mentions, tree
 
 Words = list[str]
 LINES: list[tuple[str, Words, Words]] = [
@@ -47,18 +47,18 @@ SHOWN = 8
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [pytest.param(*entry[1:], id=entry[0]) for entry in LINES]
+    ("words", "expected"), [pytest.param(*entry[1:], id=entry[0]) for entry in LINES]
 )
 def test_a_bad_command_line(
-    words: Words, said: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: Words, expected: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = f"run.root={tmp_path / 'runs'}"
     assert launch([*words, root]) == EXIT_BAD_INPUT
-    judged(told(capsys.readouterr().err), *said)
+    assert_mentions(error_of(capsys.readouterr().err), *expected)
     assert tree(tmp_path) == []
 
 
-def told(printed: str) -> str:
+def error_of(printed: str) -> str:
     """The error in what a command printed."""
     _, separator, message = printed.partition("error: ")
     assert separator, printed
@@ -112,11 +112,11 @@ def places(tmp_path: Path, checkpoint: Path) -> Callable[[Words], Words]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [pytest.param(*entry[1:], id=entry[0]) for entry in COMMANDS]
+    ("words", "expected"), [pytest.param(*entry[1:], id=entry[0]) for entry in COMMANDS]
 )
 def test_a_command_on_the_wrong_kind_of_path(
     words: Words,
-    said: Words,
+    expected: Words,
     places: Callable[[Words], Words],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -125,7 +125,7 @@ def test_a_command_on_the_wrong_kind_of_path(
     with pytest.raises(SystemExit) as ended:
         cli.main(places(words))
     assert ended.value.code == EXIT_BAD_INPUT
-    judged(told(capsys.readouterr().err), *places(said))
+    assert_mentions(error_of(capsys.readouterr().err), *places(expected))
     assert tree(tmp_path) == before
 
 
@@ -135,9 +135,9 @@ PROCESSES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("module", "words", "said"), PROCESSES)
+@pytest.mark.parametrize(("module", "words", "expected"), PROCESSES)
 def test_as_a_command(
-    module: str, words: Words, said: Words, places: Callable[[Words], Words], tmp_path: Path
+    module: str, words: Words, expected: Words, places: Callable[[Words], Words], tmp_path: Path
 ) -> None:
     before = tree(tmp_path)
     ended = subprocess.run(
@@ -149,5 +149,5 @@ def test_as_a_command(
         check=False,
     )
     assert ended.returncode == EXIT_BAD_INPUT, ended.stderr
-    judged(told(ended.stderr), *places(said))
+    assert_mentions(error_of(ended.stderr), *places(expected))
     assert tree(tmp_path) == before

@@ -26,7 +26,7 @@ def row(**changes: Any) -> bytes:
     return (json.dumps(GOOD) + "\n" + json.dumps(item) + "\n").encode()
 
 
-def said(*messages: Any) -> bytes:
+def question_line(*messages: Any) -> bytes:
     return row(question=list(messages))
 
 
@@ -63,18 +63,18 @@ FILES: list[tuple[str, bytes, list[str]]] = [
     ("list-answer", row(answer=["2"]), ["line 2: 'answer' is ["]),
     ("object-answer", row(answer={}), ["line 2: 'answer' is {}"]),
     ("surrogate-answer", row(answer="\udfff"), ["line 2", "surrogate"]),
-    ("no-messages", said(), ["line 2: 'question' is empty"]),
-    ("texts", said("hello"), ["line 2: 'question[0]'", "role and content"]),
-    ("no-role", said({"content": "a"}), ["line 2: 'question[0]'", "role"]),
-    ("no-content", said({"role": "user"}), ["line 2: 'question[0]'", "content"]),
-    ("other-role", said(by("human", "a")), ["line 2: 'question[0]'", '"human"']),
-    ("role-number", said(by(1, "a")), ["line 2: 'question[0]'", "role 1"]),
-    ("late-system", said(by("user", "a"), by("system", "b")), ["line 2: 'question[1]'"]),
-    ("only-system", said(by("system", "a")), ["line 2", "no message of the user"]),
-    ("only-assistant", said(by("assistant", "a")), ["line 2", "no message of the user"]),
-    ("null-content", said(by("user", None)), ["line 2", "'question[0]' is null"]),
-    ("empty-content", said(by("user", "")), ["line 2: 'question[0]' is empty"]),
-    ("parts", said(by("user", [{"type": "image"}])), ["line 2", "not a text"]),
+    ("no-messages", question_line(), ["line 2: 'question' is empty"]),
+    ("texts", question_line("hello"), ["line 2: 'question[0]'", "role and content"]),
+    ("no-role", question_line({"content": "a"}), ["line 2: 'question[0]'", "role"]),
+    ("no-content", question_line({"role": "user"}), ["line 2: 'question[0]'", "content"]),
+    ("other-role", question_line(by("human", "a")), ["line 2: 'question[0]'", '"human"']),
+    ("role-number", question_line(by(1, "a")), ["line 2: 'question[0]'", "role 1"]),
+    ("late-system", question_line(by("user", "a"), by("system", "b")), ["line 2: 'question[1]'"]),
+    ("only-system", question_line(by("system", "a")), ["line 2", "no message of the user"]),
+    ("only-assistant", question_line(by("assistant", "a")), ["line 2", "no message of the user"]),
+    ("null-content", question_line(by("user", None)), ["line 2", "'question[0]' is null"]),
+    ("empty-content", question_line(by("user", "")), ["line 2: 'question[0]' is empty"]),
+    ("parts", question_line(by("user", [{"type": "image"}])), ["line 2", "not a text"]),
 ]
 
 
@@ -156,7 +156,7 @@ def test_held_out_rows_that_are_trained_on(
     alone = config.model_copy(
         update={
             "iterations": 0,
-            "warm_start": config.warm_start.model_copy(update={"max_steps": 0}),
+            "sft": config.sft.model_copy(update={"max_steps": 0}),
         }
     )
     cls = environments.get(name)
@@ -184,7 +184,7 @@ def test_held_out_rows_that_are_trained_on(
 
 def test_one_file_for_evaluation_alone(base: Base, files: Path) -> None:
     same = str(files / "train.jsonl")
-    nothing = {"iterations": 0, "warm_start.max_steps": 0}
+    nothing = {"iterations": 0, "sft.max_steps": 0}
     validate_config(validate(RunConfig, base("jsonl", {"task.test": same, **nothing})))
 
 
@@ -197,7 +197,7 @@ def test_messages_without_a_chat_template(base: Base, files: Path) -> None:
     values = base("jsonl", {})
     (files / "model/chat_template.jinja").unlink()
     messages = [by("user", "1?"), by("assistant", "2"), by("user", "3?")]
-    (files / "train.jsonl").write_bytes(said(*messages))
+    (files / "train.jsonl").write_bytes(question_line(*messages))
     refused(values, "task.train", "line 2", "chat template")
 
 

@@ -18,7 +18,7 @@ def pools(*given: dict[str, Any], **further: Any) -> dict[str, Any]:
 
 
 def pool(*stages: str, **further: Any) -> dict[str, Any]:
-    return {"stages": list(stages or ALL), "gpus": {"cpu": 1}, **further}
+    return {"stages": list(stages or ALL), "devices": {"cpu": 1}, **further}
 
 
 HELPS = pools(pool("reward", "inference", "train", also_generates=True), pool("rollout"))
@@ -44,9 +44,9 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("in-process", pools(pool()), ["pools are processes", "cluster=local"]),
     ("twice", pools(pool(), pool("train")), ["plan.pools", "'train' is in two"]),
     ("unknown", pools(pool("rolout", "train")), ["pools[0].stages", "did you mean 'rollout'"]),
-    ("empty", pools({"stages": [], "gpus": {"cpu": 1}}), ["plan.pools.0.stages"]),
-    ("no-gpus", pools({"stages": ALL, "gpus": {}}), ["plan.pools.0.gpus"]),
-    ("no-device", pools(pool(gpus={"cpu": 0})), ["plan.pools.0.gpus.cpu"]),
+    ("empty", pools({"stages": [], "devices": {"cpu": 1}}), ["plan.pools.0.stages"]),
+    ("no-gpus", pools({"stages": ALL, "devices": {}}), ["plan.pools.0.devices"]),
+    ("no-device", pools(pool(devices={"cpu": 0})), ["plan.pools.0.devices.cpu"]),
     ("no-train", pools(pool("rollout", "reward")), ["plan.pools", "no pool holds train"]),
     ("no-rollout", pools(pool("train", "reward")), ["plan.pools", "no pool holds rollout"]),
     ("helps", HELPS, ["pools[0].also_generates: needs an elastic pool"]),

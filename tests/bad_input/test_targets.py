@@ -10,7 +10,7 @@ from rlinf.errors import EXIT_BAD_INPUT, ConfigError
 from rlinf.rewards import rewards
 from rlinf.rewards.task_rewards import ScoreReward
 from rlinf.track import trackers
-from tests.bad_input.door import Base, judged, refused
+from tests.bad_input.door import Base, assert_mentions, refused
 
 GOOD = """
 from rlinf.rewards.base import Reward
@@ -64,7 +64,7 @@ def test_a_name_with_a_colon_is_the_part_itself(own: Path) -> None:
         ("a/b:c", ["expected MODULE:CLASS"]),
     ],
 )
-def test_a_target_that_cannot_be_used_is_refused_with_the_key_before_anything_is_written(
+def test_an_unusable_target_is_refused_by_its_key_before_anything_is_written(
     own: Path, base: Base, name: str, words: list[str]
 ) -> None:
     refused(base("arithmetic", {"reward.name": name}), "reward.name", *words)
@@ -87,4 +87,4 @@ def test_a_tracker_can_be_a_target_too(own: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trackers.get("registered.odd:Mine", "log.trackers.0")
     assert caught.value.exit_code == EXIT_BAD_INPUT
-    judged(str(caught.value), "log.trackers.0", "is no tracker")
+    assert_mentions(str(caught.value), "log.trackers.0", "is no tracker")

@@ -28,13 +28,13 @@ def test_only_what_is_within_the_tolerance_is_the_same() -> None:
     zero, near = torch.zeros(2), torch.tensor([0.0, TOLERANCE / 2])
     right = ([[-0.2, 0.6]], {"v": zero, "w": zero})
     assert compared([[-0.2, 0.6]], {"v": zero, "w": near}, right).good(TRAINER_SETUPS[0])
-    for said, weights in (
+    for found_result, weights in (
         ([[-0.2, 0.6]], {"v": zero, "w": 4 * near}),
         ([[-0.2 - 3 * RELATIVE, 0.6]], {"v": zero, "w": near}),
         ([[float("nan"), 0.6]], {"v": zero, "w": near}),
         ([[-0.2, 0.6]], {"v": zero, "w": torch.tensor([0.0, float("nan")])}),
         ([[-0.2, 0.6]], {"v": zero}),
     ):
-        result = compared(said, weights, right)
+        result = compared(found_result, weights, right)
         assert not result.good(TRAINER_SETUPS[0])
         assert result.line(TRAINER_SETUPS[0], BATCH_SPLITS[0]).endswith("differs")

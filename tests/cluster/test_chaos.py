@@ -34,8 +34,8 @@ SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
 POOLS: dict[str, Any] = {
     "defaults": {"partition": "cpu", "mem_mb": 2000, "time_limit_min": 30},
     "pools": [
-        {"stages": ["rollout"], "gpus": {"spot:a100": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+        {"stages": ["rollout"], "devices": {"spot:a100": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
     ],
     "stages": {
         "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"},
@@ -44,16 +44,20 @@ POOLS: dict[str, Any] = {
 }
 ELASTIC = POOLS | {
     "pools": [
-        {"stages": ["rollout"], "workers": 2, "gpus": {"spot:a100": 1, "h100": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}, "also_generates": True},
+        {"stages": ["rollout"], "workers": 2, "devices": {"spot:a100": 1, "h100": 1}},
+        {
+            "stages": ["reward", "inference", "train"],
+            "devices": {"h100": 1},
+            "also_generates": True,
+        },
     ]
 }
 """Generators of two kinds, and a trainer that leaves them the tail."""
 RANKS = POOLS | {
     "num_chunks": 2,
     "pools": [
-        {"stages": ["rollout"], "gpus": {"spot:a100": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 2}},
+        {"stages": ["rollout"], "devices": {"spot:a100": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"h100": 2}},
     ],
     "stages": {
         "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"},

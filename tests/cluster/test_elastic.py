@@ -17,7 +17,7 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
     cluster: Path, tmp_path: Path
 ) -> None:
     """Each kind has a worker, and both do a part of what the trainer leaves."""
-    longer = ["rollout.horizon=96", "engine.max_num_seqs=4", "retention.keep_trajectories=500"]
+    longer = ["rollout.horizon=96", "engine.max_num_seqs=4", "checkpoint.keep_trajectories=500"]
     longer += ["optimizer.lr_decay_iterations=500"]  # however many iterations there are
     log, run = tmp_path / "log", tmp_path / "tiny"
     train = {"partition": "h100", "gpus": 1}
@@ -26,10 +26,10 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
         "defaults": {"mem_mb": 1500},
         "stages": {"rollout": train, "reward": train, "inference": train, "train": train},
         "pools": [
-            {"stages": ["rollout"], "workers": 2, "gpus": {"a100": 1, "h100": 1}},
+            {"stages": ["rollout"], "workers": 2, "devices": {"a100": 1, "h100": 1}},
             {
                 "stages": ["reward", "inference", "train"],
-                "gpus": {"h100": 1},
+                "devices": {"h100": 1},
                 "also_generates": True,
             },
         ],

@@ -37,5 +37,5 @@ def test_a_run_outlasts_many_leases(cluster: Path, tmp_path: Path) -> None:
         assert len(list((run / POOLS_FOLDER / pool).glob("[0-9]*"))) > 2, (
             "a pool had several leases"
         )
-    said = (tmp_path / "log").read_text()
-    assert "failed" not in said, said
+    output = (tmp_path / "log").read_text()
+    assert "failed" not in output, output

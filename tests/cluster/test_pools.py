@@ -35,7 +35,7 @@ def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path)
     run_here(words(tmp_path / "reference", longer))
     path = tmp_path / "plan.yaml"
     where = {"partition": "spot", "gpus": 1, "gpu_type": "a100"}
-    on_spot = [{"stages": ["rollout"], "gpus": {"spot:a100": 1}}, PLAN["pools"][1]]
+    on_spot = [{"stages": ["rollout"], "devices": {"spot:a100": 1}}, PLAN["pools"][1]]
     path.write_text(
         yaml.safe_dump({**PLAN, "pools": on_spot, "stages": {**PLAN["stages"], "rollout": where}})
     )

@@ -11,7 +11,7 @@ import pytest
 
 from launchers.launcher import JobSpec
 from launchers.submitit import SubmititLauncher
-from pipeline.commands.experiment import compose, prepare_run, run_warm_start
+from pipeline.commands.experiment import compose, prepare_run, run_sft
 from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
 from rlinf import package_paths
 from slurm.client import SlurmClient
@@ -71,13 +71,11 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
 @pytest.mark.timeout(900)
 def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_path: Path) -> None:
     wanted = words(tmp_path, "cluster=slurm", f"cluster.site={SITE}", "cluster.poll_interval_s=0.2")
-    wanted += ["warm_start.max_steps=0", "plan.defaults.mem_mb=2000", "plan.defaults.partition=cpu"]
+    wanted += ["sft.max_steps=0", "plan.defaults.mem_mb=2000", "plan.defaults.partition=cpu"]
     run = prepare_run(
         compose([f"++{w}" if not w.startswith(("experiment", "cluster=")) else w for w in wanted])
     )
-    made = profile_run(
-        run, ProfileOptions(partitions=("gpu",), minutes=3, processes=1), run_warm_start
-    )
+    made = profile_run(run, ProfileOptions(partitions=("gpu",), minutes=3, processes=1), run_sft)
     assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
     for name, kind in made.kinds.items():
         gpu = name.removeprefix("gpu:")

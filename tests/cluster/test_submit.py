@@ -89,8 +89,8 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     iteration(run, 17)
     assert f"job {job} (driver) cancelled" in rlinf("stop", str(run))
     assert not queued(run)
-    told = tmp_path / "told"
-    assert not told.exists(), f"who stops a run knows that it ended: {told.read_text()}"
+    values = tmp_path / "told"
+    assert not values.exists(), f"who stops a run knows that it ended: {values.read_text()}"
     rlinf("submit", str(run), "--partition", "cpu", "--mail", "owner@example.org")
     run_here(words(tmp_path / "reference", LONGER))
     wait_until(tmp_path / "told", 150)
@@ -150,9 +150,9 @@ def test_pools_without_a_driver_end_when_their_grace_is_over(cluster: Path, tmp_
 
 
 def test_a_dry_run_writes_what_slurm_would_take(cluster: Path, tmp_path: Path) -> None:
-    said = rlinf("submit", *call(tmp_path), "--dry-run")
+    result = rlinf("submit", *call(tmp_path), "--dry-run")
     folder = tmp_path / "tiny.dry-run"
-    assert str(folder) in said
+    assert str(folder) in result
     assert {path.name for path in folder.iterdir()} == {
         *("config.yaml", "plan.yaml"),
         *("driver.sh", "pool-0.sh", "pool-1.sh"),
@@ -163,7 +163,7 @@ def test_a_dry_run_writes_what_slurm_would_take(cluster: Path, tmp_path: Path) -
     plan = package_paths.ROOT / "configs" / "plans" / "devcluster.yaml"
     rlinf("run", *words(tmp_path, "cluster=slurm", f"plan={plan}", "run.name=stages"), "--dry-run")
     scripts = (tmp_path / "stages.dry-run").glob("*.sh")
-    assert {path.stem for path in scripts} >= {"warm_start", "rollout", "train", "evaluate"}
+    assert {path.stem for path in scripts} >= {"sft", "rollout", "train", "evaluate"}
 
 
 @pytest.mark.parametrize("option", [["--partition", "cpus"], ["--mem-mb", "99999999"]])

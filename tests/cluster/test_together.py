@@ -159,8 +159,8 @@ def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -
             "train": train,
         },
         "pools": [
-            {"stages": ["rollout"], "gpus": {"cpu": 1}},
-            {"stages": ["reward", "inference", "train"], "gpus": {"h100": 2, "a100": 1}},
+            {"stages": ["rollout"], "devices": {"cpu": 1}},
+            {"stages": ["reward", "inference", "train"], "devices": {"h100": 2, "a100": 1}},
         ],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
@@ -185,8 +185,8 @@ def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
             "train": {"partition": "h100", "gpus": 1},
         },
         "pools": [
-            {"stages": ["rollout"], "gpus": {"a100": 1}},
-            {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+            {"stages": ["rollout"], "devices": {"a100": 1}},
+            {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
         ],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))

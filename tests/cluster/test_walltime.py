@@ -27,12 +27,12 @@ def test_a_stage_at_its_wall_time_limit_is_requeued_and_goes_on(
     launcher: SubmititLauncher, compose: Compose, tmp_path: Path
 ) -> None:
     """Side by side: one job is warned by Slurm, the other has only the clock."""
-    run = prepare_run(compose("warm_start.max_steps=1000000", "warm_start.target_score=1.0"))
+    run = prepare_run(compose("sft.max_steps=1000000", "sft.target_score=1.0"))
     config = run.folder / CONFIG_FILE
 
     def fine_tuning(name: str, **sbatch: str) -> JobSpec:
         out = tmp_path / name
-        argv = ("warm_start", "--config", str(config), "--out", str(out))
+        argv = ("sft", "--config", str(config), "--out", str(out))
         needs = JobResources("cpu", mem_mb=1000, time_limit_min=1, sbatch=sbatch)
         return JobSpec(f"test/{name}", argv, out, tmp_path / f"logs-{name}", needs)
 

@@ -166,16 +166,20 @@ def test_steps_that_do_not_count_have_no_influence(name: str, seed: int) -> None
     assert not (first.require("advantages") * hidden).any()
     torch.testing.assert_close(first.advantages, second.advantages)
     weights, _ = loss_agg_weights(batch.mask, "token_mean")
-    said = outputs_of(batch, seed)
+    outputs = outputs_of(batch, seed)
     unlike = StepOutputs(
-        *(spoiled(c.detach()) for c in (said.logprobs, said.entropy, said.values) if c is not None)
+        *(
+            spoiled(c.detach())
+            for c in (outputs.logprobs, outputs.entropy, outputs.values)
+            if c is not None
+        )
     )
     ours, theirs = (
-        algorithm.total_loss(said, first, weights),
+        algorithm.total_loss(outputs, first, weights),
         algorithm.total_loss(unlike, second, weights),
     )
     torch.testing.assert_close(ours[0], theirs[0])
-    (gradient,) = torch.autograd.grad(ours[0], said.logprobs)
+    (gradient,) = torch.autograd.grad(ours[0], outputs.logprobs)
     assert not (gradient * hidden).any()
 
 
@@ -186,9 +190,9 @@ def test_a_step_without_advantage_has_no_gradient(name: str, seed: int) -> None:
     indifferent = (torch.rand(batch.mask.shape) < 0.5) & (batch.mask > 0)
     advantages = torch.where(indifferent, 0.0, batch.mask)
     batch = replace(algorithm.with_advantages(batch), advantages=advantages)
-    said = outputs_of(batch, seed)
-    loss, _ = algorithm.total_loss(said, batch, batch.mask)
-    (gradient,) = torch.autograd.grad(loss, said.logprobs)
+    outputs = outputs_of(batch, seed)
+    loss, _ = algorithm.total_loss(outputs, batch, batch.mask)
+    (gradient,) = torch.autograd.grad(loss, outputs.logprobs)
     assert not gradient[indifferent].any()
 
 
@@ -213,23 +217,23 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     algorithm = made(name, kl_loss_coef=0.1, entropy_coeff=0.1, loss_agg_mode=aggregation)
     batch = algorithm.with_advantages(batch_of(seed))
     weights, _ = loss_agg_weights(batch.mask, aggregation)
-    said = outputs_of(batch, seed)
-    whole, metrics = algorithm.total_loss(said, batch, weights)
-    (gradient,) = torch.autograd.grad(whole, said.logprobs, retain_graph=True)
+    outputs = outputs_of(batch, seed)
+    whole, metrics = algorithm.total_loss(outputs, batch, weights)
+    (gradient,) = torch.autograd.grad(whole, outputs.logprobs, retain_graph=True)
     order = np.random.default_rng(seed).permutation(len(batch))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(batch) - 1), max_size=4)))
     total, totals = torch.zeros(()), dict.fromkeys(metrics, torch.zeros(()))
     for part in np.split(order, cuts):
         index = part.tolist()
         local = chosen(batch, index)
-        loss, found = algorithm.total_loss(rows(said, index), local, weights[index])
+        loss, found = algorithm.total_loss(rows(outputs, index), local, weights[index])
         total = total + loss
         assert found.keys() == metrics.keys()
         totals = {key: totals[key] + found[key] for key in totals}
     torch.testing.assert_close(total, whole, atol=1e-4, rtol=1e-4)
     for key, value in metrics.items():
         torch.testing.assert_close(totals[key], value, atol=1e-4, rtol=1e-4)
-    (summed,) = torch.autograd.grad(total, said.logprobs)
+    (summed,) = torch.autograd.grad(total, outputs.logprobs)
     torch.testing.assert_close(summed, gradient, atol=1e-5, rtol=1e-4)
 
 
@@ -305,8 +309,8 @@ class Update:
                 trajectory.truncation_steps = np.arange(length)[length - len(cut) :]
             found.append(trajectory)
         samples = []
-        for row, said in self.trainer().forward(found, 1.0):
-            record, old = found[row], said.logprobs.numpy()
+        for row, result in self.trainer().forward(found, 1.0):
+            record, old = found[row], result.logprobs.numpy()
             record.logprobs = old
             record.terminated = (np.arange(len(old)) == len(old) - 1).astype(np.float32)
             if self.replays and len(record.truncation_steps):
@@ -315,8 +319,8 @@ class Update:
             outputs = PolicyOutputs(
                 identity=record.identity, logprobs=old, reference_logprobs=old - 0.1
             )
-            if said.values is not None:
-                outputs.values = said.values.numpy()
+            if result.values is not None:
+                outputs.values = result.values.numpy()
             reward = StepRewards(identity=record.identity, rewards=rewards)
             samples.append(TrainingSample(record, reward, outputs))
         return samples

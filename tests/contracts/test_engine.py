@@ -142,14 +142,16 @@ class Tried:
                 found[number] = {name: column[i] for name, column in reply.steps.items()}
         return found
 
-    def taken(self, row: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def actions_and_logprobs(self, row: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """The steps of a sample and their log-probs as the engine gave them."""
         if self.kind == "tokens":
             length = int(row["length"])
             return row["tokens"][:length], row["logprobs"][:length]
         return row["action"][None], row["logprob"][None]
 
-    def judged(self, request: Record, actions: list[np.ndarray], temperature: float) -> list[Any]:
+    def logprobs_of(
+        self, request: Record, actions: list[np.ndarray], temperature: float
+    ) -> list[Any]:
         """Log-probs of steps under the policy as it is trained, for each row of a request."""
         records = []
         for i, steps in enumerate(actions):
@@ -228,7 +230,10 @@ def assert_alike(got: Rows, expected: Rows, tried: Tried) -> None:
     """The same draws, and log-probs but for rounding."""
     assert got.keys() == expected.keys()
     for number, row in got.items():
-        (steps, logprobs), (same, theirs) = tried.taken(row), tried.taken(expected[number])
+        (steps, logprobs), (same, theirs) = (
+            tried.actions_and_logprobs(row),
+            tried.actions_and_logprobs(expected[number]),
+        )
         np.testing.assert_allclose(steps, same, atol=0 if tried.kind != "box" else 1e-5)
         np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
 
@@ -237,9 +242,9 @@ def assert_alike(got: Rows, expected: Rows, tried: Tried) -> None:
 def test_log_probs_are_those_of_the_policy(tried: Tried, temperature: float) -> None:
     request = tried.request(range(12), temperature=temperature)
     got = tried.answers(request)
-    pairs = [tried.taken(got[number]) for number in range(12)]
-    judged = tried.judged(request, [steps for steps, _ in pairs], temperature)
-    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+    pairs = [tried.actions_and_logprobs(got[number]) for number in range(12)]
+    expected_logprobs = tried.logprobs_of(request, [steps for steps, _ in pairs], temperature)
+    for (_, logprobs), expected in zip(pairs, expected_logprobs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
@@ -251,9 +256,11 @@ def test_what_cannot_be_drawn_does_not_change_log_probs(
 ) -> None:
     request = talker.request(range(12), **cuts)
     got = talker.answers(request)
-    pairs = [talker.taken(got[number]) for number in range(12)]
-    judged = talker.judged(request, [s for s, _ in pairs], cuts.get("temperature", 1.0))
-    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+    pairs = [talker.actions_and_logprobs(got[number]) for number in range(12)]
+    expected_logprobs = talker.logprobs_of(
+        request, [s for s, _ in pairs], cuts.get("temperature", 1.0)
+    )
+    for (_, logprobs), expected in zip(pairs, expected_logprobs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
@@ -284,11 +291,15 @@ def test_tokens_are_drawn_from_the_policys_distribution(
     one = talker.request([0], same=True)
     width = {name: column.repeat(size, axis=0) for name, column in one.steps.items()}
     row = Record(one.identity, width)
-    first = np.concatenate(talker.judged(row, [np.array([a]) for a in range(size)], temperature))
+    first = np.concatenate(
+        talker.logprobs_of(row, [np.array([a]) for a in range(size)], temperature)
+    )
     second = [
         [
             pair[1]
-            for pair in talker.judged(row, [np.array([a, b]) for b in range(size)], temperature)
+            for pair in talker.logprobs_of(
+                row, [np.array([a, b]) for b in range(size)], temperature
+            )
         ]
         for a in range(size)
     ]
@@ -297,10 +308,12 @@ def test_tokens_are_drawn_from_the_policys_distribution(
     shares = cut(np.exp(first), cuts)[:, None] * after
     values = []
     for seed in SEEDS:
-        asked = talker.request(range(count), same=True, horizon=2, temperature=temperature, **cuts)
+        request = talker.request(
+            range(count), same=True, horizon=2, temperature=temperature, **cuts
+        )
         counts = np.zeros((size, size))
-        for found in talker.answers(asked, seed=seed).values():
-            tokens, _ = talker.taken(found)
+        for found in talker.answers(request, seed=seed).values():
+            tokens, _ = talker.actions_and_logprobs(found)
             counts[tokens[0], tokens[1] if len(tokens) > 1 else 0] += 1
         values.append(fits(counts.ravel(), shares.ravel()))
     assert min(values) > 1e-3, values
@@ -328,11 +341,11 @@ def test_choices_are_drawn_from_the_policys_distribution(
     tried = new(case, tmp_path)
     one = tried.request([0] * 3, same=True)
     shares = np.exp(
-        np.concatenate(tried.judged(one, [np.array([a]) for a in range(3)], temperature))
+        np.concatenate(tried.logprobs_of(one, [np.array([a]) for a in range(3)], temperature))
     )
-    asked = tried.request(range(4000), same=True, temperature=temperature)
+    request = tried.request(range(4000), same=True, temperature=temperature)
     for seed in SEEDS:
-        chosen = [int(row["action"]) for row in tried.answers(asked, seed=seed).values()]
+        chosen = [int(row["action"]) for row in tried.answers(request, seed=seed).values()]
         assert fits(np.bincount(chosen, minlength=3), shares) > 1e-3
 
 
@@ -344,10 +357,10 @@ def test_vectors_are_drawn_from_the_policys_distribution(
     """Twice the distance of a Gaussian's log-density from its peak is chi-square distributed."""
     tried = new(case, tmp_path)
     mode = tried.answers(tried.request([0], same=True, temperature=0.0))[0]["action"]
-    (peak,) = tried.judged(tried.request([0]), [mode[None]], temperature)[0]
-    asked = tried.request(range(4000), same=True, temperature=temperature)
+    (peak,) = tried.logprobs_of(tried.request([0]), [mode[None]], temperature)[0]
+    request = tried.request(range(4000), same=True, temperature=temperature)
     for seed in SEEDS:
-        rows = tried.answers(asked, seed=seed).values()
+        rows = tried.answers(request, seed=seed).values()
         distances = 2 * (peak - np.array([row["logprob"] for row in rows]))
         assert stats.kstest(distances, stats.chi2(len(mode)).cdf).pvalue > 1e-3
         signs = np.array([row["action"] for row in rows]) > mode
@@ -358,12 +371,12 @@ def test_temperature_zero_takes_what_is_most_likely(tried: Tried) -> None:
     request = tried.request(range(6), temperature=0.0)
     greedy = tried.answers(request)
     assert_alike(tried.answers(request, seed=8), greedy, tried)
-    steps = [tried.taken(greedy[number])[0][:1] for number in range(6)]
-    best = np.concatenate(tried.judged(request, steps, 0.0))
+    steps = [tried.actions_and_logprobs(greedy[number])[0][:1] for number in range(6)]
+    best = np.concatenate(tried.logprobs_of(request, steps, 0.0))
     for seed in SEEDS:
         others = tried.answers(tried.request(range(6)), seed=seed)
-        drawn = [tried.taken(others[number])[0][:1] for number in range(6)]
-        assert (np.concatenate(tried.judged(request, drawn, 0.0)) <= best + 1e-6).all()
+        drawn = [tried.actions_and_logprobs(others[number])[0][:1] for number in range(6)]
+        assert (np.concatenate(tried.logprobs_of(request, drawn, 0.0)) <= best + 1e-6).all()
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(tried: Tried) -> None:
@@ -382,9 +395,11 @@ def test_a_sample_does_not_depend_on_the_requests_around_it(tried: Tried) -> Non
 
 def test_seeds_stages_iterations_and_samples_differ(tried: Tried) -> None:
     def drawn(**changes: Any) -> bytes:
-        asked = tried.request([changes.pop("sample", 0)], same=True, **changes.pop("info", {}))
+        request = tried.request([changes.pop("sample", 0)], same=True, **changes.pop("info", {}))
         channel = LocalChannel()
-        channel.put(Record(RecordId(changes.pop("iteration", 0), 0), asked.steps, info=asked.info))
+        channel.put(
+            Record(RecordId(changes.pop("iteration", 0), 0), request.steps, info=request.info)
+        )
         channel.close()
         address = {"seed": 7, "stage": "rollout", **changes}
         (reply,) = tried.engine.generate(channel, **address)
@@ -403,22 +418,26 @@ def test_seeds_stages_iterations_and_samples_differ(tried: Tried) -> None:
 
 def test_turns_of_a_sample_are_drawn_anew(talker: Tried) -> None:
     def turn(number: int) -> Rows:
-        asked = talker.request(range(4))
+        request = talker.request(range(4))
         return talker.answers(
-            Record(asked.identity, {**asked.steps, "turn": np.full(4, number)}, info=asked.info)
+            Record(
+                request.identity, {**request.steps, "turn": np.full(4, number)}, info=request.info
+            )
         )
 
     assert_alike(turn(0), talker.answers(talker.request(range(4))), talker)
     assert any(
-        not np.array_equal(talker.taken(turn(1)[n])[0], talker.taken(turn(0)[n])[0])
+        not np.array_equal(
+            talker.actions_and_logprobs(turn(1)[n])[0], talker.actions_and_logprobs(turn(0)[n])[0]
+        )
         for n in range(4)
     )
 
 
 def test_samples_end_at_a_stop_token_or_the_horizon(talker: Tried) -> None:
     got = talker.answers(talker.request(range(60), horizon=20))
-    stopped = [talker.taken(row)[0] for row in got.values() if row["stopped"]]
-    cut_off = [talker.taken(row)[0] for row in got.values() if not row["stopped"]]
+    stopped = [talker.actions_and_logprobs(row)[0] for row in got.values() if row["stopped"]]
+    cut_off = [talker.actions_and_logprobs(row)[0] for row in got.values() if not row["stopped"]]
     assert stopped
     assert cut_off
     assert all(tokens[-1] == EOS and EOS not in tokens[:-1] for tokens in stopped)
@@ -438,7 +457,7 @@ def test_a_stop_string_ends_a_sample_wherever_its_tokens_divide_it(talker: Tried
     tokenizer = HFFolder(talker.folder).tokenizer
     plain = talker.answers(talker.request(range(40)))
     texts = {
-        n: tokenizer.decode(talker.taken(row)[0], skip_special_tokens=True)
+        n: tokenizer.decode(talker.actions_and_logprobs(row)[0], skip_special_tokens=True)
         for n, row in plain.items()
     }
     found: dict[str, int] = {}
@@ -449,8 +468,8 @@ def test_a_stop_string_ends_a_sample_wherever_its_tokens_divide_it(talker: Tried
     got = talker.answers(talker.request(range(40), stop=json.dumps([stop, "never+never"])))
     ended = 0
     for number, row in got.items():
-        tokens, _ = talker.taken(row)
-        whole, _ = talker.taken(plain[number])
+        tokens, _ = talker.actions_and_logprobs(row)
+        whole, _ = talker.actions_and_logprobs(plain[number])
         np.testing.assert_array_equal(tokens, whole[: len(tokens)])
         read = [tokenizer.decode(whole[:k], skip_special_tokens=True) for k in range(len(whole))]
         at = next((k for k, text in enumerate(read) if stop in text), len(whole))
@@ -503,23 +522,23 @@ def test_samples_that_are_given_up_come_as_far_as_they_are(talker: Tried) -> Non
     length, looks = (450, 1) if served else (100, 4)
     request = talker.request(range(10), horizon=length, min_tokens=length)
     whole = talker.answers(request)
-    asked = list[tuple[int, int]]()
+    requests = list[tuple[int, int]]()
 
     def gives_up(left: int, of: int) -> bool:
-        asked.append((left, of))
-        return len(asked) == looks
+        requests.append((left, of))
+        return len(requests) == looks
 
     got = talker.answers(request, hooks=RolloutHooks(should_abort=gives_up))
     assert got.keys() == whole.keys()
     given_up = [number for number, row in got.items() if row.get("unfinished")]
-    assert asked[looks - 1] == (10, 10)
+    assert requests[looks - 1] == (10, 10)
     assert given_up if served else len(given_up) == 10
-    assert {of for _, of in asked} == {10}
+    assert {of for _, of in requests} == {10}
     for number, row in got.items():
-        tokens, logprobs = talker.taken(row)
+        tokens, logprobs = talker.actions_and_logprobs(row)
         assert (len(tokens) < length) == (number in given_up)
         assert served or len(tokens) == 4
-        same, theirs = talker.taken(whole[number])
+        same, theirs = talker.actions_and_logprobs(whole[number])
         np.testing.assert_array_equal(tokens, same[: len(tokens)])
         np.testing.assert_allclose(logprobs, theirs[: len(tokens)], atol=1e-5)
 
@@ -554,13 +573,13 @@ def test_a_channel_that_fails_is_no_end_of_requests(tried: Tried) -> None:
 
 @pytest.mark.parametrize("column", ["sample", "prompt", "prompt_length"])
 def test_a_request_without_a_column_is_refused(talker: Tried, column: str) -> None:
-    asked = talker.request()
-    steps = {name: values for name, values in asked.steps.items() if name != column}
+    request = talker.request()
+    steps = {name: values for name, values in request.steps.items() if name != column}
     with pytest.raises(DataError, match=column):
-        talker.answers(Record(asked.identity, steps, info=asked.info))
-    wrong = {**asked.steps, column: asked.steps[column].astype(np.float32)}
+        talker.answers(Record(request.identity, steps, info=request.info))
+    wrong = {**request.steps, column: request.steps[column].astype(np.float32)}
     with pytest.raises(DataError, match=f"{column}.*float32"):
-        talker.answers(Record(asked.identity, wrong, info=asked.info))
+        talker.answers(Record(request.identity, wrong, info=request.info))
 
 
 @pytest.mark.parametrize(
@@ -590,12 +609,15 @@ def test_weights_are_taken_one_at_a_time_and_served(tried: Tried, tmp_path: Path
         for tensor in {t.data_ptr(): t for t in tried.policy.module.state_dict().values()}.values():
             if tensor.is_floating_point():
                 tensor.mul_(1.25)
-    pairs = [tried.taken(got[number]) for number in range(6)]
-    judged = tried.judged(tried.request(), [steps for steps, _ in pairs], 1.0)
-    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+    pairs = [tried.actions_and_logprobs(got[number]) for number in range(6)]
+    expected_logprobs = tried.logprobs_of(tried.request(), [steps for steps, _ in pairs], 1.0)
+    for (_, logprobs), expected in zip(pairs, expected_logprobs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     assert any(
-        not np.array_equal(tried.taken(got[n])[1], tried.taken(before[n])[1]) for n in range(6)
+        not np.array_equal(
+            tried.actions_and_logprobs(got[n])[1], tried.actions_and_logprobs(before[n])[1]
+        )
+        for n in range(6)
     )
 
 
@@ -665,11 +687,11 @@ def test_an_engine_that_was_never_loaded_holds_nothing_and_can_be_closed(tried: 
 
 def test_weights_come_in_memory_after_some_that_came_on_the_way(tried: Tried) -> None:
     """As in a pool: a rollout takes newer weights from files, the next stage gets them handed."""
-    told = iter([(tried.folder, 4)])
+    values = iter([(tried.folder, 4)])
     requests = LocalChannel()
     requests.put(tried.request())
     requests.close()
-    hooks = RolloutHooks(newer_weights=lambda: next(told, None))
+    hooks = RolloutHooks(newer_weights=lambda: next(values, None))
     assert list(tried.engine.generate(requests, seed=7, stage="rollout", hooks=hooks))
     assert tried.engine.version == 4
     state = {name: tensor.clone() for name, tensor in tried.policy.module.state_dict().items()}

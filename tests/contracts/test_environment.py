@@ -42,9 +42,9 @@ def options(name: str, folder: Path) -> dict[str, Any]:
         for split, first in (("train", 0), ("test", 50)):
             rows = []
             for n in range(first, first + 9):
-                asked = {"role": "user", "content": f"{n}+1="}
-                said = {"role": "assistant", "content": str(n + 1)}
-                rows.append({"messages": [asked, said]})
+                settings = {"role": "user", "content": f"{n}+1="}
+                message = {"role": "assistant", "content": str(n + 1)}
+                rows.append({"messages": [settings, message]})
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
@@ -116,7 +116,7 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
     engine.close()
 
 
-def asked(record: Trajectory) -> bytes:
+def prompt_of(record: Trajectory) -> bytes:
     """What an episode begins with."""
     prompt = record.prompt
     first = record.observations[0] if prompt is None else prompt
@@ -150,23 +150,23 @@ def test_the_same_address_gives_the_same_experience(made: tuple[Environment, Pla
 def test_a_part_of_the_starts_begins_as_in_the_whole(made: tuple[Environment, Play]) -> None:
     """Also after other episodes: nothing is left of those."""
     _, play = made
-    whole = {record.identity.sample: asked(record) for record in play()}
+    whole = {record.identity.sample: prompt_of(record) for record in play()}
     parts = play(range(1, 4, 2)) + play(range(0, 4, 2))
-    assert {record.identity.sample: asked(record) for record in parts} == whole
+    assert {record.identity.sample: prompt_of(record) for record in parts} == whole
 
 
 def test_the_samples_of_a_group_begin_alike_and_starts_differ(
     made: tuple[Environment, Play],
 ) -> None:
     _, play = made
-    begins = [asked(record) for record in play()]
+    begins = [prompt_of(record) for record in play()]
     assert begins[::2] == begins[1::2]
     assert len(set(begins[::2])) > 1
 
 
 def test_iterations_differ_and_held_out_starts_are_others(made: tuple[Environment, Play]) -> None:
     _, play = made
-    first, later, test = ({asked(r) for r in play(iteration=i, split=s)} for i, s in
+    first, later, test = ({prompt_of(r) for r in play(iteration=i, split=s)} for i, s in
                           ((2, "train"), (3, "train"), (0, "test")))  # fmt: skip
     assert first != later
     assert not test & (first | later)

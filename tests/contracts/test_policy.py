@@ -172,15 +172,17 @@ class Tried:
             )
         return {TRAJECTORY_NAMES.get(name, name): column.numpy() for name, column in found.items()}
 
-    def judged(self, records: Sequence[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
+    def logprobs_of(
+        self, records: Sequence[Trajectory], temperature: float = 1.0
+    ) -> list[np.ndarray]:
         """Log-probs, entropies and values of the steps of each record: ``[T, columns]``."""
         with torch.no_grad():
             batch = self.policy.collate(records)
-            said = self.policy.evaluate(batch, temperature, entropy=True)
-        found = [c for c in (said.logprobs, said.entropy, said.values) if c is not None]
+            outputs = self.policy.evaluate(batch, temperature, entropy=True)
+        found = [c for c in (outputs.logprobs, outputs.entropy, outputs.values) if c is not None]
         shape = batch["mask"].shape
         assert all(c.dtype == torch.float32 and c.shape[:2] == shape for c in found)
-        assert said.logprobs.ndim == 2 or self.acts
+        assert outputs.logprobs.ndim == 2 or self.acts
         rows = torch.cat([c.reshape(*shape, -1) for c in found], -1).numpy()
         return [row[: len(record)] for row, record in zip(rows, records, strict=True)]
 
@@ -202,8 +204,8 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
                 setattr(record, name, column)
     else:
         records = generated(tried, temperature)
-    judged = tried.judged(records, temperature)
-    for record, row in zip(records, judged, strict=True):
+    expected_logprobs = tried.logprobs_of(records, temperature)
+    for record, row in zip(records, expected_logprobs, strict=True):
         acted = record.logprobs.reshape(len(record), -1)
         np.testing.assert_allclose(row[:, : acted.shape[1]], acted, atol=1e-5)
         if record.values is not None:
@@ -217,9 +219,9 @@ def test_there_is_a_value_for_each_step_or_for_each_action_of_its_chunk(tried: T
     valued = getattr(tried.options, "value_level", "chunk") == "action"
     record = tried.record(0, 6)
     with torch.no_grad():
-        said = tried.policy.evaluate(tried.policy.collate([record]), 1.0)
-    if said.values is not None:
-        assert said.values.shape == (1, 6, *[3] * valued)
+        outputs = tried.policy.evaluate(tried.policy.collate([record]), 1.0)
+    if outputs.values is not None:
+        assert outputs.values.shape == (1, 6, *[3] * valued)
     if record.values is not None:
         assert record.values.shape == (6, *[3] * valued)
 
@@ -265,15 +267,18 @@ def generated(tried: Tried, temperature: float) -> list[Trajectory]:
 
 def test_neighbours_and_padding_do_not_matter(tried: Tried) -> None:
     records = [tried.record(number, 1 + 3 * number) for number in range(5)]
-    together = tried.judged(records)
+    together = tried.logprobs_of(records)
     for record, row in zip(records, together, strict=True):
-        np.testing.assert_allclose(tried.judged([record])[0], row, atol=1e-5)
-    for row, other in zip(tried.judged(records[::-1])[::-1], together, strict=True):
+        np.testing.assert_allclose(tried.logprobs_of([record])[0], row, atol=1e-5)
+    for row, other in zip(tried.logprobs_of(records[::-1])[::-1], together, strict=True):
         np.testing.assert_allclose(row, other, atol=1e-5)
 
 
 def test_what_comes_later_does_not_matter(tried: Tried) -> None:
-    whole, beginning = tried.judged([tried.record(2, 9)]), tried.judged([tried.record(2, 4)])
+    whole, beginning = (
+        tried.logprobs_of([tried.record(2, 9)]),
+        tried.logprobs_of([tried.record(2, 4)]),
+    )
     np.testing.assert_allclose(whole[0][:4], beginning[0], atol=1e-5)
 
 
@@ -294,7 +299,7 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
         actions = np.zeros((1, *rest), np.int64)
         actions[(0,) * actions.ndim] = action
         every.append(replace(record, identity=RecordId(0, action), actions=actions))
-    rows = np.stack(tried.judged(every, temperature))[:, 0].astype(np.float64)
+    rows = np.stack(tried.logprobs_of(every, temperature))[:, 0].astype(np.float64)
     assert np.exp(rows[:, 0]).sum() == pytest.approx(1, abs=1e-5)
     entropy = rows[0, 1 if not rest else rest[0]]
     assert -(np.exp(rows[:, 0]) * rows[:, 0]).sum() == pytest.approx(entropy, abs=1e-5)
@@ -302,21 +307,21 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
 
 def test_saving_and_loading_keeps_everything(tried: Tried) -> None:
     records, state = [tried.record(number, 5) for number in range(3)], tried.state()
-    before = tried.judged(records)
+    before = tried.logprobs_of(records)
     tried.policy = tried.cls.load(tried.folder, tried.options)
     assert tried.state().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in tried.state().items())
-    for row, other in zip(tried.judged(records), before, strict=True):
+    for row, other in zip(tried.logprobs_of(records), before, strict=True):
         np.testing.assert_array_equal(row, other)
 
 
 def test_weights_are_taken_over_by_name(tried: Tried) -> None:
     records, state = [tried.record(number, 5) for number in range(3)], tried.state()
-    wanted = tried.judged(records)
+    wanted = tried.logprobs_of(records)
     tried.policy = tried.cls.load(tried.first, tried.options)
-    assert not np.allclose(tried.judged(records)[0], wanted[0], atol=1e-3)
+    assert not np.allclose(tried.logprobs_of(records)[0], wanted[0], atol=1e-3)
     copy_weights(tried.policy.module, state.items())
-    for row, other in zip(tried.judged(records), wanted, strict=True):
+    for row, other in zip(tried.logprobs_of(records), wanted, strict=True):
         np.testing.assert_array_equal(row, other)
 
 
@@ -333,8 +338,8 @@ def test_the_first_weights_follow_from_the_seed(tried: Tried, tmp_path: Path) ->
 
 def test_every_weight_that_judges_actions_can_be_trained(tried: Tried) -> None:
     batch = tried.policy.collate([tried.record(number, 5) for number in range(3)])
-    said = tried.policy.evaluate(batch, 1.0)
-    loss = said.logprobs.sum() + (0 if said.values is None else said.values.sum())
+    outputs = tried.policy.evaluate(batch, 1.0)
+    loss = outputs.logprobs.sum() + (0 if outputs.values is None else outputs.values.sum())
     loss.backward()
     # Values of actions, and what weighs the entropy, have no part in what is said of a step.
     named = tried.policy.module.named_parameters()

@@ -86,9 +86,9 @@ def scores(reward: Reward) -> list[float]:
     return SCORES if reward.needs_score else []
 
 
-def batch_of(given: Sequence[Trajectory], judged: Sequence[np.ndarray]) -> Any:
+def batch_of(given: Sequence[Trajectory], rewards: Sequence[np.ndarray]) -> Any:
     columns = [
-        StepRewards(identity=t.identity, rewards=r) for t, r in zip(given, judged, strict=True)
+        StepRewards(identity=t.identity, rewards=r) for t, r in zip(given, rewards, strict=True)
     ]
     rows = join_by_identity(given, columns, [PolicyOutputs(identity=t.identity) for t in given])
     return build_step_batch([TrainingSample(*row) for row in rows])
@@ -105,18 +105,18 @@ def test_there_is_one_float32_for_each_step(reward: Reward) -> None:
 
 def test_nothing_lies_on_a_step_that_does_not_count(reward: Reward) -> None:
     given = trajectories()
-    judged = reward.compute_step_rewards(given, scores(reward))
-    for trajectory, steps in zip(given, judged, strict=True):
+    rewards = reward.compute_step_rewards(given, scores(reward))
+    for trajectory, steps in zip(given, rewards, strict=True):
         assert not steps[~loss_mask(trajectory)].any()
-    batch_of(given, judged)  # raises where one is masked away
+    batch_of(given, rewards)  # raises where one is masked away
 
 
 def test_a_reward_for_the_whole_is_on_the_last_step_that_counts(reward: Reward) -> None:
     given = trajectories()
-    judged = reward.compute(given, scores(reward))
+    rewards = reward.compute(given, scores(reward))
     placed = reward.compute_step_rewards(given, scores(reward))
-    for trajectory, said, steps in zip(given, judged, placed, strict=True):
-        worth = said.reward if isinstance(said, RewardResult) else said
+    for trajectory, result, steps in zip(given, rewards, placed, strict=True):
+        worth = result.reward if isinstance(result, RewardResult) else result
         assert float(steps.sum()) == pytest.approx(float(np.sum(worth)))
         if not np.ndim(worth):
             assert steps[np.flatnonzero(loss_mask(trajectory))[-1]] == np.float32(worth)
@@ -124,11 +124,11 @@ def test_a_reward_for_the_whole_is_on_the_last_step_that_counts(reward: Reward) 
 
 def test_the_algorithms_see_all_of_it(reward: Reward) -> None:
     given = trajectories()
-    judged = reward.compute_step_rewards(given, scores(reward))
-    batch = batch_of(given, judged)
+    rewards = reward.compute_step_rewards(given, scores(reward))
+    batch = batch_of(given, rewards)
     # In the gradient of GRPO the masked steps count nothing: the score must be on the others.
     assert (batch.rewards * batch.mask).sum(-1).tolist() == pytest.approx(
-        [float(steps.sum()) for steps in judged]
+        [float(steps.sum()) for steps in rewards]
     )
     assert group_relative_advantages(batch.rewards.sum(-1), batch.groups).any()
     zero = torch.zeros_like(batch.mask)
@@ -136,7 +136,7 @@ def test_the_algorithms_see_all_of_it(reward: Reward) -> None:
     firsts = [int(np.flatnonzero(loss_mask(trajectory))[0]) for trajectory in given]
     # Undiscounted and without a critic the first choice is credited with everything behind it.
     assert [float(row[at]) for row, at in zip(gae, firsts, strict=True)] == pytest.approx(
-        [float(steps.sum()) for steps in judged]
+        [float(steps.sum()) for steps in rewards]
     )
 
 
@@ -174,7 +174,7 @@ class Given(Reward):
 
 
 @pytest.mark.parametrize(
-    ("judgements", "said"),
+    ("judgements", "message"),
     [
         ([1.0], "1 rewards for 2 trajectories"),
         ([1.0, float("nan")], "sample 8 got nan"),
@@ -187,13 +187,13 @@ class Given(Reward):
         ([1j, 1.0], "sample 7 got complex 1j, which is no number"),
     ],
 )
-def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         Given(*judgements).compute_step_rewards(trajectories(7)[:2], [])
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (None, "compute returned None; it must return a list"),
         ("ab", "compute returned str 'ab'; it must return a list"),
@@ -202,10 +202,10 @@ def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, said:
         (1.0, "compute returned float 1.0; it must return a list"),
     ],
 )
-def test_what_is_no_list_of_rewards_is_refused(returned: Any, said: str) -> None:
+def test_what_is_no_list_of_rewards_is_refused(returned: Any, message: str) -> None:
     reward = Given()
     reward.given = returned
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         reward.compute_step_rewards(trajectories(7)[:2], [])
 
 

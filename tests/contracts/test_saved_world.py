@@ -58,12 +58,14 @@ def played(
     return found
 
 
-def test_every_world_that_says_so_is_tried() -> None:
-    assert {name for name in simulators.names() if get_requirements(name).saves} == OWN.keys()
+def test_every_simulator_that_supports_state_saving_is_tested() -> None:
+    assert {
+        name for name in simulators.names() if get_requirements(name).supports_state_saving
+    } == OWN.keys()
 
 
 @pytest.mark.parametrize(("world", "id"), [(w, id) for w, ids in OWN.items() for id in ids])
-def test_it_goes_on_to_the_bit(world: str, id: str) -> None:
+def test_a_restored_episode_continues_bit_for_bit(world: str, id: str) -> None:
     """Beside other worlds, and where another episode was played before."""
     config = config_of(world, id)
     with closing(create_simulator_process(config)) as process:

@@ -58,14 +58,14 @@ def kinds() -> list[Any]:
     for name in trainers.names():
         cls = trainers.get(name)
         for options in OPTIONS.get(name, [""]):
-            packages = cls.required_packages(cls.Config.model_validate(told(options)))
+            packages = cls.required_packages(cls.Config.model_validate(parse_options(options)))
             there = all(importlib.util.find_spec(package) for package in packages)
             skip = pytest.mark.skipif(not there, reason=f"{packages} are not in this environment")
             found.append(pytest.param(f"{name} {options}".strip(), marks=skip))
     return found
 
 
-def told(options: str) -> dict[str, Any]:
+def parse_options(options: str) -> dict[str, Any]:
     """The options of a trainer, of what stands behind its name."""
     return {key: json.loads(value) for key, value in (word.split("=") for word in options.split())}
 
@@ -105,7 +105,7 @@ def make(
     trainer: Trainer = cls(
         load(folder, CONFIG),
         cls.Config.model_validate(
-            {"device": "cpu", "max_tokens_per_microbatch": budget, **told(options)}
+            {"device": "cpu", "max_tokens_per_microbatch": budget, **parse_options(options)}
         ),
         OptimizerSection(name=optimizer, lr=LR, weight_decay=decay),
         world,

@@ -64,13 +64,13 @@ JOBS: dict[str, list[tuple[str, int, int]]] = {
 
 def jobs(plan: Plan) -> list[tuple[str | None, int, int]]:
     plan = with_default_gpus(plan, PARTITIONS)
-    asked = []
+    requests = []
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
             for part in pool_resources(plan, number, slot):
                 needs = job_resources(part, ClusterConfig())
-                asked.append((needs.partition, needs.nodes, needs.gpus_per_node))
-    return asked
+                requests.append((needs.partition, needs.nodes, needs.gpus_per_node))
+    return requests
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -31,10 +31,10 @@ PORTABLE = {
 
 SMALL_MODEL = [word for word in TINY if "model." in word]
 SMALL_ROLLOUT = ["rollout.batch_size=4", "evaluate.samples=4", "evaluate.every=1", "iterations=2"]
-SMALL_WARM_START = [
-    "warm_start.max_steps=3",
-    "warm_start.batch_size=16",
-    "warm_start.eval_every=2",
+SMALL_SFT = [
+    "sft.max_steps=3",
+    "sft.batch_size=16",
+    "sft.eval_every=2",
 ]
 
 RUNS: Mapping[str, list[str]] = {
@@ -43,7 +43,7 @@ RUNS: Mapping[str, list[str]] = {
         "experiment=arithmetic_ppo",
         *SMALL_MODEL,
         *SMALL_ROLLOUT,
-        *SMALL_WARM_START,
+        *SMALL_SFT,
         "rollout.horizon=6",
         "algorithm.minibatches=2",
         "algorithm.entropy_coeff=0.1",
@@ -60,7 +60,7 @@ RUNS: Mapping[str, list[str]] = {
         "experiment=calculator_grpo",
         *SMALL_MODEL,
         *SMALL_ROLLOUT,
-        *SMALL_WARM_START,
+        *SMALL_SFT,
         "rollout.group_size=2",
         "algorithm.entropy_coeff=0.1",
     ],
@@ -93,11 +93,11 @@ RUNS: Mapping[str, list[str]] = {
         "model.vision_hidden=16",
         "model.patch_size=8",
         "model.vision_heads=2",
-        "warm_start.max_steps=4",
-        "warm_start.batch_size=1",
-        "warm_start.lr=3e-3",
-        "warm_start.lr_warmup_steps=0",
-        "warm_start.eval_generation=false",
+        "sft.max_steps=4",
+        "sft.batch_size=1",
+        "sft.lr=3e-3",
+        "sft.lr_warmup_steps=0",
+        "sft.eval_generation=false",
         "rollout.batch_size=2",
         "rollout.group_size=2",
         "rollout.horizon=3",
@@ -111,10 +111,10 @@ RUNS: Mapping[str, list[str]] = {
         *SMALL_MODEL,
         f"task.train={CHAT / 'train.jsonl'}",
         f"task.test={CHAT / 'test.jsonl'}",
-        "warm_start.max_steps=6",
-        "warm_start.batch_size=16",
-        "warm_start.eval_every=3",
-        "warm_start.eval_samples=12",
+        "sft.max_steps=6",
+        "sft.batch_size=16",
+        "sft.eval_every=3",
+        "sft.eval_samples=12",
         "rollout.horizon=8",
         "evaluate.samples=4",
     ],
@@ -131,7 +131,7 @@ WAYS: Mapping[str, list[str]] = {
 
 def pool_plan(stages: list[str]) -> str:
     """A plan in which one resident worker executes all stages in turn, as an override."""
-    pool = f"{{stages: [{', '.join(stages)}], gpus: {{local: 1}}}}"
+    pool = f"{{stages: [{', '.join(stages)}], devices: {{local: 1}}}}"
     return f"plan={{pools: [{pool}]}}"
 
 

@@ -127,5 +127,5 @@ def test_two_processes_meet_by_nccl(folder: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=280) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate(timeout=280) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs

@@ -89,9 +89,9 @@ def test_hosts_are_told_from_what_a_wrapper_of_scontrol_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A word of a banner would be a host, and every rank after it have another's speed."""
-    said = "printf 'Welcome\\n-----\\na100-7\\na100-8\\ncpu-1\\nbye-bye\\n'"
+    message = "printf 'Welcome\\n-----\\na100-7\\na100-8\\ncpu-1\\nbye-bye\\n'"
     node = "echo 'new h100 nodes'; echo 'NodeName=a100-7 Gres=gpu:a100:4 Features=fast,x'"
-    write_command(tmp_path, "scontrol", f'[ "$2" = hostnames ] && {said} || {{ {node}; }}')
+    write_command(tmp_path, "scontrol", f'[ "$2" = hostnames ] && {message} || {{ {node}; }}')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert expand_hostlist("a100-[7-8],cpu-1") == ["a100-7", "a100-8", "cpu-1"]
     words = node_attributes("a100-7")

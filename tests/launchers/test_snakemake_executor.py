@@ -18,11 +18,11 @@ class Launcher:
 
     def __init__(self) -> None:
         self.jobs: list[JobSpec] = []
-        self.asked = 0
+        self.num_queries = 0
         self.client = self
 
     def partitions(self) -> dict[str, Partition]:
-        self.asked += 1
+        self.num_queries += 1
         return {
             name: Partition(name, None, (), is_default=name == "cpu") for name in ("gpu", "cpu")
         }
@@ -59,20 +59,20 @@ def test_a_rule_without_a_partition_has_the_settings_of_the_default_one(tmp_path
     made.run_job(rule(tmp_path))
     made.run_job(rule(tmp_path, slurm_partition="gpu"))
     made.run_job(rule(tmp_path))
-    asked = [
+    requests = [
         (job.resources.partition, job.resources.account, job.resources.qos) for job in launcher.jobs
     ]
-    assert asked == [("cpu", "team", "long"), ("gpu", "team", "low"), ("cpu", "team", "long")]
-    assert launcher.asked == 1
+    assert requests == [("cpu", "team", "long"), ("gpu", "team", "low"), ("cpu", "team", "long")]
+    assert launcher.num_queries == 1
 
 
 def test_without_a_site_file_slurm_is_not_asked(tmp_path: Path) -> None:
     made, launcher = executor(None)
     made.run_job(rule(tmp_path))
     assert launcher.jobs[0].resources.partition is None
-    assert launcher.asked == 0
+    assert launcher.num_queries == 0
 
 
-@pytest.mark.parametrize("said", ["", "None", None])
-def test_a_partition_left_open_is_the_default_one(said: str | None) -> None:
-    assert resources({"slurm_partition": said}, None, "cpu").partition == "cpu"
+@pytest.mark.parametrize("expected", ["", "None", None])
+def test_a_partition_left_open_is_the_default_one(expected: str | None) -> None:
+    assert resources({"slurm_partition": expected}, None, "cpu").partition == "cpu"

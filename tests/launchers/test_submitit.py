@@ -245,7 +245,7 @@ def test_what_cannot_be_cancelled_now_is_cancelled_later(
 
 
 @pytest.mark.parametrize(
-    ("said", "silent"),
+    ("text", "silent"),
     [
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1),
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1),
@@ -254,5 +254,5 @@ def test_what_cannot_be_cancelled_now_is_cancelled_later(
         ("sbatch: error: invalid partition specified: standby", 0),
     ],
 )
-def test_silence_is_no_refusal(said: str, silent: bool) -> None:
-    assert (classify_failure(said) is SlurmUnresponsiveError) == silent
+def test_silence_is_no_refusal(text: str, silent: bool) -> None:
+    assert (classify_failure(text) is SlurmUnresponsiveError) == silent

@@ -46,7 +46,7 @@ def moves(run: Path) -> Counter[str]:
 
 def budget_gib(run: Path, models: float) -> float:
     """As large as so many copies of the weights of a run."""
-    weights = next((run / "warm_start").glob("data-*/weights/model.safetensors"))
+    weights = next((run / "sft").glob("data-*/weights/model.safetensors"))
     return models * weights.stat().st_size / (1 << 30)
 
 

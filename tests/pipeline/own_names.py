@@ -7,7 +7,7 @@ from dataclasses import replace
 from stages.flow import Flow, InputSource, StageSpec, on_policy
 
 NAMES = {
-    "warm_start": "prepare",
+    "sft": "prepare",
     "rollout": "act",
     "reward": "judge",
     "inference": "look",

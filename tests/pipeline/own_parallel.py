@@ -115,11 +115,11 @@ class ParallelEngine(TransformersEngine):
                 pass
 
     def _tell(self, request: Record | None) -> Record | None:
-        tp, told = self.world.layout.tp, [request]
+        tp, values = self.world.layout.tp, [request]
         groups = [dist.new_group([*range(first, first + tp)]) for first in self._firsts()]
         first = self.world.rank // tp * tp
-        dist.broadcast_object_list(told, first, groups[first // tp])
-        return told[0]
+        dist.broadcast_object_list(values, first, groups[first // tp])
+        return values[0]
 
     def _firsts(self) -> range:
         return range(0, self.world.size, self.world.layout.tp)

@@ -47,13 +47,13 @@ def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
         "stages": {
             stage: {"processes": count} for stage, count in sizes.items() if stage != "reward"
         },
-        "pools": [{"stages": stages, "gpus": {"local": count}} for stages, count in held],
+        "pools": [{"stages": stages, "devices": {"local": count}} for stages, count in held],
     }
 
 
 APART = pools((["rollout"], 1), (["rollout.generate", *LATER], 1))
 THREE = pools(
-    (["warm_start", "rollout", "reward"], 2), (["rollout.generate"], 1), (["inference", "train"], 1)
+    (["sft", "rollout", "reward"], 2), (["rollout.generate"], 1), (["inference", "train"], 1)
 )
 MANY = pools((["rollout"], 3), (["rollout.generate"], 2), (LATER, 1))
 BESIDE = {
@@ -61,7 +61,7 @@ BESIDE = {
     "pools": [
         {
             "stages": ["rollout", "rollout.generate", *LATER],
-            "gpus": {"local": 2},
+            "devices": {"local": 2},
             "stage_ranks": {"rollout": [0], "rollout.generate": [1]},
         }
     ],
@@ -153,7 +153,7 @@ def test_side_by_side_in_one_job_they_end_as_in_one_process(
         (
             "halfcheetah_ppo",
             [
-                *("algorithm=dapo", "++flow=dynamic_sampling"),
+                "algorithm=dapo",
                 *("rollout.max_resamples=1", "rollout.group_size=2"),
             ],
         ),
@@ -171,7 +171,7 @@ def test_rollouts_that_run_ahead_or_draw_anew_give_the_same_bytes(
 def test_newer_weights_come_to_the_policy_in_a_rollout(compose: Compose, tmp_path: Path) -> None:
     """Which ones chose a step depends on timing."""
     words = ["algorithm=async_ppo", "rollout.in_flight_updates=true", "evaluate.every=0"]
-    run_apart(compose, APART, *words, "retention.keep_trajectories=9")
+    run_apart(compose, APART, *words, "checkpoint.keep_trajectories=9")
     for iteration in range(ITERATIONS):
         for record in records(tmp_path / "apart", iteration):
             versions = record.steps["versions"].tolist()
@@ -257,7 +257,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         (
             pools((["rollout"], 1), (["rollout.genrate", *LATER], 1)),
@@ -275,8 +275,8 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         (
             {
                 "pools": [
-                    {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1},
-                    {"stages": ["rollout.generate", *LATER], "gpus": {"local": 1}},
+                    {"stages": ["rollout"], "devices": {"local": 1}, "workers": 1},
+                    {"stages": ["rollout.generate", *LATER], "devices": {"local": 1}},
                 ],
             },
             r"plan\.pools\[0\]\.workers: workers that come and go have .*; leave workers out",
@@ -290,7 +290,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
                 "pools": [
                     {
                         "stages": BOTH,
-                        "gpus": {"local": 2},
+                        "devices": {"local": 2},
                         "stage_ranks": {"rollout": [0], "rollout.generate": [1], "evaluate": [1]},
                     }
                 ],
@@ -306,17 +306,17 @@ BOTH = ["rollout", "rollout.generate", *LATER]
     ],
 )
 def test_what_a_plan_cannot_place_apart_is_refused(
-    compose: Compose, plan: dict[str, Any], said: str
+    compose: Compose, plan: dict[str, Any], message: str
 ) -> None:
-    assert re.search(said, refused(compose, plan, experiment="cartpole_ppo"))
+    assert re.search(message, refused(compose, plan, experiment="cartpole_ppo"))
 
 
 def test_a_task_without_simulators_has_nothing_to_place_apart(compose: Compose) -> None:
-    said = refused(compose, APART, experiment="arithmetic_grpo")
-    assert "rollout.generate: task 'arithmetic' has no simulators" in said
+    result = refused(compose, APART, experiment="arithmetic_grpo")
+    assert "rollout.generate: task 'arithmetic' has no simulators" in result
 
 
-def test_an_evaluation_of_ones_own_that_cannot_ask_is_not_placed_with_the_simulators(
+def test_an_own_evaluation_without_remote_policy_is_not_placed_with_the_simulators(
     compose: Compose,
 ) -> None:
     config = validate(RunConfig, compose(experiment="cartpole_ppo"))
@@ -346,18 +346,18 @@ def test_snakemake_does_not_make_whole_jobs_of_what_a_plan_places_apart(
 
 
 @pytest.mark.parametrize(
-    ("experiment", "said"),
+    ("experiment", "message"),
     [
         ("cartpole_ppo", r"plan\.yaml: .*rollout\.generate: the plan can be run, .* not predicted"),
         ("arithmetic_grpo", r"rollout\.generate: task 'arithmetic' has no simulators"),
     ],
 )
 def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
-    compose: Compose, experiment: str, said: str
+    compose: Compose, experiment: str, message: str
 ) -> None:
     config = validate(RunConfig, compose("rollout.batch_size=16", experiment=experiment))
     held = (["rollout"], "h100"), (["rollout.generate", *LATER], "a100")
-    pools = [{"stages": stages, "gpus": {kind: 1}} for stages, kind in held]
+    pools = [{"stages": stages, "devices": {kind: 1}} for stages, kind in held]
     plan = parse_plan({"pools": pools}, "plan.yaml")
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         assess_plan(ask(config, "a100", "h100", execution="pools"), plan, "plan.yaml")

@@ -52,7 +52,7 @@ class Shuffled(GymEnvironment):
         return [hashlib.sha256(text).digest()[0] / 256] * HELD_OUT
 
 
-POOL = "{stages: [rollout, reward, inference, train], gpus: {local: 1}}"
+POOL = "{stages: [rollout, reward, inference, train], devices: {local: 1}}"
 EXECUTIONS = {
     "jobs": ["cluster=local"],
     "pools": ["cluster=local", f"++plan={{pools: [{POOL}]}}"],
@@ -68,7 +68,7 @@ SMALL = [
     "evaluate.every=1",
     f"evaluate.samples={HELD_OUT}",
     "evaluate.horizon=4",
-    "retention.keep_last=1",
+    "checkpoint.keep_last=1",
 ]
 
 
@@ -124,7 +124,7 @@ def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path
 
 
 def test_best_weights_that_were_removed_are_not_passed_off(compose: Compose) -> None:
-    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1], "retention.keep_best=0")
+    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1], "checkpoint.keep_best=0")
     assert sorted(weight_versions(run)) == [0, 5, 6]
     with pytest.raises(InputError, match=r"version 2 .* removed it .*one of 0, 5, 6"):
         best_version(run)

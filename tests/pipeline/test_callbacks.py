@@ -37,18 +37,18 @@ def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) ->
     assert "rlinf-slurm[wandb] [red]x[/red] :smile:" in capsys.readouterr().out
 
 
-def test_a_warm_start_says_what_it_does_and_how_far_it_is(
+def test_sft_reports_its_task_and_its_progress(
     compose: Compose, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "PROGRESS_INTERVAL_S", -1.0)
     run = prepare_run(compose())
     with ProgressCallback(run) as console:
-        console.on_node_start(StageNode("warm_start", 0))
-        console.on_stage_progress("warm_start", 1, 3, "steps", "loss 0.5")
-    said = capsys.readouterr().err
-    assert "algorithm grpo, task arithmetic, model causal_lm, 2 iterations; stages run in" in said
-    assert "supervised fine-tuning until the held-out score reaches 0.41, at most 3 steps" in said
-    assert "warm_start: 1/3 steps, loss 0.5\n" in said
+        console.on_node_start(StageNode("sft", 0))
+        console.on_stage_progress("sft", 1, 3, "steps", "loss 0.5")
+    output = capsys.readouterr().err
+    assert "algorithm grpo, task arithmetic, model causal_lm, 2 iterations; stages run in" in output
+    assert "supervised fine-tuning until the held-out score reaches 0.41, at most 3 steps" in output
+    assert "sft: 1/3 steps, loss 0.5\n" in output
 
 
 ROW = {
@@ -201,9 +201,9 @@ def test_the_status_of_a_finished_run_offers_no_resume(
     tiny_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     create_console().print(status_view(read_status(tiny_run)))
-    said = capsys.readouterr().out
-    assert "the run is finished" in said
-    assert "resume" not in said
+    output = capsys.readouterr().out
+    assert "the run is finished" in output
+    assert "resume" not in output
 
 
 def test_the_status_has_the_metrics_of_the_newest_iteration(
@@ -221,13 +221,13 @@ def test_the_status_has_the_metrics_of_the_newest_iteration(
     assert shown["weights on disk"] == "versions 0, 1, 2"
 
 
-def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """Interrupted in its warm start, it says where to go on and leaves no traceback."""
+def test_a_command_logs_within_its_first_second_and_says_how_to_resume(tmp_path: Path) -> None:
+    """Interrupted in SFT, it says where to go on and leaves no traceback."""
     words = ["experiment=arithmetic_grpo", f"run.root={tmp_path}", *QUIET, *TINY]
     # What a shell starts in the background ignores interrupts, and so do its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     driver = subprocess.Popen(
-        [sys.executable, "-m", "rlinf.launch", *words, "warm_start.max_steps=100000"],
+        [sys.executable, "-m", "rlinf.launch", *words, "sft.max_steps=100000"],
         cwd=package_paths.ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -236,11 +236,11 @@ def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path
     signal.signal(signal.SIGINT, before)
     assert driver.stderr is not None
     assert "reading the configuration" in driver.stderr.readline()
-    while "warm start" not in driver.stderr.readline():
+    while "sft: " not in driver.stderr.readline():
         assert driver.poll() is None
     time.sleep(1)
     driver.send_signal(signal.SIGINT)
-    said = driver.stderr.read()
+    output = driver.stderr.read()
     assert driver.wait() == 130
-    assert f"Continue with: rlinf resume {tmp_path / 'tiny'}" in said
-    assert "Traceback" not in said
+    assert f"Continue with: rlinf resume {tmp_path / 'tiny'}" in output
+    assert "Traceback" not in output

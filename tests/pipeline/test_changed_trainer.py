@@ -14,7 +14,7 @@ from pipeline.commands.experiment import run_experiment
 from pipeline.resume import OnMismatch
 from rlinf import api
 from rlinf.errors import MismatchError
-from stages.layout import LEDGER_FILE
+from stages.layout import ACCEPTED_FILE
 from tests.environments import need_environment
 from tests.pipeline.helpers import contents
 
@@ -67,9 +67,9 @@ def test_a_run_changes_its_trainer_and_world_and_back(
     third = contents(run)
     assert {name: third[name] for name in second} == second
     # What FSDP2 made is its own again; only what the other made is noted to count.
-    to, back = json.loads((run / LEDGER_FILE).read_text())["entries"]
+    to, back = json.loads((run / ACCEPTED_FILE).read_text())["entries"]
     assert f'trainer.name: "fsdp" -> "{trainer}"' in to["differences"]
-    assert {"warm_start/0", "train/0"} <= set(to["outputs"])
+    assert {"sft/0", "train/0"} <= set(to["outputs"])
     assert f'trainer.name: "{trainer}" -> "fsdp"' in back["differences"]
     assert "train/1" in back["outputs"]
     assert "train/0" not in back["outputs"]
@@ -88,7 +88,9 @@ def test_a_run_changes_its_engine_and_back(compose: Compose, tmp_path: Path) -> 
     run_experiment(compose("iterations=3", *wide), OnMismatch.KEEP)
     third = contents(run)
     assert {name: third[name] for name in second} == second
-    why = [entry["differences"] for entry in json.loads((run / LEDGER_FILE).read_text())["entries"]]
+    why = [
+        entry["differences"] for entry in json.loads((run / ACCEPTED_FILE).read_text())["entries"]
+    ]
     assert 'engine.name: "transformers" -> "vllm"' in why[0]
     assert 'engine.name: "vllm" -> "transformers"' in why[1]
     # Samples are drawn from the same weights by the same seeds, each engine by its own numbers.

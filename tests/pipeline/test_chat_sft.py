@@ -27,12 +27,12 @@ SMALL = [
     "run.name=sft",
     f"task.train={DATA / 'train.jsonl'}",
     f"task.test={DATA / 'test.jsonl'}",
-    "warm_start.max_steps=12",
-    "warm_start.batch_size=16",
-    "warm_start.lr=1e-2",
-    "warm_start.lr_warmup_steps=2",
-    "warm_start.eval_every=6",
-    "warm_start.eval_samples=12",
+    "sft.max_steps=12",
+    "sft.batch_size=16",
+    "sft.lr=1e-2",
+    "sft.lr_warmup_steps=2",
+    "sft.eval_every=6",
+    "sft.eval_samples=12",
     "rollout.horizon=8",
     "evaluate.samples=4",
 ]
@@ -43,13 +43,13 @@ def tuned(compose: Compose, *words: str, **more: Any) -> tuple[Run, Manifest]:
     values = {**compose(*SMALL, *words, experiment="chat_sft"), **more}
     run_experiment(values)
     run = Run.open(Path(values["run"]["root"]) / "sft")
-    manifest = read_manifest(run.folder / "warm_start")
+    manifest = read_manifest(run.folder / "sft")
     assert manifest is not None
     return run, manifest
 
 
 def weights(run: Run, manifest: Manifest) -> Path:
-    return run.folder / "warm_start" / manifest.data / "weights"
+    return run.folder / "sft" / manifest.data / "weights"
 
 
 def reckoned(folder: Path, count: int) -> float:
@@ -66,10 +66,10 @@ def reckoned(folder: Path, count: int) -> float:
         )
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
-            said = module(input_ids=ids).logits[0].log_softmax(-1)
+            outputs = module(input_ids=ids).logits[0].log_softmax(-1)
         for place, own in enumerate(row["assistant_masks"]):
             if own:
-                total -= float(said[place - 1, ids[0, place]])
+                total -= float(outputs[place - 1, ids[0, place]])
                 tokens += 1
     return total / tokens
 
@@ -80,17 +80,17 @@ def test_held_out_loss_falls_and_is_that_of_the_saved_weights(
 ) -> None:
     run, manifest = tuned(compose, *words)
     curve = manifest.extra["curve"]
-    taken = [row["eval_loss"] for row in curve if row["eval_loss"] is not None]
+    names = [row["eval_loss"] for row in curve if row["eval_loss"] is not None]
     assert [row["step"] for row in curve if row["eval_loss"]] == [6, 12]
-    assert taken[1] < taken[0] < curve[0]["loss"]
-    assert manifest.metrics["eval_loss"] == taken[1]
+    assert names[1] < names[0] < curve[0]["loss"]
+    assert manifest.metrics["eval_loss"] == names[1]
     assert "score" not in manifest.metrics
-    assert taken[1] == pytest.approx(reckoned(weights(run, manifest), 12), abs=1e-5)
+    assert names[1] == pytest.approx(reckoned(weights(run, manifest), 12), abs=1e-5)
     (plot,) = [
         plot
         for group in build_plots(read_report_data(run.folder))["groups"]
         for plot in group["plots"]
-        if plot["name"] == "warm-start-loss"
+        if plot["name"] == "sft-loss"
     ]
     assert [line["label"] for line in plot["series"]] == ["training", "held-out"]
     assert (run.folder / "report/report.html").exists()
@@ -119,22 +119,22 @@ def test_two_processes_end_as_one_does(
     if trainer != "fsdp":
         need_environment(trainer)
         there.append(f"trainer.python={trainer}")
-    steps = ["warm_start.max_steps=4", "warm_start.eval_every=4", "model.kv_heads=2", *words]
+    steps = ["sft.max_steps=4", "sft.eval_every=4", "model.kv_heads=2", *words]
     run, alone = tuned(compose, *steps)
     run.folder.rename(tmp_path / "alone")
-    plan = {"stages": {"warm_start": {"processes": 2, "layout": layout}}}
+    plan = {"stages": {"sft": {"processes": 2, "layout": layout}}}
     run, both = tuned(compose, *steps, *there, "cluster=local", plan=plan)
     assert both.world == 2
     for one, other in zip(alone.extra["curve"], both.extra["curve"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
     assert both.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], abs=1e-4)
-    said = reckoned(weights(run, both), 12)
-    assert said == pytest.approx(both.metrics["eval_loss"], abs=1e-5)
+    result = reckoned(weights(run, both), 12)
+    assert result == pytest.approx(both.metrics["eval_loss"], abs=1e-5)
 
 
 def test_reinforcement_learning_goes_on_from_it(compose: Compose) -> None:
     words = [
-        "warm_start.max_steps=2",
+        "sft.max_steps=2",
         "rollout.batch_size=2",
         "algorithm.filter_zero_variance_groups=false",
     ]

@@ -100,13 +100,13 @@ def test_clean_lists_and_then_removes(
     for path in litter:
         os.utime(path, (0, 0))
     before = sorted(run.rglob("*"))
-    asked = CliRunner().invoke(app, ["clean", "--dry-run", str(run)])
-    assert asked.exit_code == 0, asked.output
+    request = CliRunner().invoke(app, ["clean", "--dry-run", str(run)])
+    assert request.exit_code == 0, request.output
     for path in [dead, *litter]:
-        assert str(path) in asked.output
-    assert ".plan.yaml.78" not in asked.output, "it is being written"
+        assert str(path) in request.output
+    assert ".plan.yaml.78" not in request.output, "it is being written"
     assert sorted(run.rglob("*")) == before
-    assert str(living) not in asked.output
+    assert str(living) not in request.output
     assert dead.exists()
     assert CliRunner().invoke(app, ["clean", str(run)]).exit_code == 0
     assert not any(path.exists() for path in [dead, *litter])

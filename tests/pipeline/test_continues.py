@@ -31,18 +31,18 @@ SMALL = [
     *("task.carry_over_episodes=true", f"iterations={ITERATIONS}", f"rollout.batch_size={BATCH}"),
     *(f"rollout.horizon={HORIZON}", "algorithm.minibatches=2", "algorithm.epochs=1"),
     *("evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4"),
-    *("retention.keep_trajectories=1", "optimizer.lr_decay_iterations=4"),
+    *("checkpoint.keep_trajectories=1", "optimizer.lr_decay_iterations=4"),
 ]
 APART = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 RANKS = {
     "num_chunks": 2,
     "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
-    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 2}}],
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "devices": {"local": 2}}],
 }
 
 
@@ -154,7 +154,7 @@ def test_episodes_go_on_while_newer_weights_come_in(
     """Which weights chose a step depends on timing; what the next rollout takes is on disk."""
     words = [*SMALL, "algorithm=async_ppo", "rollout.in_flight_updates=true", "run.name=flight"]
     run_experiment(
-        compose(*words, "retention.keep_trajectories=9", experiment="cartpole_ppo") | where
+        compose(*words, "checkpoint.keep_trajectories=9", experiment="cartpole_ppo") | where
     )
     went_on = 0
     for n in range(1, ITERATIONS):
@@ -196,21 +196,23 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["rollout.group_size=2"],
             r"task\.carry_over_episodes: the samples of a group .*group_size=1",
         ),
         (
-            ["++flow=dynamic_sampling", "rollout.max_resamples=1"],
-            r"task\.carry_over_episodes: flow=dynamic_sampling takes nothing from .*flow=on_policy",
+            ["rollout.max_resamples=1"],
+            r"task\.carry_over_episodes: .* leave rollout\.max_resamples out",
         ),
         (["task.simulator=genesis"], r"task\.carry_over_episodes: this simulator cannot save"),
         (["task.carry_over_episodes=1"], r"task\.carry_over_episodes: .*boolean"),
     ],
 )
-def test_what_cannot_go_on_is_refused(compose: Compose, words: list[str], said: str) -> None:
+def test_episodes_that_cannot_continue_are_refused(
+    compose: Compose, words: list[str], message: str
+) -> None:
     values = compose(*SMALL, *words, experiment="cartpole_ppo")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))

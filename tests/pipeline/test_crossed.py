@@ -21,8 +21,8 @@ Compose = Callable[..., dict[str, Any]]
 PLAN = {
     "num_chunks": 4,
     "pools": [
-        {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
-        {"stages": ["inference"], "gpus": {"local": 1}},
+        {"stages": ["rollout", "reward", "train"], "devices": {"local": 1}},
+        {"stages": ["inference"], "devices": {"local": 1}},
     ],
 }
 """Training waits for records of the second pool, which are made from those of the first."""
@@ -78,8 +78,8 @@ def test_a_stage_started_again_gets_the_parts_that_were_made_before(
     """Rollout waits for its turn behind training, and training for the worker that died."""
     run, log = tmp_path / "tiny", tmp_path / "log"
     driver = start(tmp_path)
-    # Not before: one that stands still too long is given up, and the warm start takes its time.
-    until((run / "warm_start/manifest.json").exists, driver, log)
+    # Not before: one that stands still too long is given up, and SFT takes its time.
+    until((run / "sft/manifest.json").exists, driver, log)
     until(lambda: activity(run, "inference/0"), driver, log)
     inference = worker(run, "pool-1-0")
     inference.suspend()

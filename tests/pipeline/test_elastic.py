@@ -39,8 +39,8 @@ def words(root: Path, *more: str) -> list[str]:
 
 
 def pools(workers: int) -> str:
-    train = "{stages: [reward, inference, train], gpus: {local: 1}}"
-    generators = f"{{stages: [rollout], workers: {workers}, gpus: {{local: 1}}}}"
+    train = "{stages: [reward, inference, train], devices: {local: 1}}"
+    generators = f"{{stages: [rollout], workers: {workers}, devices: {{local: 1}}}}"
     return f"plan={{num_chunks: 2, pools: [{generators}, {train}]}}"
 
 
@@ -97,7 +97,7 @@ def test_generators_make_the_run_of_one_process(
 
 
 def reads(row: dict[str, Any]) -> bool:
-    """Whether the weights of a claim were read from the disk."""
+    """Whether the weights of a work item were read from the disk."""
     return "verify" in [name for name, *_ in row["spans"]]
 
 
@@ -113,8 +113,8 @@ def test_weights_go_to_generators_as_the_plan_says(
     finish(start_driver(words(tmp_path, "cluster=local", f"plan={path}"), log), log)
     same_samples(run, reference, range(ITERATIONS))
     assert arrived(run) == (0 if way in ("file", "delta") else 2 * (ITERATIONS - 1))
-    taken = [row for row in rows(run) if "delta" in [name for name, *_ in row["spans"]]]
-    assert bool(taken) == (way == "delta")
+    names = [row for row in rows(run) if "delta" in [name for name, *_ in row["spans"]]]
+    assert bool(names) == (way == "delta")
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_generators_go_on_after_whoever_sends_weights_is_killed(
 def test_weights_that_a_generator_finds_damaged_are_made_again(
     reference: Path, tmp_path: Path
 ) -> None:
-    """No stage fails for it: claims go back, and everybody waits for the weights."""
+    """No stage fails for it: work items are requeued, and everybody waits for the weights."""
     log, run = tmp_path / "log", tmp_path / "tiny"
-    started = words(tmp_path, "cluster=local", pools(1), "retention.keep_last=9")
+    started = words(tmp_path, "cluster=local", pools(1), "checkpoint.keep_last=9")
     finish(start_driver(started, log), log)
     for later in ("it/0002", "it/0003", "evaluate/0004"):
         shutil.rmtree(run / later)
@@ -151,11 +151,11 @@ def test_weights_that_a_generator_finds_damaged_are_made_again(
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness: int) -> None:
-    # Samples end by chance, so that some of a claim are much longer than others; and there is time
+    # Samples end by chance, so that some are much longer than others; and there is time
     # for the generator to come.
     many = 8
     long = ["rollout.horizon=128", "engine.max_num_seqs=4", f"iterations={many}"]
-    long += [f"retention.keep_trajectories={many}", f"rollout.staleness={staleness}"]
+    long += [f"checkpoint.keep_trajectories={many}", f"rollout.staleness={staleness}"]
     run_here(words(tmp_path / "one", *long))
     plan = pools(1).replace("train]", "train], also_generates: true")
     handed: list[dict[str, Any]] = []

@@ -161,7 +161,7 @@ def test_a_damaged_configuration_of_a_failed_start_is_replaced(
 def test_a_later_stage_that_fails_does_not_block_what_it_needs(
     compose: Compose, own: Path, tmp_path: Path
 ) -> None:
-    """The warm start and a rollout are finished, and do not depend on what is corrected."""
+    """SFT and a rollout are finished, and do not depend on what is corrected."""
     forget_code()
     text = "from rlinf.rewards.task_rewards import EnvironmentReward\n"
     text += "class Mine(EnvironmentReward):\n    def compute(self, trajectories, scores):\n"

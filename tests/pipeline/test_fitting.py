@@ -31,7 +31,7 @@ def prior(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "words", "said"),
+    ("experiment", "words", "message"),
     [
         (
             "pendulum_sac",
@@ -51,10 +51,10 @@ def prior(tmp_path: Path) -> Path:
     ],
 )
 def test_what_would_learn_nothing_is_refused(
-    compose: Compose, prior: Path, experiment: str, words: list[str], said: str
+    compose: Compose, prior: Path, experiment: str, words: list[str], message: str
 ) -> None:
     values = compose(*(word.format(prior=prior) for word in words), experiment=experiment)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))
 
 
@@ -73,18 +73,18 @@ def test_a_tail_that_nobody_judged_is_not_learned_from_as_worth_nothing(prior: P
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["algorithm=grpo"], r"rollout\.group_size: 4, but .* begins; .*=1; algorithm=ppo needs"),
         ([], r"rollout\.group_size: 4, but .* begins; set rollout\.group_size=1$"),
     ],
 )
 def test_samples_that_begin_differently_are_not_compared(
-    compose: Compose, words: list[str], said: str
+    compose: Compose, words: list[str], message: str
 ) -> None:
     words = [*words, "rollout.group_size=4", "task.simulator=isaaclab"]
     values = compose(*words, experiment="halfcheetah_ppo")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))
     values["task"]["simulator"] = "gymnasium"
     validate_config(validate(RunConfig, values))
@@ -97,7 +97,7 @@ def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["model.heads=2"], r"model\.kv_heads: 4 cannot be shared by model\.heads 2"),
         (["model.kv_heads=3"], r"model\.kv_heads: 3 cannot be shared"),
@@ -108,12 +108,12 @@ def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
     ],
 )
 def test_heads_that_do_not_divide_are_refused(
-    compose: Compose, words: list[str], said: str
+    compose: Compose, words: list[str], message: str
 ) -> None:
     seen = ["model=vla", "task.images={free: [32, 32]}", "task.instruction=balance"]
     more = ["reward=environment", "engine=direct", "algorithm=grpo", "rollout.group_size=2"]
     values = compose(*seen, *more, *words, experiment="inverted_pendulum_flow")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))
 
 

@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_run_stops_and_goes_on_once_there_is_room(compose: Compose, small_disk: Path) -> None:
-    values = compose("iterations=2", "retention.keep_trajectories=50")
+    values = compose("iterations=2", "checkpoint.keep_trajectories=50")
     values["run"]["root"] = str(small_disk)
     (small_disk / "ballast").write_bytes(b"x" * (2 << 20))
     with pytest.raises(StorageError, match="no space left"):

@@ -24,9 +24,9 @@ def test_nodes_come_after_their_inputs(compose: Compose) -> None:
     assert sum(n.stage == "train" for n in done) == 7
 
 
-def test_the_first_iteration_starts_from_the_warm_start(compose: Compose) -> None:
+def test_the_first_iteration_starts_from_the_sft_weights(compose: Compose) -> None:
     graph = Graph(validate(RunConfig, compose()))
-    assert graph.inputs(StageNode("rollout", 0)) == {"weights": StageNode("warm_start", 0)}
+    assert graph.inputs(StageNode("rollout", 0)) == {"weights": StageNode("sft", 0)}
     assert graph.inputs(StageNode("rollout", 1)) == {"weights": StageNode("sync", 0)}
     assert "checkpoint" not in graph.inputs(StageNode("train", 0))
     assert graph.inputs(StageNode("train", 1))["checkpoint"] == StageNode("train", 0)
@@ -35,7 +35,7 @@ def test_the_first_iteration_starts_from_the_warm_start(compose: Compose) -> Non
 def test_stale_rollouts_wait_for_older_weights_and_for_no_newer(compose: Compose) -> None:
     graph = Graph(validate(RunConfig, compose("rollout.staleness=2", "iterations=5")))
     sources = [graph.inputs(StageNode("rollout", i))["weights"] for i in range(5)]
-    start = StageNode("warm_start", 0)
+    start = StageNode("sft", 0)
     assert sources == [start, start, start, StageNode("sync", 0), StageNode("sync", 1)]
     assert graph.inputs(StageNode("inference", 3))["weights"] == StageNode("sync", 2)
 

@@ -99,8 +99,8 @@ def test_groups_of_one_are_refused_where_samples_are_compared(
     compose: Compose, algorithm: str
 ) -> None:
     values = compose("rollout.group_size=1", f"algorithm={algorithm}")
-    said = r"needs several samples of each start \(rollout\.group_size above 1\)"
-    with pytest.raises(ConfigError, match=said):
+    message = r"needs several samples of each start \(rollout\.group_size above 1\)"
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))
 
 

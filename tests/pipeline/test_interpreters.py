@@ -47,18 +47,18 @@ def python(tmp_path: Path) -> str:
 def test_stages_run_under_the_interpreter_of_what_they_compute_with(
     python: str, tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "told"
+    values = tmp_path / "told"
     site = tmp_path / "site.yaml"
     site.write_text(f"interpreters:\n  small: {python}\n")
-    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.setenv("TOLD", str(values))
     monkeypatch.setenv(INTERPRETERS_VARIABLE, "{}")
     run_experiment(compose("cluster=local", "iterations=1", "run.name=plain"))
-    assert not told.exists()
+    assert not values.exists()
     names = ["engine.python=small", f"cluster.site={site}", "run.name=named"]
     run_experiment(compose("cluster=local", "iterations=1", *names))
-    told_of = [line.split() for line in told.read_text().splitlines()]
+    commands = [line.split() for line in values.read_text().splitlines()]
     # Others of its processes look whether it is fit.
-    ran = {words[words.index("stages") + 1] for words in told_of if "stages" in words}
+    ran = {words[words.index("stages") + 1] for words in commands if "stages" in words}
     assert ran == {"rollout", "evaluate"}
     assert contents(tmp_path / "named") == contents(tmp_path / "plain"), (
         "it is no part of an identity"
@@ -98,12 +98,12 @@ def test_a_run_generates_in_an_environment_that_has_the_engine(
     need_environment(environment)
     pool = tmp_path / "pool.yaml"
     stages = "[rollout, reward, inference, train]"
-    pool.write_text(f"pools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
+    pool.write_text(f"pools:\n  - {{stages: {stages}, devices: {{cpu: 1}}}}\n")
     wide = [f"engine={environment}_in_process", "model.hidden=128", "cluster=local"]
-    refused = rf"warm_start\.scored: .*set trainer\.python={environment}"
+    refused = rf"sft\.scored: .*set trainer\.python={environment}"
     with pytest.raises(ConfigError, match=refused):
         run_experiment(compose(*wide))
-    run_experiment(compose(*wide, "run.name=apart", "warm_start.eval_generation=false"))
+    run_experiment(compose(*wide, "run.name=apart", "sft.eval_generation=false"))
     run_experiment(
         compose(*wide, "run.name=one", f"trainer.python={environment}", f"++plan={pool}")
     )
@@ -120,7 +120,7 @@ def test_a_stage_has_the_interpreter_of_what_it_computes_with(
     found = {name: stage_interpreter(both, on_policy, name) for name in on_policy.all_stages}
     engine, trainer = python, "/bin/sh"
     assert found == {
-        **dict.fromkeys(("warm_start", "inference", "train", "sync"), trainer),
+        **dict.fromkeys(("sft", "inference", "train", "sync"), trainer),
         **dict.fromkeys(("rollout", "evaluate"), engine),
         "reward": None,
     }
@@ -133,8 +133,8 @@ def test_a_stage_has_the_interpreter_of_what_it_computes_with(
 def test_a_process_starts_under_its_interpreter(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "told"
-    monkeypatch.setenv("TOLD", str(told))
+    values = tmp_path / "told"
+    monkeypatch.setenv("TOLD", str(values))
     needs = JobResources(interpreter=python)
     launcher = LocalLauncher()
     job = JobSpec("one", (), tmp_path / "out", tmp_path / "logs", needs, module="this")
@@ -142,7 +142,7 @@ def test_a_process_starts_under_its_interpreter(
     while launcher.poll([identity])[identity].state.is_active:
         time.sleep(0.05)
     assert launcher.poll([identity])[identity].state is JobState.DONE
-    assert told.read_text().split() == [python, "-m", "this"]
+    assert values.read_text().split() == [python, "-m", "this"]
     assert f"{python} -u -m submitit" in batch_script([job])
 
 
@@ -180,6 +180,6 @@ def test_a_table_of_interpreters_that_is_none_is_named(monkeypatch: pytest.Monke
     monkeypatch.delenv(INTERPRETERS_VARIABLE)
     with pytest.raises(
         ConfigError, match=r"engine\.python: /bin/cat .*ended with 1: .*cat"
-    ) as told:
+    ) as values:
         missing_modules("/bin/cat", "engine.python", ["torch"])
-    assert "find_spec" not in str(told.value), "not the program that was tried"
+    assert "find_spec" not in str(values.value), "not the program that was tried"

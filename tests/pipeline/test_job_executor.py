@@ -81,8 +81,8 @@ REST = ["reward", "inference", "train"]
 
 def test_every_kind_of_an_elastic_pool_is_checked_also_in_one_partition(answers: Answers) -> None:
     held = {"gpu:none": 1, "gpu:a100": 1}
-    train = {"stages": REST, "gpus": {"h100": 1}}
-    plan = pools({"stages": ["rollout"], "workers": 2, "gpus": held}, train, gpus=1)
+    train = {"stages": REST, "devices": {"h100": 1}}
+    plan = pools({"stages": ["rollout"], "workers": 2, "devices": held}, train, gpus=1)
     assert [needs.gpu_type for needs in pool_job_requests(plan, CLUSTER)["pools[0]"]] == [
         "none",
         "a100",
@@ -93,8 +93,8 @@ def test_every_kind_of_an_elastic_pool_is_checked_also_in_one_partition(answers:
 
 def test_pools_that_accounting_never_lets_run_at_once_are_refused(answers: Answers) -> None:
     plan = pools(
-        {"stages": ["rollout"], "gpus": {"gpu:a100": 4}},
-        {"stages": REST, "gpus": {"gpu:h100": 2, "h100": 4}},
+        {"stages": ["rollout"], "devices": {"gpu:a100": 4}},
+        {"stages": REST, "devices": {"gpu:h100": 2, "h100": 4}},
         processes=4,
         gpus=4,
     )
@@ -107,8 +107,8 @@ def test_pools_that_accounting_never_lets_run_at_once_are_refused(answers: Answe
 
 
 def test_one_worker_of_an_elastic_pool_is_enough(answers: Answers) -> None:
-    train = {"stages": REST, "gpus": {"h100": 1}}
-    plan = pools({"stages": ["rollout"], "workers": 8, "gpus": {"gpu:a100": 1}}, train)
+    train = {"stages": REST, "devices": {"h100": 1}}
+    plan = pools({"stages": ["rollout"], "workers": 8, "devices": {"gpu:a100": 1}}, train)
     answers.qos = "normal|0|||2||cpu=2|||"
     with checked(plan):
         pass
@@ -118,7 +118,9 @@ def test_one_worker_of_an_elastic_pool_is_enough(answers: Answers) -> None:
 
 
 TWO = pools(
-    {"stages": ["rollout"], "gpus": {"gpu:a100": 1}}, {"stages": REST, "gpus": {"h100": 1}}, gpus=1
+    {"stages": ["rollout"], "devices": {"gpu:a100": 1}},
+    {"stages": REST, "devices": {"h100": 1}},
+    gpus=1,
 )
 
 
@@ -256,7 +258,7 @@ def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers
         "comment",
         "nice",
     }
-    taken = 0
+    chosen = 0
     for name in sorted(names):
         driver = {"mail": "ada", "sbatch": {name: "7"}}
         try:
@@ -265,8 +267,8 @@ def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers
             continue
         written = sbatch_options("driver", driver_resources(cluster, Plan(), SlurmClient()))
         assert written[name] == "7", name
-        taken += 1
-    assert taken > 20
+        chosen += 1
+    assert chosen > 20
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_what_no_command_can_be_given_is_refused(cluster: dict[str, Any]) -> Non
 
 def test_a_device_of_a_pool_is_one_line() -> None:
     with pytest.raises(PlanError, match=r"pools\.0\.gpus\.gpu\n.*control character"):
-        pools({"stages": ["rollout"], "gpus": {"gpu\nb": 1}})
+        pools({"stages": ["rollout"], "devices": {"gpu\nb": 1}})
 
 
 def test_a_folder_that_slurm_would_read_otherwise_is_refused_before_it_is_made(

@@ -38,7 +38,7 @@ def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path
     problems.write_text("\n".join(map(json.dumps, lines[:12])))
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("\n".join(map(json.dumps, lines[12:])))
-    small = [word for word in TINY if "model." not in word and "warm_start" not in word]
+    small = [word for word in TINY if "model." not in word and "sft" not in word]
     values = compose(
         "iterations=1",
         f"task.train={problems}",

@@ -34,13 +34,13 @@ STAGES = ["rollout", "reward", "inference", "train"]
 POOL = {
     "num_chunks": 2,
     "stages": dict.fromkeys(("rollout", "inference", "train"), RANKS),
-    "pools": [{"stages": STAGES, "gpus": {"local": 2}}],
+    "pools": [{"stages": STAGES, "devices": {"local": 2}}],
 }
 APART = {
     **POOL,
     "pools": [
-        {"stages": STAGES[:2], "gpus": {"local": 1}},
-        {"stages": STAGES[2:], "gpus": {"local": 2}},
+        {"stages": STAGES[:2], "devices": {"local": 1}},
+        {"stages": STAGES[2:], "devices": {"local": 2}},
     ],
     "stages": dict.fromkeys(STAGES[2:], RANKS),
 }
@@ -78,9 +78,9 @@ def test_ranks_that_read_their_own_rows_make_the_update_of_one(
     assert manifest is not None
     assert any(name.endswith(".rows.hdf5") for name in manifest.files)
     for stage in STAGES[2:]:
-        taken = read_manifest(tmp_path / f"two/it/0001/{stage}")
-        assert taken is not None
-        assert DISK_FALLBACKS not in taken.extra, "that they are read from files is no loss"
+        chosen = read_manifest(tmp_path / f"two/it/0001/{stage}")
+        assert chosen is not None
+        assert DISK_FALLBACKS not in chosen.extra, "that they are read from files is no loss"
 
 
 def test_damage_to_large_rows_is_mended(one: Path, compose: Compose, tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ POOLS = {
         "inference": {"processes": 4},
     },
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 2}},
-        {"stages": STAGES[1:], "gpus": {"local": 4}},
+        {"stages": ["rollout"], "devices": {"local": 2}},
+        {"stages": STAGES[1:], "devices": {"local": 4}},
     ],
 }
 
@@ -126,7 +126,7 @@ def test_what_no_trainer_could_begin_is_refused_before_a_job_is(
         (
             PARTS,
             POOLS | {"stages": {**POOLS["stages"], "inference": {"processes": 4, "layout": {}}}},
-            r"inference\.layout: none, but warm_start, whose trainer .* has tp=2",
+            r"inference\.layout: none, but sft, whose trainer .* has tp=2",
         ),
         (
             SERVER,

@@ -50,6 +50,6 @@ def test_an_iteration_on_libero(compose: Compose, policy: str) -> None:
         assert (steps["executed"] == 8).all()
     gap = output(run, "it", "0000", "inference")[0].metrics["logprob_diff_max"]
     assert gap < 1e-4, "the trainer's log-probabilities are those that actions were drawn with"
-    for place in (("warm_start",), ("it", "0000", "sync")):
+    for place in (("sft",), ("it", "0000", "sync")):
         assert load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")
     assert output(run, "evaluate", "0001")[0].metrics["score"] == 0

@@ -25,8 +25,8 @@ from tests.pipeline.pools.test_executor import assert_like, rows
 
 Compose = Callable[..., dict[str, Any]]
 POOLS = [
-    {"stages": ["rollout"], "gpus": {"local": 1}},
-    {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+    {"stages": ["rollout"], "devices": {"local": 1}},
+    {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
 ]
 EDGES = ("sync -> rollout", "sync -> evaluate")
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -67,9 +67,9 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     assert contents(tmp_path / "sent") == contents(reference)
     assert arrived(tmp_path / "sent") == 3
     logs = (tmp_path / "sent" / "logs" / "pools").glob("*.log")
-    said = "".join(log.read_text() for log in logs)
+    message = "".join(log.read_text() for log in logs)
     for other in ("no gloo", "waiting for its commit", "shared memory '"):
-        assert other not in said, "they went another way"
+        assert other not in message, "they went another way"
 
 
 HALF = "engine.dtype=bfloat16"
@@ -111,8 +111,8 @@ def test_what_changed_is_read_in_place_of_the_whole_and_gives_the_same_results(
     run = tmp_path / "deltas"
     assert contents(run) == contents(one)
     assert not arrived(run), "nothing is sent"
-    taken = [f"{stage}/{i}" for stage in ("rollout", "evaluate") for i in range(4)]
-    found = {node: manifest_of(run, node) for node in taken}
+    names = [f"{stage}/{i}" for stage in ("rollout", "evaluate") for i in range(4)]
+    found = {node: manifest_of(run, node) for node in names}
     spans = {
         node: [span["name"] for span in manifest.timing["spans"]]
         for node, manifest in found.items()
@@ -139,7 +139,7 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     apart = [{**POOLS[1], "stages": ["reward", "train"]}, {**POOLS[0], "stages": ["inference"]}]
-    settings = ("iterations=3", "retention.keep_last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
+    settings = ("iterations=3", "checkpoint.keep_last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
     values = compose("run.name=apart", *settings, "cluster=local")
     values["plan"] = {
         "pools": [POOLS[0], *apart],
@@ -158,17 +158,17 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
 
 
 @pytest.mark.parametrize("way", [None, pytest.param("socket", marks=pytest.mark.slow)])
-def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_names_a_way(
+def test_model_parallel_ranks_read_rows_from_files_unless_the_plan_sets_a_transport(
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     """Two ranks that keep no optimizer and read no checkpoint."""
-    settings = ("iterations=3", "retention.keep_last=3", "algorithm.old_logprobs=recompute")
+    settings = ("iterations=3", "checkpoint.keep_last=3", "algorithm.old_logprobs=recompute")
     values = compose("run.name=apart", "cluster=local", *settings)
     values["plan"] = {
         "stages": {"inference": {"processes": 2}},
         "pools": [
-            {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
-            {"stages": ["inference"], "gpus": {"local": 2}},
+            {"stages": ["rollout", "reward", "train"], "devices": {"local": 1}},
+            {"stages": ["inference"], "devices": {"local": 2}},
         ],
         **({"transports": {"sync -> inference": way}} if way else {}),
     }
@@ -184,7 +184,7 @@ def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> 
     wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
     for way in ("file", "delta", "socket", "gloo"):
         values = pooled(compose, way, way)
-        pools = [{**POOLS[0], "gpus": {"local": 3}}, *POOLS[1:]]
+        pools = [{**POOLS[0], "devices": {"local": 3}}, *POOLS[1:]]
         run_experiment({**values, "plan": {**values["plan"], "stages": wide, "pools": pools}})
     assert not arrived(tmp_path / "file")
     assert not arrived(tmp_path / "delta")

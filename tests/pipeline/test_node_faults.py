@@ -26,7 +26,7 @@ from rlinf import package_paths, threads
 from rlinf.errors import RlinfError
 package_paths.add_to_sys_path()
 values = yaml.safe_load(sys.stdin)
-import stages.rollout, stages.train, stages.warm_start, torch
+import stages.rollout, stages.train, stages.sft, torch
 LIMIT
 try:
     run_experiment(values)
@@ -74,10 +74,10 @@ def test_a_limit_is_one_clear_error_and_the_run_goes_on(
         text=True,
         timeout=200,
     )
-    said = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
+    output = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
     assert done.returncode == 65, done.stderr[-3000:]
-    assert len(said) == 1, said
-    assert words in said[0]
+    assert len(output) == 1, output
+    assert words in output[0]
     assert "Traceback" not in done.stderr
     if (tmp_path / "tiny" / "run.json").exists():
         drive(Run.open(tmp_path / "tiny"))

@@ -29,7 +29,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig, validate
 from rlinf.errors import InterruptedByUser, MismatchError
 from stages import identity
-from stages.layout import LEDGER_FILE, METRICS_FILE, stage_folder
+from stages.layout import ACCEPTED_FILE, METRICS_FILE, stage_folder
 from stages.runner import StageCall
 from tests.pipeline.helpers import contents, no_report
 
@@ -45,8 +45,8 @@ WORDS = [
     "++evaluate.every=1",
     "++evaluate.samples=2",
     "++evaluate.horizon=4",
-    "++retention.keep_last=1",
-    "++retention.keep_trajectories=1",
+    "++checkpoint.keep_last=1",
+    "++checkpoint.keep_trajectories=1",
     "++reward.name=reward_of_orders:Mine",
     "++reward.scale=1.0",
 ]
@@ -190,7 +190,7 @@ class Lab:
         fresh = self.fresh(setting)
         assert contents(run) == contents(fresh)
         assert (run / METRICS_FILE).read_bytes() == (fresh / METRICS_FILE).read_bytes()
-        assert not (run / LEDGER_FILE).exists()
+        assert not (run / ACCEPTED_FILE).exists()
         there, wanted = weight_versions(run), weight_versions(fresh)
         assert there.keys() >= wanted.keys()
         for version in wanted:
@@ -269,7 +269,9 @@ def test_redo_after_keep_makes_anew_what_was_kept(lab: Lab) -> None:
     run = root / "orders"
     kept = lab.take(run, root, start, (OnMismatch.KEEP, lambda s: longer(other_rate(s))))
     after = lab.take(run, root, kept, (OnMismatch.RECOMPUTE, other_scale))
-    assert list((run / "set-aside").glob(f"*/{LEDGER_FILE}")), "the ledger is not lost"
+    assert list((run / "archive").glob(f"*/{ACCEPTED_FILE}")), (
+        "the accepted mismatches are not lost"
+    )
     lab.take(run, root, after, (OnMismatch.RECOMPUTE, lambda s: replace(s, iterations=2)))
 
 

@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_names_change_no_number(run: Path, tiny_run: Path) -> None:
     """But for the noise of stages that are seeded by their names, which none of these is."""
     ours, theirs = contents(run), contents(tiny_run)
-    assert ours["prepare"] == theirs["warm_start"]
+    assert ours["prepare"] == theirs["sft"]
     for iteration in range(2):
         assert ours[f"it/000{iteration}/publish"] == theirs[f"it/000{iteration}/sync"]
 
@@ -54,11 +54,11 @@ def test_the_weights_before_the_first_iteration_are_found(run: Path, tmp_path: P
 def test_status_and_report_say_what_they_say_of_other_flows(
     run: Path, tiny_run: Path, tmp_path: Path
 ) -> None:
-    said, other = read_status(run), read_status(tiny_run)
-    assert (said.finished, said.stage) == (2, "finished")
-    assert said.reward == other.reward is not None
+    result, other = read_status(run), read_status(tiny_run)
+    assert (result.finished, result.stage) == (2, "finished")
+    assert result.reward == other.reward is not None
     found, known = read_report_data(run), read_report_data(tiny_run)
-    assert found.warm_start == known.warm_start != []
+    assert found.sft == known.sft != []
     assert found.samples == known.samples != {}
     begun = tmp_path / "begun"
     shutil.copytree(run, begun)

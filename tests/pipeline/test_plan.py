@@ -59,25 +59,25 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
             {"stages": {"train": {"speed_weights": {"h100": 0}}}},
             "speed_weights.*h100.*greater than 0",
         ),
-        ({"pools": [{"stages": ["train"], "gpus": {"h100": 1}}]}, "pools"),
+        ({"pools": [{"stages": ["train"], "devices": {"h100": 1}}]}, "pools"),
         (
             {
                 "pools": [
-                    {"stages": ["train"], "gpus": {"h100": 1}},
-                    {"stages": ["rollout", "train"], "gpus": {"h100": 1}},
+                    {"stages": ["train"], "devices": {"h100": 1}},
+                    {"stages": ["rollout", "train"], "devices": {"h100": 1}},
                 ],
             },
             "'train' is in two pools",
         ),
         (
-            {"pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
+            {"pools": [{"stages": ["trian"], "devices": {"h100": 1}}]},
             r"pools\[0\].*did you mean 'train'",
         ),
         (
             {
                 "pools": [
-                    {"stages": ["rollout"], "workers": 1, "gpus": {"h100": 1}},
-                    {"stages": ["train"], "gpus": {"h100": 1}},
+                    {"stages": ["rollout"], "workers": 1, "devices": {"h100": 1}},
+                    {"stages": ["train"], "devices": {"h100": 1}},
                 ],
                 "transports": {"sync -> rollout": "gloo", "sync -> evaluate": "gloo"},
             },
@@ -97,18 +97,20 @@ def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
     plan.check_transports({})
     for number, pool in enumerate(plan.pools):
         parts = pool_resources(plan, number)
-        assert [needs.partition for needs in parts] == list(pool.gpus)
+        assert [needs.partition for needs in parts] == list(pool.devices)
         if len(parts) == 1:
-            (kind,) = pool.gpus
+            (kind,) = pool.devices
             assert (parts[0].gpu_type or "cpu") == kind
             assert parts[0].gpus == (kind != "cpu")
 
 
-@pytest.mark.parametrize("said", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
-def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(said: dict[str, int]) -> None:
-    pool = {"stages": ["rollout", "reward", "inference", "train"], "gpus": {"h100": 3}}
-    plan = parse_plan({"pools": [pool], "stages": {"train": said}}, "plan")
-    with pytest.raises(PlanError, match=r"pools\[0\].gpus: 3 h100, but its stages ask for"):
+@pytest.mark.parametrize("expected", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
+def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(
+    expected: dict[str, int],
+) -> None:
+    pool = {"stages": ["rollout", "reward", "inference", "train"], "devices": {"h100": 3}}
+    plan = parse_plan({"pools": [pool], "stages": {"train": expected}}, "plan")
+    with pytest.raises(PlanError, match=r"pools\[0\].devices: 3 h100, but its stages ask for"):
         pool_resources(plan, 0)
 
 

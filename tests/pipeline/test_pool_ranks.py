@@ -25,7 +25,7 @@ def plan(**ranks: list[int]) -> dict[str, Any]:
     return {
         "num_chunks": 2,
         "stages": dict.fromkeys(("rollout", "inference", "train"), ALL),
-        "pools": [{"stages": STAGES, "gpus": {"local": 3}, "stage_ranks": ranks}],
+        "pools": [{"stages": STAGES, "devices": {"local": 3}, "stage_ranks": ranks}],
     }
 
 
@@ -58,7 +58,7 @@ def test_stages_side_by_side_end_as_in_one_process(
     ("ranks", "text"),
     [
         ({"train": [0, 1]}, r"ranks\.train: all processes .* only rollout, reward, evaluate may"),
-        ({"warm_start": [0]}, r"ranks\.warm_start: all processes of the pool share the model"),
+        ({"sft": [0]}, r"ranks\.sft: all processes of the pool share the model"),
         ({"rollout": [0, 3]}, r"ranks\.rollout: \[0, 3\]; give some of 0 to 2"),
         ({"rollout": [1, 0]}, r"ranks\.rollout: \[1, 0\]; give some of 0 to 2, in order"),
         ({"rollout": []}, r"ranks\.rollout: \[\]; give some"),
@@ -78,11 +78,11 @@ def test_an_elastic_pool_has_none(compose: Compose) -> None:
     pools = [
         {
             "stages": ["rollout"],
-            "gpus": {"local": 2},
+            "devices": {"local": 2},
             "workers": 2,
             "stage_ranks": {"rollout": [0]},
         },
-        {"stages": STAGES[1:], "gpus": {"local": 1}},
+        {"stages": STAGES[1:], "devices": {"local": 1}},
     ]
     with pytest.raises(
         RlinfError, match=r"pools\[0\]\.stage_ranks: each worker is a job of one process"

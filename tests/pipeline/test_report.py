@@ -65,7 +65,7 @@ def test_every_metric_is_in_the_page_and_nothing_comes_from_outside(run: Path) -
     recorded = {name for row in rows for name in row} - {"iteration"}
     assert len(recorded) > 15
     assert recorded <= shown
-    assert {"learning", "warm-start", "stage-times", "throughput", "machine-memory"} <= shown
+    assert {"learning", "sft-score", "stage-times", "throughput", "machine-memory"} <= shown
     assert len(shown) == len(plots_of(content)), "no chart stands twice"
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'#\s>][^\s>]*)', markup) == []
@@ -97,7 +97,7 @@ def test_the_report_leads_with_what_shows_learning(run: Path) -> None:
     assert names[:2] == ["train/loss", "train/grad_norm"]
     assert "train/lr" in names
     order = list(groups)
-    assert order[:3] == ["Learning", "Warm start", "Optimization"]
+    assert order[:3] == ["Learning", "Supervised fine-tuning", "Optimization"]
     assert order[-2:] == ["Time", "Hardware"]
     places = [page.index(f'id="{name}"') for name in ("settings", "controls", "plots", "gantt")]
     assert places == sorted(places)
@@ -199,7 +199,7 @@ def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> No
     )
     table = {row["stage"]: row for row in stage_table(read_report_data(run))}
     assert float(table["train"]["memory"]) > 0.05
-    assert float(table["warm_start"]["cores"]) > 0
+    assert float(table["sft"]["cores"]) > 0
     (run / "run.json").write_text(json.dumps({"name": "of an earlier version"}))
     assert "<dt>seed</dt>" in write_report(run).read_text()
 
@@ -208,11 +208,11 @@ def test_what_speaks_against_a_run_is_said_at_the_top(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps({**row, "reward/used_fraction": 0.0}) + "\n" for row in rows]
     (run / "metrics.jsonl").write_text("".join(lines))
-    said = run_warnings(Run.open(run))
-    assert said
+    result = run_warnings(Run.open(run))
+    assert result
     page = write_report(run).read_text()
     top = page.partition('id="notices"')[2].partition("</ul>")[0]
-    assert top.count("<li>") == len(said)
+    assert top.count("<li>") == len(result)
 
 
 def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
@@ -346,9 +346,9 @@ def test_a_page_to_be_sent_has_no_secrets(run: Path) -> None:
 
 def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
     config = "run:\n  name: a\ncluster:\n  launcher: slurm\n  env: {JUDGE_KEY: sk-1, OTHER: x}\n"
-    told = redact_yaml(config)
-    assert "sk-1" not in told
-    assert yaml.safe_load(told)["cluster"] == {
+    values = redact_yaml(config)
+    assert "sk-1" not in values
+    assert yaml.safe_load(values)["cluster"] == {
         "launcher": "slurm",
         "env": {"JUDGE_KEY": "(not shown)", "OTHER": "(not shown)"},
     }

@@ -48,7 +48,7 @@ def window() -> Iterator[Browser]:
 def opened(window: Browser, page: Path) -> Browser:
     window.size(1300, 900)
     window.open(page)
-    assert window.said() == []
+    assert window.errors() == []
     return window
 
 
@@ -73,7 +73,7 @@ def test_every_metric_is_drawn_and_nothing_is_fetched(opened: Browser, long_run:
         opened.run("return [...document.querySelectorAll('.draw')].map((d) => d.plot.spec.name)")
     )
     assert opened.run("return performance.getEntriesByType('resource').length") == 0
-    assert opened.said() == []
+    assert opened.errors() == []
 
 
 def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(opened: Browser) -> None:
@@ -97,12 +97,12 @@ def test_hovering_tells_the_values_of_all_charts_there(opened: Browser) -> None:
     opened.place("#plot-train-loss", 0.5)
     opened.wait("return document.querySelector(arguments[0])", LOSS)
     opened.hover(LOSS, 0.5)
-    told = "return document.querySelector(arguments[0] + ' .value').textContent"
+    values = "return document.querySelector(arguments[0] + ' .value').textContent"
     opened.wait(
-        told + ".includes('iteration 250') || " + told[7:] + ".includes('iteration 251')",
+        values + ".includes('iteration 250') || " + values[7:] + ".includes('iteration 251')",
         "#plot-train-loss",
     )
-    assert "iteration 25" in opened.run(told, "#plot-train-entropy")
+    assert "iteration 25" in opened.run(values, "#plot-train-entropy")
 
 
 def test_the_line_of_constant_metrics_opens_and_a_search_opens_it_too(opened: Browser) -> None:
@@ -289,7 +289,7 @@ def test_markup_in_a_run_is_text_in_the_page(
         "return [...document.querySelectorAll('.plot code')].map((e) => e.innerText)"
     )
     assert f"train/{HOSTILE}" in titles
-    assert opened.said() == []
+    assert opened.errors() == []
 
 
 def shown(opened: Browser, selector: str) -> list[float]:

@@ -18,7 +18,7 @@ def pooled(
     held: dict[str, int], *order: str, stages: dict[str, Any] | None = None, **defaults: Any
 ) -> Plan:
     """A plan of one pool."""
-    pool = {"stages": list(order or STAGES), "gpus": held}
+    pool = {"stages": list(order or STAGES), "devices": held}
     values = {"defaults": defaults, "stages": stages or {}, "pools": [pool]}
     return parse_plan(values, "plan")
 
@@ -49,8 +49,8 @@ def test_the_most_holds_on_each_kind_and_for_each_worker() -> None:
         ("h100", 9000, 3),
     ]
     pools = [
-        {"stages": ["rollout", "evaluate"], "workers": 2, "gpus": {"spot": 1}},
-        {"stages": list(STAGES[1:]), "gpus": {"h100": 1}},
+        {"stages": ["rollout", "evaluate"], "workers": 2, "devices": {"spot": 1}},
+        {"stages": list(STAGES[1:]), "devices": {"h100": 1}},
     ]
     stages = {"rollout": {"mem_mb": 1000}, "evaluate": {"mem_mb": 9000}}
     plan = parse_plan({"stages": stages, "pools": pools}, "plan")
@@ -87,7 +87,7 @@ KINDS = {"gpu:a100": 2, "gpu:h100": 2}
 BOTH: dict[str, Any] = {"constraint": "[a100*1&h100*1]", "processes": 2, "gpus": 2}
 
 
-def test_a_constraint_that_counts_nodes_makes_one_job_of_as_many_as_the_devices_fill() -> None:
+def test_a_constraint_that_counts_nodes_gives_one_job_with_enough_nodes() -> None:
     (needs,) = pool_resources(pooled(KINDS, **BOTH), 0)
     assert (needs.partition, needs.gpu_type) == ("gpu", None)
     assert (needs.nodes, needs.processes, needs.gpus) == (2, 2, 2)
@@ -102,7 +102,7 @@ def test_a_constraint_without_counts_holds_for_every_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "said", "words"),
+    ("held", "expected", "words"),
     [
         ({"a100": 4}, {"gpus": 4}, "4 a100, but its stages ask for 4 GPUs and 1 processes per"),
         ({"a100": 4, "h100": 4}, {"gpus": 2}, "4 a100 and 4 h100, but .* 2 GPUs and 1 processes"),
@@ -120,10 +120,10 @@ def test_a_constraint_without_counts_holds_for_every_kind() -> None:
     ],
 )
 def test_devices_that_are_not_one_for_each_process_are_refused(
-    held: dict[str, int], said: dict[str, Any], words: str
+    held: dict[str, int], expected: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(PlanError, match=rf"plan\.pools\[0\]\.gpus: .*{words}"):
-        pool_resources(pooled(held, **said), 0)
+    with pytest.raises(PlanError, match=rf"plan\.pools\[0\]\.devices: .*{words}"):
+        pool_resources(pooled(held, **expected), 0)
 
 
 def test_fewer_gpus_than_processes_are_shared_as_the_stages_say() -> None:
@@ -146,7 +146,9 @@ def test_fewer_gpus_than_processes_are_shared_as_the_stages_say() -> None:
 def test_a_stage_of_a_pool_that_says_it_runs_elsewhere_is_refused(
     stage: str, own: dict[str, str], held: dict[str, int], words: str
 ) -> None:
-    with pytest.raises(PlanError, match=words + r".* plan\.pools\[0\]\.gpus: 2 .*pool of its own"):
+    with pytest.raises(
+        PlanError, match=words + r".* plan\.pools\[0\]\.devices: 2 .*pool of its own"
+    ):
         pool_resources(pooled(held, stages={stage: own}, processes=2), 0)
 
 

@@ -23,7 +23,7 @@ from pipeline.run_state import ARCHIVE, RunState
 from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.errors import CodeIdentityError, ConfigError, MismatchError, RunLockedError
 from stages import identity
-from stages.layout import CODE_FILE, CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from stages.layout import ACCEPTED_FILE, CODE_FILE, CONFIG_FILE, RUN_FILE
 from stages.runner import StageCall, run_stage
 from tests.pipeline.helpers import contents
 
@@ -71,7 +71,7 @@ def test_a_changed_key_is_refused_before_anything_is_touched(
     message = str(error.value)
     assert "optimizer.lr: 0.01 -> 0.5" in message
     assert "2 iterations (0 to 1)" in message
-    assert "warm start" not in message
+    assert "SFT" not in message
     assert "--redo" in message
     assert "--keep" in message
     assert len(message.splitlines()) <= 5
@@ -79,11 +79,11 @@ def test_a_changed_key_is_refused_before_anything_is_touched(
 
 
 def test_keys_that_change_no_result_are_accepted(finished: Path, compose: Compose) -> None:
-    run = prepare_run(compose("evaluate.every=2", "retention.keep_last=3"))
-    assert run.config.retention.keep_last == 3
+    run = prepare_run(compose("evaluate.every=2", "checkpoint.keep_last=3"))
+    assert run.config.checkpoint.keep_last == 3
     assert not committed(run).mismatched
     drive(Run.open(finished))
-    assert "retention" in yaml.safe_load((finished / CONFIG_FILE).read_text())
+    assert "checkpoint" in yaml.safe_load((finished / CONFIG_FILE).read_text())
 
 
 def test_changed_code_is_refused_and_named_whoever_starts(
@@ -94,7 +94,7 @@ def test_changed_code_is_refused_and_named_whoever_starts(
     for start in (lambda: prepare_run(compose()), lambda: drive(Run.open(finished))):
         with pytest.raises(MismatchError, match=r"code: rlinf\.trainers\.fsdp") as error:
             start()
-        assert "the warm start, 2 iterations (0 to 1)" in str(error.value)
+        assert "SFT, 2 iterations (0 to 1)" in str(error.value)
     assert everything(finished) == before
 
 
@@ -147,7 +147,7 @@ def test_keep_goes_on_with_what_is_there_and_notes_it(
     after = contents(finished)
     assert {name: after[name] for name in before} == before
     assert "evaluate/0002" in after
-    entry = json.loads((finished / LEDGER_FILE).read_text())["entries"][0]
+    entry = json.loads((finished / ACCEPTED_FILE).read_text())["entries"][0]
     assert entry["differences"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
     assert "train/1" in entry["outputs"]
     drive(Run.open(finished))
@@ -190,7 +190,7 @@ def test_an_edited_frozen_configuration_is_noticed(finished: Path, compose: Comp
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [", b"- 1\n", b"seed: {}\n", b""])
-@pytest.mark.parametrize("name", [CONFIG_FILE, RUN_FILE, LEDGER_FILE])
+@pytest.mark.parametrize("name", [CONFIG_FILE, RUN_FILE, ACCEPTED_FILE])
 def test_a_damaged_file_of_a_run_is_named_in_few_lines(
     finished: Path, name: str, content: bytes
 ) -> None:
@@ -297,7 +297,7 @@ def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(
         2,
         {"weights": finished / "it/0001/sync"},
     )
-    with pytest.raises(CodeIdentityError, match=r"stages\.evaluate is not the code"):
+    with pytest.raises(CodeIdentityError, match=r"stages\.evaluate differs from the code"):
         run_stage(call)
     assert not list(finished.glob("evaluate/0002/*"))
 

@@ -19,8 +19,8 @@ RANKS = {"reward": {"processes": 2}}
 POOLS = {
     "stages": RANKS,
     "pools": [
-        {"stages": ["rollout", "train", "inference"], "gpus": {"local": 1}},
-        {"stages": ["reward"], "gpus": {"local": 2}},
+        {"stages": ["rollout", "train", "inference"], "devices": {"local": 1}},
+        {"stages": ["reward"], "devices": {"local": 2}},
     ],
 }
 

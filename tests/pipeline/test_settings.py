@@ -35,7 +35,7 @@ def record(run: Path) -> dict[str, Any]:
 def test_every_key_of_every_section_is_in_the_record(tiny_run: Path) -> None:
     settings, config = record(tiny_run)["settings"], Run.open(tiny_run).config
     assert settings.keys() == RunConfig.model_fields.keys()
-    for section in ("rollout", "optimizer", "warm_start", "evaluate", "retention"):
+    for section in ("rollout", "optimizer", "sft", "evaluate", "checkpoint"):
         expected = getattr(config, section).model_dump(mode="json")
         assert settings[section] == expected
     for section, registry in CLASS_REGISTRIES.items():
@@ -53,7 +53,7 @@ def test_what_differs_from_its_default_is_told_apart(tiny_run: Path) -> None:
     assert {"algorithm.entropy_coeff", "optimizer.lr", "rollout.batch_size", "model.hidden"} <= set(
         changed
     )
-    assert {"algorithm.clip_ratio_high", "retention.keep_last", "cluster.max_retries"}.isdisjoint(
+    assert {"algorithm.clip_ratio_high", "checkpoint.keep_last", "cluster.max_retries"}.isdisjoint(
         changed
     )
 
@@ -83,11 +83,11 @@ def test_a_run_of_an_earlier_version_gets_its_settings_when_it_goes_on(
 
 def test_a_later_start_with_other_settings_renews_them(compose: Compose, tmp_path: Path) -> None:
     prepare_run(compose())
-    prepare_run(compose("retention.keep_last=7", "optimizer.lr=0.5"))
+    prepare_run(compose("checkpoint.keep_last=7", "optimizer.lr=0.5"))
     found = record(tmp_path / "tiny")
-    assert found["settings"]["retention"]["keep_last"] == 7
+    assert found["settings"]["checkpoint"]["keep_last"] == 7
     assert found["settings"]["optimizer"]["lr"] == 0.5
-    assert "retention.keep_last" in found["non_default"]
+    assert "checkpoint.keep_last" in found["non_default"]
 
 
 def test_settings_that_change_no_result_are_renewed_too(compose: Compose, tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ SMALL = [
     "model.vision_hidden=16",
     "model.patch_size=8",
     "model.vision_heads=2",
-    "warm_start.max_steps=12",
-    "warm_start.batch_size=1",
-    "warm_start.lr=3e-3",
-    "warm_start.lr_warmup_steps=0",
-    "warm_start.eval_generation=false",
+    "sft.max_steps=12",
+    "sft.batch_size=1",
+    "sft.lr=3e-3",
+    "sft.lr_warmup_steps=0",
+    "sft.eval_generation=false",
     "rollout.batch_size=2",
     "rollout.group_size=2",
     "rollout.horizon=3",
@@ -54,7 +54,7 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Comp
     values = compose(*SMALL, experiment="metaworld_smolvla")
     run_experiment(values)
     run = Path(values["run"]["root"]) / "smolvla"
-    losses = [row["loss"] for row in output(run, "warm_start")[0].extra["curve"]]
+    losses = [row["loss"] for row in output(run, "sft")[0].extra["curve"]]
     assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
     for iteration in range(2):
         _, data = output(run, "it", f"{iteration:04d}", "rollout")
@@ -72,7 +72,7 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Comp
         assert gap[0] / gap[1] < 1e-5 if isinstance(gap, (list, tuple)) else gap < 1e-5
     before, after = (
         load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")
-        for place in (("warm_start",), ("it", "0001", "sync"))
+        for place in (("sft",), ("it", "0001", "sync"))
     )
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     for part in ("vision_model", "connector", "text_model", "lm_expert", "state_proj"):

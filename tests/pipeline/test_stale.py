@@ -20,8 +20,8 @@ Compose = Callable[..., dict[str, Any]]
 STALE = ["rollout.staleness=1", "iterations=4", "algorithm.rollout_is_threshold=2.0"]
 POOLS = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 

@@ -87,7 +87,7 @@ def test_the_simulator_is_asked_under_its_own_interpreter(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("task=pendulum", "task.observation=5"), r"task\.observation: 5 is not .* set it to 3"),
         (("task=pendulum", "task.action={low: -1, high: 1}"), r"task\.action: .* is not what"),
@@ -98,16 +98,16 @@ def test_the_simulator_is_asked_under_its_own_interpreter(
     ],
 )
 def test_what_is_wrong_is_refused_before_there_is_a_run(
-    words: tuple[str, ...], said: str, compose: Compose
+    words: tuple[str, ...], message: str, compose: Compose
 ) -> None:
     values = compose(*words, experiment="pendulum_sac")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         prepare_run(values)
     assert not validate(RunConfig, values).run.folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("action", "said"),
+    ("action", "message"),
     [
         ({"low": [-2, -2]}, r"task\.action: low: 2 bounds, and size is 1"),
         ({"low": 3.0}, r"task\.action: low: a bound is above that of high"),
@@ -115,11 +115,11 @@ def test_what_is_wrong_is_refused_before_there_is_a_run(
     ],
 )
 def test_bounds_that_are_none_are_refused(
-    action: dict[str, Any], said: str, compose: Compose
+    action: dict[str, Any], message: str, compose: Compose
 ) -> None:
     values = compose("task=pendulum", experiment="pendulum_sac")
     values["task"]["action"].update({"low": -2.0, "high": 2.0, **action})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         complete_config(validate(RunConfig, values))
 
 

@@ -37,7 +37,7 @@ ONCE = """if len(CALLS.read_text()) == 1:
         return list(scores)"""
 ENDS = "raise SystemExit(0)"
 PLAN = {
-    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 1}}],
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "devices": {"local": 1}}],
 }
 PLACES = {"inprocess": [], "local": ["cluster=local"], "pools": ["cluster=local", "plan=plan.yaml"]}
 

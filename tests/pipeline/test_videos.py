@@ -79,7 +79,7 @@ def test_cameras_that_the_policy_sees_film_too(compose: Compose, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "experiment", "said"),
+    ("words", "experiment", "message"),
     [
         (["evaluate.videos=2"], "halfcheetah_ppo", r"evaluate\.videos: .* no cameras; set task"),
         (["evaluate.videos=2"], "arithmetic_grpo", r"evaluate\.videos: .* no cameras"),
@@ -91,7 +91,7 @@ def test_cameras_that_the_policy_sees_film_too(compose: Compose, tmp_path: Path)
     ],
 )
 def test_what_cannot_be_filmed_is_refused(
-    compose: Compose, words: list[str], experiment: str, said: str
+    compose: Compose, words: list[str], experiment: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, compose(*words, experiment=experiment)))

@@ -1,4 +1,4 @@
-"""GRPO on questions about images, from the warm start to the second update."""
+"""GRPO on questions about images, from SFT to the second update."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SMALL = [
     "model.intermediate=64",
     "model.vision_hidden=16",
     "model.vision_heads=2",
-    "warm_start.max_steps=6",
-    "warm_start.batch_size=16",
-    "warm_start.lr=1e-2",
+    "sft.max_steps=6",
+    "sft.batch_size=16",
+    "sft.lr=1e-2",
     "rollout.batch_size=4",
     "rollout.group_size=4",
     "rollout.horizon=12",
@@ -47,7 +47,7 @@ def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> Non
     run_experiment(values)
     run = Path(values["run"]["root"]) / "visual"
     config = Qwen25VLConfig(hidden=32)
-    for iteration, folder in ((0, "warm_start"), (1, "it/0000/sync")):
+    for iteration, folder in ((0, "sft"), (1, "it/0000/sync")):
         _, data = output(run, "it", f"{iteration:04d}", "rollout")
         records = list(map(Trajectory.from_record, RecordFileReader(data.glob("*.h5"))))
         assert len(records) == 16
@@ -57,8 +57,8 @@ def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> Non
         assert all(r.pixels.tobytes() == images[r.group] for r in records)
         policy = Qwen25VL.load(output(run, folder)[1] / "weights", config)
         with torch.no_grad():
-            said = policy.evaluate(policy.collate(records), 1.0).logprobs.numpy()
-        for row, record in zip(said, records, strict=True):
+            outputs = policy.evaluate(policy.collate(records), 1.0).logprobs.numpy()
+        for row, record in zip(outputs, records, strict=True):
             np.testing.assert_allclose(row[: len(record)], record.logprobs, atol=1e-5)
     one, two = (
         Qwen25VL.load(output(run, "it", f"000{i}", "sync")[1] / "weights", config).module

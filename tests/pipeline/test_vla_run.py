@@ -33,11 +33,11 @@ SMALL = [
     "model.vision_hidden=16",
     "model.patch_size=8",
     "model.vision_heads=2",
-    "warm_start.max_steps=8",
-    "warm_start.batch_size=1",
-    "warm_start.lr=3e-3",
-    "warm_start.lr_warmup_steps=0",
-    "warm_start.eval_generation=false",
+    "sft.max_steps=8",
+    "sft.batch_size=1",
+    "sft.lr=3e-3",
+    "sft.lr_warmup_steps=0",
+    "sft.eval_generation=false",
     "rollout.batch_size=2",
     "rollout.group_size=2",
     "rollout.horizon=3",
@@ -57,7 +57,7 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
     values = compose(*SMALL, f"model.use_fused_vision_backbone={fused}", experiment="metaworld_vla")
     run_experiment(values)
     run = Path(values["run"]["root"]) / "vla"
-    curve = output(run, "warm_start")[0].extra["curve"]
+    curve = output(run, "sft")[0].extra["curve"]
     losses = [row["loss"] for row in curve]
     assert losses[0] == pytest.approx(np.log(256), abs=0.3), "of a network that knows nothing"
     assert np.mean(losses[-2:]) < losses[0] - 0.5
@@ -77,7 +77,7 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
         assert gap[0] / gap[1] < 1e-5 if isinstance(gap, (list, tuple)) else gap < 1e-5
     before, after = (
         load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")
-        for place in (("warm_start",), ("it", "0001", "sync"))
+        for place in (("sft",), ("it", "0001", "sync"))
     )
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved, "two updates changed nothing"
@@ -86,18 +86,18 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
-        ("task.demonstrations=0", r"warm_start\.max_steps: .*task\.demonstrations"),
+        ("task.demonstrations=0", r"sft\.max_steps: .*task\.demonstrations"),
         ("model.chnuk=3", r"model\.chnuk: unknown key.*chunk"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(
-    compose: Compose, changed: str, said: str
+    compose: Compose, changed: str, message: str
 ) -> None:
     need_environment("metaworld")
     values = compose(changed, experiment="metaworld_vla")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_experiment(values)
     assert not (Path(values["run"]["root"]) / "metaworld_vla").exists()
 

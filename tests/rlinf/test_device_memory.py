@@ -137,7 +137,7 @@ def test_room_is_made_for_what_is_still_to_come() -> None:
     assert not is_there(engine.groups["weights"][0])
 
 
-def test_more_than_the_budget_is_an_error_that_names_sizes_and_key_and_moves_nothing() -> None:
+def test_exceeding_the_memory_budget_is_an_error_that_moves_nothing() -> None:
     engine, trainer = Held(weights=[filled(4)]), Held(weights=[filled(4)], moments=[filled(8)])
     residency = DeviceMemoryManager(CPU, 11 * FLOAT)
     residency.acquire(engine)

@@ -90,9 +90,9 @@ def test_a_thread_touches_the_pages_of_the_one_before() -> None:
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    told = process_tuning.child_environment()
-    assert told["OMP_NUM_THREADS"] == "7"
-    assert told["OMP_WAIT_POLICY"] == "PASSIVE"
+    values = process_tuning.child_environment()
+    assert values["OMP_NUM_THREADS"] == "7"
+    assert values["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_blocks_of_larger_models_leave_no_gaps() -> None:

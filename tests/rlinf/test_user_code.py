@@ -147,8 +147,8 @@ class Refused(Exception):
 
     def __init__(self, status: int, name: str = "status_code", nested: bool = False) -> None:
         super().__init__(f"status {status}")
-        told = SimpleNamespace(**{name: status})
-        self.__dict__ |= {"response": told} if nested else vars(told)
+        values = SimpleNamespace(**{name: status})
+        self.__dict__ |= {"response": values} if nested else vars(values)
 
 
 def of_client(module: str, *names: str) -> Exception:

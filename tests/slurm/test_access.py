@@ -24,13 +24,14 @@ def quotas(*associations: Association, version: str = "22.05.8") -> Quotas:
         limits=AccountingLimits(associations=associations, qos=qos),
         default_partition="cpu",
         access={
-            name: partition_access(build_partition(told), version) for name, told in RECORDS.items()
+            name: partition_access(build_partition(values), version)
+            for name, values in RECORDS.items()
         },
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("resources", "words"),
     [
         (
             JobResources("gpu", account="team", qos="normal"),
@@ -42,25 +43,25 @@ def quotas(*associations: Association, version: str = "22.05.8") -> Quotas:
         (JobResources("cpu,gpu"), "'gpu' takes no jobs of account team"),
     ],
 )
-def test_a_partition_that_takes_no_such_job_is_refused(asked: JobResources, words: str) -> None:
+def test_a_partition_that_takes_no_such_job_is_refused(resources: JobResources, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        quotas(TEAM).check(asked, "stages.train")
+        quotas(TEAM).check(resources, "stages.train")
 
 
 def test_what_is_allowed_or_not_known_is_let_through() -> None:
-    for asked in (
+    for request in (
         JobResources("gpu", account="ROOT", qos="high"),
         JobResources("a100", qos="normal"),
         JobResources(),
     ):
-        quotas(TEAM).check(asked, "stages.train")
+        quotas(TEAM).check(request, "stages.train")
     other = TEAM.model_copy(update={"account": "other"})
     quotas(TEAM, other).check(JobResources("gpu", qos="high"), "stages.train")
 
 
 def test_later_versions_mean_accounts_below_those_listed_too() -> None:
-    asked = JobResources("gpu", account="team", qos="normal")
-    quotas(TEAM, version="24.05.1").check(asked, "stages.train")
+    request = JobResources("gpu", account="team", qos="normal")
+    quotas(TEAM, version="24.05.1").check(request, "stages.train")
 
 
 def test_denied_accounts_count_where_none_are_allowed() -> None:

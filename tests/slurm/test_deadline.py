@@ -27,25 +27,25 @@ def job(**more: str) -> dict[str, str]:
     return {"SLURM_JOB_ID": "12", **more}
 
 
-def never_asked(command: list[str]) -> str:
+def fail_on_query(command: list[str]) -> str:
     raise AssertionError(f"asked {command}")
 
 
 def test_later_versions_state_the_span_in_the_environment() -> None:
     stated = job(SLURM_JOB_START_TIME="1000", SLURM_JOB_END_TIME="4600")
-    assert current_job_window(stated, never_asked) == JobWindow(1000, 4600)
+    assert current_job_window(stated, fail_on_query) == JobWindow(1000, 4600)
 
 
 def test_earlier_versions_are_asked_once_for_the_element_itself() -> None:
-    asked = []
+    requests = []
 
     def answer(command: list[str]) -> str:
-        asked.append(command)
+        requests.append(command)
         return "JobId=14 StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T01:00:00 Deadline=N/A"
 
     element = job(SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID="3")
     span = current_job_window(element, answer)
-    assert asked == [["scontrol", "show", "job", "-o", "12_3"]]
+    assert requests == [["scontrol", "show", "job", "-o", "12_3"]]
     assert span.start is not None
     assert span.end == span.start + HOUR
 
@@ -64,11 +64,11 @@ def test_the_component_that_ends_first_ends_a_job_of_several() -> None:
 
 
 def test_other_ranks_leave_the_asking_to_the_first() -> None:
-    assert current_job_window(job(SLURM_PROCID="1"), never_asked) == JobWindow(None, None)
+    assert current_job_window(job(SLURM_PROCID="1"), fail_on_query) == JobWindow(None, None)
 
 
 def test_outside_of_jobs_there_is_no_end() -> None:
-    assert current_job_window({}, never_asked) == JobWindow(None, None)
+    assert current_job_window({}, fail_on_query) == JobWindow(None, None)
     assert seconds_until_stop({}) is None
 
 

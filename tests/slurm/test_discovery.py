@@ -288,11 +288,11 @@ class Scripted(SlurmClient):
 
     def __init__(self, *, accounting: bool) -> None:
         super().__init__()
-        self.asked: list[tuple[str, ...]] = []
+        self.commands: list[tuple[str, ...]] = []
         self.accounting = accounting
 
     def run(self, *command: str) -> str:
-        self.asked.append(command)
+        self.commands.append(command)
         if command[0] == "sacctmgr" and not self.accounting:
             raise SlurmError("You are not running a supported accounting_storage plugin")
         if command[1] == "--version":
@@ -314,7 +314,7 @@ def test_each_question_is_asked_once() -> None:
     found = discovery.discover_inventory(client, NOW)
     assert (found.cluster, found.enforces_limits) == ("dev", False)
     assert found == recorded().model_copy(update={"cluster": "dev", "enforces_limits": False})
-    queries = [command[0] for command in client.asked if "--version" not in command]
+    queries = [command[0] for command in client.commands if "--version" not in command]
     assert queries == [
         "sinfo",
         "scontrol",

@@ -49,13 +49,14 @@ def test_the_settings_keep_their_values(version: str) -> None:
 
 @pytest.mark.parametrize("version", SURVEYED)
 def test_the_inventory_of_every_version(version: str) -> None:
-    asked = SURVEYED[version]
+    request = SURVEYED[version]
     now = datetime(2026, 1, 2, tzinfo=UTC)
     wrapped = discovery.SlurmOutput(
-        asked.version, *map(wrap, (asked.nodes, asked.partitions, asked.usage, asked.pending))
+        request.version,
+        *map(wrap, (request.nodes, request.partitions, request.usage, request.pending)),
     )
     plain = discovery.SlurmOutput(
-        asked.version, asked.nodes, asked.partitions, asked.usage, asked.pending
+        request.version, request.nodes, request.partitions, request.usage, request.pending
     )
     assert discovery.build_inventory(wrapped, now) == discovery.build_inventory(plain, now)
 

@@ -220,7 +220,7 @@ def test_data_sheets_fill_in_what_the_site_does_not_say() -> None:
 
 
 def test_the_site_file_comes_first() -> None:
-    said = PartitionSettings(
+    result = PartitionSettings(
         gpu_model="a100-sxm4-80gb",
         gpu_memory_gib=79.2,
         intra_node_bandwidth_gb_per_s=300,
@@ -228,7 +228,7 @@ def test_the_site_file_comes_first() -> None:
         cost_per_gpu_hour=1.5,
         slowdown=1.2,
     )
-    described = cluster(A100).with_site_settings(SiteConfig(partitions={"gpu": said}))
+    described = cluster(A100).with_site_settings(SiteConfig(partitions={"gpu": result}))
     (group,) = described.partitions["gpu"].groups
     assert group.gpu_model == "a100-80gb-sxm"
     assert group.gpu_memory_gib == 79.2

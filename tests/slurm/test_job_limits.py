@@ -55,7 +55,7 @@ def test_a_qos_comes_before_the_account() -> None:
     assert not found[0].counts(queued(qos="high"))
 
 
-def test_a_partitions_qos_comes_first_and_counts_jobs_of_all_partitions_that_share_it() -> None:
+def test_a_partition_qos_comes_first_and_counts_jobs_of_all_its_partitions() -> None:
     limits = {"part": QosLimits(max_submit_per_user=3), "normal": QosLimits(max_submit_per_user=2)}
     found = quotas(qos=limits).quotas_for(JobResources(partition="Short"))[0]
     assert (found.max_jobs, found.description) == (3, "MaxSubmitJobsPerUser of QOS part")
@@ -85,7 +85,7 @@ def test_with_several_accounts_and_none_named_nothing_is_guessed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("account", "qos", "asked", "message"),
+    ("account", "qos", "requested", "message"),
     [
         ({"max_submit": 0}, {}, {}, "MaxSubmitJobs of account team is 0"),
         ({"max_jobs": 0}, {}, {}, "MaxJobs of account team is 0"),
@@ -117,12 +117,12 @@ def test_with_several_accounts_and_none_named_nothing_is_guessed() -> None:
     ],
 )
 def test_what_accounting_never_allows_is_refused_before_submission(
-    account: dict[str, Any], qos: dict[str, Any], asked: dict[str, Any], message: str
+    account: dict[str, Any], qos: dict[str, Any], requested: dict[str, Any], message: str
 ) -> None:
     own = quotas(TEAM.model_copy(update=account), qos={"normal": QosLimits(**qos)})
     own.check(JobResources(), "stages.train") if "is 0" not in message else None
     with pytest.raises(PlanError, match=message):
-        own.check(JobResources(**asked), "stages.train")
+        own.check(JobResources(**requested), "stages.train")
 
 
 GPUS = JobResources(gpus_per_node=8, tasks_per_node=8)

@@ -8,7 +8,7 @@ from slurm.jobs import JobResources, current_job_resources
 def test_a_job_is_told_by_its_variables() -> None:
     assert current_job_resources({}) is None
     assert current_job_resources({"SLURM_JOB_ID": "12"}) == JobResources()
-    told = {
+    values = {
         "SLURM_JOB_ID": "12",
         "SLURM_JOB_PARTITION": "gpu",
         "SLURM_JOB_ACCOUNT": "team",
@@ -18,7 +18,7 @@ def test_a_job_is_told_by_its_variables() -> None:
         "SLURM_MEM_PER_NODE": "4000",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    assert current_job_resources(told) == JobResources(
+    assert current_job_resources(values) == JobResources(
         partition="gpu",
         account="team",
         qos="normal",

@@ -77,7 +77,7 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
     unlike = parse_partitions("".join(lines))
     small = {"gpus_per_node": 4, "gpu_type": "a100"}
     possible: dict[str, Any]
-    asked: dict[str, Any]
+    request: dict[str, Any]
     for possible in (
         {**small, "nodes": 12, "cpus_per_task": 32},
         {**small, "nodes": 2, "cpus_per_task": 64, "mem_mb": 500000},
@@ -86,7 +86,7 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
         {"nodes": 10, "gpus_per_node": 2, "gpu_type": "mig"},
     ):
         check_resources(JobResources(**possible), unlike, "stages.train")
-    for asked, words in (
+    for request, words in (
         (
             {"nodes": 3, "gpus_per_node": 8},
             r"3 requested with 8 GPUs, 1 CPUs on each,.* has 2 such",
@@ -99,7 +99,7 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
         ({"cpus_per_task": 65}, r"cpus: 65 requested, nodes of partition 'gpu' have 64"),
     ):
         with pytest.raises(PlanError, match=words):
-            check_resources(JobResources(**asked), unlike, "stages.train")
+            check_resources(JobResources(**request), unlike, "stages.train")
 
 
 @pytest.mark.parametrize(("sizes", "most"), [("1-2", 2), ("2", 2), ("1-infinite", None)])

@@ -30,7 +30,7 @@ class Controller:
 
 
 @pytest.mark.parametrize(
-    ("controller", "accepted", "asked"),
+    ("controller", "accepted", "is_requested"),
     [
         (Controller("RUNNING"), True, True),
         (Controller("COMPLETING", "TimeLimit"), True, True),
@@ -41,9 +41,9 @@ class Controller:
         (Controller("RUNNING", answer="Requested operation is presently disabled"), False, True),
     ],
 )
-def test_what_is_asked_for(controller: Controller, accepted: bool, asked: bool) -> None:
+def test_what_is_asked_for(controller: Controller, accepted: bool, is_requested: bool) -> None:
     assert requeue({"SLURM_JOB_ID": "12"}, controller) is accepted
-    assert controller.requeued == (["12"] if asked else [])
+    assert controller.requeued == (["12"] if is_requested else [])
 
 
 def test_a_job_that_ran_before_is_not_taken_for_one_that_will() -> None:

@@ -30,12 +30,12 @@ def test_memory_is_asked_for_in_one_way(
 ) -> None:
     needs = JobResources(mem_mb=mem_mb, gpus_per_node=gpus, sbatch=further)
     found = sbatch_options("a", needs)
-    asked = [key for key in MEMORY_OPTIONS if key in found]
-    assert len(asked) <= 1
+    requests = [key for key in MEMORY_OPTIONS if key in found]
+    assert len(requests) <= 1
     if mem_mb:
         assert found["mem"] == f"{mem_mb}M", "the plan's, which is said of this job"
-    elif asked:
-        assert found[asked[0]] == further[asked[0]]
+    elif requests:
+        assert found[requests[0]] == further[requests[0]]
 
 
 def test_memory_per_gpu_is_for_jobs_with_gpus() -> None:

@@ -123,7 +123,7 @@ def test_a_class_from_outside_counts_with_all_it_imports_that_is_not_installed(
         ("outside_algorithm/unused.py", True),
     ],
 )
-def test_an_edit_of_a_file_that_counts_changes_the_identity_of_the_stages_that_use_it(
+def test_an_edit_of_a_data_file_changes_the_identity_of_the_stages_that_use_it(
     compose: Compose, outside: Path, file: str, same: bool
 ) -> None:
     before = code_from_outside(compose)
@@ -185,7 +185,7 @@ def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
     assert stage_code_digest(tmp_path, config, "rollout") == code.digest("rollout")
     (tmp_path / "train.jsonl").write_text("{}\n")
     with pytest.raises(
-        CodeIdentityError, match=r"rollout: the file of task\.train is not what it was"
+        CodeIdentityError, match=r"rollout: the file of task\.train has changed since"
     ):
         stage_code_digest(tmp_path, config, "rollout")
 

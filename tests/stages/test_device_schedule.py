@@ -112,21 +112,21 @@ def test_a_wait_that_fails_or_comes_after_the_last_turn_needs_none() -> None:
 
 
 def test_who_waits_for_a_turn_holds_up_no_process_that_ends() -> None:
-    turns, told = DeviceSchedule(), list[str]()
+    turns, calls = DeviceSchedule(), list[str]()
     with turns.add((0, 0, 0)):
 
         def wait() -> None:
             try:
                 with turns.add((0, 0, 1)):
-                    told.append("computed")
+                    calls.append("computed")
             except RequeueRequested:
-                told.append("ended")
+                calls.append("ended")
 
         thread = threading.Thread(target=wait)
         thread.start()
         turns.close()
         thread.join(TIMEOUT_S)
-    assert told == ["ended"]
+    assert calls == ["ended"]
 
 
 def test_spare_time_is_when_all_stages_that_may_go_on_wait() -> None:

@@ -80,8 +80,10 @@ def test_too_many_of_them_fail_the_stage(
     if not fails:
         judge(counted, config)
         return
-    said = rf"{failed} of 4 dialogues failed, .*max_failed_share={most:g}.*(?s:.)*no {failed - 1}"
-    with pytest.raises(StageError, match=said):
+    message = (
+        rf"{failed} of 4 dialogues failed, .*max_failed_share={most:g}.*(?s:.)*no {failed - 1}"
+    )
+    with pytest.raises(StageError, match=message):
         judge(counted, config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,19 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.rewards.base import Reward
 from stages.dynamic_sampling import group_by_batch_index
+from stages.flow import on_policy
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 BATCH, SIZE = 6, 2
+own_rollout = replace(
+    on_policy,
+    stages={**on_policy.stages, "rollout": replace(on_policy.stages["rollout"], module=__name__)},
+)
+
+
+def run(ctx: Any) -> None:
+    """Stand for a rollout stage of one's own."""
 
 
 class Parity(Reward):
@@ -45,16 +55,15 @@ def values(compose: Compose, name: str, *words: str, reward: str = "Parity") -> 
     usual += [
         "algorithm.filter_zero_variance_groups=true",
         "iterations=1",
-        "warm_start.max_steps=0",
+        "sft.max_steps=0",
     ]
     usual += ["evaluate.every=0", "evaluate.samples=2"]
     made = compose(*usual, *words)
     return {**made, "reward": {"name": f"{__name__}:{reward}"}}
 
 
-def dynamic(compose: Compose, name: str, refills: int, **more: Any) -> dict[str, Any]:
-    words = ["++flow=dynamic_sampling", f"rollout.max_resamples={refills}"]
-    return values(compose, name, *words, **more)
+def dynamic(compose: Compose, name: str, max_resamples: int, **more: Any) -> dict[str, Any]:
+    return values(compose, name, f"rollout.max_resamples={max_resamples}", **more)
 
 
 def samples(run: Path) -> dict[int, Trajectory]:
@@ -63,7 +72,7 @@ def samples(run: Path) -> dict[int, Trajectory]:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_batch_is_filled_with_groups_that_teach(compose: Compose, tmp_path: Path) -> None:
+def test_a_batch_is_filled_with_informative_groups(compose: Compose, tmp_path: Path) -> None:
     run_experiment(values(compose, "plain"))
     run_experiment(dynamic(compose, "full", 12))
     (plain,), (full,) = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "full")
@@ -88,7 +97,9 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_it_draws_no_more_often_than_it_may(compose: Compose, tmp_path: Path) -> None:
+def test_groups_are_resampled_no_more_often_than_configured(
+    compose: Compose, tmp_path: Path
+) -> None:
     run_experiment(dynamic(compose, "never", 2, reward="Never"))
     (row,) = read_metrics(tmp_path / "never")
     assert row["rollout/resampled_groups"] == 2 * BATCH
@@ -98,7 +109,7 @@ def test_it_draws_no_more_often_than_it_may(compose: Compose, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
+def test_resampling_does_not_depend_on_how_the_batch_is_sharded(
     compose: Compose, tmp_path: Path
 ) -> None:
     run_experiment(dynamic(compose, "one", 12))
@@ -114,7 +125,7 @@ def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
     }
 
 
-def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
+def test_samples_are_numbered_by_the_batch_index_they_were_drawn_for() -> None:
     drawn = [
         Trajectory(identity=RecordId(3, number), actions=np.zeros(1), group=number // 2)
         for number in (27, 26, 4, 5)
@@ -127,31 +138,23 @@ def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
     assert all(r.group == place for place, group in found.items() for r in group)
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["++flow=dynamic_sampling"], r"rollout\.max_resamples: flow 'dynamic_sampling' draws"),
-        (
-            ["rollout.max_resamples=2"],
-            r"rollout\.max_resamples: flow 'on_policy' draws nothing anew",
-        ),
-    ],
-)
-def test_a_cap_is_said_where_something_is_drawn_anew(
-    compose: Compose, words: list[str], match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        validate_config(validate(RunConfig, values(compose, "refused", *words)))
+def test_a_flow_without_the_usual_rollout_refuses_resampling(compose: Compose) -> None:
+    made = dynamic(compose, "refused", 2)
+    made["flow"] = "tests.stages.test_dynamic_sampling:own_rollout"
+    with pytest.raises(ConfigError, match=r"rollout\.max_resamples: flow .* has no rollout that"):
+        validate_config(validate(RunConfig, made))
 
 
 @pytest.mark.parametrize(
     "algorithm", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 )
-def test_what_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
-    made = compose("++flow=dynamic_sampling", "rollout.max_resamples=2", "rollout.group_size=2")
+def test_an_algorithm_that_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
+    made = compose("rollout.max_resamples=2", "rollout.group_size=2")
     made["algorithm"] = {"name": algorithm}
-    said = rf"rollout\.max_resamples: algorithm '{algorithm}' keeps groups .*_variance_groups=true"
-    with pytest.raises(ConfigError, match=said):
+    message = (
+        rf"rollout\.max_resamples: algorithm '{algorithm}' keeps groups .*_variance_groups=true"
+    )
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, made))
     made["algorithm"] = {"name": "grpo", "filter_zero_variance_groups": True}
     validate_config(validate(RunConfig, made))
@@ -161,7 +164,6 @@ def test_the_experiment_has_all_of_dapo(compose: Compose) -> None:
     made = compose(experiment="arithmetic_dapo")
     validate_config(validate(RunConfig, made))
     assert made["algorithm"]["name"] == "dapo"
-    assert made["flow"] == "dynamic_sampling"
     assert made["rollout"]["max_resamples"] > 0
     assert made["reward"]["overlong_penalty_start"] < made["reward"]["overlong_penalty_end"]
     assert made["reward"]["overlong_penalty_end"] == made["rollout"]["horizon"]

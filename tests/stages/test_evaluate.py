@@ -35,6 +35,6 @@ def test_lost_episodes_have_no_weight_in_the_score(
         config, "evaluate", 0, tmp_path, tmp_path, tmp_path, ProcessGroupInfo(1, 2), {}
     )
     stages.evaluate.run(ctx)
-    value, told, how = ctx.metrics["score"]
-    assert (told, how) == (weight, "mean")
+    value, values, how = ctx.metrics["score"]
+    assert (values, how) == (weight, "mean")
     assert np.isnan(value) if not weight else value == 0.5

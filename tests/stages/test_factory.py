@@ -91,18 +91,18 @@ def assert_there(holder: Any, expected: dict[str, torch.Tensor]) -> None:
 
 def test_the_engine(run: Run) -> None:
     resident = WorkerState()
-    for number, of in enumerate([("warm_start", 0), ("sync", 0), ("sync", 1)]):
+    for number, of in enumerate([("sft", 0), ("sync", 0), ("sync", 1)]):
         engine = get_engine(context(run, resident, weights=of), "weights", number)
         assert_there(engine, committed(run, *of))
 
 
 def test_the_trainer_and_the_reference(run: Run) -> None:
     resident = WorkerState()
-    inputs = {"initial": ("warm_start", 0), "checkpoint": ("train", 0)}
+    inputs = {"initial": ("sft", 0), "checkpoint": ("train", 0)}
     for _ in range(2):
         ctx = context(run, resident, **inputs)
         assert_there(get_trainer(ctx), committed(run, "sync", 0))
-        assert_there(get_reference(ctx), committed(run, "warm_start", 0))
+        assert_there(get_reference(ctx), committed(run, "sft", 0))
     ensure_on_device(ctx, get_trainer(ctx))
     assert [span["name"] for span in ctx.spans].count("onload") > 0
 
@@ -111,15 +111,15 @@ def test_the_policy_that_is_only_evaluated(run: Run) -> None:
     """One takes version after version; where training has come as far it is the trainer itself."""
     resident = WorkerState()
     made = []
-    for of in [("warm_start", 0), ("sync", 0), ("sync", 1)]:
-        ctx = context(run, resident, initial=("warm_start", 0), weights=of)
+    for of in [("sft", 0), ("sync", 0), ("sync", 1)]:
+        ctx = context(run, resident, initial=("sft", 0), weights=of)
         made.append(get_actor(ctx))
         assert_there(made[-1], committed(run, *of))
     assert made[0] is made[1] is made[2]
-    inputs = {"initial": ("warm_start", 0), "checkpoint": ("train", 0)}
+    inputs = {"initial": ("sft", 0), "checkpoint": ("train", 0)}
     trainer = get_trainer(context(run, resident, **inputs))
     assert trainer is not made[-1]
-    later = {"initial": ("warm_start", 0), "weights": ("sync", 0)}
+    later = {"initial": ("sft", 0), "weights": ("sync", 0)}
     # A process that was started again does not know that these are the trainer's: neither goes.
     for _ in range(2):
         assert get_actor(context(run, resident, **later)) is made[-1]
@@ -135,7 +135,7 @@ def test_the_policy_that_is_only_evaluated(run: Run) -> None:
 
 def test_before_any_training_one_load_serves_both(run: Run) -> None:
     resident = WorkerState()
-    first = ("warm_start", 0)
+    first = ("sft", 0)
     policy = get_actor(context(run, resident, initial=first, weights=first))
     assert get_trainer(context(run, resident, initial=first)) is policy
     assert get_actor(context(run, resident, initial=first, weights=first)) is policy

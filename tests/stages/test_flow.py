@@ -18,7 +18,7 @@ from rlinf.errors import ConfigError, PlanError
 from stages import flow as flows
 from stages.flow import Flow, InputSource, StageSpec, get_flow, on_policy, with_carried_episodes
 from stages.retention import RetentionPolicy
-from tests.bad_input.door import judged
+from tests.bad_input.door import assert_mentions
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -61,7 +61,7 @@ def _sections(iterations: int, staleness: int) -> dict[str, object]:
         "task": Section(model_extra=None),
         "iterations": iterations,
         "evaluate": Section(every=1),
-        "rollout": Section(staleness=staleness),
+        "rollout": Section(staleness=staleness, max_resamples=None),
     }
 
 
@@ -112,20 +112,20 @@ def test_the_flow_there_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["on_policy", "off_policy"])
-def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps_its_workers(
+def test_carried_over_episodes_are_an_input_of_the_next_rollout_on_fixed_workers(
     name: str, compose: Callable[..., dict[str, Any]]
 ) -> None:
-    flow = with_carried_episodes(name)
-    assert flow.stages["rollout"].inputs["open"] == InputSource("rollout", lag=1)
+    flow = with_carried_episodes(get_flow(name))
+    assert flow.stages["rollout"].inputs["open_episodes"] == InputSource("rollout", lag=1)
     assert (flow.elastic_stage, flow.rollout_stage) == (None, "rollout")
     assert flow.retained_outputs("rollout") == 2, "retention keeps the one before"
     check_flow(flow, "flow")
     experiment = "cartpole_ppo" if name == "on_policy" else "pendulum_sac"
     for word, wanted in (("true", flow), ("false", get_flow(name))):
         values = compose(f"task.carry_over_episodes={word}", experiment=experiment)
-        assert Graph(validate(RunConfig, values)).flow is wanted
-    pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
-    plan = {"pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
+        assert Graph(validate(RunConfig, values)).flow == wanted
+    pool = {"stages": ["rollout"], "devices": {"local": 1}, "workers": 1}
+    plan = {"pools": [pool, {"stages": ["train"], "devices": {"local": 1}}]}
     with pytest.raises(
         PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); leave"
     ):
@@ -141,11 +141,11 @@ def test_a_window_takes_the_newest_outputs_and_keeps_them(
     flow = Flow(stages, on_policy.offline, on_policy.evaluate)
     monkeypatch.setattr(flows, "on_policy", flow)
     inputs = Graph(tiny).inputs(StageNode("train", 5))
-    taken = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
-    assert [inputs[name].iteration for name in taken] == [5, 4, 3, 2]
+    names = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
+    assert [inputs[name].iteration for name in names] == [5, 4, 3, 2]
     assert "trajectories.3" not in Graph(tiny).inputs(StageNode("train", 2))
-    retention = tiny.retention.model_copy(update={"keep_trajectories": 1, "keep_last": 1})
-    config = tiny.model_copy(update={"retention": retention})
+    retention = tiny.checkpoint.model_copy(update={"keep_trajectories": 1, "keep_last": 1})
+    config = tiny.model_copy(update={"checkpoint": retention})
     gone = {
         path.parent.name
         for path in RetentionPolicy(config, tmp_path, 9).expired_outputs()
@@ -164,8 +164,8 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
     )
     plan = {
         "pools": [
-            {"stages": ["simulate"], "gpus": {"cpu": 2}, "workers": 2},
-            {"stages": ["learn"], "gpus": {"cpu": 1}},
+            {"stages": ["simulate"], "devices": {"cpu": 2}, "workers": 2},
+            {"stages": ["learn"], "devices": {"cpu": 1}},
         ],
     }
     assert parse_plan(plan, "plan", simulate).flow is simulate
@@ -196,7 +196,7 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
 def test_a_flow_that_cannot_run_is_refused(stages: dict[str, StageSpec], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_flow(Flow(stages, on_policy.offline, StageSpec()), "flow")
-    judged(str(caught.value), "flow", words)
+    assert_mentions(str(caught.value), "flow", words)
 
 
 def test_a_flow_can_be_named_by_its_module() -> None:

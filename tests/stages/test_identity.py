@@ -19,13 +19,13 @@ Compose = Callable[..., dict[str, Any]]
         ("evaluate.every=7", True),
         ("log.trackers=[]", True),
         ("evaluate.samples=7", False),
-        ("warm_start.lr=0.5", False),
+        ("sft.lr=0.5", False),
     ],
 )
-def test_when_to_evaluate_is_no_part_of_a_warm_start(
+def test_the_evaluation_interval_is_no_part_of_the_key_of_sft(
     compose: Compose, override: str, same: bool
 ) -> None:
     """A run may be evaluated more often when it goes on, and loses nothing for it."""
-    plain = stage_key(validate(RunConfig, compose()), "warm_start", 0, {}, "")
-    other = stage_key(validate(RunConfig, compose(override)), "warm_start", 0, {}, "")
+    plain = stage_key(validate(RunConfig, compose()), "sft", 0, {}, "")
+    other = stage_key(validate(RunConfig, compose(override)), "sft", 0, {}, "")
     assert (plain == other) is same

@@ -74,8 +74,8 @@ def waiting(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseExce
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_failure_wakes_whoever_waits(whole: bool) -> None:
-    board = LiveStore()
-    output = board.output("it/0000/train")
+    store = LiveStore()
+    output = store.output("it/0000/train")
     work = (
         (lambda: output.wait_for_attempt(never))
         if whole
@@ -97,9 +97,9 @@ def test_another_attempt_adds_to_what_is_there() -> None:
     output.stream("x").put(record(0, 2))
     output.stream("x").put(record(1, 2))
     assert values(output.wait_for_records("x", range(2), never)) == [(0, 1), (1, 2)]
-    asked = iter([False, True])
+    request = iter([False, True])
     with pytest.raises(RequeueRequested):
-        output.wait_for_attempt(lambda: next(asked))
+        output.wait_for_attempt(lambda: next(request))
     output.mark_complete("data-b")
     assert output.wait_for_attempt(never) == "data-b"
 
@@ -114,52 +114,52 @@ def test_whoever_waits_in_vain_sees_that_it_was_committed_meanwhile() -> None:
     assert values(output.wait_for_records("x", range(1), never, lambda: True)) == [(0, 0)]
 
 
-def test_a_board_keeps_the_weights_of_the_last_two_outputs() -> None:
-    board = LiveStore()
+def test_a_live_store_keeps_the_weights_of_the_last_two_outputs() -> None:
+    store = LiveStore()
     for number in range(9):
-        board.output(str(number)).objects["weights"] = number
-        board.evict_objects(2)
-    assert [n for n in range(9) if board.output(str(n)).objects] == [7, 8]
+        store.output(str(number)).objects["weights"] = number
+        store.evict_objects(2)
+    assert [n for n in range(9) if store.output(str(n)).objects] == [7, 8]
 
 
 def test_what_is_under_way_stays_however_many_stages_are_ordered_at_once() -> None:
     """As many as a rollout far behind has: whoever waits for records holds on to their output."""
-    board = LiveStore()
-    first = board.output("0")
+    store = LiveStore()
+    first = store.output("0")
     for number in range(400):
-        board.pin(f"rollout/{number}", [str(number)])
-        board.output(str(number))
-    assert not board.release_committed(lambda _: False)
-    assert not board.release_committed(lambda _: True), (
+        store.pin(f"rollout/{number}", [str(number)])
+        store.output(str(number))
+    assert not store.release_committed(lambda _: False)
+    assert not store.release_committed(lambda _: True), (
         "what a stage is at stays even if there is a commit"
     )
-    assert board.output("0") is first
+    assert store.output("0") is first
 
 
 def test_what_is_committed_goes_once_no_stage_here_is_to_read_it() -> None:
-    board, committed = LiveStore(), {"rollout"}
-    board.pin("rollout/0", ["rollout"])
-    board.pin("train/0", ["train", "rollout"])
+    store, committed = LiveStore(), {"rollout"}
+    store.pin("rollout/0", ["rollout"])
+    store.pin("train/0", ["train", "rollout"])
     for folder in ("rollout", "train", "early"):
-        board.output(folder)
-    board.unpin("rollout/0")
-    assert not board.release_committed(committed.__contains__), "train is still to read it"
-    board.unpin("train/0")
-    assert board.release_committed(committed.__contains__) == {"rollout"}
-    assert "rollout" not in board
-    assert "train" in board, "its stage failed: another attempt adds to it"
-    assert "early" in board, "the order to read it may still come"
+        store.output(folder)
+    store.unpin("rollout/0")
+    assert not store.release_committed(committed.__contains__), "train is still to read it"
+    store.unpin("train/0")
+    assert store.release_committed(committed.__contains__) == {"rollout"}
+    assert "rollout" not in store
+    assert "train" in store, "its stage failed: another attempt adds to it"
+    assert "early" in store, "the order to read it may still come"
     committed |= {"train", "early"}
-    assert board.release_committed(committed.__contains__) == {"train", "early"}
+    assert store.release_committed(committed.__contains__) == {"train", "early"}
 
 
 def test_weights_of_the_last_versions_stay_though_they_are_committed() -> None:
     """Claims come when they come; older versions lose them by number."""
-    board = LiveStore()
-    board.output("sync").put("data-a", "weights", 1)
-    board.output("older")
-    assert board.release_committed(lambda _: True) == {"older"}
-    assert board.output("sync").get_object("weights", "data-a") == 1
+    store = LiveStore()
+    store.output("sync").put("data-a", "weights", 1)
+    store.output("older")
+    assert store.release_committed(lambda _: True) == {"older"}
+    assert store.output("sync").get_object("weights", "data-a") == 1
 
 
 def test_what_came_to_memory_is_compared_with_what_was_committed() -> None:
@@ -170,16 +170,16 @@ def test_what_came_to_memory_is_compared_with_what_was_committed() -> None:
         output.compare_with_commit("x", [record(0, 1), record(1)])
 
 
-def test_what_was_made_of_an_attempt_that_was_not_committed_is_spoilt() -> None:
+def test_records_of_an_uncommitted_attempt_are_invalidated() -> None:
     """Who has it gives up; those who ask for it then begin with nothing."""
-    board = LiveStore()
-    output = board.output("rollout")
+    store = LiveStore()
+    output = store.output("rollout")
     for number, attempt in enumerate(("data-a", "data-b")):
         output.depends_on(attempt)
         output.stream("x").put(record(number))
     with pytest.raises(UpstreamFailed, match="never committed"):
         next(output.iter_records("x", 2, never, source_attempt="data-a"))
-    again = board.output("rollout")
+    again = store.output("rollout")
     assert again is not output
     again.depends_on("data-a")
     again.stream("x").put(record(0))

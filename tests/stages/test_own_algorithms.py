@@ -122,8 +122,8 @@ def test_an_actor_and_a_critic_learn_at_their_own_pace(compose: Compose, tmp_pat
 
 PLAN = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 

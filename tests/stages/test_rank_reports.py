@@ -303,8 +303,8 @@ def test_each_rank_describes_its_own_files_of_channels_and_checkpoints(
         ranks = AttemptRanks(data, ProcessGroupInfo(rank, size))
         ranks.folder.mkdir(exist_ok=True)
         ranks.write_report()
-    told = ranks.wait_for_reports()
-    own = {rank: set(report["files"]) for rank, report in enumerate(told) if report["files"]}
+    values = ranks.wait_for_reports()
+    own = {rank: set(report["files"]) for rank, report in enumerate(values) if report["files"]}
     assert own == {
         rank: {
             f"rewards-r1-x-r{rank:03d}-p000.h5",
@@ -318,7 +318,7 @@ def test_each_rank_describes_its_own_files_of_channels_and_checkpoints(
         read.append(path.name)
         return checksum(path)
 
-    known = {name: entry for report in told for name, entry in report["files"].items()}
+    known = {name: entry for report in values for name, entry in report["files"].items()}
     whole = artifacts.describe_files(data)
     monkeypatch.setattr(artifacts, "checksum", counting)
     assert artifacts.describe_files(data, known) == whole

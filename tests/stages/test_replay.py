@@ -74,10 +74,10 @@ def test_a_run_goes_on_to_the_same_bytes(compose: Compose, tmp_path: Path) -> No
 STAGES = ["rollout", "reward", "train"]
 PLANS = {
     "apart": [
-        {"stages": STAGES[:1], "gpus": {"local": 1}},
-        {"stages": STAGES[1:], "gpus": {"local": 1}},
+        {"stages": STAGES[:1], "devices": {"local": 1}},
+        {"stages": STAGES[1:], "devices": {"local": 1}},
     ],
-    "two_ranks": [{"stages": STAGES, "gpus": {"local": 2}}],
+    "two_ranks": [{"stages": STAGES, "devices": {"local": 2}}],
 }
 
 

@@ -29,7 +29,7 @@ def config_of(**retention: Any) -> RunConfig:
             "iterations": 99,
             "rollout": {"batch_size": 1, "horizon": 1},
             "evaluate": EvaluateSection(every=1).model_dump(),
-            "retention": CheckpointSection(**retention).model_dump(),
+            "checkpoint": CheckpointSection(**retention).model_dump(),
         }
     )
 
@@ -54,7 +54,7 @@ class Made:
 
     def __init__(self, run: Path, config: RunConfig) -> None:
         self.run, self.config = run, config
-        self.contents = {0: make(offline_folder(run, "warm_start"), "warm_start", 0, "w")}
+        self.contents = {0: make(offline_folder(run, "sft"), "sft", 0, "w")}
 
     def publish(self, iteration: int) -> None:
         for old in RetentionPolicy(self.config, self.run, iteration).expired_outputs():

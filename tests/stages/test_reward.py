@@ -96,7 +96,7 @@ def again(run: Run, data: Path, world: ProcessGroupInfo) -> StageContext:
         name: StageInput(
             Graph(run.config).output_folder(run.folder, StageNode(*of)), None, None, lambda: False
         )
-        for name, of in {"trajectories": ("rollout", 0), "initial": ("warm_start", 0)}.items()
+        for name, of in {"trajectories": ("rollout", 0), "initial": ("sft", 0)}.items()
     }
     data.mkdir(exist_ok=True)
     return StageContext(run.config, "reward", 0, run.folder, data, data, world, inputs)
@@ -163,5 +163,5 @@ def test_what_could_not_be_judged_is_counted_and_written(compose: Compose, tmp_p
     assert {s for s, record in given.items() if record.failure} == longer
     assert all(not given[sample].is_included for sample in longer)
     # The mean is of those that were judged.
-    judged = [float(r.rewards.sum()) for s, r in given.items() if s not in longer]
-    assert row["reward/mean"] == pytest.approx(sum(judged) / len(judged), abs=1e-5)
+    rewards = [float(r.rewards.sum()) for s, r in given.items() if s not in longer]
+    assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)

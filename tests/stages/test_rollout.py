@@ -31,7 +31,7 @@ def left(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def taken(folder: Path, world: ProcessGroupInfo) -> Any:
+def open_episodes_of(folder: Path, world: ProcessGroupInfo) -> Any:
     ctx: Any = SimpleNamespace(
         config=SimpleNamespace(
             task=SimpleNamespace(model_extra={"carry_over_episodes": True}),
@@ -46,7 +46,7 @@ def taken(folder: Path, world: ProcessGroupInfo) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_process_takes_the_episodes_of_its_own_samples(left: Path, size: int) -> None:
-    found = [taken(left, ProcessGroupInfo(rank, size)) for rank in range(size)]
+    found = [open_episodes_of(left, ProcessGroupInfo(rank, size)) for rank in range(size)]
     for rank, some in enumerate(found):
         assert sorted(some) == [s for s in ProcessGroupInfo(rank, size).shard(BATCH) if s != 5]
         for sample, record in some.items():
@@ -55,5 +55,13 @@ def test_a_process_takes_the_episodes_of_its_own_samples(left: Path, size: int) 
 
 def test_a_process_that_does_not_speak_takes_none(left: Path) -> None:
     layout = ParallelLayout(tp=2)
-    assert sorted(taken(left, ProcessGroupInfo(0, 2, layout=layout))) == [0, 1, 2, 3, 4, 6, 7]
-    assert taken(left, ProcessGroupInfo(1, 2, layout=layout)) == {}
+    assert sorted(open_episodes_of(left, ProcessGroupInfo(0, 2, layout=layout))) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        6,
+        7,
+    ]
+    assert open_episodes_of(left, ProcessGroupInfo(1, 2, layout=layout)) == {}

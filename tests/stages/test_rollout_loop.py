@@ -25,7 +25,7 @@ from stages.rollout_loop import local_rollout_iter
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 
 
-class Asked(PromptEnvironment):
+class Questions(PromptEnvironment):
     """One empty prompt among others."""
 
     @classmethod
@@ -56,7 +56,7 @@ def test_an_empty_prompt_does_not_shift_the_trainers_log_probs(tmp_path: Path) -
         horizon=8,
         temperature=1.0,
     )
-    environment = Asked(None, HFFolder(tmp_path).tokenizer)
+    environment = Questions(None, HFFolder(tmp_path).tokenizer)
     records = list(local_rollout_iter(environment, engine, episodes, "rollout"))
     policy = CausalLM.load(tmp_path, CONFIG)
     with torch.no_grad():
@@ -94,7 +94,7 @@ class Endless(Engine):
             yield request
 
 
-class Waiting(Asked):
+class Waiting(Questions):
     """Shows one trajectory, then waits for the engine."""
 
     def simulate(self, episodes: RolloutRequest, observations: Any, actions: Any) -> Any:

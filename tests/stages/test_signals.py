@@ -26,13 +26,13 @@ Compose = Callable[..., dict[str, Any]]
 
 
 def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Path) -> None:
-    run = prepare_run(compose("warm_start.max_steps=100000", "warm_start.target_score=1.0"))
-    out = offline_folder(run.folder, "warm_start")
+    run = prepare_run(compose("sft.max_steps=100000", "sft.target_score=1.0"))
+    out = offline_folder(run.folder, "sft")
     command = [
         sys.executable,
         "-m",
         "stages",
-        "warm_start",
+        "sft",
         "--config",
         str(run.folder / CONFIG_FILE),
     ]
@@ -50,10 +50,10 @@ def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Pat
 
 
 def stopped_fine_tuning(compose: Compose) -> tuple[StageCall, int]:
-    """A warm start of eight steps that was asked to stop, and how many it finished."""
-    run = prepare_run(compose("warm_start.max_steps=8", "warm_start.eval_every=2"))
-    out = offline_folder(run.folder, "warm_start")
-    call = StageCall("warm_start", run.folder / CONFIG_FILE, out)
+    """A fine-tuning of eight steps that was asked to stop, and how many it finished."""
+    run = prepare_run(compose("sft.max_steps=8", "sft.eval_every=2"))
+    out = offline_folder(run.folder, "sft")
+    call = StageCall("sft", run.folder / CONFIG_FILE, out)
     looks = iter(range(100))
     with pytest.raises(RequeueRequested):
         # Each step looks once, each evaluation once per held-out sample.

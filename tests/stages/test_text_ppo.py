@@ -22,14 +22,14 @@ from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 SMALL = ["model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
-SMALL += ["model.intermediate=64", "warm_start.max_steps=2", "warm_start.batch_size=8"]
+SMALL += ["model.intermediate=64", "sft.max_steps=2", "sft.batch_size=8"]
 SMALL += ["rollout.batch_size=16", "evaluate.every=0", "evaluate.samples=4", "reward=digits"]
 SMALL += ["algorithm.critic_warmup=1", "algorithm.minibatches=2", "trainer.cpu_threads=1"]
-SMALL += ["optimizer.lr_decay_iterations=3", "retention.keep_last=5"]
+SMALL += ["optimizer.lr_decay_iterations=3", "checkpoint.keep_last=5"]
 POOLS = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 
@@ -67,7 +67,7 @@ def test_a_run_is_the_same_in_pools_and_when_it_is_taken_up(
             assert one.keys() == two.keys() == {"policy", "critic"}
             assert all(torch.equal(one[name], two[name]) for name in one), (other, iteration)
     assert contents(run) == contents(tmp_path / "pools")
-    (start,) = run.glob("warm_start/*/weights")
+    (start,) = run.glob("sft/*/weights")
     assert not (start / "critic").exists()
     tensors = load_file(start / "model.safetensors")
     begun = torch.cat([tensors[name].flatten() for name in sorted(tensors)])
@@ -91,7 +91,7 @@ def test_the_last_token_that_counts_is_the_end_of_a_response(reason: str) -> Non
     for number, mask in enumerate(([1, 0, 1, 0], [1, 1, 1, 1])):
         worth = np.zeros(4, np.float32)
         worth[np.flatnonzero(mask)[-1]] = 1
-        said = np.array([0.25, 9.0, 0.5, 0.75], np.float32)
+        result = np.array([0.25, 9.0, 0.5, 0.75], np.float32)
         identity = RecordId(0, number)
         trajectory = Trajectory(
             identity=identity,
@@ -106,7 +106,7 @@ def test_the_last_token_that_counts_is_the_end_of_a_response(reason: str) -> Non
             TrainingSample(
                 trajectory,
                 StepRewards(identity=identity, rewards=worth),
-                PolicyOutputs(identity=identity, values=said, logprobs=np.zeros(4, np.float32)),
+                PolicyOutputs(identity=identity, values=result, logprobs=np.zeros(4, np.float32)),
             )
         )
     advantages, returns = algorithm.compute_advantages(build_step_batch(samples))

@@ -37,21 +37,19 @@ def test_a_stage_that_keeps_nothing_is_given_up(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It evaluates once in a thousand steps, which is never."""
-    run = prepare_run(compose("warm_start.max_steps=100000", "warm_start.eval_every=100000")).folder
-    codes = [begin(monkeypatch, run, "warm_start", n, 3) for n in range(MAX_TIMEOUTS)]
+    run = prepare_run(compose("sft.max_steps=100000", "sft.eval_every=100000")).folder
+    codes = [begin(monkeypatch, run, "sft", n, 3) for n in range(MAX_TIMEOUTS)]
     assert codes == [EXIT_REQUEUE] * (MAX_TIMEOUTS - 1) + [EXIT_BAD_INPUT]
-    assert "stages.warm_start.time_limit_min" in capsys.readouterr().err
-    assert begin(monkeypatch, run, "warm_start", MAX_TIMEOUTS, 3) == EXIT_REQUEUE, (
-        "with more time, say"
-    )
+    assert "stages.sft.time_limit_min" in capsys.readouterr().err
+    assert begin(monkeypatch, run, "sft", MAX_TIMEOUTS, 3) == EXIT_REQUEUE, "with more time, say"
 
 
 def test_a_stage_that_goes_on_is_not(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["warm_start.max_steps=100000", "warm_start.target_score=1.0"]
-    run = prepare_run(compose(*words, "warm_start.eval_every=1", "evaluate.samples=2")).folder
+    words = ["sft.max_steps=100000", "sft.target_score=1.0"]
+    run = prepare_run(compose(*words, "sft.eval_every=1", "evaluate.samples=2")).folder
     for attempt in range(MAX_TIMEOUTS + 1):
-        assert begin(monkeypatch, run, "warm_start", attempt, 6) == EXIT_REQUEUE
-    assert not (run / "warm_start" / TIMEOUTS_FILE).exists()
+        assert begin(monkeypatch, run, "sft", attempt, 6) == EXIT_REQUEUE
+    assert not (run / "sft" / TIMEOUTS_FILE).exists()
     shutil.rmtree(run)
 
 
@@ -62,11 +60,11 @@ def test_a_preemption_does_not_count(compose: Compose, monkeypatch: pytest.Monke
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    run = prepare_run(compose("warm_start.max_steps=100000", "warm_start.eval_every=100000")).folder
+    run = prepare_run(compose("sft.max_steps=100000", "sft.eval_every=100000")).folder
     for attempt in range(MAX_TIMEOUTS + 1):
         before = signal.getsignal(signal.SIGTERM)
         warning = threading.Thread(target=warn, daemon=True)
         warning.start()
-        assert begin(monkeypatch, run, "warm_start", attempt, 600) == EXIT_REQUEUE
+        assert begin(monkeypatch, run, "sft", attempt, 600) == EXIT_REQUEUE
         warning.join()
-    assert not (run / "warm_start" / TIMEOUTS_FILE).exists()
+    assert not (run / "sft" / TIMEOUTS_FILE).exists()

@@ -182,7 +182,7 @@ def test_without_a_delta_that_fits_the_folder_is_read_and_deltas_go_on_from_it(
     assert same(reader.read(2), history[2])
     assert not reader.by_delta
     assert reader.fell, "it is counted"
-    assert "is read whole" in caplog.text
+    assert "as a whole" in caplog.text
     assert same(reader.read(3), history[3])
     assert reader.by_delta
 

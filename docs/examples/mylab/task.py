@@ -42,7 +42,7 @@ class Reversal(PromptEnvironment):
         return float(response.strip() == answer)
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        """Return what the warm start imitates. Without any, set ``warm_start.max_steps=0``."""
+        """Return episodes for SFT. Without any, set ``sft.max_steps=0``."""
         random = generator(seed, "reversal", "demonstration", step)
         prompts = [self._draw(random) for _ in range(count)]
         questions = self.encode([prompt.text for prompt in prompts])

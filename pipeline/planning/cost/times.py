@@ -307,9 +307,9 @@ def _generation(
     left = np.where(some > 0, running[..., None] * chance / np.maximum(some, 1e-300), 1.0)
     rest = np.maximum(lengths[None] - middle[:, None], 0.0)
     age = (rest**2).mean(1) / (2 * np.maximum(rest.mean(1), 1e-300))
-    held = work.prompt_tokens + middle + np.where(full[..., None], age, 0.0)
+    context_tokens = work.prompt_tokens + middle + np.where(full[..., None], age, 0.0)
     wide = CandidateLayout(tp=np.asarray(layout.tp)[..., None], ep=np.asarray(layout.ep)[..., None])
-    tail = decode_step(shape, wide, left, held, device).map_parts(
+    tail = decode_step(shape, wide, left, context_tokens, device).map_parts(
         lambda part: (width * some * part).sum(-1)
     )
     prefill = _prefill(shape, layout, work, np.ceil(share / work.group_size), device)
@@ -343,11 +343,11 @@ def decode_step(
     weights = shape.dtype_bytes * (shared / tp + met * routed / (tp * ep))
     flops = running * shape.forward_flops(0.0) / tp
     scores = running * shape.layers * shape.score_flops(context) / tp
-    held = running * context * kv_bytes_per_token(shape, tp)
+    cache_bytes = running * context * kv_bytes_per_token(shape, tp)
     # Attention comes after one matrix product and before the next: the two do not overlap.
     (compute, bandwidth), (more, reading) = (
         device.roofline(flops, weights),
-        device.roofline(scores, held),
+        device.roofline(scores, cache_bytes),
     )
     exchange = _layer_communication(
         shape, shape.layers, int(shape.sparse.sum()), tp, ep, running, device
@@ -380,8 +380,8 @@ def switch_seconds(
 
     Each GPU has its own link to the host; activations, gradients and caches are discarded.
     """
-    held = stage_memory(shape, layout, work)
-    return 2 * device.host.send_seconds(held.weights + held.optimizer)
+    memory = stage_memory(shape, layout, work)
+    return 2 * device.host.send_seconds(memory.weights + memory.optimizer)
 
 
 def sync_seconds(

@@ -137,7 +137,7 @@ def _schedule_stages(
 ) -> dict[str, _StageSlot]:
     """Schedule each stage, in order, as soon as its inputs exist and its devices are free."""
     shared = shared_capacities({own.name: own for option in options for own in option.devices})
-    held: dict[str, Counter[str]] = {}
+    used: dict[str, Counter[str]] = {}
     places: dict[str, _StageSlot] = {}
     for option, length in zip(options, lengths, strict=True):
         mine, room = _device_counts(option), {own.name: own.count for own in option.devices}
@@ -147,12 +147,12 @@ def _schedule_stages(
         for start in sorted({ready, *ends}):
             # All overlapping stages count at once, even two that follow each other.
             beside = [s for s, p in places.items() if p.start < start + length and p.end > start]
-            together = sum((held[other] for other in beside), mine)
+            together = sum((used[other] for other in beside), mine)
             if all(together[name] <= room[name] for name in mine) and all(
                 sum(together[name] for name in names) <= most for names, most in of_several
             ):
                 break
-        held[option.stage] = mine
+        used[option.stage] = mine
         before = [s for s in after[option.stage] if places[s].end == start] or [
             s for s, place in places.items() if place.end == start and start > 0
         ]

@@ -525,7 +525,7 @@ def pool_corrections(
             longer = statistics.median(times[stage].busy_s) / max(
                 1e-9, forecast.breakdown_s[WORK_PART]
             )
-            for kind in pool.gpus:
+            for kind in pool.devices:
                 found[stage, kind] = Correction(work_factor=max(1e-9, longer))
     return found
 

@@ -72,13 +72,13 @@ def assess_pools(
     plan = request.validate_plan(plan)
     judging, planning = request.for_user_plan(), request.for_planner()
     problem, tables = build_pool_problem(
-        judging, [kind for pool in plan.pools for kind in pool.gpus]
+        judging, [kind for pool in plan.pools for kind in pool.devices]
     )
     placement = _placement(problem, plan, where)
     predicted = Predictor(problem).predict(placement)
-    held = gpus_by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
+    allocated = gpus_by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
     total = np.array([float(predicted.total_s)])
-    cost = float(request.get_objective().cost(problem, total, held)[0])
+    cost = float(request.get_objective().cost(problem, total, allocated)[0])
     own, better = PlacementSolution(placement, predicted, cost, cost, True), list[AlternativePlan]()
     with suppress(PlanError):  # as the planner would ask for them no jobs may run
         among, _ = build_pool_problem(planning)
@@ -128,9 +128,9 @@ def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
         raise PlanError(f"{where}: {error}") from None
     for i, pool in enumerate(plan.pools):
         for kind in problem.kinds if pool.workers is None else ():
-            if (count := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or count):
+            if (count := pool.devices.get(kind.name, 0)) > (kind.job_gpus or count):
                 raise PlanError(
-                    f"{where}: pools[{i}].gpus: {count} {kind.name} requested, its jobs have at "
+                    f"{where}: pools[{i}].devices: {count} {kind.name} requested, its jobs have at "
                     f"most {kind.job_gpus} (MaxNodes of the partition)"
                 )
     for k, kind in enumerate(problem.kinds):
@@ -155,8 +155,8 @@ def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
         for s in members:
             gpus = placement.gpus_of(s)
             if not np.isfinite(predictor.duration(s, np.array(gpus)[:, None])[0]):
-                held = zip(gpus, problem.kinds, strict=True)
-                there = " ".join(f"{n} {kind.name}" for n, kind in held if n)
+                allocated = zip(gpus, problem.kinds, strict=True)
+                there = " ".join(f"{n} {kind.name}" for n, kind in allocated if n)
                 raise PlanError(
                     f"{where}: pools: {stages[s]} cannot run on {there}, or nothing is known of "
                     "it there; measure with: rlinf profile"
@@ -282,12 +282,12 @@ def _plan(request: PlanRequest, problem: PlacementProblem, placement: Placement)
 def _pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
     """Return a pool as one job if possible; otherwise as a job per device, for generators only."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
-    held = np.array(placement.gpus)[list(job)].sum(0)
-    gpus = {kind.name: int(n) for kind, n in zip(problem.kinds, held, strict=True) if n}
-    if not problem.is_single_job(held):
-        return PoolPlan(stages=stages, gpus=gpus, workers=sum(gpus.values()))
+    allocated = np.array(placement.gpus)[list(job)].sum(0)
+    devices = {kind.name: int(n) for kind, n in zip(problem.kinds, allocated, strict=True) if n}
+    if not problem.is_single_job(allocated):
+        return PoolPlan(stages=stages, devices=devices, workers=sum(devices.values()))
     if len(job) == 1:
-        return PoolPlan(stages=stages, gpus=gpus)
+        return PoolPlan(stages=stages, devices=devices)
     first, home = 0, pools_of_stages(placement.pools)
     ranks: dict[str, tuple[int, ...]] = {}
     for p in job:
@@ -295,13 +295,13 @@ def _pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...])
         own = [problem.stages[s].name for s in placement.pools[p] if len(home[s]) == 1]
         ranks |= dict.fromkeys(own, tuple(range(first, first + size)))
         first += size
-    return PoolPlan(stages=stages, gpus=gpus, stage_ranks=ranks)
+    return PoolPlan(stages=stages, devices=devices, stage_ranks=ranks)
 
 
 def _resources(pool: PoolPlan, request: PlanRequest) -> StagePlan:
     """Return the request of a job of the pool; workers of several kinds request the same."""
-    count = 1 if pool.workers else next(iter(pool.gpus.values()))
-    return request_for_devices([request.devices[name].kind for name in pool.gpus], count)
+    count = 1 if pool.workers else next(iter(pool.devices.values()))
+    return request_for_devices([request.devices[name].kind for name in pool.devices], count)
 
 
 def _alternative(
@@ -323,8 +323,8 @@ def _described(problem: PlacementProblem, placement: Placement, job: tuple[int, 
     def names(stages: Iterable[int]) -> str:
         return "+".join(problem.stages[s].name for s in stages)
 
-    held = zip(problem.kinds, np.array(placement.gpus)[list(job)].sum(0), strict=True)
-    there = " ".join(f"{n} {kind.name}" for kind, n in held if n)
+    allocated = zip(problem.kinds, np.array(placement.gpus)[list(job)].sum(0), strict=True)
+    there = " ".join(f"{n} {kind.name}" for kind, n in allocated if n)
     if len(job) == 1:
         return f"{names(placement.pools[job[0]])} on {there}"
     parts = []

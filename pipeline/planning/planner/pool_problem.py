@@ -139,12 +139,12 @@ def build_pool_problem(
     begins = create_algorithm(request.config).supports_streaming
     stages, mixed = [], list[StageTimes]()
     flow = flow_of(request.config)
-    held = flow.device_dependencies()
+    dependencies = flow.device_dependencies()
     chunks = [n for n in CHUNK_CHOICES if request.config.rollout.batch_size % n == 0]
-    works = {name: _works(request, name, devices) for name in held}
+    works = {name: _works(request, name, devices) for name in dependencies}
     tables: Tables = {name: {k: t for k, (_, t) in found.items()} for name, found in works.items()}
     devices = _needed(devices, tables, {*named, *_pinned(request)})
-    for name, after in held.items():
+    for name, after in dependencies.items():
         found = {kind: table for kind, table in tables[name].items() if kind in devices}
         if name == flow.elastic_stage and name not in request.pins:
             found = _with_gpus(found, devices)
@@ -187,7 +187,9 @@ def build_pool_problem(
         sync_s=_transfers(devices, request.profile),
         mixing=_mixing(mixed),
         mixes=frozenset({flow.elastic_stage} if flow.elastic_stage and alike else ()),
-        allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in held},
+        allowed={
+            s: kinds & devices.keys() for s, kinds in request.pins.items() if s in dependencies
+        },
         shared=shared_capacities(devices),
         most_jobs=job_count_limits(devices),
     )

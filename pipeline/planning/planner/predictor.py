@@ -201,12 +201,12 @@ class Predictor:
         return (arrived[-1] - arrived[STEADY_ITERATIONS - 1]) / STEADY_ITERATIONS
 
     def _together(
-        self, places: Sequence[int], gpus: Sequence[Array], held: Sequence[Array]
+        self, places: Sequence[int], gpus: Sequence[Array], allocated: Sequence[Array]
     ) -> tuple[Array, Array]:
         """Return the GPUs of some pools, and the counted ones among them, ``[kinds, n]`` each."""
         if len(places) == 1:
-            return gpus[places[0]], held[places[0]]
-        own = np.sum([held[p] for p in places], axis=0)
+            return gpus[places[0]], allocated[places[0]]
+        own = np.sum([allocated[p] for p in places], axis=0)
         # GPUs that are not assigned yet may be counted for several pools.
         return np.minimum(
             np.sum([gpus[p] for p in places], axis=0), np.maximum(own, self._most)
@@ -229,28 +229,28 @@ class Predictor:
             return chunks
         return min(1, len(passed))
 
-    def duration(self, stage: int, gpus: Array, held: Array | None = None) -> Array:
+    def duration(self, stage: int, gpus: Array, allocated: Array | None = None) -> Array:
         """Return the seconds of a stage alone on GPUs ``[kinds, n]``; infinite if it cannot run.
 
-        With fewer ``held`` GPUs it is a lower bound for any number of each kind between the two.
+        With fewer ``allocated`` GPUs it is a lower bound for any number of each kind in between.
         """
-        held = gpus if held is None else held
-        parts = self.rates(stage, gpus, held)
+        allocated = gpus if allocated is None else allocated
+        parts = self.rates(stage, gpus, allocated)
         rate, fastest = parts.sum(0), parts.max(0)
         if not self.problem.stages[stage].divisible:
             rate = fastest
         else:
             mixed = rate * np.where((parts > 0).sum(0) > 1, self.problem.mixing, 1.0)
             # All GPUs of a pool work; of unassigned ones a kind may be left out.
-            rate = np.where((gpus == held).all(0), mixed, np.maximum(mixed, fastest))
-            rate = np.where(((held > 0) & (parts == 0)).any(0), 0.0, rate)
+            rate = np.where((gpus == allocated).all(0), mixed, np.maximum(mixed, fastest))
+            rate = np.where(((allocated > 0) & (parts == 0)).any(0), 0.0, rate)
         with np.errstate(divide="ignore"):
             return 1.0 / rate
 
-    def rates(self, stage: int, gpus: Array, held: Array) -> Array:
+    def rates(self, stage: int, gpus: Array, allocated: Array) -> Array:
         """Return iterations per second of a stage on its GPUs of each kind ``[kinds, n]``; with
-        fewer ``held`` GPUs the best rate of any number up to ``gpus``."""
-        kinds = zip(self.tables[stage], self.best[stage], gpus, held, strict=True)
+        fewer ``allocated`` GPUs the best rate of any number up to ``gpus``."""
+        kinds = zip(self.tables[stage], self.best[stage], gpus, allocated, strict=True)
         return np.stack([np.where(n == own, t[n], best[n]) for t, best, n, own in kinds])
 
     def min_switch_s(self, group: Sequence[int], pool: Sequence[int]) -> float:

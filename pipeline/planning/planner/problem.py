@@ -232,22 +232,22 @@ class PlacementProblem:
         whole = [kind.round_to_job_size(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
         return ((gpus > 0).sum(0) <= 1) & np.all(whole, axis=0)
 
-    def exceeds_shared_gpus(self, held: np.ndarray) -> np.ndarray:
+    def exceeds_shared_gpus(self, allocated: np.ndarray) -> np.ndarray:
         """Return where GPUs of each kind ``[kinds, ...]`` exceed the GPUs that kinds share."""
-        found = np.zeros(held.shape[1:], dtype=bool)
+        found = np.zeros(allocated.shape[1:], dtype=bool)
         for names, most in self.shared:
             own = [k for k, kind in enumerate(self.kinds) if kind.name in names]
-            found |= held[own].sum(0) > most
+            found |= allocated[own].sum(0) > most
         return found
 
-    def exceeds_job_limits(self, pools: PoolStages, held: Sequence[np.ndarray]) -> np.ndarray:
+    def exceeds_job_limits(self, pools: PoolStages, allocated: Sequence[np.ndarray]) -> np.ndarray:
         """Return where the jobs of pools with GPUs ``[kinds, n]`` exceed the number that may run at
         once; a pool that is not one job has a job for each GPU."""
-        found = np.zeros(held[0].shape[1], dtype=bool)
+        found = np.zeros(allocated[0].shape[1], dtype=bool)
         for names, most in self.most_jobs:
             own, count = [k for k, kind in enumerate(self.kinds) if kind.name in names], found * 0
             for job in pools_of_jobs(pools):
-                gpus = np.sum([held[p] for p in job], axis=0)
+                gpus = np.sum([allocated[p] for p in job], axis=0)
                 mine = gpus[own].sum(0)
                 count = count + np.where(self.is_single_job(gpus), mine > 0, mine)
             found |= count > most
@@ -298,8 +298,10 @@ class Placement:
 
     def gpus_of(self, stage: int) -> tuple[int, ...]:
         """Return the GPUs of each kind that a stage works on."""
-        held = [gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool]
-        return tuple(map(sum, zip(*held, strict=True)))
+        allocated = [
+            gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool
+        ]
+        return tuple(map(sum, zip(*allocated, strict=True)))
 
 
 @functools.lru_cache(4096)
@@ -536,7 +538,7 @@ def placement_from_pools(
         own = tuple(name for name in pool.stages if name not in seldom)
         if not own:
             continue
-        for known, names, what in ((stages, own, "stage"), (kinds, pool.gpus, "kind")):
+        for known, names, what in ((stages, own, "stage"), (kinds, pool.devices, "kind")):
             wrong: Any = next((name for name in names if name not in known), None)
             if wrong is not None:
                 raise PlanError(f"pools[{i}]: no {what} {wrong!r}{did_you_mean(wrong, known)}")
@@ -559,7 +561,7 @@ def _parts(
     numbers = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
     kinds = [kind.name for kind in problem.kinds]
     # Process numbers continue from one kind to the next.
-    kind_of = [kinds.index(kind) for kind, count in pool.gpus.items() for _ in range(count)]
+    kind_of = [kinds.index(kind) for kind, count in pool.devices.items() for _ in range(count)]
     every = tuple(range(len(kind_of)))
     ranks = {s: pool.stage_ranks.get(name, every) for name, s in numbers.items()}
     whole = [s for s, own in ranks.items() if own == every]
@@ -577,7 +579,9 @@ def _parts(
                 "before it; what this brings is not predicted"
             )
     if not sides:
-        return [(tuple(sorted(numbers.values())), tuple(pool.gpus.get(kind, 0) for kind in kinds))]
+        return [
+            (tuple(sorted(numbers.values())), tuple(pool.devices.get(kind, 0) for kind in kinds))
+        ]
     idle = tuple(sorted(set(every) - {rank for own in sides for rank in own}))
     return [
         (

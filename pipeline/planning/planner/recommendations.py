@@ -76,9 +76,9 @@ def recommend_elastic(
     if not generates:
         return _choice(what, False, "no stage of this flow has workers that may come and go")
     if not any(pool.workers for pool in plan.pools):
-        held = next(pool for pool in plan.pools if generates in pool.stages)
+        rollout_pool = next(pool for pool in plan.pools if generates in pool.stages)
         why = f"one job gives {generates} as much"
-        if set(held.stages) != {generates}:
+        if set(rollout_pool.stages) != {generates}:
             why = f"{generates} shares its pool with other stages, which is quicker"
         return _choice(what, False, why + later, 0.0)
     try:
@@ -126,7 +126,7 @@ def _helped(
     """Return the maximum seconds that a pool could save by generating before its own work."""
     stage = problem.stages[rollout]
     rates = [
-        problem.rate_table(stage, k)[pool.gpus.get(kind.name, 0)]
+        problem.rate_table(stage, k)[pool.devices.get(kind.name, 0)]
         for k, kind in enumerate(problem.kinds)
     ]
     idle = min(float(best.prediction.start_s[stages.index(s)]) for s in pool.stages if s in stages)

@@ -367,21 +367,27 @@ class _Search:
         )
 
     def costs(
-        self, pools: PoolStages, gpus: Sequence[Array], chunks: int | Array, held: Sequence[Array]
+        self,
+        pools: PoolStages,
+        gpus: Sequence[Array],
+        chunks: int | Array,
+        allocated: Sequence[Array],
     ) -> Array:
-        predicted = self.predictor.predict_batch(pools, gpus, chunks, held)
+        predicted = self.predictor.predict_batch(pools, gpus, chunks, allocated)
         with np.errstate(invalid="ignore"):
-            costs = self.objective.cost(self.problem, predicted.total_s, gpus_by_job(pools, held))
+            costs = self.objective.cost(
+                self.problem, predicted.total_s, gpus_by_job(pools, allocated)
+            )
         return np.where(np.isfinite(predicted.total_s), costs, np.inf)
 
     def best_chunks(
-        self, pools: PoolStages, gpus: Sequence[Array], held: Sequence[Array]
+        self, pools: PoolStages, gpus: Sequence[Array], allocated: Sequence[Array]
     ) -> tuple[Array, Array]:
         """Return the lowest costs over all numbers of chunks ``[n]``, and these numbers ``[n]``."""
         options = self._chunks(pools)
         count = gpus[0].shape[1]
         many = [np.tile(pool, len(options)) for pool in gpus]
-        also = [np.tile(pool, len(options)) for pool in held]
+        also = [np.tile(pool, len(options)) for pool in allocated]
         chunk_counts = np.repeat(options, count)
         costs = self.costs(pools, many, chunk_counts, also).reshape(len(options), count)
         least = costs.argmin(0)
@@ -464,9 +470,9 @@ class _Search:
         for first in range(0, len(states), step):
             some = np.repeat(states[first : first + step], len(parts), axis=0)
             some[:, :, kind] = np.tile(parts, (len(some) // len(parts), 1))
-            held = [some[:, pool].T for pool in range(len(pools))]
-            gpus = [pool + rest[:, None] for pool in held]
-            costs, chunks = self.best_chunks(pools, gpus, held)
+            allocated = [some[:, pool].T for pool in range(len(pools))]
+            gpus = [pool + rest[:, None] for pool in allocated]
+            costs, chunks = self.best_chunks(pools, gpus, allocated)
             if last:
                 i = int(np.argmin(costs))
                 if costs[i] < _worst(found, 1):
@@ -547,13 +553,16 @@ class _Search:
             states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
             for job in (job for job in like if len(job) > 1 and not self._may_mix(pools, job)):
                 # The pools of a job have whole nodes together.
-                held, most = states[:, job, k].sum(1), np.array(job)[states[:, job, k].argmax(1)]
-                states[np.arange(len(choices)), most, k] -= held - self.problem.kinds[
+                allocated, most = (
+                    states[:, job, k].sum(1),
+                    np.array(job)[states[:, job, k].argmax(1)],
+                )
+                states[np.arange(len(choices)), most, k] -= allocated - self.problem.kinds[
                     k
-                ].round_to_job_size(held)
+                ].round_to_job_size(allocated)
         states = states[(states >= 0).all((1, 2))]
-        held = [states[:, p].T for p in range(len(pools))]
-        costs, _ = self.best_chunks(pools, held, held)
+        allocated = [states[:, p].T for p in range(len(pools))]
+        costs, _ = self.best_chunks(pools, allocated, allocated)
         best = np.argsort(costs, kind="stable")[:SINGLE_KIND_STARTS]
         return [(float(costs[i]), states[i]) for i in best]
 

@@ -146,8 +146,8 @@ class _Drawn(Predictor):
         self._factors = np.exp(sigma * normal - sigma**2 / 2)
         """Factors of the times, ``[stages, kinds, draws]``, with mean 1."""
 
-    def rates(self, stage: int, gpus: Array, held: Array) -> Array:
-        return super().rates(stage, gpus, held) / self._factors[stage]
+    def rates(self, stage: int, gpus: Array, allocated: Array) -> Array:
+        return super().rates(stage, gpus, allocated) / self._factors[stage]
 
     def total_s(self, placement: Placement) -> Array:
         """Return the seconds of an iteration ``[draws]``."""
@@ -160,10 +160,10 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
     if stages != list(range(len(problem.stages))) or len(placement.gpus) != len(placement.pools):
         raise PlanError("the placement must have every stage of the problem in one of its pools")
     for k, kind in enumerate(problem.kinds):
-        held = sum(pool[k] for pool in placement.gpus)
-        if held > kind.gpus:
+        allocated = sum(pool[k] for pool in placement.gpus)
+        if allocated > kind.gpus:
             raise PlanError(
-                f"the placement holds {held} GPUs of {kind.name!r}; there are {kind.gpus}"
+                f"the placement holds {allocated} GPUs of {kind.name!r}; there are {kind.gpus}"
             )
 
 

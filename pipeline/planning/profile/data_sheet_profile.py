@@ -166,7 +166,7 @@ class _Job:
         engine, trainer = config.engine.model_extra or {}, config.trainer.model_extra or {}
         flow = flow_of(config)
         loads = {name: stage.holds for name, stage in flow.stages.items()}
-        held = [name for name, what in loads.items() if what == "trainer"]
+        trainer_stages = [name for name, what in loads.items() if what == "trainer"]
         sized = {"float32": 4, "bfloat16": 2, "float16": 2}
         return cls(
             shape=shape,
@@ -182,7 +182,7 @@ class _Job:
             max_rows=engine_max_batch(config) or rollout.batch_size * rollout.group_size,
             group_size=rollout.group_size,
             stages=loads,
-            trains=[name for name in held if name != flow.publish_stage][-1],
+            trains=[name for name in trainer_stages if name != flow.publish_stage][-1],
             publishes=flow.publish_stage,
             recompute="full" if trainer.get("gradient_checkpointing") else "selective",
             zero=_zero(config.trainer.name, trainer),

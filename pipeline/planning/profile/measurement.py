@@ -52,7 +52,7 @@ class ProfileTask(Section):
     config: Path
     """Frozen configuration of the run."""
     initial: Path
-    """Committed output of the run's warm start."""
+    """Committed output of the run's SFT stage."""
     key: str
     kinds: tuple[str, ...]
     """The kind of device of the job; both kinds for a link between two jobs."""

@@ -15,7 +15,7 @@ COST_SECTIONS = (
     *("task", "model", "algorithm", "reward", "engine", "optimizer", "trainer", "rollout", "flow"),
 )
 """Sections of the configuration on which a stage's time may depend."""
-LENGTH_SECTIONS = ("warm_start",)
+LENGTH_SECTIONS = ("sft",)
 """Sections that change the policy's output, and so the length of its responses."""
 
 

@@ -157,11 +157,11 @@ class ProfileOptions:
     fresh: bool = False
 
 
-def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], None]) -> Profile:
-    """Measure a run's stages after its warm start, and return the profile.
+def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -> Profile:
+    """Measure a run's stages after its SFT stage, and return the profile.
 
     Args:
-        warm_start: runs the stages before the first iteration, unless they are done.
+        sft: runs the stages before the first iteration, unless they are done.
 
     Raises:
         PlanError: no such partition, or a damaged file of an earlier pass.
@@ -176,7 +176,7 @@ def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], N
     plan = resolve_plan(Plan.from_run(run.folder), cluster)
     kinds = _kinds(cluster, plan, flow_of(run.config), options.partitions)
     identity = ProfileIdentity.of(run.config)
-    warm_start(run)
+    sft(run)
     with run.lock():
         launcher = create_launcher(cluster, plan)
         try:

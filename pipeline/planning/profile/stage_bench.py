@@ -62,7 +62,7 @@ MAX_LENGTH_ROLLOUTS = 4
 """Maximum rollouts of the full batch whose response lengths are recorded."""
 OFFLOAD_REPEATS = 3
 """Repeats of offloading and loading."""
-RENDEZVOUS_DIR = "meeting"
+RENDEZVOUS_DIR = "rendezvous"
 """Folder in which two jobs find each other; created for each pair."""
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that a job waits for the other end of a link."""
@@ -100,7 +100,7 @@ class StageBench:
     world: ProcessGroupInfo
     scratch: Path
     imported_at: float
-    resident: WorkerState = field(default_factory=WorkerState)
+    worker_state: WorkerState = field(default_factory=WorkerState)
     stages_run: set[str] = field(default_factory=set)
     imports_s: float = 0.0
     connect_s: float = 0.0
@@ -173,7 +173,7 @@ class StageBench:
         """Run all stages of one iteration."""
         config = config_for_case(self.config, case)
         budget = case.token_budget
-        for trainer in (self._trainer(), self.resident.reference):
+        for trainer in (self._trainer(), self.worker_state.reference):
             if trainer is not None and budget:
                 trainer.set_max_tokens(budget)
         samples = case.starts * config.rollout.group_size
@@ -194,7 +194,7 @@ class StageBench:
             # All ranks begin together, even if rank 0 had to write files meanwhile.
             self.broadcast_number(0)
             manifest = run_stage(
-                call, config=config, worker_state=self.resident, should_stop=stopping
+                call, config=config, worker_state=self.worker_state, should_stop=stopping
             )
             peak = self.max_across_ranks(_peak_bytes())
             if self.world.rank == 0:
@@ -324,12 +324,12 @@ class StageBench:
         self.overhead("imports", self.imports_s + late)
 
     def _trainer(self) -> Trainer | None:
-        held = self.resident.trainer
-        return None if held is None else held.trainer
+        loaded = self.worker_state.trainer
+        return None if loaded is None else loaded.trainer
 
     def measure_offload(self) -> None:
         """Offload the trainer's state to the host's memory and load it again."""
-        trainer, residency = self._trainer(), self.resident.device_memory
+        trainer, residency = self._trainer(), self.worker_state.device_memory
         if trainer is None or residency is None:
             return
         residency.acquire(trainer)
@@ -403,8 +403,8 @@ def _meet(task: ProfileTask, config: RunConfig) -> None:
     """Measure the link to the job that was started beside this one."""
     assert task.rank is not None
     device = _device(config)
-    meeting = task.folder.parent / RENDEZVOUS_DIR / "link.json"
-    ProcessGroupInfo(task.rank, 2, rendezvous_file=meeting).init_process_group(
+    rendezvous = task.folder.parent / RENDEZVOUS_DIR / "link.json"
+    ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous).init_process_group(
         device.type, RENDEZVOUS_TIMEOUT_S
     )
     link = link_bench.measure_peer_link(

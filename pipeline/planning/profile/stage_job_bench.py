@@ -90,7 +90,7 @@ def stage_job_overheads(run: Run) -> list[Overhead]:
 
 
 def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
-    """Create a run of the same work under another plan, with the warm start done and little
+    """Create a run of the same work under another plan, with SFT done and little
     evaluation."""
     config = run.config.model_copy(
         update={

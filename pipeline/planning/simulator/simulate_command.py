@@ -80,8 +80,8 @@ def run_simulate(
 ) -> None:
     """Simulate, print the table, and write the requested charts."""
     problem, placement = load_problem(what, plan)
-    goes_wrong = load_scenario(what, scenario)
-    trace = simulate(problem, placement, goes_wrong, iterations, seed)
+    loaded = load_scenario(what, scenario)
+    trace = simulate(problem, placement, loaded, iterations, seed)
     console = create_console()
     head, *body = pool_table(trace)
     table = Table(*head)
@@ -96,4 +96,4 @@ def run_simulate(
             charts.write_png(trace, png)
         if page is not None:
             called = scenario or "none"
-            charts.write_html(trace, page, what, called, goes_wrong, seed)
+            charts.write_html(trace, page, what, called, loaded, seed)

@@ -225,8 +225,8 @@ class PlacementWork:
 
     def kinds(self, pool: int) -> list[str]:
         """Return the names of the kinds of GPUs of a pool."""
-        held = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
-        return [kind.name for n, kind in held if n]
+        allocated = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
+        return [kind.name for n, kind in allocated if n]
 
     def active_gpus(
         self, stage: int, used: Sequence[int] | Array | None = None
@@ -239,10 +239,10 @@ class PlacementWork:
         left = np.array(self.speeds[stage].used if used is None else used)
         masks = {}
         for pool in self.home[stage]:
-            held = np.array(self.placement.gpus[pool])
-            here = np.minimum(held, left)
+            allocated = np.array(self.placement.gpus[pool])
+            here = np.minimum(allocated, left)
             left -= here
-            parts = [np.arange(n) < u for n, u in zip(held, here, strict=True)]
+            parts = [np.arange(n) < u for n, u in zip(allocated, here, strict=True)]
             masks[pool] = np.concatenate(parts)
         return masks
 
@@ -270,8 +270,12 @@ class PlacementWork:
         others = {s for pool in pools for s in self.placement.pools[pool]} - set(members)
         if any(len(self.home[s]) == 1 or self.home[s] == self.home[members[0]] for s in others):
             return ((1 + (chunks - 1) * stage.again) / pieces,) * pieces
-        held = sum(self.placement.gpus_of(members[0]))
-        first = float(stage.first_chunk_share(pieces, np.array(held))) if stage.lead else 1 / pieces
+        allocated = sum(self.placement.gpus_of(members[0]))
+        first = (
+            float(stage.first_chunk_share(pieces, np.array(allocated)))
+            if stage.lead
+            else 1 / pieces
+        )
         return (first, *((1 - first) / max(1, pieces - 1) for _ in range(pieces - 1)))
 
 
@@ -294,8 +298,10 @@ def stage_speed(
         rates = 0 * rates
     together = rates.sum() * (problem.mixing if (rates > 0).sum() > 1 else 1.0)
     if not together > 0:
-        held = ", ".join(f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n)
-        raise PlanError(f"stage {stage.name!r}: cannot run on {held or 'a pool without GPUs'}")
+        allocated = ", ".join(
+            f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n
+        )
+        raise PlanError(f"stage {stage.name!r}: cannot run on {allocated or 'a pool without GPUs'}")
     return StageSpeed(float(1 / together), rates / rates.sum(), np.where(rates > 0, used, 0))
 
 

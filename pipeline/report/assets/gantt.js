@@ -86,7 +86,7 @@ function makeGantt() {
           let sum = 0;
           for (let k = 0; k < kinds; k += 2) sum += shares[x * kinds + k];
           if (!sum) continue;
-          const fit = sum > 1 ? 1 / sum : 1;  // claims of one worker may overlap
+          const fit = sum > 1 ? 1 / sum : 1;  // work items of one worker may overlap
           let base = y + high;
           for (let k = 0; k < kinds; k += 2) {
             const share = shares[x * kinds + k] * fit * high;

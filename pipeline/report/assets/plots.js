@@ -77,7 +77,7 @@ function showValues(plot, index) {
     while (at > 0 && spec.series.every((s) => s.y[at] === null)) at -= 1;
   }
   if (at < 0) return;
-  const what = { learning: "iteration", rows: "iteration", stages: "iteration", versions: "version", warm_start: "step", warm_start_losses: "step" }[spec.x];
+  const what = { learning: "iteration", rows: "iteration", stages: "iteration", versions: "version", sft: "step", sft_losses: "step" }[spec.x];
   if (what) value.append(what + " " + number(x[at]) + "  ");
   else value.append("from " + number(x[at]) + "  ");
   for (const series of spec.series) {

@@ -74,7 +74,7 @@ function makeTranscripts() {
     byId("samples").replaceChildren();
     const part = count < total ? ` (chosen from ${number(total)} on disk: the worst, the best, some that were cut off, and an even sample of the rest)` : "";
     byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${part}, from iterations ${iterations.join(", ")}. ` +
-      "Trajectories of other iterations were removed by the retention policy (retention.keep_trajectories) or do not fit on this page" + damaged + ".";
+      "Trajectories of other iterations were removed by the retention policy (checkpoint.keep_trajectories) or do not fit on this page" + damaged + ".";
     more();
   }
   for (const id of ["which", "ended", "order"]) byId(id).addEventListener("change", select);

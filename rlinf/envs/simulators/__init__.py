@@ -9,27 +9,27 @@ missing; a message that begins with ``kwargs.`` is about that key.
 
 Optional members of an environment:
 
-- ``starts``: the number of initial states. In evaluation, ``reset(seed=, start=)`` then receives
-  the number of the group, so that each state is played once;
-- ``picture(camera, height, width)``: the image of one of its ``cameras``, uint8 ``[H, W, 3]``.
-  MuJoCo environments do not need it: the ``model`` and ``data`` of their ``unwrapped`` are
-  rendered;
+- ``num_initial_states``: the number of initial states. In evaluation, ``reset(seed=,
+  initial_state=)`` then receives the number of the group, so that each state is played once;
+- ``render_camera(camera, height, width)``: the image of one of its ``cameras``, uint8
+  ``[H, W, 3]``. MuJoCo environments do not need it: the ``model`` and ``data`` of their
+  ``unwrapped`` are rendered;
 - ``step_info_keys``: keys in the ``info`` of each step, beside ``success``. ``intervened``: whether
   a person acted in place of the policy, with ``performed``, the executed action. ``late``: whether
   a step in real time came too late. They become columns of trajectories
   (:mod:`rlinf.data.transitions`);
 - ``instruction``: the current instruction, a sentence;
-- ``expert()``: an expert's action for the current state;
+- ``expert_action()``: an expert's action for the current state;
 - ``save()`` and ``restore(state)``: arrays by name with everything needed to continue the open
   episode to the bit in another environment of the same ``id`` and ``kwargs``, in another process:
-  physics, steps until the time limit, and random generators. The module then sets ``SAVES = True``.
-  ``save`` raises ValueError for a state that it cannot save.
+  physics, steps until the time limit, and random generators. The module then sets
+  ``SUPPORTS_STATE_SAVING = True``. ``save`` raises ValueError for a state that it cannot save.
   :mod:`rlinf.envs.simulators.episode_state` has helpers.
 
 Flags of a module:
 
-- ``SINGLE = True``: one environment at a time, such as a robot. Samples are collected one after
-  another, the process closes the environment after the last, and a failed reset ends the run;
+- ``SINGLE_INSTANCE = True``: one environment at a time, such as a robot. Samples are collected one
+  after another, the process closes the environment after the last, and a failed reset ends the run;
 - ``BATCHED = True``: one environment object steps many. It is created by ``make(id, kwargs, count,
   images)`` for at least ``count`` environments, with the cameras of ``task.images``, and has
   ``count``. Its spaces are those of one environment. ``reset(numbers, seeds)`` begins episodes in
@@ -37,10 +37,10 @@ Flags of a module:
   ``step(actions)`` takes ``[count, A]`` and returns all observations, rewards, and whether each has
   terminated, been truncated, and succeeded, ``[count]`` each. The observation of an episode that
   ended is its last one;
-- ``UNSEEDED = True``: resets with equal seeds may begin in different states. Runs with groups,
-  whose samples must begin in the same state, are refused;
-- ``SETS``: tuples of ids by name, for several tasks with the same spaces, which a run assigns in
-  rotation.
+- ``NONDETERMINISTIC = True``: as in Gymnasium, resets with equal seeds may begin in different
+  states. Runs with groups, whose samples must begin in the same state, are refused;
+- ``TASK_SETS``: tuples of ids by name, for several tasks with the same spaces, which a run assigns
+  in rotation.
 
 The module also states its requirements (:mod:`rlinf.envs.simulators.requirements`).
 """
@@ -48,7 +48,7 @@ The module also states its requirements (:mod:`rlinf.envs.simulators.requirement
 from rlinf.registry import Registry
 
 simulators = Registry(
-    "world",
+    "simulator",
     {
         "behavior": "rlinf.envs.simulators.behavior:make",
         "calvin": "rlinf.envs.simulators.calvin:make",

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-BATCHED = UNSEEDED = True
+BATCHED = NONDETERMINISTIC = True
 PACKAGES = ("isaacsim", "omnigibson", "bddl", "torch", "gymnasium", "yaml")
 INSTALL = (
     "setup.sh --omnigibson --bddl --dataset of github.com/StanfordVL/BEHAVIOR-1K, and "

@@ -178,7 +178,7 @@ class CalvinEnv:
         # Contacts that the solver remembers would change how the next episode begins.
         self._clean = self._desk.p.saveState()
         self._chain, self._done, self._steps = chains[0], 0, 0
-        self.starts = len(chains)
+        self.num_initial_states = len(chains)
         spaces = importlib.import_module("gym.spaces")
         size = 15 if robot_only else 15 + 24 + len(self._tasks)
         self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
@@ -193,13 +193,13 @@ class CalvinEnv:
     def instruction(self) -> str:
         return self._sentences.get(self.subtask, self.subtask.replace("_", " "))
 
-    def reset(self, seed: int | None = None, start: int | None = None) -> Any:
-        if start is None:
-            start = int(np.random.default_rng(seed).integers(self.starts))
-        self._chain, self._done, self._steps = self._chains[start], 0, 0
+    def reset(self, seed: int | None = None, initial_state: int | None = None) -> Any:
+        if initial_state is None:
+            initial_state = int(np.random.default_rng(seed).integers(self.num_initial_states))
+        self._chain, self._done, self._steps = self._chains[initial_state], 0, 0
         self._desk.p.restoreState(self._clean)
         self._desk.robot.gripper_action = 1
-        robot, scene = initial_state(self._chain.initial)
+        robot, scene = decode_initial_state(self._chain.initial)
         observation = self._desk.reset(robot_obs=robot, scene_obs=scene)
         for button in self._desk.scene.buttons:
             button.prev_is_pressed = button._is_pressed
@@ -224,7 +224,7 @@ class CalvinEnv:
             {"success": over},
         )
 
-    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return the image of a camera, uint8 ``[H, W, 3]``."""
         if camera not in self._views:
             self._views[camera] = _instance(
@@ -250,7 +250,7 @@ class CalvinEnv:
         )
 
 
-def initial_state(initial: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+def decode_initial_state(initial: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the state that the values of :data:`STATE_KEYS` describe: of the robot ``[15]`` and of
     the scene ``[24]``, float64."""
     values = dict(zip(STATE_KEYS, initial))  # noqa: B905 - Python 3.9

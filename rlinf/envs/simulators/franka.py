@@ -324,7 +324,7 @@ def robot_mode(state: Any) -> str:
 
 
 PACKAGES = ("franky", "gymnasium")
-SINGLE = True
+SINGLE_INSTANCE = True
 TASKS = ("reach",)
 LATE_TOLERANCE = 0.1
 """Share of a step by which it may be late."""
@@ -482,7 +482,7 @@ class FrankaEnv:
         }
         return self._observation, reward, solved, self._steps >= self._settings.steps, info
 
-    def expert(self) -> np.ndarray:
+    def expert_action(self) -> np.ndarray:
         """Return the action towards the goal, as fast as is allowed: float32 ``[3]``."""
         return np.clip((self._point - self._sent) / self._unit, -1, 1).astype(np.float32)
 
@@ -546,4 +546,4 @@ class FrankaExpertOperator:
         self._world = world
 
     def read(self, state: np.ndarray) -> np.ndarray:
-        return self._world.expert()
+        return self._world.expert_action()

@@ -15,7 +15,7 @@ from .episode_state import (
 )
 
 PACKAGES = ("gymnasium",)
-SAVES = True
+SUPPORTS_STATE_SAVING = True
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:

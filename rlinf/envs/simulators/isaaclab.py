@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-BATCHED = UNSEEDED = True
+BATCHED = NONDETERMINISTIC = True
 PACKAGES = ("isaacsim", "isaaclab", "isaaclab_tasks", "torch", "gymnasium")
 INSTALL = (
     "pip install 'isaaclab[isaacsim,all]==2.3.2.post1' --extra-index-url https://pypi.nvidia.com, "

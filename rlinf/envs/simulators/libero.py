@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PACKAGES = ("libero", "robosuite")
-SETS = {
+TASK_SETS = {
     suite: tuple(f"{suite}/{number}" for number in range(90 if suite == "libero_90" else 10))
     for suite in ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 }
@@ -133,7 +133,7 @@ class LiberoEnv:
 
         self.instruction = language
         self._states, self._most, self._rest, self._steps = starts, steps, rest, 0
-        self.starts = len(starts)
+        self.num_initial_states = len(starts)
         with contextlib.redirect_stdout(io.StringIO()):
             # The simulator process renders images, without shadows.
             self._env = ControlEnv(
@@ -158,15 +158,15 @@ class LiberoEnv:
     def data(self) -> Any:
         return self._env.sim.data._data
 
-    def reset(self, seed: int | None = None, start: int | None = None) -> Any:
-        if start is None:
-            start = int(np.random.default_rng(seed).integers(self.starts))
+    def reset(self, seed: int | None = None, initial_state: int | None = None) -> Any:
+        if initial_state is None:
+            initial_state = int(np.random.default_rng(seed).integers(self.num_initial_states))
         self._env.seed(0 if seed is None else seed)
         self._env.reset()
         for robot in self._env.robots:
             # It moves from where the last action of the episode before left it.
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
-        observation = self._env.set_init_state(self._states[start])
+        observation = self._env.set_init_state(self._states[initial_state])
         for _ in range(self._rest):
             observation = self._env.step(np.array([0.0] * 6 + [OPEN_GRIPPER]))[0]
         self._steps = 0

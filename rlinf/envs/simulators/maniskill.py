@@ -82,7 +82,7 @@ class ManiSkillEnv:
         step_info = {"success": bool(info["success"])} if "success" in info else {}
         return observation, float(reward), False, bool(truncated), step_info
 
-    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return the image of a camera, uint8 ``[H, W, 3]``."""
         return render_camera(self._env.unwrapped, camera, height, width)[0]
 

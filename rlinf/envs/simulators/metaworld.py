@@ -39,9 +39,9 @@ _MT50 = (
     *("push-wall", "push-back", "reach", "reach-wall", "shelf-place", "sweep-into", "sweep"),
     *("window-open", "window-close"),
 )
-SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
+TASK_SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
 """The package's own sets, in its order."""
-SAVES = True
+SUPPORTS_STATE_SAVING = True
 
 GOALS_SEED = 42
 """Seed of the 50 goals of a task, equal in every process."""
@@ -114,7 +114,7 @@ class MetaWorldEnv:
         restore_attributes(wrapper_chain(self._env), state)
         restore_physics(self.unwrapped.model, self.unwrapped.data, state)
 
-    def expert(self) -> np.ndarray:
+    def expert_action(self) -> np.ndarray:
         """Return the action of Meta-World's scripted policy for the task. It may be outside the
         space; the warning about that is suppressed."""
         with warnings.catch_warnings():

@@ -4,7 +4,8 @@ A module of :mod:`rlinf.envs.simulators` has ``PACKAGES``, modules that the inte
 and optionally ``INSTALL``, how to install them if no file of ``configs/environments`` does;
 ``GPU``, the GPU that is needed; ``ASSETS``, required files and folders that no package contains, by
 their key of ``kwargs``, with a description and their source; ``OPTIONAL``, the same for keys that
-may be left out; and the flags ``BATCHED``, ``SINGLE``, ``SAVES``, ``UNSEEDED`` and ``SETS``.
+may be left out; and ``TASK_SETS`` and the flags ``BATCHED``, ``SINGLE_INSTANCE``,
+``SUPPORTS_STATE_SAVING`` and ``NONDETERMINISTIC``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class SimulatorRequirements(NamedTuple):
     assets: Mapping[str, str] = {}
     optional: Mapping[str, str] = {}
     batched: bool = False
-    single: bool = False
-    saves: bool = False
-    unseeded: bool = False
-    sets: Mapping[str, tuple[str, ...]] = {}
+    single_instance: bool = False
+    supports_state_saving: bool = False
+    nondeterministic: bool = False
+    task_sets: Mapping[str, tuple[str, ...]] = {}
 
     def missing_assets(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Return a message for each missing file or folder: its key, what it is, and its source.
@@ -52,15 +53,15 @@ class SimulatorRequirements(NamedTuple):
         return errors
 
 
-def get_requirements(world: str) -> SimulatorRequirements:
+def get_requirements(simulator: str) -> SimulatorRequirements:
     """Return the requirements of a simulator. The module of a user's ``module:function`` is parsed,
     not imported, and only its literals count.
 
     Raises:
         ConfigError: it is unknown; names the nearest.
     """
-    target = simulators.target(world, "task.simulator")
-    if ":" in world:
+    target = simulators.target(simulator, "task.simulator")
+    if ":" in simulator:
         return SimulatorRequirements(**_literals_of(target.rpartition(":")[0]))
     module = importlib.import_module(target.partition(":")[0])
     values = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-BATCHED = UNSEEDED = True
+BATCHED = NONDETERMINISTIC = True
 PACKAGES = ("metasim", "torch", "gymnasium")
 INSTALL = (
     "pip install -e '.[mujoco]' (or isaacsim, sapien3, ...) in a clone of "

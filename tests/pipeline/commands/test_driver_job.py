@@ -171,12 +171,16 @@ def test_what_is_said_of_its_own_partition_of_cpus_holds(slurm: Path, tmp_path: 
 
 
 def test_what_the_driver_section_says_comes_before_all(slurm: Path, tmp_path: Path) -> None:
-    said = {"account": "own", "qos": "q", "constraint": "c", "reservation": "r", "exclude": "e"}
+    settings = {"account": "own", "qos": "q", "constraint": "c", "reservation": "r", "exclude": "e"}
     needs = needs_of(
-        tmp_path, {"defaults": GPU_JOBS}, sbatch={"exclusive": True, "nice": 9}, mail="ada", **said
+        tmp_path,
+        {"defaults": GPU_JOBS},
+        sbatch={"exclusive": True, "nice": 9},
+        mail="ada",
+        **settings,
     )
     found = options(tmp_path, needs)
-    assert {f"{key}={value}" for key, value in said.items()} <= found
+    assert {f"{key}={value}" for key, value in settings.items()} <= found
     assert {"exclusive", "nice=9", "mail-user=ada", "mail-type=END,FAIL"} <= found
 
 
@@ -210,8 +214,8 @@ def run(slurm: Path, compose: Compose) -> Run:
 def test_a_submitted_driver_is_known_and_stopped_though_banners_surround_its_id(
     run: Run, slurm: Path
 ) -> None:
-    said = submit_run([str(run.folder)], {})
-    assert "the driver is job 71 on cpu" in said[0]
+    message = submit_run([str(run.folder)], {})
+    assert "the driver is job 71 on cpu" in message[0]
     assert last_driver_job_id(run) == "71"
     assert "job 71, pending" in read_status(run.folder).driver
     with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):
@@ -281,10 +285,10 @@ def test_the_job_itself_may_drive_before_its_id_is_noted(
 
 
 def test_a_stages_job_without_an_id_is_stopped_too(run: Run, slurm: Path) -> None:
-    out = run.folder / "warm_start"
-    write_job_note(JobSpec("warm_start", (), out, out), tag="rlinf-0b")
+    out = run.folder / "sft"
+    write_job_note(JobSpec("sft", (), out, out), tag="rlinf-0b")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0b\n")
-    assert stop_run(run.folder) == ["job 71 (warm_start) cancelled"]
+    assert stop_run(run.folder) == ["job 71 (sft) cancelled"]
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
 
 

@@ -31,7 +31,7 @@ SMALL = [
     "evaluate.every=1",
     "evaluate.samples=2",
     "evaluate.horizon=4",
-    "retention.keep_last=9",
+    "checkpoint.keep_last=9",
     "log.trackers=[]",
 ]
 

@@ -15,12 +15,12 @@ from rlinf.interpreters import ENVIRONMENTS_VARIABLE
 from tests.environments import need_environment
 
 
-def told(task: str, *overrides: str) -> list[tuple[str, str, str]]:
+def findings_of(task: str, *overrides: str) -> list[tuple[str, str, str]]:
     return [(f.level, f.check, f.detail) for f in check_simulator(task, overrides)]
 
 
 def test_a_simulator_that_lacks_nothing_begins_an_episode() -> None:
-    *before, (level, what, detail) = told("cartpole")
+    *before, (level, what, detail) = findings_of("cartpole")
     assert [row[:2] for row in before] == [
         ("ok", "simulator"),
         ("ok", "interpreter"),
@@ -34,7 +34,7 @@ def test_all_that_is_missing_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(tmp_path))
-    found = told("calvin", f"task.kwargs.chains={tmp_path}/none.json")
+    found = findings_of("calvin", f"task.kwargs.chains={tmp_path}/none.json")
     assert [row[:2] for row in found] == [
         ("ok", "simulator"),
         ("fail", "interpreter"),
@@ -49,33 +49,33 @@ def test_all_that_is_missing_is_told_at_once(
 
 def test_packages_that_an_interpreter_lacks_are_all_named() -> None:
     python = need_environment("gym")
-    found = dict(row[1:] for row in told("metaworld", f"task.python={python}"))
+    found = dict(row[1:] for row in findings_of("metaworld", f"task.python={python}"))
     assert found["packages"] == "metaworld not found; install them there"
-    missing = dict(row[1:] for row in told("libero", "task.python=gym"))["packages"]
+    missing = dict(row[1:] for row in findings_of("libero", "task.python=gym"))["packages"]
     assert missing == "libero, robosuite not found; make env NAME=gym installs them"
 
 
 @pytest.mark.parametrize(
-    ("task", "override", "said"),
+    ("task", "override", "message"),
     [
         ("cartpole", "task.id=CartPoel-v1", r"task\.id: cannot make 'CartPoel-v1'"),
         ("cartpole", "task.observation=5", r"task\.observation: 5 is not what CartPole-v1 has"),
         ("halfcheetah", "task.images={trak: [8, 8]}", r"task\.images\.trak: no such camera"),
     ],
 )
-def test_an_episode_that_cannot_begin_says_why(task: str, override: str, said: str) -> None:
+def test_an_episode_that_cannot_begin_says_why(task: str, override: str, message: str) -> None:
     if task == "halfcheetah":
         pytest.importorskip("mujoco")
-    level, what, detail = told(task, override)[-1]
+    level, what, detail = findings_of(task, override)[-1]
     assert (level, what) == ("fail", "episode")
-    assert re.match(said, detail), detail
+    assert re.match(message, detail), detail
 
 
 def test_a_task_that_steps_no_simulator_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--env arithmetic: task 'arithmetic' has no simulator"):
-        told("arithmetic")
+        findings_of("arithmetic")
     with pytest.raises(ConfigError, match=r"task=metawrld: no such task; did you mean .?metaworld"):
-        told("metawrld")
+        findings_of("metawrld")
 
 
 def test_the_command_ends_with_1_where_something_is_missing(

@@ -21,14 +21,14 @@ from stages.runner import DISK_FALLBACKS
 def test_a_watched_run_asks_for_the_queue_every_half_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked, now = [], [100.0]
-    monkeypatch.setattr(SlurmClient, "queue", lambda self: asked.append(now[0]) or {})
+    requests, now = [], [100.0]
+    monkeypatch.setattr(SlurmClient, "queue", lambda self: requests.append(now[0]) or {})
     monkeypatch.setattr(pipeline.commands.status.time, "monotonic", lambda: now[0])
     client = CachedQueueClient()
     for _ in range(60):
         assert client.queue() == {}
         now[0] += 2.0
-    assert asked == [100.0, 132.0, 164.0, 196.0]
+    assert requests == [100.0, 132.0, 164.0, 196.0]
 
 
 def test_what_was_read_from_disk_is_told_of_every_stage_and_of_work_items(

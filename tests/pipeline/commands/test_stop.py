@@ -38,10 +38,10 @@ def test_a_driver_here_is_stopped_and_its_run_goes_on_later(tiny_run: Path, tmp_
     words = [*_words(tmp_path, "collocated"), f"plan={_hydra(TWO)}"]
     log, run = tmp_path / "log", tmp_path / "tiny"
     driver = start_driver(words, log)
-    until((run / "warm_start/manifest.json").exists, driver, log)
-    said = stop_run(run)
+    until((run / "sft/manifest.json").exists, driver, log)
+    result = stop_run(run)
     assert driver.wait(timeout=20) == 1
-    assert [line for line in said if line.startswith("driver (process") and "stopped" in line]
+    assert [line for line in result if line.startswith("driver (process") and "stopped" in line]
     assert "stopped by rlinf stop" in log.read_text()
     assert not (run / LOCK_FILE).exists()
     assert not (run / STOP_FILE).exists()
@@ -54,11 +54,11 @@ def test_a_driver_elsewhere_sees_that_it_is_named_and_its_successor_does_not(
     compose: Compose,
 ) -> None:
     run = prepare_run(compose())
-    asked = StopRequest(run.folder, lambda: False)
+    request = StopRequest(run.folder, lambda: False)
     (run.folder / LOCK_FILE).write_text(json.dumps({"token": "first"}))
     (run.folder / STOP_FILE).write_text("first")
-    assert asked()
-    assert asked.is_requested
+    assert request()
+    assert request.is_requested
     (run.folder / LOCK_FILE).write_text(json.dumps({"token": "second"}))
     assert not StopRequest(run.folder, lambda: False)()
 
@@ -107,7 +107,7 @@ def test_pools_are_left_to_the_next_driver_unless_none_is_to_come(
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected_value"),
     [
         (None, "a run,finished"),
         (StageError("no"), "a run,failed"),
@@ -116,7 +116,7 @@ def test_pools_are_left_to_the_next_driver_unless_none_is_to_come(
     ],
 )
 def test_a_command_is_told_how_a_run_ended(
-    tmp_path: Path, error: Exception | None, told: str
+    tmp_path: Path, error: Exception | None, expected_value: str
 ) -> None:
     out = tmp_path / "told"
     code = f"import sys; open({str(out)!r}, 'w').write(','.join(sys.argv[1:]))"
@@ -124,7 +124,7 @@ def test_a_command_is_told_how_a_run_ended(
     with expected, notify_at_end("a run", [sys.executable, "-c", code]):
         if error is not None:
             raise error
-    assert (out.read_text() if out.exists() else "") == told
+    assert (out.read_text() if out.exists() else "") == expected_value
 
 
 def test_a_command_that_is_not_there_is_refused() -> None:

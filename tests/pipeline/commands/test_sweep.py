@@ -39,8 +39,8 @@ def test_a_bad_point_is_refused_before_the_first_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", *words(tmp_path, "optimizer.lr=1e-4,-1")]) == 65
-    said = capsys.readouterr().err
-    assert "point 1 of the sweep (lr=-1): optimizer.lr" in said
+    output = capsys.readouterr().err
+    assert "point 1 of the sweep (lr=-1): optimizer.lr" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -60,11 +60,11 @@ def test_the_table_has_every_run_and_where_its_report_is(tiny_run: Path, tmp_pat
     console = io.StringIO()
     with contextlib.redirect_stdout(console):
         show_sweep([SweepPoint(tiny_run, "lr=[a]"), SweepPoint(tmp_path / "never", "lr=2")])
-    said = console.getvalue()
-    assert "lr=[a]" in said, "brackets are no markup"
-    assert "2 of 2" in said
-    assert "not started" in said
-    assert str(tiny_run / "report" / "report.html") in said
+    output = console.getvalue()
+    assert "lr=[a]" in output, "brackets are no markup"
+    assert "2 of 2" in output
+    assert "not started" in output
+    assert str(tiny_run / "report" / "report.html") in output
 
 
 def test_one_page_compares_the_runs(tiny_run: Path, tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from pipeline.run import Run
 from rlinf.errors import PlanError, RlinfError
 
 Compose = Callable[..., dict[str, Any]]
-TRAIN = {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}}
+TRAIN = {"stages": ["reward", "inference", "train"], "devices": {"local": 1}}
 
 
 def elastic(workers: int | None, *stages: str, **more: int) -> dict[str, Any]:
-    pool = {"stages": list(stages or ("rollout",)), "gpus": {"local": 1}, "workers": workers}
+    pool = {"stages": list(stages or ("rollout",)), "devices": {"local": 1}, "workers": workers}
     pool |= more
     return {"pools": [pool, TRAIN]}
 

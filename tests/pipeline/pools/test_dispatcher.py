@@ -25,12 +25,12 @@ HELD = list(STAGES[:4])
     ("pools", "late", "parts"),
     [
         # All take turns on all: part by part.
-        ([{"stages": HELD, "gpus": {"local": 2}}], {"sync"}, [4, 4, 4, 4]),
+        ([{"stages": HELD, "devices": {"local": 2}}], {"sync"}, [4, 4, 4, 4]),
         # The rollout has a pool to itself: the engine is given the whole batch.
         (
             [
-                {"stages": HELD[:1], "gpus": {"local": 1}},
-                {"stages": HELD[1:], "gpus": {"local": 1}},
+                {"stages": HELD[:1], "devices": {"local": 1}},
+                {"stages": HELD[1:], "devices": {"local": 1}},
             ],
             {"sync"},
             [1, 4, 4, 4],
@@ -40,7 +40,7 @@ HELD = list(STAGES[:4])
             [
                 {
                     "stages": HELD,
-                    "gpus": {"local": 2},
+                    "devices": {"local": 2},
                     "stage_ranks": {"rollout": [0], "reward": [1]},
                 }
             ],
@@ -52,17 +52,17 @@ HELD = list(STAGES[:4])
             [
                 {
                     "stages": ["rollout", "reward", "inference"],
-                    "gpus": {"local": 2},
+                    "devices": {"local": 2},
                     "stage_ranks": {"rollout": [0], "reward": [1]},
                 },
-                {"stages": ["train"], "gpus": {"local": 1}},
+                {"stages": ["train"], "devices": {"local": 1}},
             ],
             {"inference", "train", "sync"},
             [1, 4, 4, 4],
         ),
         # Judgement after all on some: it waits for the rollout, and holds nothing up.
         (
-            [{"stages": HELD, "gpus": {"local": 2}, "stage_ranks": {"evaluate": [1]}}],
+            [{"stages": HELD, "devices": {"local": 2}, "stage_ranks": {"evaluate": [1]}}],
             {"sync"},
             [4, 4, 4, 4],
         ),
@@ -76,7 +76,7 @@ def test_stages_with_all_processes_come_after_those_side_by_side(
     tmp_path: Path,
 ) -> None:
     values = compose("cluster=local", "rollout.batch_size=8")
-    sizes = {stage: sum(p["gpus"].values()) for p in pools for stage in p["stages"]}
+    sizes = {stage: sum(p["devices"].values()) for p in pools for stage in p["stages"]}
     needs = {s: {"processes": sizes[s]} for s in ("rollout", "inference", "train")}
     values["plan"] = {"num_chunks": 4, "stages": needs, "pools": pools}
     config, plan = validate_experiment(values)
@@ -94,7 +94,7 @@ def test_a_rollout_does_not_keep_the_one_before_in_memory(
     """It reads what that left open from disk: the worker would hold all its trajectories for it."""
     pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
     values = compose("cluster=local", "task.carry_over_episodes=true", experiment="cartpole_ppo")
-    values["plan"] = {"pools": [{"stages": HELD, "gpus": {"local": 1}}]}
+    values["plan"] = {"pools": [{"stages": HELD, "devices": {"local": 1}}]}
     config, plan = validate_experiment(values)
     run, graph, pools = Run(tmp_path, config), Graph(config), pool_states(plan)
     member = Lease("pool-0-0", "1", 1)
@@ -112,7 +112,7 @@ def test_a_rollout_does_not_keep_the_one_before_in_memory(
     found = {stage.node: stage.inputs for stage in order.stages}
     assert found["rollout/2"] == {
         "weights": ("it/0001/sync", True),
-        "open": ("it/0001/rollout", False),
+        "open_episodes": ("it/0001/rollout", False),
     }
     assert found["train/1"]["trajectories"] == ("it/0001/rollout", True)
     assert not any(isinstance(order, messages.SendOutput) for order in sent), (

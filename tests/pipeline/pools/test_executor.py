@@ -31,27 +31,27 @@ from tests.pipeline.test_driver import weights
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 ALL = ["rollout", "reward", "inference", "train"]
-ONE = {"pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+ONE = {"pools": [{"stages": ALL, "devices": {"local": 1}}]}
 TWO = {
     "num_chunks": 4,
     "pools": [
-        {"stages": ALL[:1], "gpus": {"local": 1}},
-        {"stages": ALL[1:], "gpus": {"local": 1}},
+        {"stages": ALL[:1], "devices": {"local": 1}},
+        {"stages": ALL[1:], "devices": {"local": 1}},
     ],
 }
 RANKS = {
     **TWO,
     "stages": {stage: {"processes": 2} for stage in ("inference", "train")},
     "pools": [
-        {"stages": ALL[:1], "gpus": {"local": 1}},
-        {"stages": ALL[1:], "gpus": {"local": 2}},
+        {"stages": ALL[:1], "devices": {"local": 1}},
+        {"stages": ALL[1:], "devices": {"local": 2}},
     ],
 }
 APART = {
     "num_chunks": 4,
-    "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
+    "pools": [{"stages": [stage], "devices": {"local": 1}} for stage in ALL],
 }
-WHOLE = [{"stages": ALL, "gpus": {"local": 2}}]
+WHOLE = [{"stages": ALL, "devices": {"local": 2}}]
 PLANS = {"collocated": ONE, "disaggregated": TWO, "hetjob": TWO | {"hetjob": True}}
 
 
@@ -303,7 +303,7 @@ def test_a_stage_that_always_fails_stops_the_run_with_its_own_reason(
 
 def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose) -> None:
     run = prepare_run(pooled(ONE)).folder
-    for made in ("warm_start", "it", "evaluate"):
+    for made in ("sft", "it", "evaluate"):
         shutil.copytree(reference / made, run / made)
     for later in ("it/0001/train", "it/0001/sync", "evaluate/0002"):
         shutil.rmtree(run / later)

@@ -17,7 +17,7 @@ from stages.layout import CODE_FILE
 
 Compose = Callable[..., dict[str, Any]]
 ALL = ["rollout", "reward", "inference", "train"]
-PLAN = {"pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+PLAN = {"pools": [{"stages": ALL, "devices": {"local": 1}}]}
 
 
 @pytest.fixture
@@ -44,6 +44,6 @@ def test_what_workers_do_not_see_changes_nothing(key: Callable[..., str]) -> Non
 
 def test_their_configuration_resources_and_code_are_part_of_it(key: Callable[..., str]) -> None:
     kept = CheckpointSection(keep_trajectories=9)
-    others = [key({"seed": 4}), key({"retention": kept}), key(mem_mb=900)]
+    others = [key({"seed": 4}), key({"checkpoint": kept}), key(mem_mb=900)]
     others += [key(code='{"a": 1}'), key(env={"A": "1"})]
     assert len({key(), *others}) == 6

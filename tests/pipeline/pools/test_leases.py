@@ -44,7 +44,7 @@ def test_so_is_a_policy_apart_whose_leases_are_shorter_than_what_it_answers() ->
         pool.check_progress(members[-1])
 
 
-def test_leases_that_finished_something_had_nothing_or_were_ended_early_do_not_count() -> None:
+def test_only_leases_without_any_finished_work_count_as_failed() -> None:
     pool = PoolState(0, ("rollout",), ())
     for number in range(3 * MAX_TIMEOUTS):
         member = lease(number, left_s=400.0 if number % 3 == 0 else 5.0)

@@ -116,8 +116,8 @@ def test_a_new_plan_of_pools_knows_what_the_stages_computed(run: Run) -> None:
     plan = Plan.from_run(run.folder)
     assert plan.forecast is not None
     assert plan.forecast.sources is not None
-    asked = build_request(run.config, plan.forecast.sources, execution="pools")
-    pools = propose_plan(asked).plan
+    request = build_request(run.config, plan.forecast.sources, execution="pools")
+    pools = propose_plan(request).plan
     (run.folder / "plan.yaml").write_text(yaml.safe_dump(pools.to_dict()))
     old = {line.name: line for line in compare_with_forecast(run)}
     assert old.keys() == {"rollout", "reward", "inference", "train", "iteration"}

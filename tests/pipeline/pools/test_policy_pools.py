@@ -22,9 +22,9 @@ from stages.worker.messages import AttemptEnded, RunStages, SendOutput, ServePol
 PLAN = {
     "stages": {"rollout": {"processes": 3}, "rollout.generate": {"processes": 2}},
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 3}},
-        {"stages": ["rollout.generate"], "gpus": {"local": 2}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 3}},
+        {"stages": ["rollout.generate"], "devices": {"local": 2}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 ROLLOUT = StageNode("rollout", 2)
@@ -127,8 +127,8 @@ def test_evaluations_in_a_pool_of_their_own_have_its_processes(
     plan = {
         "stages": {stage: {"processes": size} for stage in ("rollout", "inference", "train")},
         "pools": [
-            {"stages": stages, "gpus": {"local": size}, "stage_ranks": ranks},
-            {"stages": ["evaluate"], "gpus": {"local": 1}},
+            {"stages": stages, "devices": {"local": size}, "stage_ranks": ranks},
+            {"stages": ["evaluate"], "devices": {"local": 1}},
         ],
     }
     driven = Driven(compose, tmp_path, plan)
@@ -186,10 +186,10 @@ def test_what_a_lease_answers_it_answers_to_the_end_when_another_comes(driven: D
     driven.given()
     driven.lease(1, 1)
     driven.wants(StageNode("rollout", 3))
-    asked = {
+    settings = {
         order.node: order.policy_workers[0]
         for _, order in driven.given()
         if isinstance(order, StageOrder)
     }
-    assert asked == {"rollout/3": "pool-1-1-r0"}
+    assert settings == {"rollout/3": "pool-1-1-r0"}
     assert driven.orders.policy_pools.is_busy(policy)

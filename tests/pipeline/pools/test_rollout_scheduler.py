@@ -68,19 +68,21 @@ class Cluster:
         ]
 
     def end(self, worker: str, code: int = 0, rest: int = 0) -> None:
-        """A worker is through with its next claim; ``rest`` starts of it go to its heir."""
+        """A worker is through with its next work item; ``rest`` of its starts go to a successor."""
         if worker in self.there and self.queues[worker]:
             order = self.queues[worker].pop(0)
-            said = messages.WorkItemEnded(
+            report = messages.WorkItemEnded(
                 work_item=order.work_item, host="h", exit_code=code, spans=SPANS
             )
             if rest and not code and order.work_item in self.heirs and order.starts:
                 left = {"unfinished_starts": order.starts[-rest:], "num_partial_samples": rest}
-                said = said.model_copy(update={**left, "successor": self.heirs[order.work_item]})
-            self.generators.on_report(worker, said)
+                report = report.model_copy(
+                    update={**left, "successor": self.heirs[order.work_item]}
+                )
+            self.generators.on_report(worker, report)
 
     def until_an_heir_is_named(self) -> tuple[str, str]:
-        """Generators do all they get, the helper only loads its engine; a claim and its heir."""
+        """Generators do all work items; the helper only loads its engine."""
         while not self.heirs:
             self.tick()
             for worker in GENERATORS:
@@ -228,8 +230,8 @@ def test_a_claim_that_found_no_weights_in_memory_waits_for_their_commit(tmp_path
     cluster.generators.on_collected(live, [])
     cluster.generators.on_weights(worker, "later", "data-a", 4)
     for _, order in cluster.orders():
-        said = messages.WorkItemEnded(work_item=order.work_item, host="h", exit_code=EXIT_REQUEUE)
-        cluster.generators.on_report(worker, said)
+        report = messages.WorkItemEnded(work_item=order.work_item, host="h", exit_code=EXIT_REQUEUE)
+        cluster.generators.on_report(worker, report)
     assert not cluster.orders()
 
 

@@ -19,49 +19,47 @@ WORKERS = ("a", "b", "c")
 def test_a_start_is_left_held_or_done_and_in_the_end_all_are_done(
     size: int, there: set[int], acts: list[tuple[str, int]], least: float
 ) -> None:
-    claims = WorkQueue(size, {start for start in there if start < size})
+    queue = WorkQueue(size, {start for start in there if start < size})
     speeds = {"a": 1.0, "b": 2.5, "c": 0.1}
     for act, chance in acts:
         worker = WORKERS[chance % len(WORKERS)]
-        held = claims.items_of(worker)
+        held = queue.items_of(worker)
         if act == "out":
-            assign_work([claims], speeds, least)
+            assign_work([queue], speeds, least)
         elif act == "lost":
-            claims.requeue_worker(worker)
+            queue.requeue_worker(worker)
         elif held:
-            (claims.mark_done if act == "done" else claims.requeue)(
+            (queue.mark_done if act == "done" else queue.requeue)(
                 worker, held[chance % len(held)][0]
             )
-        _check(claims, size)
-    while not claims.is_complete:
-        assert assign_work([claims], speeds, least) or any(claims.items_of(w) for w in WORKERS)
+        _check(queue, size)
+    while not queue.is_complete:
+        assert assign_work([queue], speeds, least) or any(queue.items_of(w) for w in WORKERS)
         for worker in WORKERS:
-            for claim in claims.items_of(worker):
-                claims.mark_done(worker, claim.number)
-        _check(claims, size)
-    assert claims.done == set(range(size))
+            for item in queue.items_of(worker):
+                queue.mark_done(worker, item.number)
+        _check(queue, size)
+    assert queue.done == set(range(size))
 
 
-def _check(claims: WorkQueue, size: int) -> None:
-    held = [
-        start for worker in WORKERS for claim in claims.items_of(worker) for start in claim.starts
-    ]
+def _check(queue: WorkQueue, size: int) -> None:
+    held = [start for worker in WORKERS for item in queue.items_of(worker) for start in item.starts]
     assert len(held) == len(set(held)), "nobody does what another does"
-    assert not claims.done & set(held)
-    assert claims.num_pending + len(held) + len(claims.done) == size
+    assert not queue.done & set(held)
+    assert queue.num_pending + len(held) + len(queue.done) == size
 
 
 def test_what_a_lost_worker_held_is_given_out_before_the_rest() -> None:
-    claims = WorkQueue(10)
-    first = claims.assign("a", 3)
-    claims.assign("b", 2)
-    claims.requeue_worker("a")
-    assert claims.assign("b", 4).starts == (0, 1, 2, 5)
-    assert claims.mark_done("a", first.number) is None, "too late"
-    assert not claims.done
+    queue = WorkQueue(10)
+    first = queue.assign("a", 3)
+    queue.assign("b", 2)
+    queue.requeue_worker("a")
+    assert queue.assign("b", 4).starts == (0, 1, 2, 5)
+    assert queue.mark_done("a", first.number) is None, "too late"
+    assert not queue.done
 
 
-def test_no_worker_holds_more_claims_than_keep_it_busy_and_the_earlier_batch_goes_first() -> None:
+def test_workers_hold_few_work_items_and_the_earlier_batch_goes_first() -> None:
     early, late = WorkQueue(3), WorkQueue(9)
     given = assign_work([early, late], {"a": 1.0, "b": 1.0}, 1.0)
     assert next(batch for batch, _, _ in given) is early
@@ -72,11 +70,11 @@ def test_no_worker_holds_more_claims_than_keep_it_busy_and_the_earlier_batch_goe
 
 
 def test_claims_get_smaller_towards_the_end() -> None:
-    claims, sizes = WorkQueue(64), []
-    while claims.num_pending:
-        for _, worker, claim in assign_work([claims], {"a": 1.0, "b": 1.0}, 1.0):
-            sizes.append(len(claim.starts))
-            claims.mark_done(worker, claim.number)
+    queue, sizes = WorkQueue(64), []
+    while queue.num_pending:
+        for _, worker, item in assign_work([queue], {"a": 1.0, "b": 1.0}, 1.0):
+            sizes.append(len(item.starts))
+            queue.mark_done(worker, item.number)
     assert sizes[0] == 16
     assert sizes[-1] == 1
     assert sizes == sorted(sizes, reverse=True)
@@ -86,9 +84,9 @@ def test_where_time_hardly_depends_on_the_size_a_worker_gets_its_whole_share() -
     pace = WorkerSpeeds()
     for size in (2, 4, 8):
         pace.record("a", size, 10.0)
-    claims = WorkQueue(64)
-    given = assign_work([claims], pace.speeds(["a", "b", "c", "d"]), pace.min_item_size())
-    assert sorted(len(claim.starts) for _, _, claim in given) == [16, 16, 16, 16]
+    queue = WorkQueue(64)
+    given = assign_work([queue], pace.speeds(["a", "b", "c", "d"]), pace.min_item_size())
+    assert sorted(len(item.starts) for _, _, item in given) == [16, 16, 16, 16]
 
 
 def test_a_faster_worker_gets_more() -> None:
@@ -97,5 +95,5 @@ def test_a_faster_worker_gets_more() -> None:
         pace.record("slow", 4, 4.0)
         pace.record("fast", 4, 1.0)
     given = assign_work([WorkQueue(100)], pace.speeds(["slow", "fast"]), pace.min_item_size())
-    sizes = {worker: len(claim.starts) for _, worker, claim in given[:2]}
+    sizes = {worker: len(item.starts) for _, worker, item in given[:2]}
     assert sizes["fast"] > 2 * sizes["slow"]

@@ -61,10 +61,10 @@ def test_the_loss_is_the_decoupled_objective(outside: Any, seed: int, cap: float
     batch, random = batch_of(seed), torch.Generator().manual_seed(seed)
     far = batch.old_logprobs + 0.5 * torch.randn(batch.mask.shape, generator=random)
     batch = algorithm.with_advantages(replace(batch, rollout_logprobs=far))
-    said = outputs_of(batch, seed)
-    loss, metrics = algorithm.total_loss(said, batch, batch.mask)
-    (gradient,) = torch.autograd.grad(loss, said.logprobs)
-    ours = said.logprobs.detach().double().numpy()
+    outputs = outputs_of(batch, seed)
+    loss, metrics = algorithm.total_loss(outputs, batch, batch.mask)
+    (gradient,) = torch.autograd.grad(loss, outputs.logprobs)
+    ours = outputs.logprobs.detach().double().numpy()
     wanted, by_step = by_the_formula(batch, ours, 0.1, 0.15, cap, outside)
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     np.testing.assert_allclose(gradient.numpy(), by_step, rtol=1e-4, atol=1e-5)
@@ -103,8 +103,8 @@ def test_each_choice_of_a_step_has_the_place_of_the_step() -> None:
         replace(batch, old_logprobs=old, rollout_logprobs=old, old_logprob_interpolation=place),
         "token",
     )
-    said = StepOutputs(old + 1)
-    outputs, units, _ = flatten_to_level(said, batch, batch.require("loss_mask"), "token")
+    found_outputs = StepOutputs(old + 1)
+    outputs, units, _ = flatten_to_level(found_outputs, batch, batch.require("loss_mask"), "token")
     theirs = units.require("rollout_logprobs")
     found = (
         interpolate_old_logprobs(
@@ -146,10 +146,10 @@ def test_an_interpolated_update_needs_no_pass_of_the_policy_before(
         learner = learner_of(update)
         update.algorithm.update(learner, [samples])
         found.append((dict(learner.policy.module.state_dict()), learner.metrics))
-    (exact, told), (near, metrics) = found
+    (exact, values), (near, metrics) = found
     alike(exact, near, 0 if steps == 1 else 2e-2)
     for name in ("rollout_is_mean", "policy_loss", "staleness"):
-        assert metrics[name] == pytest.approx(told[name], abs=2e-2)
+        assert metrics[name] == pytest.approx(values[name], abs=2e-2)
     assert metrics["staleness"] == 1
 
 
@@ -185,7 +185,7 @@ def test_where_all_is_fresh_it_is_ppo() -> None:
     batch = replace(batch, rollout_logprobs=batch.old_logprobs)
     algorithm = AsyncPPO(AsyncPPOConfig())
     batch = algorithm.with_advantages(batch)
-    said = outputs_of(batch, 7)
-    ours, _ = algorithm.total_loss(said, batch, batch.mask)
-    plain, _ = PPO(PPOConfig()).total_loss(said, batch, batch.mask)
+    outputs = outputs_of(batch, 7)
+    ours, _ = algorithm.total_loss(outputs, batch, batch.mask)
+    plain, _ = PPO(PPOConfig()).total_loss(outputs, batch, batch.mask)
     assert torch.equal(ours, plain)

@@ -70,16 +70,16 @@ def test_of_the_decoupled_surrogate(level: Any, outside: Any) -> None:
         rollout_is_threshold=1.02, rollout_is_level=level, rollout_is_mode=outside
     )
     batch = replace(batch, advantages=advantages)
-    said = outputs_of(batch, 11).logprobs.detach().double().requires_grad_()
+    outputs = outputs_of(batch, 11).logprobs.detach().double().requires_grad_()
 
     def loss(given: Tensor) -> Tensor:
         return GRPO(config).total_loss(StepOutputs(given), batch, batch.mask)[0]
 
-    assert gradcheck(loss, (said,))
+    assert gradcheck(loss, (outputs,))
     ratio = rollout_ratio(old, theirs, batch.mask, level)
     weights, _ = rollout_is_weights(ratio, 1.02, outside)
-    plain = clipped_surrogate(said, old, advantages, 0.2, 0.2)[0]
-    torch.testing.assert_close(loss(said), (weights * plain * batch.mask).sum())
+    plain = clipped_surrogate(outputs, old, advantages, 0.2, 0.2)[0]
+    torch.testing.assert_close(loss(outputs), (weights * plain * batch.mask).sum())
     moved = theirs.clone().requires_grad_()
     assert not rollout_is_weights(rollout_ratio(old, moved, batch.mask, level), 2.0, outside)[
         0
@@ -93,7 +93,7 @@ def test_of_the_ratio_of_a_response() -> None:
     gain = torch.linspace(-1, 1, len(batch)).double()
     old, mask = batch.old_logprobs, batch.mask
     weights, divisor = loss_agg_weights(mask, "seq_mean_token_mean")
-    said = outputs_of(batch, 5).logprobs.detach().double().requires_grad_()
+    outputs = outputs_of(batch, 5).logprobs.detach().double().requires_grad_()
 
     def whole(given: Tensor) -> Tensor:
         ratio = (((given - old) * mask).sum(-1) / mask.sum(-1)).exp()
@@ -106,10 +106,10 @@ def test_of_the_ratio_of_a_response() -> None:
         loss = clipped_surrogate(ratio, torch.zeros_like(ratio), gains, 0.2, 0.2)[0]
         return (weights * loss).sum() / divisor
 
-    assert gradcheck(whole, (said,))
-    torch.testing.assert_close(ours(said), whole(said))
-    (found,) = torch.autograd.grad(ours(said), said)
-    (want,) = torch.autograd.grad(whole(said), said)
+    assert gradcheck(whole, (outputs,))
+    torch.testing.assert_close(ours(outputs), whole(outputs))
+    (found,) = torch.autograd.grad(ours(outputs), outputs)
+    (want,) = torch.autograd.grad(whole(outputs), outputs)
     torch.testing.assert_close(found, want)
 
 
@@ -157,8 +157,8 @@ def test_of_a_whole_loss(name: str) -> None:
     algorithm = cls(cls.Config(**settings))
     batch = doubled(algorithm.with_advantages(batch_of(9)))
     weights, _ = loss_agg_weights(batch.mask, "seq_mean_token_mean")
-    said = outputs_of(batch, 9)
-    columns = [c.detach().double().requires_grad_() for c in vars(said).values()]
+    outputs = outputs_of(batch, 9)
+    columns = [c.detach().double().requires_grad_() for c in vars(outputs).values()]
     assert gradcheck(
         lambda *given: algorithm.total_loss(StepOutputs(*given), batch, weights)[0], tuple(columns)
     )
@@ -191,10 +191,10 @@ def test_where_no_step_counts_all_is_zero(name: str, aggregation: Any, ratio: An
         assert torch.equal(batch.returns, none)
     weights, divisor = loss_agg_weights(batch.mask, aggregation)
     assert not weights.any()
-    said = outputs_of(batch, 2)
-    loss, metrics = algorithm.total_loss(said, batch, weights / max(1.0, divisor))
+    outputs = outputs_of(batch, 2)
+    loss, metrics = algorithm.total_loss(outputs, batch, weights / max(1.0, divisor))
     assert float(loss.detach()) == 0
     assert all(float(metric) == 0 for metric in metrics.values()), metrics
-    columns = [c for c in vars(said).values() if c is not None]
+    columns = [c for c in vars(outputs).values() if c is not None]
     for gradient in torch.autograd.grad(loss, columns, allow_unused=True):
         assert gradient is None or not gradient.any()

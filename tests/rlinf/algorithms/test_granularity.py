@@ -170,10 +170,10 @@ def test_one_choice_is_the_step(seed: int, level: str) -> None:
         if (column := getattr(batch, name)) is not None
     }
     assert outputs.entropy is not None
-    said = StepOutputs(outputs.logprobs[..., None], outputs.entropy[..., None])
+    found_outputs = StepOutputs(outputs.logprobs[..., None], outputs.entropy[..., None])
     for aggregation in AGGREGATIONS:
         plain, metrics = computed(batch, outputs, level, aggregation)
-        other, found = computed(replace(batch, **single), said, level, aggregation)
+        other, found = computed(replace(batch, **single), found_outputs, level, aggregation)
         assert torch.equal(plain, other)
         assert all(torch.equal(found[name], value) for name, value in metrics.items())
 
@@ -228,20 +228,20 @@ def valued(seed: int) -> tuple[StepBatch, StepOutputs]:
         values=drawn_like(*shape),
         choice_mask=torch.tensor(counts[..., None].repeat(2, -1), dtype=torch.float32),
     )
-    said = StepOutputs(
+    outputs = StepOutputs(
         (old + 0.2 * drawn_like(*shape, 2)).requires_grad_(),
         drawn_like(*shape, 2).abs(),
         drawn_like(*shape).requires_grad_(),
     )
-    return batch, said
+    return batch, outputs
 
 
-def as_steps(batch: StepBatch, said: StepOutputs) -> tuple[StepBatch, StepOutputs]:
+def as_steps(batch: StepBatch, outputs: StepOutputs) -> tuple[StepBatch, StepOutputs]:
     """The same with every action as a step of its own, and an episode's end on the last of them."""
     assert batch.choice_mask is not None
     assert batch.action_rewards is not None
-    assert said.entropy is not None
-    assert said.values is not None
+    assert outputs.entropy is not None
+    assert outputs.values is not None
 
     def at_the_end(column: Tensor) -> Tensor:
         wide = torch.zeros_like(batch.require("action_rewards"))
@@ -260,7 +260,11 @@ def as_steps(batch: StepBatch, said: StepOutputs) -> tuple[StepBatch, StepOutput
         },
         values=batch.require("values").flatten(1),
     )
-    columns = (said.logprobs.flatten(1, 2), said.entropy.flatten(1, 2), said.values.flatten(1))
+    columns = (
+        outputs.logprobs.flatten(1, 2),
+        outputs.entropy.flatten(1, 2),
+        outputs.values.flatten(1),
+    )
     return other, StepOutputs(*columns)
 
 
@@ -274,7 +278,7 @@ def test_actions_with_values_of_their_own_are_learned_from_as_steps_are(
     seed: int, level: Any, aggregation: Any, kl_reward: float
 ) -> None:
     """Advantages, whitening, what is taken from rewards, both losses and their gradients."""
-    batch, said = valued(seed)
+    batch, found_outputs = valued(seed)
     config = PPOConfig(
         logprob_level=level,
         loss_agg_mode=aggregation,
@@ -283,7 +287,7 @@ def test_actions_with_values_of_their_own_are_learned_from_as_steps_are(
         cliprange_value=0.5,
     )
     algorithm, found = PPO(config), []
-    for columns, outputs in ((batch, said), as_steps(batch, said)):
+    for columns, outputs in ((batch, found_outputs), as_steps(batch, found_outputs)):
         reduced = batch_at_level(columns, level)
         reduced = subtract_penalty(reduced, kl_reward * reference_kl(reduced, "k1"))
         reduced = algorithm.with_advantages(reduced)
@@ -294,7 +298,7 @@ def test_actions_with_values_of_their_own_are_learned_from_as_steps_are(
         loss, metrics = algorithm.micro_batch_loss(
             policy, {}, reduced, weights, temperature=1.0, entropy=True
         )
-        gradients = torch.autograd.grad(loss, [said.logprobs, said.values])  # type: ignore[list-item]
+        gradients = torch.autograd.grad(loss, [found_outputs.logprobs, found_outputs.values])  # type: ignore[list-item]
         counts = mask_like(reduced, reduced.require("advantages"))
         assert not reduced.require("advantages")[counts == 0].any()
         found.append((loss, metrics, gradients, reduced.require("advantages").flatten(1)))

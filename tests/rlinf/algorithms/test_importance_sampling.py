@@ -80,14 +80,14 @@ def test_where_engine_and_trainer_agree_nothing_changes_by_a_bit(
     )
     found = []
     for algorithm in (GRPO(GRPOConfig()), weighed):
-        said = outputs_of(batch, seed)
-        loss, metrics = algorithm.total_loss(said, algorithm.with_advantages(batch), batch.mask)
-        (gradient,) = torch.autograd.grad(loss, said.logprobs)
+        outputs = outputs_of(batch, seed)
+        loss, metrics = algorithm.total_loss(outputs, algorithm.with_advantages(batch), batch.mask)
+        (gradient,) = torch.autograd.grad(loss, outputs.logprobs)
         found.append((loss, gradient, metrics))
-    (plain, own, told), (other, its, more) = found
+    (plain, own, values), (other, its, more) = found
     assert torch.equal(plain, other)
     assert torch.equal(own, its)
-    assert all(torch.equal(value, more[name]) for name, value in told.items())
+    assert all(torch.equal(value, more[name]) for name, value in values.items())
     assert more["rollout_is_clip_ratio"] == 0
 
 
@@ -100,14 +100,16 @@ def test_the_weight_has_no_gradient_of_its_own(level: RolloutISLevel, seed: int)
     algorithm = GRPO(config)
     batch = algorithm.with_advantages(batch)
     logprobs = outputs_of(batch, seed).logprobs
-    said, own = StepOutputs(logprobs), replace(batch, old_logprobs=logprobs)
+    outputs, own = StepOutputs(logprobs), replace(batch, old_logprobs=logprobs)
     weights, _ = rollout_is_weights(
         rollout_ratio(logprobs, batch.require("rollout_logprobs"), batch.mask, level),
         1.05,
         "truncate",
     )
     assert not weights.requires_grad
-    loss, _ = algorithm.total_loss(said, replace(own, old_logprobs=logprobs.detach()), batch.mask)
+    loss, _ = algorithm.total_loss(
+        outputs, replace(own, old_logprobs=logprobs.detach()), batch.mask
+    )
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -weights * batch.mask * batch.require("advantages"))
 

@@ -95,8 +95,8 @@ def test_the_loss_of_sac_is_the_sum_of_its_three_row_by_row(tmp_path: Path) -> N
         action, logprob = drawn(one["next_observations"], one["next_noise"])
         after = module.targets(torch.cat([one["next_observations"], action])[None])[:, 0].min()
         target = one["rewards"] + 0.9 * (1 - one["terminated"]) * (after - 0.3 * logprob)
-        said = module.critics(torch.cat([one["observations"], one["actions"]])[None])[:, 0]
-        critic += ((said - target) ** 2).sum().item() / 2 / B
+        outputs = module.critics(torch.cat([one["observations"], one["actions"]])[None])[:, 0]
+        critic += ((outputs - target) ** 2).sum().item() / 2 / B
         action, logprob = drawn(one["observations"], one["noise"])
         value = module.critics(torch.cat([one["observations"], action])[None])[:, 0].min()
         actor += (0.3 * logprob - value).item() / B
@@ -175,8 +175,8 @@ def test_rlpd_takes_the_least_of_the_chosen_critics_and_no_entropy(tmp_path: Pat
     after = module.targets(torch.cat([batch["next_observations"], action], -1))
     least = torch.minimum(after[3], after[1])
     target = batch["rewards"] + 0.9 * (1 - batch["terminated"]) * least
-    said = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
-    wanted = 0.5 * (said - target).square().mean(-1).sum()
+    outputs = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
+    wanted = 0.5 * (outputs - target).square().mean(-1).sum()
     torch.testing.assert_close(metrics["critic_loss"], wanted.detach())
 
 
@@ -207,11 +207,11 @@ class Recorded(OffPolicyAlgorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.asked: list[dict[str, Tensor]] = []
+        self.batches: list[dict[str, Tensor]] = []
         self.sac = made("sac")
 
     def loss(self, policy: Any, batch: dict[str, Tensor]) -> Any:
-        self.asked.append(batch)
+        self.batches.append(batch)
         return self.sac.loss(policy, batch)
 
 
@@ -242,20 +242,20 @@ def learned(
 
 def test_there_are_as_many_steps_as_new_transitions_ask_for(tmp_path: Path) -> None:
     algorithm, learner, _ = learned(tmp_path, [sample(20)], utd_ratio=2.5, policy_delay=3)
-    assert learner.num_updates == len(algorithm.asked) == 50
-    noisy = ["noise" in batch for batch in algorithm.asked]
+    assert learner.num_updates == len(algorithm.batches) == 50
+    noisy = ["noise" in batch for batch in algorithm.batches]
     assert noisy[-6:] == [False, False, True] * 2, "the policy learns in the last step"
     assert noisy.count(True) == 17
     assert learner.metrics["steps"] == 50
     algorithm, _, _ = learned(tmp_path, [sample(20)], gradient_steps=2, policy_delay=20)
-    assert ["noise" in batch for batch in algorithm.asked] == [False, True]
+    assert ["noise" in batch for batch in algorithm.batches] == [False, True]
     algorithm, learner, _ = learned(tmp_path, [sample(20)], learning_starts=21)
     assert learner.num_updates == 0
     assert learned(tmp_path, [sample(20)], gradient_steps=3)[1].num_updates == 3
 
 
 def test_the_same_transitions_are_drawn_again_and_others_in_other_steps(tmp_path: Path) -> None:
-    one, other = (learned(tmp_path, [sample(20)], gradient_steps=40)[0].asked for _ in range(2))
+    one, other = (learned(tmp_path, [sample(20)], gradient_steps=40)[0].batches for _ in range(2))
     for batch, same in zip(one, other, strict=True):
         assert all(torch.equal(batch[name], same[name]) for name in batch)
     assert not torch.equal(one[0]["observations"], one[1]["observations"])
@@ -304,10 +304,12 @@ def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
         file["rewards"], file["terminated"] = np.full(5, 9.0), np.zeros(5)
     settings: dict[str, Any] = {"offline_data": path, "offline_ratio": 0.5, "gradient_steps": 4}
     algorithm, _, _ = learned(tmp_path / "a", [sample(20, 1.0)], **settings)
-    for batch in algorithm.asked:
+    for batch in algorithm.batches:
         assert sorted(batch["rewards"].tolist()) == [1.0] * 5 + [9.0] * 5
     algorithm, _, _ = learned(tmp_path / "a", [], **settings)
-    assert all((batch["rewards"] == 9).all() for batch in algorithm.asked), "nothing else is there"
+    assert all((batch["rewards"] == 9).all() for batch in algorithm.batches), (
+        "nothing else is there"
+    )
     with h5py.File(path, "a") as file:
         del file["actions"]
         file["actions"] = np.zeros((5, 1))

@@ -28,12 +28,12 @@ GIVEN = {
 MASK = GIVEN["mask"]
 
 
-def said(name: str) -> Tensor:
+def reference(name: str) -> Tensor:
     return torch.tensor(PUBLISHED["outputs"][name]["value"], dtype=torch.float64)
 
 
 def alike(found: Tensor, name: str) -> None:
-    torch.testing.assert_close(found.detach(), said(name), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.detach(), reference(name), atol=1e-6, rtol=1e-5)
 
 
 def batch(rewards: str) -> StepBatch:

@@ -145,8 +145,8 @@ def test_an_update_learns_from_what_the_divergence_left_of_the_reward(
     for sample in update.samples:
         assert sample.reward is not None
         assert sample.inference is not None
-        said = sample.inference
-        rewards = sample.reward.rewards - 0.5 * (said.logprobs - said.reference_logprobs)
+        result = sample.inference
+        rewards = sample.reward.rewards - 0.5 * (result.logprobs - result.reference_logprobs)
         shaped.append(sample._replace(reward=replace(sample.reward, rewards=rewards)))
     alike(found, update.weights([shaped]), 1e-2 / 50)
     plain = update.weights([update.samples])

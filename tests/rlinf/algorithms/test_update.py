@@ -138,13 +138,13 @@ def test_what_float16_scales_is_a_mean(
     algorithm = GRPO(GRPOConfig.model_validate({"loss_agg_mode": aggregation, **rest}))
     assert algorithm.supports_streaming == streams
     every = samples([1, 0, 0] * 200)
-    said = []
+    result = []
     for dtype in ("float32", "float16"):
         made = make(folder, param_dtype=dtype, max_tokens_per_microbatch=1 << 14)
         learner = Learner(made, {"policy": 1e-3})
         algorithm.update(learner, [every[:300], every[300:]])
-        said.append(learner.metrics)
-    right, half = said
+        result.append(learner.metrics)
+    right, half = result
     assert (half["skipped_steps"], half["loss_scale"]) == (0.0, 65536.0)
     assert half["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-2)
 

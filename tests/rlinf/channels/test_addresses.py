@@ -174,8 +174,8 @@ def namespace() -> Iterator[str]:
 def test_hosts_listen_where_they_are_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for told in ("lo", "127.0.0.0/8", "127.0.0.1"):
-        monkeypatch.setenv(INTERFACE_VARIABLE, told)
+    for values in ("lo", "127.0.0.0/8", "127.0.0.1"):
+        monkeypatch.setenv(INTERFACE_VARIABLE, values)
         with closing(Controller(tmp_path)):
             pointer = json.loads((tmp_path / "control.json").read_text())
             assert [a.rpartition(":")[0] for a in pointer["addresses"]] == ["tcp://127.0.0.1"]

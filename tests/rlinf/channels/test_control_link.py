@@ -131,11 +131,11 @@ def test_orders_and_reports_cross_in_order(tmp_path: Path, controller: Controlle
     assert events(controller, 1) == [PeerJoined("w", {"gpu": "a100"}, link.incarnation)]
     for i in range(300):
         controller.send_order("w", {"i": i, "deep": [{"x": None}, 1.5, "ü"]})
-    taken: list[dict[str, Any]] = []
-    while len(taken) < 300:
-        taken += link.receive_orders(WAIT_S)
-        assert taken
-    assert taken == [{"i": i, "deep": [{"x": None}, 1.5, "ü"]} for i in range(300)]
+    names: list[dict[str, Any]] = []
+    while len(names) < 300:
+        names += link.receive_orders(WAIT_S)
+        assert names
+    assert names == [{"i": i, "deep": [{"x": None}, 1.5, "ü"]} for i in range(300)]
     for i in range(300):
         link.send_report({"i": i})
     assert events(controller, 300) == [PeerReport("w", {"i": i}) for i in range(300)]
@@ -202,7 +202,7 @@ def test_a_new_controller_takes_over_the_workers_and_what_was_not_handled(tmp_pa
         assert line(child) == "PeerJoined"
         link.send_report({"i": 0})
         assert numbers(link, 1)[:1] == [0]
-        assert eventually(lambda: len(link._outbox) == 0), "the first report was handled"
+        assert eventually(lambda: len(link._sender) == 0), "the first report was handled"
         link.send_report({"i": 1})
         assert [line(child), line(child)] == ["PeerReport", "PeerReport"]
         old = pointer(tmp_path)
@@ -266,13 +266,13 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
 
     def say(token: str, number: int) -> None:
         item = msgpack.packb({"i": number})
-        word = ("word", token, 0, 0, None, 0, number, 0, [len(item)])
-        stale.send_multipart([name, msgpack.packb(word), item])
+        message = ("data", token, 0, 0, None, 0, number, 0, [len(item)])
+        stale.send_multipart([name, msgpack.packb(message), item])
 
     say("former", 0)
     stale.send_multipart([name, msgpack.packb(("retired", "former"))])
     stale.send_multipart([name, b"\xc1"])
-    stale.send_multipart([name, msgpack.packb(("word", "present", 1, 1, None, 0, 0, 0, []))])
+    stale.send_multipart([name, msgpack.packb(("data", "present", 1, 1, None, 0, 0, 0, []))])
     say("present", 0)
     assert numbers(link, 1) == [0]
     assert link.malformed == 2
@@ -466,7 +466,7 @@ def test_messages_that_make_no_sense_are_dropped_and_counted(
         [packed(7)],
         [packed({"hello": 1})],
         [packed(("unknown", token))],
-        [packed(("word", token, 0, None, 0, 0, 0, None, []))],
+        [packed(("data", token, 0, None, 0, 0, 0, None, []))],
         [packed(("bye", token))],
         [packed(("hello", token, "", empty, empty))],
         [packed(("hello", token, 5, empty, empty))],
@@ -482,25 +482,25 @@ def test_messages_that_make_no_sense_are_dropped_and_counted(
     broken.send(packed(("hello", token, "b", empty, empty)))
     assert isinstance(events(controller, 1)[0], PeerJoined)
     worse: list[list[bytes]] = [
-        [packed(("word", token, 1, None, 0, 0, 0, None, []))],
-        [packed(("word", token, -1, None, 0, 0, 0, None, []))],
-        [packed(("word", token, "0", None, 0, 0, 0, None, []))],
-        [packed(("word", token, 0, None, 1, 0, 0, None, []))],
-        [packed(("word", token, 0, None, 0, 0, 0, None, [1, 1])), empty],
-        [packed(("word", token, 0, None, 0, 0, 0, None, [-1, 2])), empty],
-        [packed(("word", token, 0, None, 0, 0, 0, None, [1])), empty, empty],
-        [packed(("word", token, 0, None, 0, 0, 0, None, [1]))],
-        [packed(("word", token, 0, None, 0, 0, 0, None, 5))],
-        [packed(("word", token, 0, None, 0, 0, 0, b"\xc1", []))],
+        [packed(("data", token, 1, None, 0, 0, 0, None, []))],
+        [packed(("data", token, -1, None, 0, 0, 0, None, []))],
+        [packed(("data", token, "0", None, 0, 0, 0, None, []))],
+        [packed(("data", token, 0, None, 1, 0, 0, None, []))],
+        [packed(("data", token, 0, None, 0, 0, 0, None, [1, 1])), empty],
+        [packed(("data", token, 0, None, 0, 0, 0, None, [-1, 2])), empty],
+        [packed(("data", token, 0, None, 0, 0, 0, None, [1])), empty, empty],
+        [packed(("data", token, 0, None, 0, 0, 0, None, [1]))],
+        [packed(("data", token, 0, None, 0, 0, 0, None, 5))],
+        [packed(("data", token, 0, None, 0, 0, 0, b"\xc1", []))],
         [packed(("hello", token, "w", empty, empty))],
-        [packed(("word", token, 0, None, 0, 0, 0, None, [1])), b"\xc1"],
+        [packed(("data", token, 0, None, 0, 0, 0, None, [1])), b"\xc1"],
     ]
     for frames in worse:
         broken.send_multipart(frames)
     assert eventually(lambda: controller.malformed == len(bad) + len(worse))
     randomness = random.Random(0)
     for _ in range(300):
-        noise = bytearray(packed(("word", token, 0, None, 0, 0, 0, empty, [1])))
+        noise = bytearray(packed(("data", token, 0, None, 0, 0, 0, empty, [1])))
         noise[randomness.randrange(len(noise))] = randomness.randrange(256)
         broken.send_multipart([bytes(noise), empty])
     controller.send_order("w", {"i": 0})
@@ -543,10 +543,10 @@ def test_the_largest_messages_arrive(tmp_path: Path, controller: Controller) -> 
         controller.send_order("w", large)
         link.send_report(large)
     assert len(events(controller, 4)) == 4
-    taken: list[dict[str, Any]] = []
-    while len(taken) < 3:
-        taken += link.receive_orders(WAIT_S)
-    assert taken == [large] * 3
+    names: list[dict[str, Any]] = []
+    while len(names) < 3:
+        names += link.receive_orders(WAIT_S)
+    assert names == [large] * 3
     assert controller.malformed == link.malformed == 0
     controller.poll_events(0)
     link.close()

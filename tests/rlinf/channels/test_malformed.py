@@ -90,7 +90,7 @@ def pack(message: Any) -> bytes:
 @settings(max_examples=150)
 @given(
     st.sampled_from(["records", "control", "rank"]),
-    st.sampled_from(["hello", "word", "bye", "?"]),
+    st.sampled_from(["hello", "data", "bye", "?"]),
     st.lists(VALUES, max_size=8),
     st.lists(st.binary(max_size=80), max_size=2),
     st.binary(max_size=40),
@@ -109,7 +109,7 @@ def test_and_whatever_the_sizes_and_items_of_a_member_are(
 ) -> None:
     raw, token = ends.raw["records"], ends.tokens["records"]
     raw.send(pack(["hello", token, "m", pack({}), pack({})]))
-    raw.send_multipart([pack(["word", token, 0, None, 0, 0, 0, None, sizes]), *data])
+    raw.send_multipart([pack(["data", token, 0, None, 0, 0, 0, None, sizes]), *data])
 
 
 def test_and_takes_what_others_send_afterwards(ends: Ends) -> None:
@@ -120,7 +120,7 @@ def test_and_takes_what_others_send_afterwards(ends: Ends) -> None:
     other.close()
 
 
-def test_and_hears_workers_afterwards(ends: Ends) -> None:
+def test_a_controller_serves_workers_afterwards(ends: Ends) -> None:
     link = WorkerLink(ends.folder, "w", {})
     ends.controller.send_order("w", {"i": 1})
     assert link.receive_orders(20) == [{"i": 1}]
@@ -156,32 +156,34 @@ NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never
         st.sampled_from([TARGET, PRODUCER, RANK, NUM_RANKS, COUNT]), st.text() | NUMBERS
     )
 )
-def test_an_inbox_goes_on(
-    inbox: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
+def test_a_receiver_goes_on(
+    receiver: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
 ) -> None:
-    inbox[1].put(Record(RecordId(0, 0), info=info))
+    receiver[1].put(Record(RecordId(0, 0), info=info))
 
 
-def test_and_takes_records_afterwards(inbox: tuple[RecordReceiver, SocketSink, LiveStore]) -> None:
-    box, member, board = inbox
+def test_a_receiver_accepts_records_afterwards(
+    receiver: tuple[RecordReceiver, SocketSink, LiveStore],
+) -> None:
+    box, member, store = receiver
     member.put(Record(RecordId(0, 3), info={"no": "address"}))
     member.put(Record(RecordId(0, 4), info={TARGET: "it/0:trajectories", PRODUCER: "w"}))
     member.flush()
     deadline = time.monotonic() + 20
-    while not board.output("it/0").available_records("trajectories"):
+    while not store.output("it/0").available_records("trajectories"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert box.num_malformed > 0
 
 
 @pytest.fixture(scope="module")
-def inbox(
+def receiver(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[RecordReceiver, SocketSink, LiveStore]]:
-    folder, board = tmp_path_factory.mktemp("inbox"), LiveStore()
-    box = RecordReceiver(folder, "a", board)
+    folder, store = tmp_path_factory.mktemp("receiver"), LiveStore()
+    box = RecordReceiver(folder, "a", store)
     member = SocketSink(folder, "a")
-    yield box, member, board
+    yield box, member, store
     member.close()
     box.close()
 
@@ -194,7 +196,7 @@ def test_a_reader_drops_what_a_writer_that_went_wrong_left(
     source, sink = ring
     before, writes = source.malformed, sink._ring
     assert writes.put(encode_record(Record(RecordId(0, 1))))
-    writes._room[: len(noise)] = np.frombuffer(noise, np.uint8)
+    writes._data[: len(noise)] = np.frombuffer(noise, np.uint8)
     writes._places[(writes._count - 1) % RING_SLOTS] = start, size
     sink.put(Record(RecordId(0, 5)))
     assert source.get().identity.sample == 5

@@ -157,8 +157,8 @@ def test_a_record_that_cannot_be_read_is_dropped_and_counted(
     broken.send(msgpack.packb(("hello", token, "broken", empty, empty)))
     assert broken.poll(5000)
     good = wire_format.encode_record(record(7)).to_bytes()
-    word = ("word", token, 0, None, 0, 0, 0, None, [4, len(good)])
-    broken.send_multipart([msgpack.packb(word), b"four" + good])
+    message = ("data", token, 0, None, 0, 0, 0, None, [4, len(good)])
+    broken.send_multipart([msgpack.packb(message), b"four" + good])
     assert samples(host, 1) == [7], "what comes with it is taken"
     friend.put(record(1))
     assert samples(host, 1) == [1]

@@ -148,9 +148,9 @@ def test_random_use_keeps_every_record_whole() -> None:
                 refused += 1
         else:
             sample = waiting.pop(0)
-            taken = reads.get()
-            assert taken.identity.sample == sample
-            assert (taken.steps["x"] == sample).all()
+            chosen = reads.get()
+            assert chosen.identity.sample == sample
+            assert (chosen.steps["x"] == sample).all()
             reads.release()
     assert refused
     while waiting:
@@ -177,7 +177,7 @@ def test_what_a_writer_put_before_it_died_is_there_and_what_it_was_writing_is_no
             c.put(Record(RecordId(0, i), {"x": np.full(8, i)}))
         c.flush()
         # Dies between finding room and saying that a record is there.
-        c._ring._room[4096:8192] = 1
+        c._ring._data[4096:8192] = 1
         print("writing", flush=True)
         time.sleep(60)
         """,

@@ -98,7 +98,7 @@ def test_a_record_may_take_far_longer_than_silence_is_borne(
     proxy.close()
 
 
-def test_a_connection_that_breaks_within_a_record_costs_no_more_than_what_was_under_way(
+def test_a_connection_that_breaks_within_a_record_repeats_only_pieces_in_flight(
     tmp_path: Path, host: SocketSource
 ) -> None:
     proxy = between(tmp_path, cut_after=3 * MB)
@@ -120,7 +120,7 @@ def test_the_beginning_of_a_record_is_not_kept_for_ever(
     monkeypatch.setattr(mailbox, "PARTIAL_ITEM_TIMEOUT_S", 1.5)
     proxy = between(tmp_path, bytes_per_s=1 * MB)
     child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-    begun = lambda: any(s.receiver._begun is not None for s in host._sessions.values())  # noqa: E731
+    begun = lambda: any(s.receiver._partial is not None for s in host._sessions.values())  # noqa: E731
     assert eventually(begun)
     child.send_signal(signal.SIGSTOP)
     # What the wire holds still comes.

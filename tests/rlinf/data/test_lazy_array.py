@@ -46,15 +46,15 @@ def records(count: int = 6, width: int = 300) -> list[Record]:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Which rows were read."""
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     real = record_files.LargeColumn._read
 
     def spy(rows: Any, start: int, stop: int) -> np.ndarray:
-        asked.append((start, stop))
+        requests.append((start, stop))
         return real(rows, start, stop)
 
     monkeypatch.setattr(record_files.LargeColumn, "_read", spy)
-    return asked
+    return requests
 
 
 def test_what_is_read_is_what_was_written_and_only_what_is_used(
@@ -119,10 +119,10 @@ def test_a_slice_is_that_of_the_array(start: int, stop: Any, inner: int, step: A
 
 
 def test_it_computes_as_the_array_does() -> None:
-    array, asked = np.arange(40).reshape(10, 4), list[tuple[int, int]]()
+    array, requests = np.arange(40).reshape(10, 4), list[tuple[int, int]]()
 
     def read(first: int, last: int) -> np.ndarray:
-        asked.append((first, last))
+        requests.append((first, last))
         return array[first:last]
 
     lazy: Any = LazyArray(read, array.shape, array.dtype)
@@ -136,10 +136,10 @@ def test_it_computes_as_the_array_does() -> None:
         (lazy.reshape(5, -1), array.reshape(5, -1)),
     ):
         assert np.array_equal(made, right)
-    asked.clear()
+    requests.clear()
     assert [row.tolist() for row in lazy] == array.tolist()
     assert lazy[4].tolist() == array[4].tolist()
-    assert asked == [(0, 10), (4, 5)]
+    assert requests == [(0, 10), (4, 5)]
     assert not hasattr(lazy, "nothing_of_the_kind")
 
 

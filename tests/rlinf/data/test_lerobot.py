@@ -240,17 +240,17 @@ def test_without_a_success_flag_there_is_one_clear_error(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
-        ({"codebase_version": "v1.6"}, r"version 1.6; those from 2.0"),
-        ({"features": {**FLAG, "action": None}}, r"no feature 'action' \(what was done\)"),
+        ({"codebase_version": "v1.6"}, r"version 1.6; versions 2.0"),
+        ({"features": {**FLAG, "action": None}}, r"no feature 'action' \(executed actions\)"),
         ({"codebase_version": None}, "version None"),
     ],
 )
 def test_a_folder_of_another_kind_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         lerobot.LeRobotDataset(version_two(tmp_path, **{"features": FLAG, **changes}))
 
 
@@ -304,7 +304,7 @@ def test_links_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data_path": "../set/{episode_index}.parquet"}, "no readable Parquet"),
         ({"data_path": "/etc/{episode_index}.parquet"}, "leads out of the folder"),
@@ -318,10 +318,10 @@ def test_links_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
     ],
 )
 def test_paths_of_the_description_stay_in_the_folder(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = version_two(tmp_path / "set", features=FLAG, **changes)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         list(lerobot.LeRobotDataset(folder).trajectories())
 
 

@@ -93,27 +93,27 @@ class Model:
             parameter.data = torch.empty(0)
 
     @torch.inference_mode()
-    def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        random, aborted = torch.Generator().manual_seed(asked["seed"]), self.aborted
-        self.read.append(asked["tokens"])
+    def generate(self, requested: dict[str, Any]) -> dict[str, Any]:
+        random, aborted = torch.Generator().manual_seed(requested["seed"]), self.aborted
+        self.read.append(requested["tokens"])
         made, logprobs, end = list[int](), list[float](), "length"
-        while len(made) < asked["most"]:
+        while len(made) < requested["most"]:
             if self.aborted != aborted:
                 end = "abort"
                 break
             with self.lock:
-                tokens = torch.tensor([[*asked["tokens"], *made]])
+                tokens = torch.tensor([[*requested["tokens"], *made]])
                 logits = self.module(input_ids=tokens).logits[0, -1].float()
             time.sleep(self.step_s)
-            said = (logits / (asked["temperature"] or 1.0)).log_softmax(-1)
-            drawn = said.clone()
-            if len(made) < asked["least"]:
-                drawn[asked["stops"]] = -torch.inf
-            if asked["temperature"]:
-                drawn -= torch.empty_like(said).exponential_(generator=random).log()
+            outputs = (logits / (requested["temperature"] or 1.0)).log_softmax(-1)
+            drawn = outputs.clone()
+            if len(made) < requested["least"]:
+                drawn[requested["stops"]] = -torch.inf
+            if requested["temperature"]:
+                drawn -= torch.empty_like(outputs).exponential_(generator=random).log()
             made.append(int(drawn.argmax()))
-            logprobs.append(float(said[made[-1]]))
-            if made[-1] in asked["stops"]:
+            logprobs.append(float(outputs[made[-1]]))
+            if made[-1] in requested["stops"]:
                 end = "stop"
                 break
         return {"tokens": made, "logprobs": logprobs, "end": end}

@@ -62,9 +62,11 @@ def tried(opened: Tried) -> Tried:
 
 
 def assert_of_policy(tried: Tried, request: Record, got: Rows) -> None:
-    pairs = [tried.taken(got[number]) for number in request.steps["sample"].tolist()]
-    judged = tried.judged(request, [steps for steps, _ in pairs], request.info["temperature"])
-    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+    pairs = [tried.actions_and_logprobs(got[number]) for number in request.steps["sample"].tolist()]
+    expected_logprobs = tried.logprobs_of(
+        request, [steps for steps, _ in pairs], request.info["temperature"]
+    )
+    for (_, logprobs), expected in zip(pairs, expected_logprobs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
@@ -113,8 +115,10 @@ def test_newer_weights_come_while_samples_are_under_way(tried: Tried, tmp_path: 
     tried.policy.save(folder, scaled(tried, 1.25))
     request, rows = tried.request(range(6), **LONG), Rows()
     for looks in LOOKS:
-        asked = itertools.count(1)
-        hooks = RolloutHooks(newer_weights=lambda: (folder, 5) if next(asked) == looks else None)  # noqa: B023
+        polls = itertools.count(1)
+        hooks = RolloutHooks(
+            newer_weights=lambda: (folder, 5) if next(polls) == looks else None  # noqa: B023
+        )
         tried.engine.load(tried.folder, 3)
         rows = tried_read(tried, request, hooks)
         if all(0 < (row["version"] == 3).sum() < LENGTH for row in rows.values()):
@@ -122,7 +126,7 @@ def test_newer_weights_come_while_samples_are_under_way(tried: Tried, tmp_path: 
     for version, source in ((3, tried.folder), (5, folder)):
         tried.policy = CausalLM.load(source, TOKENS)
         steps = [rows[n]["tokens"] for n in range(6)]
-        for n, expected in enumerate(tried.judged(request, steps, 1.0)):
+        for n, expected in enumerate(tried.logprobs_of(request, steps, 1.0)):
             mine = rows[n]["version"] == version
             assert 0 < mine.sum() < LENGTH
             # Of 450 tokens, under weights that make some of them unlikely.
@@ -145,10 +149,10 @@ def tried_read(tried: Tried, request: Record, hooks: RolloutHooks) -> Rows:
 def test_a_sample_that_was_given_up_is_gone_on_with(tried: Tried) -> None:
     request, part = tried.request(range(4), **LONG), Rows()
     for looks in LOOKS:
-        asked = itertools.count(1)
+        polls = itertools.count(1)
         hooks = RolloutHooks(
             newer_weights=lambda: None,
-            should_abort=lambda *_: next(asked) == looks,  # noqa: B023
+            should_abort=lambda *_: next(polls) == looks,  # noqa: B023
         )
         part = tried.answers(request, hooks=hooks)
         if all(0 < row["length"] < LENGTH for row in part.values()):
@@ -182,8 +186,8 @@ def test_a_stop_string_is_found_across_the_place_where_a_sample_was_cut_off(trie
     }
     for seed in range(60):
         info = {**request.info, "seed": seed}
-        asked = Record(request.identity, {**request.steps, **begun}, info=info)
-        got = tried_read(tried, asked, RolloutHooks(newer_weights=lambda: None))[0]
+        resumed = Record(request.identity, {**request.steps, **begun}, info=info)
+        got = tried_read(tried, resumed, RolloutHooks(newer_weights=lambda: None))[0]
         if got["tokens"][1] == digits["2"]:
             assert (got["length"], got["stopped"]) == (2, True)
             return

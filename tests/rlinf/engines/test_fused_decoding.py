@@ -79,8 +79,8 @@ def test_weights_that_come_later_are_those_it_computes_with(
 def test_its_weights_take_no_memory_of_their_own(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, "qwen2")
     storages = {t.untyped_storage() for t in engine._module.state_dict().values()}
-    taken = sum(storage.nbytes() for storage in storages)
-    assert taken == sum(p.nbytes for p in engine._module.parameters())
+    chosen = sum(storage.nbytes() for storage in storages)
+    assert chosen == sum(p.nbytes for p in engine._module.parameters())
 
 
 def test_what_has_left_the_device_comes_back_for_it(tmp_path: Path) -> None:

@@ -169,9 +169,11 @@ def test_another_network_takes_its_place(tried: Tried, tmp_path: Path) -> None:
     other.engine.load(tmp_path, 4)
     request = other.request(range(4))
     got = other.answers(request)
-    judged = other.judged(request, [other.taken(got[n])[0] for n in range(4)], 1.0)
-    for number, expected in enumerate(judged):
-        np.testing.assert_allclose(other.taken(got[number])[1], expected, atol=1e-5)
+    expected_logprobs = other.logprobs_of(
+        request, [other.actions_and_logprobs(got[n])[0] for n in range(4)], 1.0
+    )
+    for number, expected in enumerate(expected_logprobs):
+        np.testing.assert_allclose(other.actions_and_logprobs(got[number])[1], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", map(skips, NAMES))

@@ -59,8 +59,8 @@ def tried(kept: Tried) -> Tried:
 def test_processes_of_a_server_are_told_to_meet_on_the_loopback_device(tried: Tried) -> None:
     engine: Any = tried.engine
     for process in engine.processes:
-        told = psutil.Process(process.pid).environ()
-        assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+        values = psutil.Process(process.pid).environ()
+        assert (values["GLOO_SOCKET_IFNAME"], values["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 def read(tried: Tried) -> list[list[list[int]]]:
@@ -83,9 +83,9 @@ def grouped(tried: Tried, groups: int, size: int, **info: Any) -> Record:
 
 
 def assert_of_policy(tried: Tried, request: Record, got: Rows) -> None:
-    pairs = [tried.taken(got[number]) for number in request.steps["sample"].tolist()]
-    judged = tried.judged(request, [steps for steps, _ in pairs], 1.0)
-    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+    pairs = [tried.actions_and_logprobs(got[number]) for number in request.steps["sample"].tolist()]
+    expected_logprobs = tried.logprobs_of(request, [steps for steps, _ in pairs], 1.0)
+    for (_, logprobs), expected in zip(pairs, expected_logprobs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
@@ -136,13 +136,13 @@ def test_newer_weights_come_to_all(tried: Tried) -> None:
 def test_newer_weights_come_to_all_while_samples_are_under_way(
     tried: Tried, tmp_path: Path
 ) -> None:
-    folder, asked = tmp_path / "newer", list[int]()
+    folder, requests = tmp_path / "newer", list[int]()
     folder.mkdir()
     tried.policy.save(folder, {n: t * 1.25 for n, t in tried.policy.module.state_dict().items()})
 
     def newer() -> tuple[Path, int] | None:
-        asked.append(1)
-        return (folder, 5) if len(asked) == 5 else None
+        requests.append(1)
+        return (folder, 5) if len(requests) == 5 else None
 
     request = grouped(tried, 4, 2, **LONG)
     channel, rows = LocalChannel(), Rows()
@@ -155,8 +155,8 @@ def test_newer_weights_come_to_all_while_samples_are_under_way(
     assert len(rows) == 8
     for version, source in ((3, tried.folder), (5, folder)):
         tried.policy = CausalLM.load(source, TOKENS)
-        judged = tried.judged(request, [rows[n]["tokens"] for n in range(8)], 1.0)
-        for n, expected in enumerate(judged):
+        expected_logprobs = tried.logprobs_of(request, [rows[n]["tokens"] for n in range(8)], 1.0)
+        for n, expected in enumerate(expected_logprobs):
             mine = rows[n]["version"] == version
             assert mine.any()
             np.testing.assert_allclose(rows[n]["logprobs"][mine], expected[mine], atol=1e-5)
@@ -168,13 +168,13 @@ def test_what_the_dead_took_with_them_is_asked_again(tried: Tried, victims: int)
     engine: Any = tried.engine
     request = grouped(tried, 4, 2, **LONG)
     whole = tried.answers(request)
-    pids, asked = [process.pid for process in engine.processes], list[int]()
+    pids, requests = [process.pid for process in engine.processes], list[int]()
     living = engine.processes[-1]
     before = len(living.get("/read"))
 
     def gives_up(left: int, of: int) -> bool:
-        asked.append(left)
-        if len(asked) == 5:
+        requests.append(left)
+        if len(requests) == 5:
             for pid in pids[:victims]:
                 os.killpg(pid, 9)
         return False
@@ -219,19 +219,19 @@ def test_one_that_hangs_is_replaced_and_asked_again(
     engine: Any = tried.engine
     try:
         request = grouped(tried, 2, 2, **LONG)
-        whole, asked = tried.answers(request), list[int]()
+        whole, requests = tried.answers(request), list[int]()
         first = engine.processes[0].pid
 
         def gives_up(left: int, of: int) -> bool:
-            asked.append(left)
-            if len(asked) == 2:
+            requests.append(left)
+            if len(requests) == 2:
                 os.killpg(first, signal.SIGSTOP)
             return False
 
         began = time.monotonic()
         got = tried.answers(request, hooks=RolloutHooks(should_abort=gives_up))
         assert time.monotonic() - began < 120
-        assert len(asked) > 1, "samples were under way"
+        assert len(requests) > 1, "samples were under way"
         assert engine.processes[0].pid != first
         assert_alike(got, whole, tried)
     finally:
@@ -265,10 +265,10 @@ def test_servers_that_sleep_hold_nothing_and_wake_with_their_weights(tmp_path: P
         assert engine.offload("server", 1) == size
         assert engine.group_sizes()["server"] == (0, size, 0)
         assert engine.offload("server", 1) == 0
-        asked = {"tokens": [2, 3], "most": 1, "least": 0, "seed": 0, "temperature": 1.0}
+        settings = {"tokens": [2, 3], "most": 1, "least": 0, "seed": 0, "temperature": 1.0}
         for process in engine.processes:
             with pytest.raises(ServerUnavailable):  # it has nothing to compute with
-                process.post("/generate", {**asked, "stops": []})
+                process.post("/generate", {**settings, "stops": []})
         engine.load(tried.folder, 3)
         assert_alike(tried.answers(request), whole, tried)
         engine.offload("server", 1)

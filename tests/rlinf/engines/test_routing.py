@@ -39,11 +39,11 @@ def test_the_next_turn_goes_where_the_turns_before_were_read() -> None:
     first = router.assign(GROUPS[0], range(2))
     second = router.assign(GROUPS[1], range(2))
     assert (first, second) == (0, 1)
-    said = [*GROUPS[1], *range(500, 560)]
+    result = [*GROUPS[1], *range(500, 560)]
     router.release(0)
-    router.release(1, said)
+    router.release(1, result)
     router.assign(GROUPS[2], [1])
-    assert router.assign([*said, *range(10)], range(2)) == 1, "though it is busier"
+    assert router.assign([*result, *range(10)], range(2)) == 1, "though it is busier"
 
 
 def test_a_little_in_common_binds_nothing() -> None:

@@ -41,13 +41,13 @@ def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 def test_what_a_server_took_with_it_is_asked_again(tried: Tried) -> None:
     """Killed while samples are under way: all of them come, and the same as without that."""
     request = tried.request(range(6), **LONG)
-    whole, asked = tried.answers(request), list[int]()
+    whole, requests = tried.answers(request), list[int]()
     engine: Any = tried.engine
     first = engine.processes[0].pid
 
     def gives_up(left: int, of: int) -> bool:
-        asked.append(left)
-        if len(asked) == 8:
+        requests.append(left)
+        if len(requests) == 8:
             os.killpg(first, 9)
         return False
 

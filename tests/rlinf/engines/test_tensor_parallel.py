@@ -48,12 +48,14 @@ def rank(folder: Path, number: int) -> None:
                 engine.run_follower(seed=7, stage="rollout")
             else:
                 request = tried.request(range(4), horizon=HORIZON, min_tokens=HORIZON)
-                asked = LocalChannel()
-                asked.put(request)
-                asked.close()
+                channel = LocalChannel()
+                channel.put(request)
+                channel.close()
                 given, last = 0, 0.0
                 # What ends a batch follows its last reply, so the time is taken at each.
-                for reply in engine.generate(asked, seed=7, stage="rollout", hooks=RolloutHooks()):
+                for reply in engine.generate(
+                    channel, seed=7, stage="rollout", hooks=RolloutHooks()
+                ):
                     given, last = given + len(reply.steps["sample"]), time.time()
                 assert given == 4
                 print("answered", last)
@@ -85,9 +87,9 @@ def test_one_process_asks_and_the_other_goes_on_when_the_server_is_through(tmp_p
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=240) for process in ranks]
-    assert all(process.returncode == 0 for process in ranks), said
-    one, other = ([line.split() for line in out.splitlines()] for out, _ in said)
+    outputs = [process.communicate(timeout=240) for process in ranks]
+    assert all(process.returncode == 0 for process in ranks), outputs
+    one, other = ([line.split() for line in out.splitlines()] for out, _ in outputs)
     assert [line[0] for line in one] == ["answered", "through"] * 2 + ["servers"]
     assert [line[0] for line in other] == ["through"] * 2 + ["servers"]
     assert (one[-1][1], other[-1][1]) == ("1", "0")

@@ -94,6 +94,6 @@ def test_a_token_that_cannot_be_drawn_is_not_drawn(noise: float, token: int) -> 
 
 
 def test_settings_travel_in_a_request() -> None:
-    asked = SamplingParams(8, 0.5, top_k=3, min_tokens=2, stop=("a\n", '"b"'), seed=4)
-    assert SamplingParams.from_info(asked.to_info()) == asked
+    request = SamplingParams(8, 0.5, top_k=3, min_tokens=2, stop=("a\n", '"b"'), seed=4)
+    assert SamplingParams.from_info(request.to_info()) == request
     assert SamplingParams(8).to_info() == {"horizon": 8, "temperature": 1.0}

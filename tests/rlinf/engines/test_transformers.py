@@ -56,7 +56,7 @@ def request(lengths: list[int], horizon: int = 10, temperature: float = 1.0) -> 
     )
 
 
-def asked(*requests: Record) -> LocalChannel:
+def channel_of(*requests: Record) -> LocalChannel:
     channel = LocalChannel()
     for wanted in requests:
         channel.put(wanted)
@@ -68,7 +68,7 @@ def rows(
     engine: TransformersEngine, wanted: Record, hooks: RolloutHooks = NO_HOOKS
 ) -> dict[int, dict[str, np.ndarray]]:
     found = {}
-    for reply in engine.generate(asked(wanted), seed=7, stage="rollout", hooks=hooks):
+    for reply in engine.generate(channel_of(wanted), seed=7, stage="rollout", hooks=hooks):
         assert reply.info["version"] == 3
         for i, number in enumerate(reply.steps["sample"]):
             found[int(number)] = {name: array[i] for name, array in reply.steps.items()}
@@ -79,11 +79,11 @@ def rows(
 def test_log_probs_are_those_of_the_training_stack(folder: Path, temperature: float) -> None:
     wanted = request([3, 7, 5, 3], temperature=temperature)
     got = rows(engine(folder), wanted)
-    for i, expected in judged(folder, wanted, got, temperature).items():
+    for i, expected in expected_logprobs(folder, wanted, got, temperature).items():
         np.testing.assert_allclose(expected, got[i]["logprobs"][: len(expected)], atol=2e-5)
 
 
-def judged(
+def expected_logprobs(
     folder: Path, wanted: Record, got: dict[int, dict[str, np.ndarray]], temperature: float
 ) -> dict[int, np.ndarray]:
     """Log-probs of every sample's tokens under the training stack."""
@@ -128,19 +128,19 @@ def test_samples_go_on_with_newer_weights_from_the_next_token_on(
 ) -> None:
     """Each token has the log-prob of the version that is said to have chosen it."""
     CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 1, tmp_path)
-    asked = 0
+    num_requests = 0
 
     def newer() -> tuple[Path, int] | None:
-        nonlocal asked
-        asked += 1
-        return (tmp_path, 4) if asked == change else None
+        nonlocal num_requests
+        num_requests += 1
+        return (tmp_path, 4) if num_requests == change else None
 
     wanted = request([3, 7, 5, 3], horizon=12)
     going = engine(folder, ignore_eos=True)
     got = rows(going, wanted, RolloutHooks(newer_weights=newer))
     assert going.version == 4
     plain = rows(engine(folder, ignore_eos=True), wanted)
-    old, new = (judged(where, wanted, got, 1.0) for where in (folder, tmp_path))
+    old, new = (expected_logprobs(where, wanted, got, 1.0) for where in (folder, tmp_path))
     for number, row in got.items():
         assert row["version"].tolist() == [3] * change + [4] * (12 - change)
         np.testing.assert_array_equal(row["tokens"][:change], plain[number]["tokens"][:change])
@@ -150,12 +150,12 @@ def test_samples_go_on_with_newer_weights_from_the_next_token_on(
 
 def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_path: Path) -> None:
     CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 1, tmp_path)
-    wanted, asked = request([3, 7, 5, 4, 6] * 8, horizon=40), 0
+    wanted, num_requests = request([3, 7, 5, 4, 6] * 8, horizon=40), 0
 
     def newer() -> tuple[Path, int] | None:
-        nonlocal asked
-        asked += 1
-        return (tmp_path, 3) if asked == 20 else None
+        nonlocal num_requests
+        num_requests += 1
+        return (tmp_path, 3) if num_requests == 20 else None
 
     going, still = engine(folder), engine(folder)
     got, plain = rows(going, wanted, RolloutHooks(newer_weights=newer)), rows(still, wanted)
@@ -174,19 +174,19 @@ def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max
     """Handing samples over changes nothing: the randomness of a token is that of its place."""
     wanted = request([3, 7, 5, 4, 6] * 2, horizon=12)
     plain = rows(engine(folder, max_num_seqs=max_rows), wanted)
-    first, asked = engine(folder, max_num_seqs=max_rows), list[int]()
+    first, requests = engine(folder, max_num_seqs=max_rows), list[int]()
 
     def gives_up(left: int, of: int) -> bool:
         assert of == 20
-        asked.append(left)
-        return len(asked) >= at
+        requests.append(left)
+        return len(requests) >= at
 
     got = rows(first, wanted, RolloutHooks(should_abort=gives_up))
     given_up = {number: row for number, row in got.items() if row.get("unfinished")}
     assert given_up.keys() <= {n for n, row in plain.items() if row["length"] >= 2}
     assert given_up, "the test hands something over"
     assert all(not row["stopped"] for row in given_up.values())
-    assert asked == sorted(asked, reverse=True), "what is left of the whole request"
+    assert requests == sorted(requests, reverse=True), "what is left of the whole request"
     numbers = np.array(sorted(given_up))
     width = max(int(row["length"]) for row in given_up.values())
     rest = Record(
@@ -278,7 +278,7 @@ def test_finished_rows_are_no_longer_computed(
 def test_the_first_samples_come_first_however_long_their_prompts_are(folder: Path) -> None:
     """Who works on parts of the batch beside the engine has the first ones early."""
     made = engine(folder, max_num_seqs=4, ignore_eos=True)
-    replies = made.generate(asked(request([2, 3, 9, 4, 8, 7])), seed=7, stage="rollout")
+    replies = made.generate(channel_of(request([2, 3, 9, 4, 8, 7])), seed=7, stage="rollout")
     came = [int(sample) for reply in replies for sample in reply.steps["sample"]]
     assert [{*came[i : i + 4]} for i in (0, 4, 8)] == [{*range(i, i + 4)} for i in (0, 4, 8)]
 
@@ -415,7 +415,7 @@ def test_a_model_of_another_size_is_loaded_anew(folder: Path, tmp_path: Path) ->
     rows(used, request([3]))
 
 
-def test_an_engine_of_another_type_generates_the_same_whichever_way_its_weights_came(
+def test_an_engine_with_another_dtype_generates_the_same_however_weights_arrive(
     folder: Path, tmp_path: Path
 ) -> None:
     """From a folder or memory, as the trainer has them or as they are sent: rounded once."""

@@ -19,11 +19,11 @@ class World:
     observation_space = Space(-np.ones(1, np.float32), np.ones(1, np.float32))
     cameras = ("side",)
 
-    def __init__(self, fails: Sequence[int], told: bool, begins_not: Sequence[int] = ()) -> None:
-        self._fails, self._told, self._begins_not = fails, told, begins_not
+    def __init__(self, fails: Sequence[int], reports: bool, begins_not: Sequence[int] = ()) -> None:
+        self._fails, self._reports, self._begins_not = fails, reports, begins_not
         self._episode, self._steps = 0, 0
         self._shown = np.zeros(1, np.float32)
-        if told:
+        if reports:
             self.step_info_keys = ("intervened", "performed")
 
     def reset(self, seed: int | None = None) -> Any:
@@ -38,13 +38,19 @@ class World:
         if self._episode in self._fails and self._steps == 3:
             raise ZeroDivisionError("the third step")
         self._shown[0] = self._steps
-        told = {"intervened": True, "performed": -np.asarray(action)} if self._told else {}
-        return self._shown, 1.0, self._steps == STEPS, False, {"success": self._steps == 1, **told}
+        step_info = {"intervened": True, "performed": -np.asarray(action)} if self._reports else {}
+        return (
+            self._shown,
+            1.0,
+            self._steps == STEPS,
+            False,
+            {"success": self._steps == 1, **step_info},
+        )
 
-    def expert(self) -> np.ndarray:
+    def expert_action(self) -> np.ndarray:
         return np.zeros(2, np.float32)
 
-    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         return np.zeros((height, width, 3), np.uint8)
 
     def close(self) -> None:
@@ -52,8 +58,11 @@ class World:
 
 
 def make(id: str, kwargs: dict[str, Any]) -> World:
-    """``kwargs``: ``fails``, the numbers of the episodes (from 1) that do; ``told``: whether a
-    person is said to act at every step; ``begins_not``: the numbers of the resets, of all worlds of
-    the process, that fail."""
-    told, begins_not = bool(kwargs.get("told")), kwargs.get("begins_not", [])
-    return World(kwargs.get("fails", []), told, begins_not)
+    """Create a world.
+
+    ``kwargs``: ``fails``: numbers of the episodes (from 1) that fail; ``reports``: whether every
+    step's info reports an intervention; ``begins_not``: numbers of the resets, of all worlds of the
+    process, that fail.
+    """
+    reports, begins_not = bool(kwargs.get("reports")), kwargs.get("begins_not", [])
+    return World(kwargs.get("fails", []), reports, begins_not)

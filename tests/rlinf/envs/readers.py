@@ -37,21 +37,21 @@ class Reader(Engine):
             check_token_request(request)
             self.stops = json.loads(str(request.info["stop"]))
             prompts = zip(request.steps["prompt"], request.steps["prompt_length"], strict=True)
-            said = [
+            text = [
                 self._encode(self._says(self._tokenizer.decode(ids[:length])))
                 for ids, length in prompts
             ]
             horizon = int(request.info["horizon"])
-            lengths = np.array([min(len(ids), horizon) for ids in said], np.int64)
-            tokens = np.zeros((len(said), int(lengths.max())), np.int64)
-            for line, ids, length in zip(tokens, said, lengths, strict=True):
+            lengths = np.array([min(len(ids), horizon) for ids in text], np.int64)
+            tokens = np.zeros((len(text), int(lengths.max())), np.int64)
+            for line, ids, length in zip(tokens, text, lengths, strict=True):
                 line[:length] = ids[:length]
             steps = {
                 "sample": request.steps["sample"],
                 "tokens": tokens,
                 "logprobs": np.full(tokens.shape, -0.5, np.float32),
                 "length": lengths,
-                "stopped": np.array([len(ids) <= horizon for ids in said]),
+                "stopped": np.array([len(ids) <= horizon for ids in text]),
             }
             yield Record(request.identity, steps, info={"version": self.version})
 

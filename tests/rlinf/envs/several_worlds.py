@@ -8,9 +8,9 @@ import numpy as np
 
 from tests.rlinf.envs.speaking_worlds import Space
 
-SAVES = True
+SUPPORTS_STATE_SAVING = True
 NAMES = ("one", "two", "three")
-SETS = {"ALL": ("one", "two", "three"), "FIRST": ("one", "two")}
+TASK_SETS = {"ALL": ("one", "two", "three"), "FIRST": ("one", "two")}
 
 
 class World:
@@ -18,7 +18,7 @@ class World:
     at the second step, which terminates it at the third, and is cut off after five."""
 
     cameras = ("side",)
-    starts = 2
+    num_initial_states = 2
     action_space = Space(-np.ones(2, np.float32), np.ones(2, np.float32))
 
     def __init__(self, id: str) -> None:
@@ -30,8 +30,8 @@ class World:
         self.observation_space = Space(-np.ones(size, np.float32), np.ones(size, np.float32))
         self._steps, self._begun = 0, 0
 
-    def reset(self, seed: int | None = None, start: int = 0) -> Any:
-        self._steps, self._begun = 0, start
+    def reset(self, seed: int | None = None, initial_state: int = 0) -> Any:
+        self._steps, self._begun = 0, initial_state
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:
@@ -45,10 +45,10 @@ class World:
     def restore(self, state: dict[str, np.ndarray]) -> None:
         self._steps = int(state["steps"])
 
-    def expert(self) -> np.ndarray:
+    def expert_action(self) -> np.ndarray:
         return np.zeros(2, np.float32)
 
-    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         return np.full((height, width, 3), self._number, np.uint8)
 
     def close(self) -> None:

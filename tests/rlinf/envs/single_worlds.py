@@ -6,10 +6,10 @@ from typing import Any
 
 from tests.rlinf.envs.breaking_worlds import World
 
-SINGLE = True
+SINGLE_INSTANCE = True
 ASSETS = {"file": "the robot's description"}
 PACKAGES = tuple("numpy")  # no literal, so it is not read
 
 
 def make(id: str, kwargs: dict[str, Any]) -> World:
-    return World([], told=False)
+    return World([], reports=False)

@@ -18,6 +18,6 @@ def test_where_there_is_no_renderer_it_says_which_packages_have_one(
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/none.json")
     config = GymConfig(id="InvertedPendulum-v5", images={"free": (8, 8)}, renderer="egl")
     with contextlib.closing(create_simulator_process(config)) as process:
-        said = r"task\.renderer: egl does not work here \(.+\); egl needs .*libegl1 .*libosmesa6"
-        with pytest.raises(InputError, match=said):
+        message = r"task\.renderer: egl does not work here \(.+\); egl needs .*libegl1 .*libosmesa6"
+        with pytest.raises(InputError, match=message):
             process.reset([0], [0])

@@ -84,8 +84,8 @@ def replayed(task: GymConfig, record: Trajectory, seed: int, split: str) -> dict
         ends = (False, False)
         for action in chunk:
             box = hasattr(world.action_space, "low")
-            taken = np.clip(action, world.action_space.low, world.action_space.high) if box else 0
-            seen, reward, *ends, _ = world.step(taken if box else int(action))
+            chosen = np.clip(action, world.action_space.low, world.action_space.high) if box else 0
+            seen, reward, *ends, _ = world.step(chosen if box else int(action))
             gained[row["executed"]] = reward
             row["rewards"] += float(reward)
             row["executed"] += 1
@@ -123,8 +123,8 @@ def test_a_chunk_is_its_actions_one_after_the_other_to_the_end_of_the_episode(
             assert (row[:count] == 1).all()
             assert (row[count:] == 0).all()
         with torch.no_grad():
-            said = policy.evaluate(policy.collate([record]), 1.0)
-        np.testing.assert_allclose(said.logprobs[0], record.logprobs, atol=1e-5)
+            outputs = policy.evaluate(policy.collate([record]), 1.0)
+        np.testing.assert_allclose(outputs.logprobs[0], record.logprobs, atol=1e-5)
         if record.num_episodes == 1 and split == "test":
             assert record.episode_length == executed.sum()
             assert record.episode_return == pytest.approx(record.rewards.sum(), rel=1e-4)
@@ -186,8 +186,8 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
         assert steps["values"].shape == (7, 4)
         for at, seen in zip(record.truncation_steps, record.final_observations, strict=True):
             with torch.no_grad():
-                said = policy.act({"observation": torch.tensor(seen)[None]}, None, 0.0)["value"]
-            assert steps["bootstrap"][at] == pytest.approx(float(said[0, 0]), abs=1e-5)
+                result = policy.act({"observation": torch.tensor(seen)[None]}, None, 0.0)["value"]
+            assert steps["bootstrap"][at] == pytest.approx(float(result[0, 0]), abs=1e-5)
             cuts += 1
         np.testing.assert_allclose(0.1 * steps["rewards"], given[n].rewards, rtol=1e-5)
         places = [(t, c) for t in range(7) for c in range(int(steps["executed"][t]))]
@@ -244,13 +244,13 @@ def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() ->
     record = Trajectory(identity=RecordId(0, 0), **step_fields(steps))
     reward = Given(Section(), RewardResources())
     each = np.arange(1.0, 13).reshape(4, 3)
-    for said, wanted in (
+    for result, wanted in (
         (5.0, [[0, 0, 0], [0, 5, 0]]),
         (np.array([1.0, 2, 3, 4]), [[0, 0, 1], [0, 9, 0]]),
         # What was left out of a chunk was not carried out: it goes to what came before it, too.
         (each, [[1, 2, 3], [4, 5 + 6 + each[2:].sum(), 0]]),
     ):
-        reward.says = said
+        reward.says = result
         (judgement,) = reward.compute_results([record], [])
         assert np.asarray(judgement.reward).tolist() == [*wanted, [0, 0, 0], [0, 0, 0]]
         (rewards,) = reward.compute_step_rewards([record], [])
@@ -268,20 +268,20 @@ def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() ->
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("told", [True, "stack the plates", False])
+@pytest.mark.parametrize("values", [True, "stack the plates", False])
 def test_an_instruction_reaches_the_policy_and_the_trajectory(
-    told: bool | str, processes: int
+    values: bool | str, processes: int
 ) -> None:
     """It is that of the moment: this world asks for another thing after every third step."""
-    task = GymConfig(simulator=WORDS, id="two", num_processes=processes, instruction=told)
+    task = GymConfig(simulator=WORDS, id="two", num_processes=processes, instruction=values)
     records, _ = collected(task, 2, horizon=4)
     for record in records:
-        if told is False:
+        if values is False:
             assert record.instruction is None
             continue
         texts = [decode_instruction(row) for row in record.instruction]
         own = ["öffne 0", "öffne 0", "öffne 1", "öffne 2"]
-        assert texts == (own if told is True else [told] * 4)
+        assert texts == (own if values is True else [values] * 4)
 
 
 def test_an_instruction_that_is_not_there_or_too_long_is_refused() -> None:

@@ -214,7 +214,7 @@ def test_a_world_that_always_fails_to_go_on_is_refused_before_the_run(fails: str
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (
             {"simulator": "genesis", "id": "reach"},
@@ -227,16 +227,14 @@ def test_a_world_that_always_fails_to_go_on_is_refused_before_the_run(fails: str
     ],
 )
 def test_a_world_that_is_not_saved_is_refused_before_the_run(
-    changed: dict[str, Any], said: str
+    changed: dict[str, Any], message: str
 ) -> None:
     config = GymConfig.model_validate({**PENDULUM, **changed})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.task_size(config, None)
 
 
-def test_an_environment_that_keeps_what_nobody_can_save_is_refused_where_it_is_first_built() -> (
-    None
-):
+def test_an_environment_with_unsavable_state_is_refused_at_its_creation() -> None:
     config = GymConfig.model_validate(
         {**PENDULUM, "id": "tests.rlinf.envs.keeping_worlds:Foreign-v0", "observation": 1}
     )

@@ -75,9 +75,9 @@ PROCESSOR = tokenizer()
 
 def talk(system: str | None, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     messages = [] if system is None else [{"role": "system", "content": system}]
-    for asked, said in turns:
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": said})
+    for request, result in turns:
+        messages.append({"role": "user", "content": request})
+        messages.append({"role": "assistant", "content": result})
     return messages
 
 
@@ -110,11 +110,11 @@ def test_tokens_and_masks_are_those_of_the_library(
         right = PROCESSOR.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
-        said = right["assistant_masks"]
-        last = len(said) - said[::-1].index(1)
+        result = right["assistant_masks"]
+        last = len(result) - result[::-1].index(1)
         # Behind the last answer nothing is learnt or needed.
         assert whole(record) == right["input_ids"][:last]
-        assert learnt(record) == said[:last]
+        assert learnt(record) == result[:last]
         assert PROCESSOR.decode(whole(record)).endswith(messages[-1]["content"] + END)
 
 
@@ -147,7 +147,7 @@ def test_without_a_token_that_ends_a_turn_the_last_one_gets_the_sample_end(tmp_p
     assert PROCESSOR.decode(ids[mask]) == f"there\nend\n{END}"
 
 
-def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prompts(
+def test_answers_that_a_template_rewrites_later_are_trained_after_their_own_prompts(
     tmp_path: Path,
 ) -> None:
     one, two = talk(None, [("hello", "there")]), talk(None, [("hello", "there"), ("im", "end")])
@@ -167,9 +167,9 @@ def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prom
 def test_an_epoch_has_every_conversation_once(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", str(i))]) for i in range(6)])
     drawn = [made.demonstrations(3, step, 4) for step in range(3)]
-    said = [PROCESSOR.decode(r.actions[:1]) for part in drawn for r in part]
-    assert sorted(said[:6]) == sorted(said[6:]) == [str(i) for i in range(6)]
-    assert said[:6] != said[6:]
+    text = [PROCESSOR.decode(r.actions[:1]) for part in drawn for r in part]
+    assert sorted(text[:6]) == sorted(text[6:]) == [str(i) for i in range(6)]
+    assert text[:6] != text[6:]
     again = task(tmp_path, [talk(None, [("hello", str(i))]) for i in range(6)])
     assert [r.to_record().digest() for r in again.demonstrations(3, 1, 4)] == [
         r.to_record().digest() for r in drawn[1]

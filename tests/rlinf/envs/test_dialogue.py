@@ -114,8 +114,8 @@ def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) ->
         counts = loss_mask(record)
         got = outputs.logprobs[i, : len(record)].numpy()
         np.testing.assert_allclose(got[counts], record.logprobs[counts], atol=2e-5)
-        said = task.tokenizer.decode(record.actions[~counts])
-        assert said == SAYS["content"] * 2, "between three messages, none behind the last"
+        text = task.tokenizer.decode(record.actions[~counts])
+        assert text == SAYS["content"] * 2, "between three messages, none behind the last"
         own = task.tokenizer.decode(record.actions[counts], skip_special_tokens=True)
         assert own == "".join(talk.heard)
         ends = np.flatnonzero(np.diff(record.turns)) + 1
@@ -177,10 +177,10 @@ def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
         tokens, counts = record.actions, loss_mask(record)
         assert tokenizer.decode(record.prompt).endswith(f"+1={end}e:")
         first, second = np.flatnonzero(np.diff(counts.astype(int)))
-        said = tokenizer.decode(tokens[first + 1 : second + 1])
+        text = tokenizer.decode(tokens[first + 1 : second + 1])
         # A message that the budget cut is ended for the policy.
         stopped = tokens[first] == tokenizer.eos_token_id
-        assert said == ("" if stopped else end) + f":{SAYS['content']}{end}e:"
+        assert text == ("" if stopped else end) + f":{SAYS['content']}{end}e:"
 
 
 def half(n: int) -> int:
@@ -214,7 +214,7 @@ def call(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "expected_message"),
     [
         (call('{"name": "half", "arguments": {"n": 8}}'), ["4"]),
         (call('{"name": "meet"}') * 2, ["met", "met"]),
@@ -229,16 +229,16 @@ def call(text: str) -> str:
     ],
 )
 def test_calls_are_made_side_by_side_and_the_policys_errors_told(
-    message: str, said: list[str]
+    message: str, expected_message: list[str]
 ) -> None:
     async def go() -> tuple[DialogueStep, int]:
         tools = Tools()
         return await tools.step(message), tools.tool_errors
 
     (messages, reward, done), errors = asyncio.run(go())
-    assert errors == sum(text.startswith("error") for text in said)
-    assert len(messages) == len(said)
-    for got, wanted in zip(messages, said, strict=True):
+    assert errors == sum(text.startswith("error") for text in expected_message)
+    assert len(messages) == len(expected_message)
+    for got, wanted in zip(messages, expected_message, strict=True):
         assert got["content"].startswith(wanted)
     assert (reward, done) == (0.0, False)
 
@@ -400,7 +400,7 @@ def test_a_bug_of_a_tool_is_kept_as_the_users_error(
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "text"),
     [
         (None, "None; it must return"),
         ("yes", "'yes'; it must return"),
@@ -413,11 +413,11 @@ def test_a_bug_of_a_tool_is_kept_as_the_users_error(
     ],
 )
 def test_what_is_no_answer_of_a_dialogue_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, text: str
 ) -> None:
     monkeypatch.setattr(Talk, "step", lambda self, message: answer)
     task = Talks(DialogueConfig(max_turns=2, max_turn_tokens=3), HFFolder(folder).tokenizer)
-    with pytest.raises(InputError, match=rf"task: Talk\.step returned {said}"):
+    with pytest.raises(InputError, match=rf"task: Talk\.step returned {text}"):
         talked(folder, task, range(1), 20)
 
 
@@ -456,8 +456,8 @@ def test_a_message_without_a_call_is_judged() -> None:
 
 def test_the_calculator_is_asked_and_believed() -> None:
     dialogue = CalculatorDialogue("12*12")
-    asked = asyncio.run(dialogue.step("12*12?"))
-    assert asked == ([{"role": "tool", "content": "144"}], 0.0, False)
+    request = asyncio.run(dialogue.step("12*12?"))
+    assert request == ([{"role": "tool", "content": "144"}], 0.0, False)
     assert asyncio.run(dialogue.step("144")) == ([], 1.0, True)
     refused, _, done = asyncio.run(dialogue.step("__import__?"))
     assert (refused[0]["content"], done) == ("error: no sum", False)
@@ -477,8 +477,8 @@ def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Pat
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
 @pytest.mark.usefixtures("undrawn")
 def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_path: Path) -> None:
-    words = ["task.name=calculator", "task.digits=1", "warm_start.max_steps=60"]
-    words += ["warm_start.batch_size=64", "warm_start.lr=1e-2", "warm_start.eval_every=60"]
+    words = ["task.name=calculator", "task.digits=1", "sft.max_steps=60"]
+    words += ["sft.batch_size=64", "sft.lr=1e-2", "sft.eval_every=60"]
     words += ["rollout.batch_size=8", "rollout.horizon=24", "algorithm.entropy_coeff=0"]
     values = compose(*words, "optimizer.lr=1e-3", f"algorithm.advantage_level={level}")
     if level == "turn":

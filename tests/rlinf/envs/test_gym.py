@@ -121,11 +121,11 @@ def script(
     """An engine that acts by a function of sample numbers and observations, and says more."""
 
     def serve(observations: Channel, actions: Channel) -> None:
-        for asked in observations:
-            samples, seen = asked.steps["sample"], asked.steps["observation"]
+        for request in observations:
+            samples, seen = request.steps["sample"], request.steps["observation"]
             steps = {"sample": samples, "action": act(samples, seen), **say(seen)}
             steps["logprob"] = np.zeros(len(samples), np.float32)
-            actions.put(Record(asked.identity, steps, info={"version": 1}))
+            actions.put(Record(request.identity, steps, info={"version": 1}))
         actions.close()
 
     return serve
@@ -146,11 +146,11 @@ def played(
     horizon: int = 40,
 ) -> list[Trajectory]:
     """Three starts, simulated against a scripted engine."""
-    asked, answers = LocalChannel(), LocalChannel()
-    worker = threading.Thread(target=script(act), args=(asked, answers))
+    request, answers = LocalChannel(), LocalChannel()
+    worker = threading.Thread(target=script(act), args=(request, answers))
     worker.start()
     episodes = RolloutRequest(1, iteration, split, range(3), 3, group_size, horizon, 1.0)
-    records = list(task.simulate(episodes, asked, answers))
+    records = list(task.simulate(episodes, request, answers))
     worker.join(timeout=30)
     assert not worker.is_alive(), "the environment closes the observation channel"
     return records
@@ -274,12 +274,12 @@ def test_whatever_a_policy_says_of_its_actions_is_in_the_trajectory(processes: i
         return {"chain": seen[:, None, :2] * np.arange(3, dtype=np.float32)[None, :, None]}
 
     task = GymEnvironment(GymConfig(id="CartPole-v1", num_processes=processes), None)
-    asked, answers = LocalChannel(), LocalChannel()
-    worker = threading.Thread(target=script(balance, chain), args=(asked, answers))
+    request, answers = LocalChannel(), LocalChannel()
+    worker = threading.Thread(target=script(balance, chain), args=(request, answers))
     worker.start()
     try:
         records = list(
-            task.simulate(RolloutRequest(1, 2, "train", range(3), 3, 1, 9, 1.0), asked, answers)
+            task.simulate(RolloutRequest(1, 2, "train", range(3), 3, 1, 9, 1.0), request, answers)
         )
     finally:
         task.close()
@@ -308,7 +308,7 @@ def test_the_first_stage_sees_that_the_configuration_knows_the_simulator(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"id": "CartPoel-v1"}, "CartPoel-v1"),
         ({"id": "nowhere:Thing-v0"}, "nowhere"),
@@ -318,9 +318,9 @@ def test_the_first_stage_sees_that_the_configuration_knows_the_simulator(
         ({"action": {"kind": "box", "size": 2}}, "is not what CartPole"),
     ],
 )
-def test_a_simulator_that_is_another_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_a_simulator_that_is_another_is_refused(changes: dict[str, Any], text: str) -> None:
     right = {"id": "CartPole-v1", "observation": 4, "action": {"kind": "discrete", "size": 2}}
-    with pytest.raises(ConfigError, match=rf"task\.\w+: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"task\.\w+: .*{text}"):
         GymEnvironment.verify_spec(GymConfig.model_validate({**right, **changes}))
 
 

@@ -58,19 +58,19 @@ def test_a_worker_runs_under_the_interpreter_and_imports_nothing_of_ours(
 ) -> None:
     (tmp_path / "telling.py").write_text(textwrap.dedent(WORLD))
     monkeypatch.syspath_prepend(str(tmp_path))
-    told = tmp_path / "told.json"
+    values = tmp_path / "told.json"
     task = CARTPOLE.model_copy(
-        update={"id": "telling:Telling-v0", "kwargs": {"told": str(told)}, "python": python}
+        update={"id": "telling:Telling-v0", "kwargs": {"told": str(values)}, "python": python}
     )
     engine = engine_for(CARTPOLE, tmp_path)
     with simulators(task) as environment:
         found = run(environment, engine)
-    said = json.loads(told.read_text())
-    assert said["python"] == python
-    assert said["prefix"] == str(Path(python).parent.parent)
-    assert said["ours"] == []
-    assert not {"torch", "pydantic", "msgpack", "rlinf", "stages"} & set(said["modules"])
-    assert {"numpy", "gymnasium"} <= set(said["modules"])
+    result = json.loads(values.read_text())
+    assert result["python"] == python
+    assert result["prefix"] == str(Path(python).parent.parent)
+    assert result["ours"] == []
+    assert not {"torch", "pydantic", "msgpack", "rlinf", "stages"} & set(result["modules"])
+    assert {"numpy", "gymnasium"} <= set(result["modules"])
     with simulators(CARTPOLE) as here:
         expected = run(here, engine)
     assert contents(found) == contents(expected), "which interpreter steps it changes no byte"

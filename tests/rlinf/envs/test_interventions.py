@@ -126,8 +126,8 @@ def test_helped_episodes_become_prior_data(records: list[Trajectory], tmp_path: 
             part = slice(start, min(start + STEPS, HORIZON))
             if record.intervened[part].any():
                 wanted.append(rows[part])
-    said = extract_interventions(source, to)
-    assert said.startswith(f"{len(wanted)} episodes, {sum(map(len, wanted))} steps")
+    result = extract_interventions(source, to)
+    assert result.startswith(f"{len(wanted)} episodes, {sum(map(len, wanted))} steps")
     assert 0 < len(wanted) < 3 * -(-HORIZON // STEPS), "some were helped and some were not"
     offline_data.check_offline_data(to)
     found = offline_data.load_offline_data(to)

@@ -55,13 +55,13 @@ def make(tmp_path: Path, tokenizer: Any = None, **options: Any) -> JsonlEnvironm
 
 def test_an_epoch_asks_every_problem_once(tmp_path: Path) -> None:
     task = make(tmp_path)
-    asked = [
+    requests = [
         prompt.text
         for iteration in range(5)
         for prompt in task.prompts(RolloutRequest(3, iteration, "train", range(2), 2, 1, 8, 1.0))
     ]
-    assert sorted(asked[:5]) == [f"q {i}" for i in range(5)]
-    assert sorted(asked[5:]) == [f"q {i}" for i in range(5)]
+    assert sorted(requests[:5]) == [f"q {i}" for i in range(5)]
+    assert sorted(requests[5:]) == [f"q {i}" for i in range(5)]
 
 
 class Vocabulary(Words):
@@ -71,7 +71,7 @@ class Vocabulary(Words):
         return {str(number): number for number in range(9)}
 
 
-def asked(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
+def draw_questions(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
     """Everything that three iterations, a test and a fine-tuning step ask."""
     prompts = [
         prompt
@@ -118,14 +118,14 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     config = long_rows(tmp_path / "p.jsonl")
     few = JsonlEnvironment(config, Vocabulary())
     assert max(rendered) == 3
-    found = asked(few)
+    found = draw_questions(few)
     assert len(few._problems["train"]._cache) == 2
     assert "q 3 " not in str(found)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
     monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 4096)
     rendered.clear()
     every = JsonlEnvironment(config, Vocabulary())
-    assert asked(every) == found
+    assert draw_questions(every) == found
     assert rendered == [20, 20], "nothing is rendered twice where all of it stays"
 
 
@@ -135,13 +135,13 @@ def test_a_later_process_renders_what_it_asks_alone(
     config = long_rows(tmp_path / "p.jsonl")
     monkeypatch.setattr(problem_set, "DISK_CACHE_MIN_PROBLEMS", 10)
     monkeypatch.setattr(array_cache, "MAX_IN_MEMORY", 0)
-    first = asked(JsonlEnvironment(config, Vocabulary()))
+    first = draw_questions(JsonlEnvironment(config, Vocabulary()))
     rendered.clear()
     again = JsonlEnvironment(config, Vocabulary())
     assert rendered == [problem_set.TOKENIZER_PROBES] * 2, (
         "some of each file tell the tokenizer apart"
     )
-    assert asked(again) == first
+    assert draw_questions(again) == first
 
     class Halves(Vocabulary):
         def __call__(

@@ -86,19 +86,19 @@ def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None
     sampling = SimpleNamespace(non_default_settings=dict)
     rollout = SimpleNamespace(horizon=10, sampling=sampling)
     evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
-    told: Any = SimpleNamespace(
+    values: Any = SimpleNamespace(
         config=SimpleNamespace(evaluate=evaluate, rollout=rollout),
         report_progress=lambda *_: None,
         should_stop=lambda: False,
     )
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        _, scores = run_eval_episodes(told, environment, policy, range(2), Counter())
+        _, scores = run_eval_episodes(values, environment, policy, range(2), Counter())
         assert np.isnan(scores).tolist() == [True, True]
 
 
 def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
     _, (record,) = played(
-        "train", 1, tmp_path, kwargs={"told": True}, images={"side": [2, 2]}, num_processes=1
+        "train", 1, tmp_path, kwargs={"reports": True}, images={"side": [2, 2]}, num_processes=1
     )
     assert record.intervened.all()
     clipped = np.clip(record.actions, -1, 1)
@@ -116,7 +116,7 @@ def test_demonstrations_of_a_world_with_one_buffer_are_what_it_showed() -> None:
 
 def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
     found = get_requirements("tests.rlinf.envs.single_worlds:make")
-    assert found.single
+    assert found.single_instance
     assert not found.batched
     assert found.assets == {"file": "the robot's description"}
     assert found.packages == ()
@@ -134,8 +134,10 @@ def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
         )
     _, records = played("train", 3, tmp_path, simulator=world)
     assert len(records) == 3
-    with pytest.raises(InvalidEnvConfig, match=r"task\.simulator: its module says SINGLE"):
-        SyncVectorEnv(lambda: breaking_worlds.make("any", {}), once=True).reset([0, 1], [0, 0])
+    with pytest.raises(InvalidEnvConfig, match=r"task\.simulator: its module sets SINGLE_INSTANCE"):
+        SyncVectorEnv(lambda: breaking_worlds.make("any", {}), single_instance=True).reset(
+            [0, 1], [0, 0]
+        )
 
 
 def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:
@@ -151,18 +153,18 @@ def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:
 
 def test_an_environment_of_a_batch_that_begins_with_no_number_is_reset_once_more() -> None:
     class Twice(batched_worlds.Counters):
-        asked: ClassVar[list[list[int]]] = []
+        requested_envs: ClassVar[list[list[int]]] = []
 
         def reset(self, numbers: list[int], seeds: list[int]) -> Any:
-            self.asked.append(numbers)
+            self.requested_envs.append(numbers)
             seen = super().reset(numbers, seeds)
-            if len(self.asked) == 1:
+            if len(self.requested_envs) == 1:
                 seen["state"][1] = np.nan
             return seen
 
     batch = BatchedVectorEnv(lambda count, images: Twice(count, images, 1e9, 1e9, 1e9))
     assert batch.reset([0, 1], [2, 3])["state"].tolist() == [[2, 2], [3, 2]]
-    assert Twice.asked == [[0, 1], [1]]
+    assert Twice.requested_envs == [[0, 1], [1]]
     assert not batch.step([0, 1], np.ones((2, 1)))[1]
 
 
@@ -217,7 +219,7 @@ def test_a_simulator_that_begins_nothing_is_an_error(tmp_path: Path) -> None:
         played("train", 1, tmp_path, **task, num_processes=1)
 
 
-def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_raised() -> None:
+def test_a_simulation_that_raised_gets_a_new_process() -> None:
     task = GymConfig.model_validate(
         {**BREAKING, **MANY, "kwargs": {"raises_at": 8.0, "fails_at": 5.0, "once": True}}
     )
@@ -238,7 +240,7 @@ def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_rai
 
 
 @pytest.mark.parametrize(
-    ("world", "said"),
+    ("world", "message"),
     [
         (
             "tests.rlinf.envs.breaking_worlds:maker",
@@ -249,9 +251,9 @@ def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_rai
 )
 @pytest.mark.parametrize("apart", [{}, {"images": {"side": [2, 2]}}])
 def test_a_world_that_is_not_there_is_refused_by_its_key(
-    world: str, said: str, apart: dict[str, Any]
+    world: str, message: str, apart: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(
             GymConfig.model_validate({**BREAKING, **apart, "simulator": world})
         )

@@ -50,16 +50,16 @@ def played(folder: Path, *, starts: int = 1, size: int = 1, **changed: Any) -> l
     return records
 
 
-def judged(record: Trajectory, **settings: Any) -> np.ndarray:
+def environment_rewards(record: Trajectory, **settings: Any) -> np.ndarray:
     reward = ScoreReward(ScoreConfig(**settings), RewardResources())
     return reward.compute_step_rewards([record], [float("inf")])[0]
 
 
 def batch_of(record: Trajectory, **settings: Any) -> StepBatch:
-    return build_step_batch([TrainingSample(record, said_of(record, **settings))])
+    return build_step_batch([TrainingSample(record, outcomes_of(record, **settings))])
 
 
-def said_of(record: Trajectory, **settings: Any) -> StepRewards:
+def outcomes_of(record: Trajectory, **settings: Any) -> StepRewards:
     """What the reward stage says of it."""
     reward = ScoreReward(ScoreConfig(**settings), RewardResources())
     (one,) = reward.compute_results([record], [float("inf")])
@@ -78,7 +78,7 @@ def test_each_episode_has_its_own_score_on_its_own_last_step(
     assert record.outcomes.tolist() == [each, each]
     wanted = np.zeros(HORIZON)
     wanted[[3, 7]] = 2 * each + 0.5
-    assert judged(record, scale=2.0, offset=0.5).tolist() == wanted.tolist()
+    assert environment_rewards(record, scale=2.0, offset=0.5).tolist() == wanted.tolist()
 
 
 def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
 
 def test_transitions_have_the_reward_of_their_own_episode(tmp_path: Path) -> None:
     (record,) = played(tmp_path, score_by_success=True)
-    rows = to_transitions(record, judged(record))
+    rows = to_transitions(record, environment_rewards(record))
     assert rows["rewards"].tolist() == rows["terminated"].tolist() == [0, 0, 0, 1] * 2 + [0, 0]
 
 
@@ -111,8 +111,8 @@ def test_nothing_comes_after_an_episode_that_was_judged(tmp_path: Path) -> None:
     plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
     _, returns = plain.compute_advantages(batch_of(record))
     assert returns.tolist() == [[pytest.approx(3.0)] * 3]
-    said = said_of(record)
-    rows = to_transitions(record, said.rewards, said.episode_ends)
+    result = outcomes_of(record)
+    rows = to_transitions(record, result.rewards, result.episode_ends)
     assert rows["terminated"].tolist() == [0, 0, 1]
     assert rows["truncated"].tolist() == [0, 0, 0]
     (record,) = played(tmp_path)
@@ -121,9 +121,9 @@ def test_nothing_comes_after_an_episode_that_was_judged(tmp_path: Path) -> None:
 
 def test_a_sample_of_one_open_episode_is_judged_as_far_as_it_came(tmp_path: Path) -> None:
     (record,) = played(tmp_path, horizon=3)
-    assert judged(record).tolist() == [0, 0, 3]
+    assert environment_rewards(record).tolist() == [0, 0, 3]
     (record,) = played(tmp_path, horizon=3, goes_on=True, simulator=KEEPING)
-    assert judged(record).tolist() == [0, 0, 0], "its score comes when it ends"
+    assert environment_rewards(record).tolist() == [0, 0, 0], "its score comes when it ends"
 
 
 KEEPING = "tests.rlinf.envs.test_outcomes:make_keeping"
@@ -136,17 +136,17 @@ def make_keeping(id: str, kwargs: dict[str, Any]) -> Any:
         def save(self) -> dict[str, np.ndarray]:
             return {"steps": np.array(self._steps)}
 
-    return Keeping([], told=False)
+    return Keeping([], reports=False)
 
 
 def test_a_lost_episode_has_no_score(tmp_path: Path) -> None:
     (record,) = played(tmp_path, kwargs={"fails": [2]})
-    assert judged(record).tolist() == [0, 0, 0, 4] + [0] * 6
+    assert environment_rewards(record).tolist() == [0, 0, 0, 4] + [0] * 6
 
 
 def test_an_overlong_episode_is_penalised_by_its_own_length(tmp_path: Path) -> None:
     (record,) = played(tmp_path, score_by_success=True)
-    rewards = judged(record, overlong_penalty_start=2, overlong_penalty_end=6)
+    rewards = environment_rewards(record, overlong_penalty_start=2, overlong_penalty_end=6)
     assert rewards[[3, 7]].tolist() == [0.5, 0.5]
 
 

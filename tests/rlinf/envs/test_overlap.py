@@ -15,8 +15,8 @@ def part(sample: int, steps: int) -> EpisodeLoop:
     """Adds up what it is told, ``steps`` times."""
     total = 0
     for time in range(steps):
-        asked = {"sample": np.array([sample]), "observation": np.array([[time]])}
-        reply = yield Record(RecordId(0, sample), asked)
+        settings = {"sample": np.array([sample]), "observation": np.array([[time]])}
+        reply = yield Record(RecordId(0, sample), settings)
         assert reply.steps["sample"][0] == sample
         total += int(reply.steps["action"][0])
     return [Trajectory(identity=RecordId(0, sample), actions=np.zeros(0), extra={"total": total})]
@@ -28,10 +28,10 @@ def test_replies_in_any_order_reach_the_loop_that_asked(lengths: list[int], choi
     waiting: list[Record] = []
 
     def get() -> Record:
-        asked = waiting.pop(choices.randrange(len(waiting)))
-        sample, time = int(asked.steps["sample"][0]), int(asked.steps["observation"][0, 0])
-        steps = {"sample": asked.steps["sample"], "action": np.array([100 * sample + time])}
-        return Record(asked.identity, steps)
+        request = waiting.pop(choices.randrange(len(waiting)))
+        sample, time = int(request.steps["sample"][0]), int(request.steps["observation"][0, 0])
+        steps = {"sample": request.steps["sample"], "action": np.array([100 * sample + time])}
+        return Record(request.identity, steps)
 
     parts = [part(sample, steps) for sample, steps in enumerate(lengths)]
     records = run_interleaved(parts, waiting.append, get)
@@ -50,9 +50,11 @@ def test_a_loop_is_stepped_while_another_waits() -> None:
         waiting.append(request)
 
     def get() -> Record:
-        asked = waiting.pop(0)
-        order.append(f"answered {asked.identity.sample}")
-        return Record(asked.identity, {"sample": asked.steps["sample"], "action": np.array([0])})
+        request = waiting.pop(0)
+        order.append(f"answered {request.identity.sample}")
+        return Record(
+            request.identity, {"sample": request.steps["sample"], "action": np.array([0])}
+        )
 
     run_interleaved([part(0, 2), part(1, 2)], put, get)
     assert order == [

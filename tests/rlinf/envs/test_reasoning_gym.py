@@ -41,7 +41,7 @@ def config(**keys: Any) -> ReasoningGymConfig:
     return ReasoningGymConfig(**{**usual, **keys})
 
 
-def asked(task: ReasoningGymEnvironment, split: Any, count: int) -> list[Any]:
+def draw_questions(task: ReasoningGymEnvironment, split: Any, count: int) -> list[Any]:
     return list(task.prompts(RolloutRequest(3, 0, split, range(count), count, 1, 8, 1.0)))
 
 
@@ -58,7 +58,7 @@ def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None
     task = ReasoningGymEnvironment(config(dataset=dataset), Words())
     counts: Counter[str] = Counter()
     for split in ("train", "test"):
-        prompts = asked(task, split, 10)
+        prompts = draw_questions(task, split, 10)
         right = [trajectory(prompt, f" {prompt.answer}\n") for prompt in prompts]
         wrong = [trajectory(prompt, f"{prompt.answer} or so, I think") for prompt in prompts]
         assert task.score(right, counts) == [1.0] * 10
@@ -69,13 +69,13 @@ def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None
 def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
     task = ReasoningGymEnvironment(config(dataset="prime_factorization"), Words())
     counts: Counter[str] = Counter()
-    assert task.score([trajectory(asked(task, "test", 1)[0], "no idea")], counts) == [0.0]
+    assert task.score([trajectory(draw_questions(task, "test", 1)[0], "no idea")], counts) == [0.0]
     assert counts == {"parse_failures": 1}
 
 
 def test_the_answer_stands_behind_the_thoughts() -> None:
     task = ReasoningGymEnvironment(config(dataset="gcd"), Words())
-    (prompt,) = asked(task, "test", 1)
+    (prompt,) = draw_questions(task, "test", 1)
     counts: Counter[str] = Counter()
     texts = [
         f"<think>{prompt.answer}0 or not</think>{prompt.answer}",
@@ -91,7 +91,7 @@ def test_a_template_may_open_the_thought_that_a_response_ends() -> None:
         chat_template = f"{Words.chat_template}<think>\n"
 
     task = ReasoningGymEnvironment(config(dataset="gcd"), Thinks())
-    (prompt,) = asked(task, "test", 1)
+    (prompt,) = draw_questions(task, "test", 1)
     texts = [f"{prompt.answer}0</think>{prompt.answer}", prompt.answer]
     counts: Counter[str] = Counter()
     assert task.score([trajectory(prompt, text) for text in texts], counts) == [1.0, 0.0]
@@ -102,7 +102,7 @@ def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
     """Its grader computes with exact fractions."""
     task = ReasoningGymEnvironment(config(dataset="coin_flip"), Words())
     counts: Counter[str] = Counter()
-    (prompt,) = asked(task, "test", 1)
+    (prompt,) = draw_questions(task, "test", 1)
     huge = [trajectory(prompt, text) for text in ("1e999999999", "1E+1_000_000", " 2e-99999")]
     assert task.score(huge, counts) == [0.0] * 3
     assert counts == {"parse_failures": 3}
@@ -113,11 +113,11 @@ def test_no_held_out_problem_is_trained_on() -> None:
     # Few problems differ at these settings, so that the two splits would meet.
     few = {"dataset": "gcd", "dataset_kwargs": {"max_value": 6}, "train_size": 400}
     task = ReasoningGymEnvironment(config(**few), Words())
-    held_out = {prompt.text for prompt in asked(task, "test", 20)}
+    held_out = {prompt.text for prompt in draw_questions(task, "test", 20)}
     size = ReasoningGymEnvironment.task_size(task.config, Words()).train
     assert size is not None
     assert 0 < size < 400
-    assert not held_out & {prompt.text for prompt in asked(task, "train", size)}
+    assert not held_out & {prompt.text for prompt in draw_questions(task, "train", size)}
     with pytest.raises(ConfigError, match=r"task\.dataset_kwargs.*also held out"):
         ReasoningGymEnvironment.load_problems(
             config(**few | {"dataset_kwargs": {"max_value": 2, "max_numbers": 2}}), "train"
@@ -137,7 +137,7 @@ def test_examples_stand_before_the_question_and_are_not_asked() -> None:
         for n in (0, 2)
     )
     examples = ReasoningGymEnvironment.load_problems(plain.config, "train")[:2]
-    (prompt,) = asked(shown, "test", 1)
+    (prompt,) = draw_questions(shown, "test", 1)
     opening = "<system> be brief "
     for problem in examples:
         question = problem.messages[0]["content"]
@@ -145,7 +145,7 @@ def test_examples_stand_before_the_question_and_are_not_asked() -> None:
     assert prompt.model_input == f"{opening}<user> {prompt.text} <assistant>"
     size = ReasoningGymEnvironment.task_size(shown.config, Words()).train
     assert size == (ReasoningGymEnvironment.task_size(plain.config, Words()).train or 0) - 2
-    texts = {p.text for p in asked(shown, "train", size)}
+    texts = {p.text for p in draw_questions(shown, "train", size)}
     assert not texts & {problem.messages[0]["content"] for problem in examples}
 
 
@@ -157,7 +157,7 @@ def test_examples_need_a_chat_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"dataset": "leter_counting"}, r"task\.dataset: .*did you mean 'letter_counting'"),
         (
@@ -168,8 +168,8 @@ def test_examples_need_a_chat_template() -> None:
         ({"dataset": "countdown"}, r"task\.dataset: the grader of 'countdown' calls parse_expr"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ReasoningGymEnvironment.model_spec(config(**keys))
 
 

@@ -35,7 +35,7 @@ def test_a_trajectory_may_have_no_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "text"),
     [
         (None, "returned None; it must return a list of numbers"),
         ("ab", "returned 'ab'"),
@@ -50,6 +50,6 @@ def test_a_trajectory_may_have_no_score() -> None:
         ([[1.0], [2.0]], r"returned scores of shape \[2, 1\]"),
     ],
 )
-def test_anything_else_is_refused(returned: Any, said: str) -> None:
-    with pytest.raises(InputError, match=rf"SimpleNamespace\.score {said}"):
+def test_anything_else_is_refused(returned: Any, text: str) -> None:
+    with pytest.raises(InputError, match=rf"SimpleNamespace\.score {text}"):
         scored(returned)

@@ -79,8 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dialogue(config: SearchConfig, **question: Any) -> SearchDialogue:
-    asked = SearchQuestion(**{"text": "Where?", "answers": ("Rome",), "queries": (), **question})
-    return SearchDialogue(asked, [], config, lambda query: f"<information>{query}?</information>")
+    request = SearchQuestion(**{"text": "Where?", "answers": ("Rome",), "queries": (), **question})
+    return SearchDialogue(request, [], config, lambda query: f"<information>{query}?</information>")
 
 
 @pytest.mark.parametrize(("says", "low", "high"), [(expert, 0.95, 1.0), (guesser, 0.0, 0.3)])
@@ -176,16 +176,16 @@ def test_the_first_complete_call_of_a_message_is_its_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "exact", "reward"),
+    ("text", "exact", "reward"),
     [("Rome", 1.0, 1.0), (" the ROME. ", 1.0, 1.0), ("Paris", 0.0, 0.2), ("Rome Italy", 0.0, 0.2)],
 )
 def test_the_score_is_exact_match_and_the_reward_has_the_format_too(
-    said: str, exact: float, reward: float
+    text: str, exact: float, reward: float
 ) -> None:
     talk = dialogue(SearchConfig(format_reward=0.2))
-    assert talk.step(f"So <answer>{said}</answer>") == ([], reward, True)
+    assert talk.step(f"So <answer>{text}</answer>") == ([], reward, True)
     assert talk.info["exact"] == exact
-    assert talk.info["predicted"] == said.strip()
+    assert talk.info["predicted"] == text.strip()
 
 
 def test_any_of_the_answers_is_right_but_for_form() -> None:
@@ -323,15 +323,15 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
     assert prompt.count(end) == 3, "the example is two turns of its own"
     assert prompt.endswith(f"u:Where does the Rhine end?{end}a:")
     assert "</answer>" in prompt
-    said = tokenizer.decode(record.actions)
+    text = tokenizer.decode(record.actions)
     # One </information> is in the example's turn, so the first message is the search.
-    assert said.startswith("<search>Nile</search>\n\n<information>Doc 1")
-    assert said.endswith("</information>\n\n<answer>x</answer>")
+    assert text.startswith("<search>Nile</search>\n\n<information>Doc 1")
+    assert text.endswith("</information>\n\n<answer>x</answer>")
     replies[1], replies[2] = f"hm{end}", "<answer>North Sea</answer>"
     (record,) = local_rollout_iter(task, Reader(says, tokenizer), episodes, "rollout")
-    said = tokenizer.decode(record.actions)
-    assert said.startswith(f"hm{end}u:\n\n<information>error: ")
-    assert said.endswith(f"</information>\n\n{end}a:<answer>North Sea</answer>")
+    text = tokenizer.decode(record.actions)
+    assert text.startswith(f"hm{end}u:\n\n<information>error: ")
+    assert text.endswith(f"</information>\n\n{end}a:<answer>North Sea</answer>")
     assert record.extra["exact"] == 1.0
 
 
@@ -350,12 +350,12 @@ def test_a_text_cannot_end_the_policys_turn(folder: Path, tmp_path: Path) -> Non
 
 def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
     task = SearchEnvironment(rivers(tmp_path), HFFolder(folder).tokenizer)
-    said = set()
+    result = set()
     for record in task.demonstrations(0, 0, 8):
         counts, tokens = loss_mask(record), record.actions
-        said.add(task.tokenizer.decode(tokens[counts]))
+        result.add(task.tokenizer.decode(tokens[counts]))
         assert "It ends in the" in task.tokenizer.decode(tokens[~counts])
-    assert said == {
+    assert result == {
         "<search>Nile</search><answer>Mediterranean</answer>",
         "<search>Volga</search><search>port</search><answer>Baku</answer>",
     }
@@ -402,8 +402,10 @@ def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: P
 
 def test_countries_are_held_out_whole(folder: Path) -> None:
     task = SearchEnvironment(SearchConfig(), HFFolder(folder).tokenizer)
-    asked = {split: task.create_dialogue(split, generator(0, split)) for split in ("train", "test")}
-    assert asked["train"].info["answer"] != asked["test"].info["answer"]
+    settings = {
+        split: task.create_dialogue(split, generator(0, split)) for split in ("train", "test")
+    }
+    assert settings["train"].info["answer"] != settings["test"].info["answer"]
     named = [{q.text.rpartition(" of ")[2] for q in part} for part in (task._train, task._test)]
     assert not named[0] & named[1]
 
@@ -414,7 +416,7 @@ def test_the_manual_is_searched_like_any_texts(folder: Path, tmp_path: Path) -> 
     task = SearchEnvironment(config, HFFolder(folder).tokenizer)
     question = task._test[0]
     one = SearchDialogue(question, [], config, task._find)
-    told, _, done = one.step(f"<search>{question.queries[0]}</search>")
+    values, _, done = one.step(f"<search>{question.queries[0]}</search>")
     assert not done
-    assert question.answers[0] in told[0]["content"]
+    assert question.answers[0] in values[0]["content"]
     assert one.step(f"<answer>{question.answers[0]}</answer>")[1:] == (1.0, True)

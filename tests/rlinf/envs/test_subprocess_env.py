@@ -209,7 +209,7 @@ def test_one_that_dies_or_hangs_costs_the_episodes_that_it_steps(
 
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("nan", "not finite"),
         ("too large", "not finite"),
@@ -222,7 +222,7 @@ def test_what_no_step_may_bring_costs_its_episode(
     tmp_path: Path,
     falling: str,
     how: str,
-    said: str,
+    message: str,
     processes: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -241,7 +241,7 @@ def test_what_no_step_may_bring_costs_its_episode(
         writer.put(record.to_record())
     writer.close()  # which takes records of one schema alone
     assert len(caplog.records) == 1
-    assert re.search(said, caplog.text)
+    assert re.search(message, caplog.text)
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -259,7 +259,7 @@ def test_a_reset_that_fails_is_tried_with_another_simulator(
 
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "action", "said"),
+    ("name", "action", "message"),
     [
         ("Pendulum-v1", [[np.nan]], r"iteration 2, step 0: the policy's actions .* diverged"),
         ("Pendulum-v1", [[0.0, 0.0]], r"task\.action: an action \[2\] is not of Box"),
@@ -268,13 +268,13 @@ def test_a_reset_that_fails_is_tried_with_another_simulator(
     ],
 )
 def test_an_action_that_no_simulator_takes_is_an_error_of_the_policy(
-    name: str, action: list[Any], said: str, processes: int
+    name: str, action: list[Any], message: str, processes: int
 ) -> None:
-    asked, answers = LocalChannel(), LocalChannel()
+    request, answers = LocalChannel(), LocalChannel()
     steps = {"sample": np.arange(1), "action": np.array(action), "logprob": np.zeros(1)}
 
     def answer() -> None:
-        for _ in asked:
+        for _ in request:
             answers.put(Record(RecordId(2, 0), steps, info={"version": 1}))
         answers.close()
 
@@ -283,10 +283,10 @@ def test_an_action_that_no_simulator_takes_is_an_error_of_the_policy(
     episodes = RolloutRequest(1, 2, "train", range(1), 1, 1, 30, 1.0)
     with simulators(GymConfig(id=name), num_processes=processes) as environment:
         try:
-            with pytest.raises(InputError, match=said):
-                list(environment.simulate(episodes, asked, answers))
+            with pytest.raises(InputError, match=message):
+                list(environment.simulate(episodes, request, answers))
         finally:
-            asked.close()
+            request.close()
             policy.join()
 
 
@@ -408,16 +408,16 @@ def test_pictures_are_of_the_state_they_come_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({**PICTURES, "images": {"fornt": [48, 64]}}, r"task\.images\.fornt: no such camera"),
         ({"id": "CartPole-v1", "images": {"free": [48, 64]}}, r"task\.images: .* no images"),
     ],
 )
-def test_pictures_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> None:
+def test_pictures_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
     pytest.importorskip("mujoco")
     process = create_simulator_process(GymConfig.model_validate(values))
-    with closing(process), pytest.raises(InputError, match=said):
+    with closing(process), pytest.raises(InputError, match=message):
         process.reset([0], [0])
 
 
@@ -434,7 +434,7 @@ def test_a_policy_that_sees_pictures_collects_and_is_judged_the_same(tmp_path: P
         episodes = RolloutRequest(0, 0, "train", range(2), 2, 1, 8, 1.0)
         records = list(local_rollout_iter(environment, engine, episodes, "rollout"))
     policy = CNNPolicy.load(tmp_path, small)
-    judged = policy.evaluate(policy.collate(records), 1.0).logprobs.detach().numpy()
-    for row, record in zip(judged, records, strict=True):
+    logprobs = policy.evaluate(policy.collate(records), 1.0).logprobs.detach().numpy()
+    for row, record in zip(logprobs, records, strict=True):
         assert record.images["free"].shape == (8, 48, 64, 3)
         np.testing.assert_allclose(row, record.logprobs, atol=1e-4)

@@ -88,13 +88,13 @@ def test_held_out_starts_are_of_each_task_in_each_of_its_states(tmp_path: Path) 
 
 
 def test_pictures_and_instructions_are_of_the_task_that_is_there(tmp_path: Path) -> None:
-    said = {
+    settings = {
         "append_task_one_hot": False,
         "observation": 1,
         "images": {"side": [2, 2]},
         "instruction": True,
     }
-    config = GymConfig.model_validate({**ALL, **said})
+    config = GymConfig.model_validate({**ALL, **settings})
     GymEnvironment.verify_spec(config)
     with contextlib.closing(create_simulator_process(config)) as process:
         seen = process.reset([0, 1], [0, 0], None, [4, 8])
@@ -136,7 +136,7 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (
             {"append_task_one_hot": False, "observation": 1},
@@ -161,9 +161,9 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
         ({"observation": 1}, r"task\.observation: 1 is not what .* has; set it to 4"),
     ],
 )
-def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = GymConfig.model_validate({**ALL, **changed})
-    with pytest.raises((ConfigError, InputError), match=said):
+    with pytest.raises((ConfigError, InputError), match=message):
         GymEnvironment.task_size(config, None)
         GymEnvironment.verify_spec(config)
         played(tmp_path, "train", 2, **changed)

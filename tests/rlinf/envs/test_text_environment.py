@@ -29,7 +29,7 @@ def problems(folder: Path, tokenizer: Any, **options: Any) -> JsonlEnvironment:
     return JsonlEnvironment(JsonlConfig(train=path, test=path, **options), tokenizer)
 
 
-def asked(task: TextEnvironment) -> list[np.ndarray]:
+def prompts_of(task: TextEnvironment) -> list[np.ndarray]:
     """The prompts of a rollout."""
     observations, actions = LocalChannel(), LocalChannel()
     actions.close()
@@ -42,9 +42,9 @@ def asked(task: TextEnvironment) -> list[np.ndarray]:
 def test_a_prompt_without_a_template_begins_with_bos_once(tmp_path: Path) -> None:
     made = make_tokenizer(begins=["<s>"])
     task = problems(tmp_path, made)
-    for prompt in [*asked(task), *(r.prompt for r in task.demonstrations(0, 0, 4))]:
+    for prompt in [*prompts_of(task), *(r.prompt for r in task.demonstrations(0, 0, 4))]:
         assert np.flatnonzero(prompt == made.bos_token_id).tolist() == [0]
-    longest = max(map(len, asked(task)))
+    longest = max(map(len, prompts_of(task)))
     assert type(task).task_size(task.config, made).max_prompt_tokens == longest
 
 
@@ -55,19 +55,19 @@ def test_a_chat_template_writes_bos_itself_or_not(tmp_path: Path, template: str)
     right = made.apply_chat_template(
         [{"role": "user", "content": "is 0 even?"}], add_generation_prompt=True, return_dict=False
     )
-    assert asked(task)[0].tolist() == right
+    assert prompts_of(task)[0].tolist() == right
 
 
 def test_prompts_that_no_template_renders_begin_with_bos_beside_one() -> None:
     made = make_tokenizer(CHATML, begins=["<s>"])
     task = ArithmeticEnvironment(ArithmeticConfig(), made)
-    for prompt in [*asked(task), *(r.prompt for r in task.demonstrations(0, 0, 4))]:
+    for prompt in [*prompts_of(task), *(r.prompt for r in task.demonstrations(0, 0, 4))]:
         assert np.flatnonzero(prompt == made.bos_token_id).tolist() == [0]
 
 
 def test_a_tokenizer_that_adds_nothing_has_prompts_without_bos(tmp_path: Path) -> None:
     made = make_tokenizer()
-    assert made.bos_token_id not in asked(problems(tmp_path, made))[0]
+    assert made.bos_token_id not in prompts_of(problems(tmp_path, made))[0]
 
 
 @pytest.mark.parametrize("config", [ArithmeticConfig(), CalculatorConfig()])
@@ -99,12 +99,12 @@ def test_reasoning_in_the_history_is_rendered_as_the_template_has_it(tmp_path: P
     path.write_text("\n".join(map(json.dumps, rows)))
     made = make_tokenizer(FORGETS)
     task = JsonlEnvironment(JsonlConfig(train=path, test=path), made)
-    one, other = (made.decode(p) for p in asked_of(task, 2))
+    one, other = (made.decode(p) for p in draw_prompts(task, 2))
     assert one == other
     assert "It is 2.<|im_end|>" in one
     assert "count up" not in one
 
 
-def asked_of(task: TextEnvironment, count: int) -> list[np.ndarray]:
+def draw_prompts(task: TextEnvironment, count: int) -> list[np.ndarray]:
     prompts = task.prompts(RolloutRequest(0, 0, "test", range(count), count, 1, 8, 1.0))  # type: ignore[attr-defined]
     return task.encode_prompts([prompt.model_input for prompt in prompts])

@@ -41,7 +41,7 @@ def task(processor: Any, **options: Any) -> VisualQuestionsEnvironment:
     return VisualQuestionsEnvironment(VisualQuestionsConfig(**options), processor)
 
 
-def asked(
+def draw_prompts(
     made: VisualQuestionsEnvironment, split: Any = "train", seed: int = 0, count: int = 40
 ) -> Any:
     return made.prompts(RolloutRequest(seed, 3, split, range(count), count, 1, 8, 1.0))
@@ -80,7 +80,7 @@ def test_a_picture_shows_each_shape_where_it_is(cells: int, data: st.DataObject)
 
 def test_answers_are_what_the_pictures_show(processor: Any) -> None:
     seen = set()
-    for prompt in asked(task(processor), count=120):
+    for prompt in draw_prompts(task(processor), count=120):
         things = looked_at(prompt.image, 2)
         words = prompt.text.rstrip("?").split()
         seen.add(words[0])
@@ -98,7 +98,7 @@ def test_answers_are_what_the_pictures_show(processor: Any) -> None:
 
 def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> None:
     made = task(processor, image_size=84, grid_size=3)
-    (prompt,) = asked(made, count=1)
+    (prompt,) = draw_prompts(made, count=1)
     (ids,) = made.encode_prompts([prompt.model_input])
     assert prompt.image.shape == (84, 84, 3)
     assert (ids == processor.images.image_token_id).sum() == 9
@@ -109,7 +109,7 @@ def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> No
 
 def test_a_chat_template_puts_the_question_into_a_turn(processor: Any) -> None:
     made = task(processor, instruction=" think first")
-    (prompt,) = asked(made, count=1)
+    (prompt,) = draw_prompts(made, count=1)
     (plain,) = made.encode_prompts([prompt.model_input])
     assert processor.decode(plain[-5:]) == "first"
     other = copy.deepcopy(processor)
@@ -120,23 +120,27 @@ def test_a_chat_template_puts_the_question_into_a_turn(processor: Any) -> None:
 
 
 def test_the_same_numbers_give_the_same_bytes_and_others_do_not(processor: Any) -> None:
-    def told(prompts: list[VisualPrompt]) -> list[tuple[str, str, bytes]]:
+    def contents_of(prompts: list[VisualPrompt]) -> list[tuple[str, str, bytes]]:
         return [(p.text, p.answer, p.image.tobytes()) for p in prompts]
 
-    one, again = (told(asked(task(processor))) for _ in range(2))
+    one, again = (contents_of(draw_prompts(task(processor))) for _ in range(2))
     assert one == again
-    assert told(asked(task(processor), seed=1)) != one
-    assert told(asked(task(processor), "test")) == told(asked(task(processor), "test", seed=1))
-    held_out = {(text, image) for text, _, image in told(asked(task(processor), "test"))}
+    assert contents_of(draw_prompts(task(processor), seed=1)) != one
+    assert contents_of(draw_prompts(task(processor), "test")) == contents_of(
+        draw_prompts(task(processor), "test", seed=1)
+    )
+    held_out = {
+        (text, image) for text, _, image in contents_of(draw_prompts(task(processor), "test"))
+    }
     assert not held_out & {(text, image) for text, _, image in one}
 
 
 def test_demonstrations_are_right_and_have_their_images(processor: Any) -> None:
     made = task(processor)
     for record in made.demonstrations(0, 2, 8):
-        said = processor.decode(record.actions, skip_special_tokens=True)
-        answer = said.removeprefix("<answer>").removesuffix("</answer>")
-        assert made.grade(said, answer) == 1
+        text = processor.decode(record.actions, skip_special_tokens=True)
+        answer = text.removeprefix("<answer>").removesuffix("</answer>")
+        assert made.grade(text, answer) == 1
         assert record.actions[-1] == processor.eos_token_id
         assert record.image_sizes.tolist() == [[56, 56]]
         assert record.pixels.shape == (56 * 56 * 3,)
@@ -170,4 +174,4 @@ def test_a_model_that_does_not_see_is_refused(tmp_path: Path) -> None:
 def test_scenes_without_a_question_are_refused(processor: Any) -> None:
     """One cell is neither left nor right: drawing until there is one would never end."""
     with pytest.raises(ConfigError, match=r"task\.grid_size: 1 .*'place'.*train split"):
-        asked(task(processor, grid_size=1, question_kinds=("place",)))
+        draw_prompts(task(processor, grid_size=1, question_kinds=("place",)))

@@ -45,7 +45,7 @@ def played(task: dict[str, Any], split: str, folder: Path) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_held_out_starts_begin_in_the_numbered_states_and_training_where_the_seed_says(
+def test_evaluation_uses_numbered_initial_states_and_training_seeded_ones(
     processes: int, tmp_path: Path
 ) -> None:
     task = {**THREE, "num_processes": processes}
@@ -65,7 +65,7 @@ def test_a_world_renders_its_own_cameras(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (
             {"images": {"sidewards": [2, 3]}},
@@ -76,9 +76,9 @@ def test_a_world_renders_its_own_cameras(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("processes", [{}, {"images": {"side": [2, 3]}}])
 def test_what_is_refused_is_told_by_its_key(
-    changed: dict[str, Any], processes: dict[str, Any], said: str
+    changed: dict[str, Any], processes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(GymConfig.model_validate({**THREE, **processes, **changed}))
 
 
@@ -143,16 +143,16 @@ def test_a_batch_collects_and_has_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
-        ({"images": {"top": [2, 2]}}, r"task\.images\.top: its pictures are \[2, 3\]"),
+        ({"images": {"top": [2, 2]}}, r"task\.images\.top: its images are \[2, 3\]"),
         ({"images": {"side": [2, 3]}}, r"task\.images\.side: no such camera; there are top"),
     ],
 )
 def test_pictures_that_a_batch_does_not_make_are_refused(
-    changed: dict[str, Any], said: str
+    changed: dict[str, Any], message: str
 ) -> None:
-    with batch(**changed) as process, pytest.raises(InputError, match=said):
+    with batch(**changed) as process, pytest.raises(InputError, match=message):
         process.reset([0], [0])
 
 

@@ -56,16 +56,16 @@ def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) ->
     """Trajectories of three steps of five samples, by the engine."""
     engine = DirectEngine(DirectConfig(), cls, config)
     engine.load(folder, 0)
-    asked = [request(5, time, temperature, time) for time in range(3)]
+    requests = [request(5, time, temperature, time) for time in range(3)]
     channel = LocalChannel()
-    for each in asked:
+    for each in requests:
         channel.put(each)
     channel.close()
     replies = list(engine.generate(channel, seed=3, stage="rollout"))
     records = []
     for row in range(5):
         steps: dict[str, Any] = {}
-        for ask, reply in zip(asked, replies, strict=True):
+        for ask, reply in zip(requests, replies, strict=True):
             seen = {**ask.steps, "observations": ask.steps["observation"], **reply.steps}
             for name, column in seen.items():
                 steps.setdefault(TRAJECTORY_NAMES.get(name, name), []).append(column[row])

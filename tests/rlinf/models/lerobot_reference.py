@@ -223,20 +223,20 @@ def say(folder: Path, inputs: Path, outputs: Path) -> None:
     tau = torch.tensor(given["tau"])
     actions = policy.prepare_action(batch)
     sampled = policy.predict_action_chunk(dict(batch), noise=noise)
-    judged = {}
+    logprobs = {}
     for name in given.files:
         kind, temperature = name.rstrip("0123456789."), name.lstrip("abcdefghijklmnopqrstuvwxyz")
         if kind in ("sde", "learned"):
             stds = torch.tensor(given[f"std{temperature}"]) if kind == "learned" else None
             chain = torch.tensor(given[name])
-            judged[name] = likelihood(velocity, chain, float(temperature), stds).numpy()
+            logprobs[name] = likelihood(velocity, chain, float(temperature), stds).numpy()
     np.savez(
         outputs,
         tokens=words[0].numpy(),
         velocity=velocity(points, tau).numpy(),
         losses=model.forward(*known, *words, state, actions, noise, tau).numpy(),
         actions=after(sampled).numpy(),
-        **judged,
+        **logprobs,
     )
 
 

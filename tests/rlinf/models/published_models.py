@@ -143,7 +143,7 @@ def template_of(known: dict[str, Any]) -> str:
             if role == "user" and system == "joined":
                 first = "loop.index0 == 1 and messages[0].role == 'system'"
                 opening += "{% if " + first + " %}{{ messages[0].content + '\\n\\n' }}{% endif %}"
-            said = words if role == "assistant" else "m.content"
-            out += opening + "{{ " + said + " }}" + ending
+            result = words if role == "assistant" else "m.content"
+            out += opening + "{{ " + result + " }}" + ending
         out += "{% endif %}"
     return out + "{% endfor %}{% if add_generation_prompt %}" + text(known["ask"]) + "{% endif %}"

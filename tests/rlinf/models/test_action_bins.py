@@ -67,7 +67,7 @@ def test_statistics_of_actions_are_those_that_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[", "no dataset_statistics"),
         ('{"a": {"action": {"q01": [1]}}}', "q99"),
@@ -75,8 +75,8 @@ def test_statistics_of_actions_are_those_that_are_read(tmp_path: Path) -> None:
         ('{"a": {}, "b": {}}', r"model\.unnorm_key: .*a, b"),
     ],
 )
-def test_a_malformed_file_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_malformed_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / STATISTICS_FILE
     path.write_text(text)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_action_statistics(path, None, "model.norm_stats")

@@ -82,8 +82,8 @@ def test_policies_fill_a_box_that_is_not_around_zero(cls: Any, config: Any, tmp_
     steps |= {name: acted[name].numpy() for name in ("chain",) if name in acted}
     record = Trajectory(identity=RecordId(0, 0), **step_fields(steps))
     with torch.no_grad():
-        said = policy.evaluate(policy.collate([record]), 1.0)
-    torch.testing.assert_close(said.logprobs[0], acted["logprob"], atol=2e-4, rtol=1e-4)
+        outputs = policy.evaluate(policy.collate([record]), 1.0)
+    torch.testing.assert_close(outputs.logprobs[0], acted["logprob"], atol=2e-4, rtol=1e-4)
     learned = policy.to_policy_actions(actions)
     assert abs(learned).max() <= 1
     np.testing.assert_allclose(learned, np.clip((actions - [102, -1]) / 2, -1, 1), atol=1e-9)

@@ -175,17 +175,17 @@ def test_the_seed_alone_decides_the_first_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["no settings", "cut weights", "other sizes", "not a mapping"])
 def test_a_damaged_folder_is_named(tmp_path: Path, damage: str) -> None:
     MLPPolicy.create(MLPConfig(), BOX, 0, tmp_path)
-    told, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    values, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     if damage == "no settings":
-        told.unlink()
+        values.unlink()
     elif damage == "cut weights":
         weights.write_bytes(weights.read_bytes()[:100])
     elif damage == "other sizes":
-        told.write_text(json.dumps({**json.loads(told.read_text()), "hidden": [5]}))
+        values.write_text(json.dumps({**json.loads(values.read_text()), "hidden": [5]}))
     else:
-        told.write_text("[]")
-    said = r"not a policy folder|not those that config.json describes"
-    with pytest.raises(DataError, match=said):
+        values.write_text("[]")
+    message = r"not a policy folder|not those that config.json describes"
+    with pytest.raises(DataError, match=message):
         MLPPolicy.load(tmp_path, MLPConfig())
 
 

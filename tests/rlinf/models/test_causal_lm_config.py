@@ -72,8 +72,8 @@ def test_adapters_are_merged_into_what_others_load(architecture: str, tmp_path: 
     # Weights of experts are no linear layers of their own, and stay as they are.
     assert not any("experts" in name for name in changed)
     made.policy.save_state(merged, made.stream_weights())
-    said = [made.forward(records(), 1.0), trainer(merged).forward(records(), 1.0)]
-    for (_, one), (_, other) in zip(*said, strict=True):
+    outputs = [made.forward(records(), 1.0), trainer(merged).forward(records(), 1.0)]
+    for (_, one), (_, other) in zip(*outputs, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
 
 
@@ -114,9 +114,9 @@ def test_a_cap_on_logits_is_none_on_values(tmp_path: Path) -> None:
     assert policy.network.config.final_logit_softcapping == 30
     with torch.no_grad():
         policy.module.value_head.weight.fill_(1.0).mul_(1e3 * torch.randn(32))
-        said = policy.evaluate(policy.collate(records()), 1.0)
-    assert said.values is not None
-    assert float(said.values.abs().max()) > 100
+        outputs = policy.evaluate(policy.collate(records()), 1.0)
+    assert outputs.values is not None
+    assert float(outputs.values.abs().max()) > 100
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def record(actions: list[int], prompt: tuple[int, ...] = (2, 3, 4)) -> Trajector
     return Trajectory(identity=RecordId(0, 0), actions=np.array(actions), prompt=np.array(prompt))
 
 
-def said(policy: CausalLM, *records: Record) -> StepOutputs:
+def evaluate(policy: CausalLM, *records: Record) -> StepOutputs:
     with torch.no_grad():
         return policy.evaluate(policy.collate(records), 1.0)
 
 
 def values(policy: CausalLM, *records: Record) -> Tensor:
-    found = said(policy, *records).values
+    found = evaluate(policy, *records).values
     assert found is not None
     return found
 
@@ -78,7 +78,7 @@ def test_the_language_model_says_what_it_says_alone(kind: CriticType, tmp_path: 
     policy.save(folder, dict(policy.module.state_dict()))
     alone = CausalLM.load(folder, CausalLMConfig())
     rows = [record([5, 6, 7, 8]), record([9], (3,))]
-    assert torch.equal(said(policy, *rows).logprobs, said(alone, *rows).logprobs)
+    assert torch.equal(evaluate(policy, *rows).logprobs, evaluate(alone, *rows).logprobs)
     served = dict(CausalLMCritic.engine_weights(policy.module.state_dict().items()))
     assert served.keys() == alone.module.state_dict().keys()
     assert all(torch.equal(t, served[name]) for name, t in alone.module.state_dict().items())

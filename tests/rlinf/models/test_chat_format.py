@@ -96,8 +96,8 @@ def test_thoughts_of_the_past_are_the_templates_to_drop(name: str) -> None:
 def test_an_answer_without_a_thought_is_learnt_behind_the_prompt_of_a_rollout(name: str) -> None:
     made = chat(name)
     (turns,) = made.assistant_turns([talk("Hi", "Hello.", "1+1?", "2")], ["row"])
-    asked = [talk("Hi"), talk("Hi", "Hello.", "1+1?")]
-    assert [turn.prompt for turn in turns] == made.render_prompts(asked)
+    requests = [talk("Hi"), talk("Hi", "Hello.", "1+1?")]
+    assert [turn.prompt for turn in turns] == made.render_prompts(requests)
     for turn, text in zip(turns, ("Hello.", "2"), strict=True):
         if name in ("NEXT_TURN_ENDS", "PLAIN"):
             assert turn.completion.rstrip().endswith(text)
@@ -116,9 +116,9 @@ def test_what_is_learnt_is_what_was_said(data: st.DataObject) -> None:
     made = chat(name)
     content = f"<think>{thought}</think>{answer}"
     ((turn,),) = made.assistant_turns([talk("Hi", content)], ["row"])
-    said = turn.completion.removesuffix(made.end_of_turn_text)
-    begun = "" if made.thinking_marks is None or "<think>" in said else "<think>"
-    assert split_thought(begun + said, made.thinking_marks) == (thought, answer)
+    text = turn.completion.removesuffix(made.end_of_turn_text)
+    begun = "" if made.thinking_marks is None or "<think>" in text else "<think>"
+    assert split_thought(begun + text, made.thinking_marks) == (thought, answer)
 
 
 BEGINS_AS_A_MARK = ["<answer>12</answer>", "<tool_call>{}", "< 5", "<t", "</b>", "<thinking", ""]
@@ -138,20 +138,20 @@ def test_an_answer_may_begin_as_a_mark_of_thoughts_does(
         made = chat(name)
     ((turn,),) = made.assistant_turns([talk("1+3?", thought + answer)], ["row"])
     assert [turn.prompt] == made.render_prompts([talk("1+3?")])
-    said = turn.completion.removesuffix(made.end_of_turn_text)
-    assert turn.completion == said + made.end_of_turn_text
-    assert said.rpartition("</think>")[2].strip() == answer
-    assert ("add both" in said) == bool(thought)
+    found_text = turn.completion.removesuffix(made.end_of_turn_text)
+    assert turn.completion == found_text + made.end_of_turn_text
+    assert found_text.rpartition("</think>")[2].strip() == answer
+    assert ("add both" in found_text) == bool(thought)
 
 
 def test_a_prompt_that_must_not_think_has_no_thoughts_to_learn() -> None:
     made = chat("OPENS", enable_thinking=False)
-    (asked,) = made.render_prompts([talk("1+3?")])
-    assert asked.endswith("<think>\n\n</think>\n\n")
+    (request,) = made.render_prompts([talk("1+3?")])
+    assert request.endswith("<think>\n\n</think>\n\n")
     with pytest.raises(DataError, match=r"row 3: .* closes it .*model\.chat_template_kwargs"):
         made.assistant_turns([talk("1+3?", THOUGHT)], ["row 3"])
     ((turn,),) = made.assistant_turns([talk("1+3?", "4")], ["row 3"])
-    assert turn == (asked, "4<|im_end|>")
+    assert turn == (request, "4<|im_end|>")
 
 
 @pytest.mark.parametrize(("template", "name"), [("OPENS", "enable_thinkng"), ("CHATML", "x")])

@@ -80,12 +80,14 @@ def test_a_gradient_reaches_every_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    ("images", "message"),
     [
         ({}, r"model\.name: cnn sees pictures, and the task shows none; set task\.images"),
         ({"front": [36, 20]}, r"task\.images\.front: 36 x 20 is too small .* 36 at least"),
     ],
 )
-def test_what_it_cannot_see_is_refused(images: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_it_cannot_see_is_refused(
+    images: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         CNNPolicy.check(CNNConfig(), {**SPEC, "images": images})

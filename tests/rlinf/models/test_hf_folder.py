@@ -237,11 +237,11 @@ def test_the_context_length_is_that_of_the_family(tmp_path: Path, name: str) -> 
 @pytest.mark.slow
 def test_vllm_serves_that_length_and_no_greater_one(tmp_path: Path) -> None:
     known = {name: pair for name, pair in LENGTHS.items() if pair[1] is not None}
-    asked = [
+    requests = [
         (str(write_settings(tmp_path / str(number), settings)), length)
         for number, (settings, length) in enumerate(known.values())
     ]
-    found = vllm_accepts(asked)
+    found = vllm_accepts(requests)
     assert dict(zip(known, found, strict=True)) == {name: [True, False] for name in known}
 
 

@@ -64,7 +64,7 @@ def test_quantiles_take_the_statistics_of_that_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "known", "said"),
+    ("mode", "known", "message"),
     [
         ("QUANTILES", {"mean": [0.0]}, r"here: no q01, q99.*model\.norm_stats"),
         ("MEAN_STD", {"mean": [0.0] * 3, "std": [1.0] * 3}, r"here: of 3 numbers.* 2"),
@@ -72,9 +72,9 @@ def test_quantiles_take_the_statistics_of_that_name() -> None:
     ],
 )
 def test_statistics_that_do_not_fit_are_refused(
-    mode: str, known: dict[str, list[float]], said: str
+    mode: str, known: dict[str, list[float]], message: str
 ) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         FeatureNormalizer.from_statistics(mode, known, 2, "here")
 
 
@@ -103,7 +103,7 @@ def test_a_folder_is_given_other_statistics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{", r"no stats\.json of a data set of LeRobot"),
         ('{"action": {"mean": [1]}}', r"observation\.state"),
@@ -113,25 +113,27 @@ def test_a_folder_is_given_other_statistics(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_of_other_statistics_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_of_other_statistics_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "stats.json").write_text(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_feature_statistics(tmp_path / "stats.json", {STATE_FEATURE: 2, ACTION_FEATURE: 2})
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda known: known["steps"].clear(), r"no step unnormalizer_processor"),
         (lambda known: known["steps"][0].pop("config"), r"not as LeRobot writes it"),
         (lambda known: known["steps"][0].pop("state_file"), r"no mean, std.*MEAN_STD"),
     ],
 )
-def test_a_processor_of_another_kind_is_refused(tmp_path: Path, change: object, said: str) -> None:
+def test_a_processor_of_another_kind_is_refused(
+    tmp_path: Path, change: object, message: str
+) -> None:
     write_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
     path = tmp_path / f"{POSTPROCESSOR}.json"
     known = json.loads(path.read_text())
     change(known)  # type: ignore[operator]
     path.write_text(json.dumps(known))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_normalizer(tmp_path, POSTPROCESSOR, UNNORMALIZER_STEP, ACTION_FEATURE, 2)

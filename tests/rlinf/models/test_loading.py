@@ -103,8 +103,8 @@ def test_tensors_that_are_not_its_own_are_listed_and_nothing_changes(
     policy = outlined(parts)
     with pytest.raises(DataError) as refused:
         policy.load_weights()
-    said = str(refused.value)
-    assert f"missing: {gone}" in said
-    assert "not of this network: model.extra" in said
-    assert f"of another shape: {shaped} [3], not " in said
+    message = str(refused.value)
+    assert f"missing: {gone}" in message
+    assert "not of this network: model.extra" in message
+    assert f"of another shape: {shaped} [3], not " in message
     assert all(tensor.isnan().all() for tensor in policy.module.parameters())

@@ -36,19 +36,19 @@ def test_parts_are_the_whole_with_gradients(
     weight = torch.randn(301, 8, generator=random, requires_grad=True)
     bias = torch.randn(301, generator=random, requires_grad=True) if biased else None
     inputs = [hidden, weight, *([] if bias is None else [bias])]
-    taken = torch.randint(301, (17,), generator=random)
+    tokens = torch.randint(301, (17,), generator=random)
     of_taken, of_entropy = torch.randn(2, 17, generator=random)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
-    chosen, entropy = token_logprobs(logits, taken, temperature, True)
+    chosen, entropy = token_logprobs(logits, tokens, temperature, True)
     assert entropy is not None
     both = torch.stack([chosen * of_taken, entropy * of_entropy], 1)
-    out = head_logprobs(hidden, weight, taken, temperature, part, bias=bias, softcap=cap)
+    out = head_logprobs(hidden, weight, tokens, temperature, part, bias=bias, softcap=cap)
     assert_alike(out[:, 0].detach(), chosen.detach())
     assert_alike(out[:, 1].detach(), entropy.detach())
     alone = head_logprobs(
-        hidden, weight, taken, temperature, part, bias=bias, softcap=cap, entropy=False
+        hidden, weight, tokens, temperature, part, bias=bias, softcap=cap, entropy=False
     )
     assert torch.equal(alone, out[:, :1])
     scales = torch.stack([of_taken, of_entropy], 1)
@@ -63,9 +63,9 @@ def test_in_half_precision_sums_are_those_of_the_plain_way(tmp_path: Path) -> No
     random = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=random).bfloat16() for n in (40, 301))
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
-    taken = torch.randint(301, (40,), generator=random)
-    chosen, _ = token_logprobs(hidden @ weight.T, taken, 1.0, False)
-    out = head_logprobs(hidden, weight, taken, 1.0, 301 * 7, entropy=False)
+    tokens = torch.randint(301, (40,), generator=random)
+    chosen, _ = token_logprobs(hidden @ weight.T, tokens, 1.0, False)
+    out = head_logprobs(hidden, weight, tokens, 1.0, 301 * 7, entropy=False)
     assert out.dtype == torch.float32
     assert_alike(out[:, 0].detach(), chosen.detach())
     given = torch.autograd.grad(out.sum(), inputs)
@@ -80,13 +80,13 @@ def test_what_is_never_said_has_finite_logits_of_every_type(dtype: torch.dtype) 
     random = torch.Generator().manual_seed(0)
     hidden, weight = (10 * torch.randn(n, 16, generator=random) for n in (5, 301))
     hidden, weight = hidden.to(dtype), weight.to(dtype)
-    taken = torch.randint(1, 300, (5,), generator=random)
+    tokens = torch.randint(1, 300, (5,), generator=random)
     bias = mask_tokens(weight.new_zeros(301), (0, 300))
-    out = head_logprobs(hidden, weight, taken, 2.0, bias=bias)
-    chosen, entropy = token_logprobs(mask_tokens(hidden @ weight.T, (0, 300)), taken, 2.0, True)
+    out = head_logprobs(hidden, weight, tokens, 2.0, bias=bias)
+    chosen, entropy = token_logprobs(mask_tokens(hidden @ weight.T, (0, 300)), tokens, 2.0, True)
     assert entropy is not None
     torch.testing.assert_close(out, torch.stack([chosen, entropy], 1))
-    of_unsaid, _ = token_logprobs(hidden @ weight.T + bias, torch.zeros_like(taken), 2.0, False)
+    of_unsaid, _ = token_logprobs(hidden @ weight.T + bias, torch.zeros_like(tokens), 2.0, False)
     assert bool(of_unsaid.isfinite().all())
     assert float(of_unsaid.exp().max()) == 0
 
@@ -202,5 +202,5 @@ def test_a_family_that_changes_its_logits_is_not_among_them_and_that_is_said_onc
     policy = CausalLM(module, tmp_path)
     for _ in range(2):
         policy.evaluate(policy.collate(records()), 1.0)
-    said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if "type cohere" in text]) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "type cohere" in text]) == 1

@@ -83,7 +83,7 @@ def test_what_it_cannot_be_made_for_or_read_is_refused(tmp_path: Path) -> None:
 def test_data_on_the_edge_of_the_interval_have_a_finite_density(tmp_path: Path) -> None:
     policy = made(tmp_path)
     actions = torch.tensor([[1.0, -1.0], [0.0, 5.0]])
-    said = policy.action_logprob(torch.zeros(2, 4), actions, eps=1e-3)
-    assert said.isfinite().all()
+    outputs = policy.action_logprob(torch.zeros(2, 4), actions, eps=1e-3)
+    assert outputs.isfinite().all()
     inside = policy.action_logprob(torch.zeros(1, 4), torch.tensor([[0.999, -0.999]]))
-    np.testing.assert_allclose(said[0].item(), inside.item(), rtol=1e-4)
+    np.testing.assert_allclose(outputs[0].item(), inside.item(), rtol=1e-4)

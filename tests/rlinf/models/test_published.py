@@ -38,16 +38,16 @@ def test_they_are_those_of_the_checkpoint(tmp_path: Path, architecture: Architec
 def test_experts_come_layer_by_layer(tmp_path: Path) -> None:
     """They are never there all at once."""
     policy, published = made(tmp_path, "qwen3_moe")
-    state, asked = policy.module.state_dict(), list[str]()
+    state, requests = policy.module.state_dict(), list[str]()
 
     def tensors():  # type: ignore[no-untyped-def]
         for name, tensor in state.items():
-            asked.append(name)
+            requests.append(name)
             yield name, tensor
 
     first = next(name for name, _ in published.export(tensors()) if ".experts." in name)
     assert first.startswith("model.layers.0.")
-    assert not any(name.startswith("model.layers.1.") for name in asked)
+    assert not any(name.startswith("model.layers.1.") for name in requests)
 
 
 def test_of_tied_ones_any_is_enough(tmp_path: Path) -> None:

@@ -117,17 +117,17 @@ def test_packed_rows_are_separate_rows(
         (policy(folder, packed=True), [RECORDS]),
         (policy(folder), [[one] for one in RECORDS]),
     ):
-        said = []
+        result = []
         for part in parts:
             out = made.evaluate(made.collate(part), 0.9, entropy=True)
             assert out.entropy is not None
             mask = made.collate(part)["mask"]
             (out.logprobs.sum() + (mask * out.entropy).square().sum()).backward()
-            said += [
+            result += [
                 torch.stack([out.logprobs[i, : len(one)], out.entropy[i, : len(one)]])
                 for i, one in enumerate(part)
             ]
-        found.append((said, {n: p.grad for n, p in made.module.named_parameters()}))
+        found.append((result, {n: p.grad for n, p in made.module.named_parameters()}))
     (packed, ours), (alone, theirs) = found
     for one, other in zip(packed, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
@@ -180,12 +180,12 @@ def test_the_engine_says_what_the_trainer_says(
     for path, seed in ((served, 0), (later, 1)):
         path.mkdir()
         create(path, seed)
-    asked = 0
+    num_requests = 0
 
     def look() -> tuple[Path, int] | None:
-        nonlocal asked
-        asked += 1
-        return (later, 1) if asked == 4 else None
+        nonlocal num_requests
+        num_requests += 1
+        return (later, 1) if num_requests == 4 else None
 
     prompts = [one for one in RECORDS[:5] for _ in range(2)]
     settings = TransformersConfig(device="cpu", max_num_seqs=rows)
@@ -202,12 +202,14 @@ def test_the_engine_says_what_the_trainer_says(
             length = int(reply.steps["length"][i])
             tokens = reply.steps["tokens"][i, :length]
             assert not np.isin(tokens, (16, 17)).any()
-            told = replace(prompts[sample], identity=RecordId(0, sample), actions=tokens)
+            record = replace(prompts[sample], identity=RecordId(0, sample), actions=tokens)
             made_by = reply.steps["version"][i, :length] if newer else np.zeros(length, np.int64)
             versions |= set(made_by.tolist())
             with torch.no_grad():
-                said = [p.evaluate(p.collate([told]), 1.0).logprobs[0].numpy() for p in policies]
-            right = np.where(made_by == 0, said[0], said[1])
+                outputs = [
+                    p.evaluate(p.collate([record]), 1.0).logprobs[0].numpy() for p in policies
+                ]
+            right = np.where(made_by == 0, outputs[0], outputs[1])
             np.testing.assert_allclose(reply.steps["logprobs"][i, :length], right, atol=1e-5)
             count += 1
     assert count == len(prompts)
@@ -234,9 +236,9 @@ def test_training_moves_what_sees_and_what_speaks(
     again = Qwen25VL.load(tmp_path, CONFIG)
     with torch.no_grad():
         right = again.evaluate(again.collate(RECORDS[:5]), 1.0).logprobs
-    for row, said in made.forward(RECORDS[:5], 1.0):
+    for row, outputs in made.forward(RECORDS[:5], 1.0):
         count = len(RECORDS[row])
-        torch.testing.assert_close(said.logprobs[:count], right[row, :count], rtol=0, atol=1e-5)
+        torch.testing.assert_close(outputs.logprobs[:count], right[row, :count], rtol=0, atol=1e-5)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = set(file.keys())
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -245,7 +247,7 @@ def test_training_moves_what_sees_and_what_speaks(
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) -> None:
-    said = []
+    result = []
     for dtype in ("float32", "float16"):
         config = FSDPConfig.model_validate(
             {
@@ -256,8 +258,8 @@ def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) ->
             }
         )
         made = FSDPTrainer(policy(folder), config, OptimizerSection(lr=1e-3), ProcessGroupInfo())
-        said.append(made.step(RECORDS[:5], loss, lr=1e-3))
-    right, half = said
+        result.append(made.step(RECORDS[:5], loss, lr=1e-3))
+    right, half = result
     assert half["skipped_steps"] == 0.0
     for name in ("loss", "grad_norm"):
         assert half[name] == pytest.approx(right[name], rel=5e-3)
@@ -329,5 +331,5 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
         )
         for rank in "01"
     ]
-    said = [process.communicate() for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate() for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs

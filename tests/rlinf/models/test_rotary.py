@@ -169,7 +169,7 @@ def phimoe(folder: Path) -> CausalLMConfig:
     return tiny.write(folder, "phimoe", made=made)
 
 
-def test_a_network_that_chooses_by_the_longest_row_all_the_same_is_refused_at_the_door(
+def test_a_rope_that_depends_on_the_longest_row_is_refused_at_loading(
     tmp_path: Path,
 ) -> None:
     config = phimoe(tmp_path)

@@ -54,7 +54,7 @@ def stepped(world):
     options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0, max_tokens_per_microbatch=400)
     policy = SmolVLAPolicy.load(folder, config)
     trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
-    loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
+    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
     trainer.step(records, loss, lr=1e-3)
     return trainer.full_state_dict()
 
@@ -163,8 +163,8 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
         chained = {**steps, CHAIN_COLUMN: done[CHAIN_COLUMN].numpy()}
         batch = policy.collate([Trajectory(identity=RecordId(0, 0), **step_fields(chained))])
         for _ in range(2):
-            said = policy.evaluate(batch, 1.0).logprobs[0]
-            ratios = (said - done["logprob"]).sum(-1).exp()
+            outputs = policy.evaluate(batch, 1.0).logprobs[0]
+            ratios = (outputs - done["logprob"]).sum(-1).exp()
             clipped = ratios.clamp(0.8, 1.28)
             loss = -torch.minimum(ratios * advantages, clipped * advantages).mean()
             optimizer.zero_grad()
@@ -182,8 +182,8 @@ def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> No
         )
         for rank in "01"
     ]
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_ways_of_training_have_the_same_loss_and_learn(
     if "lora" in options:
         pytest.importorskip("peft")
     policy, records = made(tmp_path), rolled_out(tmp_path)
-    loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
+    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
     known = policy.module.state_dict()
     found = []
     for each in ({}, options):

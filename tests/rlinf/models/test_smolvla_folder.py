@@ -33,9 +33,9 @@ def test_a_folder_is_lerobots_with_the_heads_apart(tmp_path: Path) -> None:
     (tmp_path / HEADS_FILE).unlink()
     again = SmolVLAPolicy.load(tmp_path, SmolVLAConfig(noise_method="learned"))
     batch = policy.collate(rolled_out(tmp_path, noise_method="learned"))
-    said = again.evaluate(batch, 1.0)
-    assert said.values is not None
-    assert not said.values.any(), "a value head begins anew, at zero"
+    outputs = again.evaluate(batch, 1.0)
+    assert outputs.values is not None
+    assert not outputs.values.any(), "a value head begins anew, at zero"
     kept = {n: t for n, t in again.module.state_dict().items() if n.startswith("model.")}
     assert all(torch.equal(t, tensors[n]) for n, t in kept.items())
 
@@ -52,7 +52,7 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "said"),
+    ("options", "changes", "message"),
     [
         ({}, {"images": {}}, r"task\.images: .*sees pictures"),
         ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*choices"),
@@ -62,14 +62,14 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused(
-    options: dict[str, Any], changes: dict[str, Any], said: str
+    options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         SmolVLAPolicy.check(SmolVLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"heads": 5}, r"heads: 32 is no multiple of 5"),
         ({"heads": 4, "kv_heads": 3}, r"kv_heads: 4 is no multiple of 3"),
@@ -80,8 +80,8 @@ def test_what_cannot_work_is_refused(
         ),
     ],
 )
-def test_sizes_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_sizes_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SmolVLAConfig(**{**SIZES, **options})
 
 
@@ -101,7 +101,7 @@ def test_a_folder_for_another_task_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"type": "act"}, r"model\.path: .*'act'.*'smolvla'"),
         ({"add_image_special_tokens": True}, r"add_image_special_tokens is True"),
@@ -112,12 +112,12 @@ def test_a_folder_for_another_task_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_of_another_kind_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     made(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         SmolVLAPolicy.load(tmp_path, SmolVLAConfig())
 
 

@@ -33,10 +33,10 @@ TEXTS = ("reach", "Push the block to the left and then, carefully, back again", 
 
 def lerobot(*words: str | Path) -> None:
     python = need_environment("lerobot")
-    asked = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [python, SCRIPT, *words],
-        env={**os.environ, **asked},
+        env={**os.environ, **settings},
         capture_output=True,
         text=True,
         check=False,
@@ -143,9 +143,9 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
                 batch = policy.collate(
                     [Trajectory(identity=RecordId(0, 0), **step_fields(chained))]
                 )
-                judged = policy.evaluate(batch, temperature).logprobs[0]
-            np.testing.assert_allclose(judged.numpy(), acted["logprob"].numpy(), atol=1e-5)
-            logprobs[f"{kind}{temperature}"] = judged.numpy()
+                expected = policy.evaluate(batch, temperature).logprobs[0]
+            np.testing.assert_allclose(expected.numpy(), acted["logprob"].numpy(), atol=1e-5)
+            logprobs[f"{kind}{temperature}"] = expected.numpy()
             if kind == "learned":
                 with torch.no_grad():
                     at = acted[CHAIN_COLUMN][:, :-1]
@@ -155,7 +155,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
                 assert float(spread.std()) > 0.002, "learned noise is the same everywhere"
                 chains[f"std{temperature}"] = spread.numpy()
     names = ("camera1", "camera2") if make is of_theirs else ("front", "wrist")
-    asked = {
+    settings = {
         f"observation.images.{name}": seen[f"images.{camera}"]
         for name, camera in zip(names, SPEC["images"], strict=True)
     }
@@ -167,17 +167,17 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
         tau=tau,
         action=actions,
         **chains,
-        **asked,
+        **settings,
         **{"observation.state": seen["observation"]},
     )
     lerobot("say", folder, tmp_path / "inputs.npz", tmp_path / "outputs.npz")
-    said = np.load(tmp_path / "outputs.npz")
-    np.testing.assert_array_equal(prompt.numpy(), said["tokens"])
-    np.testing.assert_allclose(velocity.numpy(), said["velocity"][:, :length], atol=1e-5)
-    np.testing.assert_allclose(sampled.numpy(), said["actions"][:, :length], atol=1e-5)
-    errors = said["losses"][:, :length]
+    result = np.load(tmp_path / "outputs.npz")
+    np.testing.assert_array_equal(prompt.numpy(), result["tokens"])
+    np.testing.assert_allclose(velocity.numpy(), result["velocity"][:, :length], atol=1e-5)
+    np.testing.assert_allclose(sampled.numpy(), result["actions"][:, :length], atol=1e-5)
+    errors = result["losses"][:, :length]
     errors = errors[..., :size] + errors[..., size:].sum(-1, keepdims=True) / size
     np.testing.assert_allclose(losses.numpy(), errors, atol=1e-5, rtol=1e-5)
     for name, own in logprobs.items():
-        np.testing.assert_allclose(own, said[name][..., :size], atol=1e-5, rtol=1e-5)
-    assert np.abs(said["velocity"]).mean() > 0.1, "a network that says nothing"
+        np.testing.assert_allclose(own, result[name][..., :size], atol=1e-5, rtol=1e-5)
+    assert np.abs(result["velocity"]).mean() > 0.1, "a network that says nothing"

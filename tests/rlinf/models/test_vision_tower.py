@@ -85,5 +85,5 @@ def test_timm_still_says_so(tmp_path: Path) -> None:
     again = json.loads(target.read_text(encoding="utf-8"))
     assert again["whole"] == FOUND["whole"]
     for tower in TOWERS:
-        said, before = (torch.tensor(f["small"][tower]["features"]) for f in (again, FOUND))
-        assert torch.allclose(said, before, atol=1e-5)
+        result, before = (torch.tensor(f["small"][tower]["features"]) for f in (again, FOUND))
+        assert torch.allclose(result, before, atol=1e-5)

@@ -115,11 +115,11 @@ def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: 
     with torch.no_grad():
         for token in range(policy.module.first_action_token, policy.module.first_action_token + 8):
             record.policy_columns["tokens"] = np.full((3, 4, 3), token)
-            said = policy.evaluate(policy.collate([record]), 1.0, entropy=True)
-            total += said.logprobs[0].exp()
+            outputs = policy.evaluate(policy.collate([record]), 1.0, entropy=True)
+            total += outputs.logprobs[0].exp()
     assert torch.allclose(total, torch.ones_like(total), atol=1e-5)
-    assert said.entropy is not None
-    assert (said.entropy <= np.log(8)).all()
+    assert outputs.entropy is not None
+    assert (outputs.entropy <= np.log(8)).all()
 
 
 def test_a_demonstration_is_learned_as_the_chunks_that_begin_at_its_steps(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "said"),
+    ("options", "changes", "message"),
     [
         ({}, {"images": {}}, r"task\.images: .*sees pictures"),
         ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*choices"),
@@ -193,9 +193,9 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
     ],
 )
 def test_what_cannot_work_is_refused(
-    options: dict[str, Any], changes: dict[str, Any], said: str
+    options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         VLAPolicy.check(VLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
 
 
@@ -221,6 +221,6 @@ def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(
 ) -> None:
     state = made(tmp_path / "one").module.state_dict()
     acting.assert_values_begin_anew(VLAPolicy, tmp_path, state)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2, "each time that it began anew"
-    assert "has 1 outputs, and 4 are needed (model.value_level" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2, "each time that it began anew"
+    assert "has 1 outputs, and 4 are needed (model.value_level" in messages[0]

@@ -95,7 +95,7 @@ def published(folder: Path) -> VLAConfig:
     return VLAConfig(path=folder, unnorm_key="one", chunk_size=4)
 
 
-def said(policy: VLAPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
+def evaluate(policy: VLAPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
     seen = {n: torch.tensor(c) for n, c in acting.request(3, 0, seed=seed).steps.items()}
     noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 3))
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_a_policy_made_of_a_published_folder_says_the_same_wherever_it_is_saved(
     policy = VLAPolicy.load(first, config)
     policy.save(again, policy.module.state_dict())
     other = VLAPolicy.load(again, config)
-    one, two = said(policy), said(other)
+    one, two = evaluate(policy), evaluate(other)
     assert all(torch.equal(one[name], two[name]) for name in one)
     published_names = json.loads(
         (tmp_path / "published" / "model.safetensors.index.json").read_text()
@@ -171,7 +171,7 @@ def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: P
     VLAPolicy.create(config, SPEC, 0, tmp_path / "run")
     policy = VLAPolicy.load(tmp_path / "run", config)
     network = policy.module
-    found = said(policy)
+    found = evaluate(policy)
     steps = acting.request(3, 0).steps
     tokenizer = Tokenizer.from_file(str(tmp_path / "run" / TOKENIZER_FILE))
     model = network.language_model

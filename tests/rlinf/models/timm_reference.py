@@ -107,8 +107,8 @@ def main(target: Path) -> None:
         with torch.no_grad():
             small.eval().double()
             last_but_one = {len(small.blocks) - 2}
-            (said,) = small.get_intermediate_layers(pixels().double(), n=last_but_one)
-        found["small"][tower] = {"shapes": shapes(small), "features": said.tolist()}
+            (outputs,) = small.get_intermediate_layers(pixels().double(), n=last_but_one)
+        found["small"][tower] = {"shapes": shapes(small), "features": outputs.tolist()}
     target.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 

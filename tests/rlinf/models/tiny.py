@@ -94,10 +94,10 @@ def engine(config: CausalLMConfig, **options: Any) -> TransformersEngine:
     return made
 
 
-def generate(served: TransformersEngine, *asked: Record) -> dict[int, tuple[Any, Any]]:
+def generate(served: TransformersEngine, *requests: Record) -> dict[int, tuple[Any, Any]]:
     """Return tokens and log-probabilities of each sample by its number."""
     channel = LocalChannel()
-    for request in asked:
+    for request in requests:
         channel.put(request)
     channel.close()
     found = {}

@@ -228,14 +228,14 @@ def tiny_settings(family: str, vocabulary: int) -> dict[str, Any]:
     """Return what ``AutoConfig.for_model`` is told."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    told = _shrunk(CONFIG_MAPPING[family], vocabulary)
+    values = _shrunk(CONFIG_MAPPING[family], vocabulary)
     for name, value in OWN.get(family, {}).items():
-        part = told.get(name)
+        part = values.get(name)
         if value is LEFT_OUT:
-            del told[name]
+            del values[name]
             continue
-        told[name] = {**part, **value} if name.endswith("_config") and part else value
-    return told
+        values[name] = {**part, **value} if name.endswith("_config") and part else value
+    return values
 
 
 def scaled_settings(family: str, vocabulary: int, scaling: str) -> dict[str, Any] | None:
@@ -250,8 +250,8 @@ def scaled_settings(family: str, vocabulary: int, scaling: str) -> dict[str, Any
     """
     from transformers import AutoConfig
 
-    told = tiny_settings(family, vocabulary)
-    known = AutoConfig.for_model(family, **told)
+    values = tiny_settings(family, vocabulary)
+    known = AutoConfig.for_model(family, **values)
     rope = getattr(known, "rope_parameters", None) or {}
     if known.sub_configs or "rope_type" not in rope or not (sizes := _rotary_sizes(known)):
         return None
@@ -263,10 +263,10 @@ def scaled_settings(family: str, vocabulary: int, scaling: str) -> dict[str, Any
         }
         # PhiMoE has magnitudes of its own.
         made |= {"short_mscale": 1.2, "long_mscale": 1.5} if family == "phimoe" else {}
-        return {**told, "rope_parameters": {**rope, "rope_type": scaling, **made}}
+        return {**values, "rope_parameters": {**rope, "rope_type": scaling, **made}}
     made = {"factor": 4.0} if scaling == "dynamic" else {"factor": 1.0, "alpha": 1000.0}
     length = {"max_position_embeddings": 16 if scaling == "dynamic" else 64}
-    return {**told, **length, "rope_parameters": {**rope, "rope_type": "dynamic", **made}}
+    return {**values, **length, "rope_parameters": {**rope, "rope_type": "dynamic", **made}}
 
 
 def _rotary_sizes(settings: Any) -> list[int]:
@@ -283,20 +283,20 @@ def _rotary_sizes(settings: Any) -> list[int]:
 def _shrunk(cls: Any, vocabulary: int) -> dict[str, Any]:
     plain = cls()
     names, mapped = set(plain.to_dict()), getattr(cls, "attribute_map", {})
-    told = {n: v for n, v in SIZES.items() if n in names or n in mapped}
+    values = {n: v for n, v in SIZES.items() if n in names or n in mapped}
     if "vocab_size" in names or "vocab_size" in mapped:
-        told["vocab_size"] = vocabulary
+        values["vocab_size"] = vocabulary
     kinds = getattr(plain, "layer_types", None)
     own = mapped.get("layer_types", "layer_types")
     if isinstance(kinds, list) and not isinstance(getattr(cls, own, None), property):
         seen = list(dict.fromkeys(kinds))
-        told["layer_types"] = seen * 2 if len(seen) == 1 else seen
-        told["num_hidden_layers"] = len(told["layer_types"])
+        values["layer_types"] = seen * 2 if len(seen) == 1 else seen
+        values["num_hidden_layers"] = len(values["layer_types"])
     for name, part in getattr(cls, "sub_configs", {}).items():
         inner = type(getattr(plain, name, None)) if getattr(plain, name, None) is not None else part
         if hasattr(inner, "model_type"):
-            told[name] = _shrunk(inner, vocabulary)
-    return told
+            values[name] = _shrunk(inner, vocabulary)
+    return values
 
 
 def all_families() -> list[str]:

@@ -34,9 +34,9 @@ def opened(folder: Path, **changed: Any) -> ReplayBuffer:
 
 def held(buffer: ReplayBuffer, iteration: int) -> list[float]:
     view = buffer.view(iteration)
-    taken = view.take(np.arange(len(view)))
-    np.testing.assert_array_equal(taken["observations"][:, 1], taken["rewards"] + 0.5)
-    return [float(value) for value in taken["rewards"]]
+    chosen = view.take(np.arange(len(view)))
+    np.testing.assert_array_equal(chosen["observations"][:, 1], chosen["rewards"] + 0.5)
+    return [float(value) for value in chosen["rewards"]]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 12))

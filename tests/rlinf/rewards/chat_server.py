@@ -30,14 +30,14 @@ class Reply:
 
 @dataclass
 class ChatServer:
-    """What it answers and what it was asked."""
+    """What it answers and what it was requests."""
 
     url: str = ""
     answer: Callable[[str], Reply] = lambda question: Reply()
     """To the last message of a request, unless a reply is in ``queue``."""
     queue: deque[Reply] = field(default_factory=deque)
     """Replies to the next requests."""
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     under_way: int = 0
@@ -55,7 +55,7 @@ def chat_server() -> Iterator[ChatServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with state.lock:
-                state.asked.append(body)
+                state.requests.append(body)
                 state.headers.append(dict(self.headers))
                 state.times.append(time.monotonic())
                 state.under_way += 1

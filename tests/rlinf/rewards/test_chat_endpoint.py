@@ -55,7 +55,7 @@ def ask(server: ChatServer, **config: Any) -> ChatReply:
 
 def test_a_request_has_model_messages_and_settings(server: ChatServer) -> None:
     assert ask(server) == ChatReply("Score: 1", "", 1, 10)
-    assert server.asked == [{"model": "tiny", "messages": QUESTION, "temperature": 0.0}]
+    assert server.requests == [{"model": "tiny", "messages": QUESTION, "temperature": 0.0}]
     assert "Authorization" not in server.headers[0]
 
 
@@ -147,24 +147,24 @@ def test_who_is_refused_as_such_is_told_what_the_server_said(
     server.queue.append(Reply(status=status, body=b"no such model"))
     with pytest.raises(ConfigError, match=f"reward.endpoint.*status {status}: no such model"):
         ask(server)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_a_budget_of_requests_counts_every_try(server: ChatServer) -> None:
     server.queue.extend([Reply(status=500)] * 2)
-    asked = endpoint(server, max_requests=4)
-    got = [asked.complete("tiny", QUESTION) for _ in range(3)]
+    request = endpoint(server, max_requests=4)
+    got = [request.complete("tiny", QUESTION) for _ in range(3)]
     assert [(a.text, a.failure, a.num_requests) for a in got] == [
         ("Score: 1", "", 3),
         ("Score: 1", "", 1),
         (None, OVER_BUDGET, 0),
     ]
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
 def test_a_budget_of_tokens_ends_requests(server: ChatServer) -> None:
-    asked = endpoint(server, max_total_tokens=15)
-    assert [asked.complete("tiny", QUESTION).failure for _ in range(3)] == ["", "", OVER_BUDGET]
+    request = endpoint(server, max_total_tokens=15)
+    assert [request.complete("tiny", QUESTION).failure for _ in range(3)] == ["", "", OVER_BUDGET]
     unknown = b'{"choices": [{"message": {"content": "Score: 1"}}]}'
     server.queue.append(Reply(body=unknown))
     assert ask(server).num_tokens > 5, "estimated where the server does not say"
@@ -211,7 +211,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "text"),
     [
         ({"base_url": "http://host/v1"}, "unencrypted; use https"),
         ({"base_url": "http://127.0.0.1.host/v1"}, "unencrypted"),
@@ -226,8 +226,8 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ({"base_url": "https://h/v1", "max_retrys": 3}, "'max_retries'"),
     ],
 )
-def test_what_is_no_endpoint_is_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward.endpoint.*{said}"):
+def test_what_is_no_endpoint_is_refused(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.endpoint.*{text}"):
         validate(ChatEndpointConfig, values, "reward.endpoint")
 
 

@@ -26,6 +26,7 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, fill_template
+from stages.layout import REWARD_CACHE_FOLDER
 from tests.environments import need_environment
 from tests.rlinf.rewards.chat_server import ChatServer, Reply, chat_server
 
@@ -69,7 +70,7 @@ def judge(
     )
 
 
-def said(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
+def results_of(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
     found = reward.compute_results(trajectories(*texts), [])
     return [(float(np.sum(j.reward)), j.valid, j.failure) for j in found]
 
@@ -83,11 +84,11 @@ def by_length(question: str) -> Reply:
 def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
     server.answer = by_length
     reward = judge(server, scale=2.0, offset=1.0, system_prompt="Be fair.", extra_body={"seed": 3})
-    found = said(reward, "2", "two", "22", "2")
+    found = results_of(reward, "2", "two", "22", "2")
     assert [worth for worth, _, _ in found] == pytest.approx([1.2, 1.6, 1.4, 1.2])
     assert all(kept and not trouble for _, kept, trouble in found)
-    assert len(server.asked) == 3, "equal questions are asked once"
-    first = next(a for a in server.asked if "R: 2 " in a["messages"][1]["content"])
+    assert len(server.requests) == 3, "equal questions are asked once"
+    first = next(a for a in server.requests if "R: 2 " in a["messages"][1]["content"])
     assert first == {
         "model": "tiny",
         "messages": [
@@ -107,8 +108,8 @@ def test_what_a_response_says_is_no_template() -> None:
 
 def test_a_field_that_is_not_there_is_named(server: ChatServer) -> None:
     with pytest.raises(DataError, match=r"reward.prompt: .*\{unti\}; did you mean 'unit'"):
-        said(judge(server, prompt="{response} {unti}"), "2")
-    assert not server.asked
+        results_of(judge(server, prompt="{response} {unti}"), "2")
+    assert not server.requests
 
 
 @pytest.mark.parametrize(("fallback", "worth", "kept"), [("mask", 0.0, False), (-0.5, -0.5, True)])
@@ -122,7 +123,7 @@ def test_what_is_not_answered_has_the_fallback_and_says_why(
         "d": Reply(),
     }
     server.answer = lambda question: replies[question.partition("R: ")[2][0]]
-    found = said(judge(server, fallback=fallback), "a", "b", "c", "d")
+    found = results_of(judge(server, fallback=fallback), "a", "b", "c", "d")
     assert found == [
         (worth, kept, "unanswered"),
         (worth, kept, "unreadable"),
@@ -136,15 +137,15 @@ def test_a_repeated_stage_asks_for_nothing_that_was_answered(
     server: ChatServer, tmp_path: Path
 ) -> None:
     server.answer = by_length
-    first = said(judge(server, tmp_path), "2", "two", "22")
-    asked = len(server.asked)
+    first = results_of(judge(server, tmp_path), "2", "two", "22")
+    num_requests = len(server.requests)
     server.answer = lambda question: Reply(text="Score: 1")
-    assert said(judge(server, tmp_path), "22", "2", "two") == [first[2], first[0], first[1]]
-    assert len(server.asked) == asked == 3
+    assert results_of(judge(server, tmp_path), "22", "2", "two") == [first[2], first[0], first[1]]
+    assert len(server.requests) == num_requests == 3
     # Another question is another one: the model, its settings and the prompt are part of it.
-    assert said(judge(server, tmp_path, model="other"), "2") == [(1.0, True, "")]
-    assert said(judge(server, tmp_path, temperature=0.5), "2") == [(1.0, True, "")]
-    assert len(server.asked) == 5
+    assert results_of(judge(server, tmp_path, model="other"), "2") == [(1.0, True, "")]
+    assert results_of(judge(server, tmp_path, temperature=0.5), "2") == [(1.0, True, "")]
+    assert len(server.requests) == 5
 
 
 def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
@@ -152,19 +153,19 @@ def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
 ) -> None:
     server.answer = lambda question: Reply(status=401) if "R: c" in question else Reply()
     with pytest.raises(ConfigError, match="status 401"):
-        said(judge(server, tmp_path, endpoint={"max_concurrency": 1}), "a", "b", "c", "d")
+        results_of(judge(server, tmp_path, endpoint={"max_concurrency": 1}), "a", "b", "c", "d")
     server.answer = lambda question: Reply()
-    server.asked.clear()
-    said(judge(server, tmp_path), "a", "b", "c", "d")
-    assert len(server.asked) == 2
+    server.requests.clear()
+    results_of(judge(server, tmp_path), "a", "b", "c", "d")
+    assert len(server.requests) == 2
 
 
 def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path: Path) -> None:
     budget = {"max_requests": 3, "max_concurrency": 1}
-    found = said(judge(server, tmp_path, endpoint=budget), "a", "b")
-    found += said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
+    found = results_of(judge(server, tmp_path, endpoint=budget), "a", "b")
+    found += results_of(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
     assert Counter(trouble for _, _, trouble in found) == {"": 5, "over_budget": 2}
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_path: Path) -> None:
@@ -182,14 +183,14 @@ def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_p
 
     def ask(rank: int) -> None:
         for turn in range(3):
-            found.extend(said(ranks[rank], *(f"{rank}-{turn}-{n}" for n in range(10))))
+            found.extend(results_of(ranks[rank], *(f"{rank}-{turn}-{n}" for n in range(10))))
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(server.asked) == 20
+    assert len(server.requests) == 20
     assert Counter(trouble for _, _, trouble in found) == {"": 20, "over_budget": 100}
 
 
@@ -199,19 +200,19 @@ def test_starts_that_send_little_take_no_more_of_the_budget(
     """Each is a process of its own; the last question is tried twice."""
     server.answer = lambda question: Reply(status=503 if "R: d " in question else 200)
     for texts in (["a"], ["b", "c"], ["d"]):
-        said(judge(server, tmp_path, endpoint={"max_requests": 5000}), *texts)
+        results_of(judge(server, tmp_path, endpoint={"max_requests": 5000}), *texts)
     blocks = [int(path.read_text()) for path in (tmp_path / "requests").iterdir()]
-    assert sum(blocks) == len(server.asked) == 5
+    assert sum(blocks) == len(server.requests) == 5
 
 
 def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_path: Path) -> None:
     """As of a process that was killed before the answer came."""
     budget = {"max_requests": 5, "max_concurrency": 1, "max_retries": 0}
-    said(judge(server, tmp_path, endpoint=budget), "a", "b", "c")
+    results_of(judge(server, tmp_path, endpoint=budget), "a", "b", "c")
     for path in tmp_path.glob("*.jsonl"):
         path.unlink()
-    said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d")
-    assert len(server.asked) == 5
+    results_of(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d")
+    assert len(server.requests) == 5
 
 
 def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
@@ -224,16 +225,16 @@ def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
 
     def answer(question: str) -> Reply:
         server.answer = lambda question: Reply()
-        said(second, "c", "d", "e")
+        results_of(second, "c", "d", "e")
         return Reply()
 
     server.answer = answer
-    assert [trouble for _, _, trouble in said(first, "a", "b")] == ["", "over_budget"]
+    assert [trouble for _, _, trouble in results_of(first, "a", "b")] == ["", "over_budget"]
 
 
 def test_no_more_requests_are_under_way_than_allowed(server: ChatServer) -> None:
     server.answer = lambda question: Reply(wait_s=0.1)
-    said(judge(server, endpoint={"max_concurrency": 3}), *map(str, range(9)))
+    results_of(judge(server, endpoint={"max_concurrency": 3}), *map(str, range(9)))
     assert server.most == 3
 
 
@@ -355,7 +356,7 @@ def test_a_run_counts_and_records_what_was_not_judged(
     assert row["reward/unanswered"] == row["reward/refused"] == row["reward/over_budget"] == 0
     assert all(not r.is_included for r in given.values() if r.failure)
     assert len(seen) == len(set(seen)), "no question was asked twice"
-    (path,) = (tmp_path / "tiny" / "answers").iterdir()
+    (path,) = (tmp_path / "tiny" / REWARD_CACHE_FOLDER).iterdir()
     assert len(path.read_text().splitlines()) == len(seen)
 
 
@@ -365,23 +366,23 @@ def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
     from pipeline.commands.experiment import run_experiment
     from pipeline.resume import OnMismatch
 
-    asked = list[str]()
+    requests = list[str]()
 
     def answer(question: str) -> Reply:
-        asked.append(question)
+        requests.append(question)
         return Reply(text=f"Score: {len(question) % 2}")
 
     server.answer = answer
     words = ["iterations=1", "reward=judge", f"reward.endpoint.base_url={server.url}"]
     words += ["reward.model=tiny", "evaluate.samples=2", "reward.endpoint.max_requests=24"]
     run_experiment(compose(*words))
-    first = sorted(asked)
+    first = sorted(requests)
     run_experiment(compose(*words, "optimizer.lr=0.5"), OnMismatch.RECOMPUTE)
-    assert sorted(asked) == first, "the rewards did not depend on it"
+    assert sorted(requests) == first, "the rewards did not depend on it"
     run_experiment(compose(*words, "reward.scale=2.0"), OnMismatch.RECOMPUTE)
     assert 12 < len(first) <= 24, "both together are more than the budget of one"
-    assert sorted(asked) == sorted([*first, *first])
-    (old,) = (tmp_path / "tiny" / "set-aside").glob("*/answers/*.jsonl")
+    assert sorted(requests) == sorted([*first, *first])
+    (old,) = (tmp_path / "tiny" / "archive").glob("*/reward-cache/*.jsonl")
     assert len(old.read_text().splitlines()) == len(first)
 
 
@@ -437,11 +438,13 @@ def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
         }
         made = validate(JudgeConfig, config, "reward")
         texts = ["2", "3", "1+1", "22=", "0"]
-        first = said(JudgeReward(made, RewardResources(folder=tmp_path / "a")), *texts)
+        first = results_of(JudgeReward(made, RewardResources(folder=tmp_path / "a")), *texts)
         assert sum(not trouble for _, _, trouble in first) >= 3, process.log_tail()
         assert all(trouble in ("", "unreadable") for _, _, trouble in first)
         # Greedy: asked anew, without the answers, it says the same.
-        assert said(JudgeReward(made, RewardResources(folder=tmp_path / "b")), *texts) == first
+        assert (
+            results_of(JudgeReward(made, RewardResources(folder=tmp_path / "b")), *texts) == first
+        )
         lines = (tmp_path / "a").glob("*.jsonl")
         assert all(json.loads(x)["tokens"] > 0 for p in lines for x in p.read_text().splitlines())
     finally:

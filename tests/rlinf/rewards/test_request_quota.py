@@ -13,11 +13,11 @@ from rlinf.rewards.chat_endpoint import SharedRequestQuota
 @pytest.mark.parametrize("most", [1, 7, 5000])
 def test_no_more_is_taken_than_there_is(tmp_path: Path, most: int) -> None:
     processes = [SharedRequestQuota(tmp_path / "requests") for _ in range(3)]
-    taken, each = 0, 1
+    chosen, each = 0, 1
     while each:
         each = sum(process.reserve(most, 100) for process in processes)
-        taken += each
-    assert taken == most
+        chosen += each
+    assert chosen == most
     assert SharedRequestQuota(tmp_path / "requests").reserve(most, 100) == 0, "nor by a later one"
     assert SharedRequestQuota(tmp_path / "requests").reserve(most + 1, 100) == 1, (
         "but of a larger budget"

@@ -76,13 +76,13 @@ def test_it_gives_what_a_direct_forward_gives(
     """Whatever is beside it; the padding token may be the one that ends a text, or none."""
     folder = write_reward_model(tmp_path, kind, **padding)
     texts = [prompt + (text or "<|endoftext|>") for prompt, text in TEXTS]
-    asked = [
+    requests = [
         trajectory(prompt, text or "<|endoftext|>", n) for n, (prompt, text) in enumerate(TEXTS)
     ]
     expected = direct(folder, texts, True)
     assert len({round(number, 2) for number in expected}) > 3, "they differ"
     for budget in (1, 24, 1000):
-        got = made(folder, max_tokens_per_batch=budget).compute_step_rewards(asked, [])
+        got = made(folder, max_tokens_per_batch=budget).compute_step_rewards(requests, [])
         assert [float(steps.sum()) for steps in got] == pytest.approx(expected, abs=1e-5)
 
 
@@ -168,7 +168,7 @@ def no_classifier(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "text"),
     [
         (no_head, "no head for sequence classification .*score.weight"),
         (three_labels, "has 3 labels.*a reward model has one"),
@@ -181,13 +181,13 @@ def no_classifier(folder: Path) -> None:
     ],
 )
 def test_what_is_no_reward_model_is_refused(
-    harm: Callable[[Path], None], said: str, tmp_path: Path
+    harm: Callable[[Path], None], text: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     write_reward_model(folder)
     harm(folder)
-    with pytest.raises(DataError, match=f"(?s)reward.path.*{said}") as error:
+    with pytest.raises(DataError, match=f"(?s)reward.path.*{text}") as error:
         RewardModelReward.check(RewardModelConfig(path=folder))
     assert "model.path" not in str(error.value)
 

@@ -66,8 +66,8 @@ def test_wrong_answers_of_unlike_lengths_teach_nothing() -> None:
         Trajectory(identity=RecordId(0, n), actions=np.zeros(length, np.int64), group=group[n])
         for n, length in enumerate(lengths)
     ]
-    said = reward.compute_results(samples, [0.0, 0.0, 0.0, 1.0, 0.0, 1.0])
-    assert [np.sum(one.reward) for one in said] == [0, -0.25, -1, 1, 0, 0.25]
+    result = reward.compute_results(samples, [0.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    assert [np.sum(one.reward) for one in result] == [0, -0.25, -1, 1, 0, 0.25]
     scored = SimpleNamespace(score=lambda *_: [0.0, 0.0, 0.0, 1.0, 0.0, 1.0])
     batch = compute_rewards(reward, DAPO(DAPOConfig()), scored, samples, Counter())  # type: ignore[arg-type]
     assert [one.is_included for one in batch.step_rewards] == [False] * 3 + [True] * 3

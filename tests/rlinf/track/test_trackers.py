@@ -100,7 +100,7 @@ def test_a_tracker_that_cannot_begin_stops_nothing(
 
     installed(monkeypatch, init)
     run_experiment(compose("log.trackers=[wandb]"))
-    assert "tracker wandb failed and is switched off: no such server" in capsys.readouterr().err
+    assert "tracker wandb failed and is disabled: no such server" in capsys.readouterr().err
 
 
 SETTINGS = {
@@ -186,11 +186,11 @@ class Store:
     """Stands for MLflow as far as it is told where to write."""
 
     def __init__(self) -> None:
-        self.told = dict[str, Any]()
+        self.calls = dict[str, Any]()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> list[Any]:
-            self.told[name] = arguments or named
+            self.calls[name] = arguments or named
             return []
 
         return call
@@ -204,16 +204,16 @@ def test_settings_of_mlflow_reach_it(
     store = Store()
     monkeypatch.setitem(sys.modules, "mlflow", store)  # type: ignore[arg-type]
     MlflowTracker(folder, configured())
-    assert store.told["set_tracking_uri"] == ((folder / "mlflow").as_uri(),)
-    assert store.told["set_experiment"] == ("rlinf",)
-    assert store.told["start_run"]["run_name"] == "sums-1"
+    assert store.calls["set_tracking_uri"] == ((folder / "mlflow").as_uri(),)
+    assert store.calls["set_experiment"] == ("rlinf",)
+    assert store.calls["start_run"]["run_name"] == "sums-1"
     assert "mlflow ui --backend-store-uri" in caplog.text
     settings = {"tracking_uri": "http://server:5000", "experiment": "sums", "name": "short"}
     caplog.clear()
     MlflowTracker(folder, configured(mlflow=settings))
-    assert store.told["set_tracking_uri"] == ("http://server:5000",)
-    assert store.told["set_experiment"] == ("sums",)
-    assert store.told["start_run"]["run_name"] == "short"
+    assert store.calls["set_tracking_uri"] == ("http://server:5000",)
+    assert store.calls["set_experiment"] == ("sums",)
+    assert store.calls["start_run"]["run_name"] == "short"
     assert not caplog.text
 
 

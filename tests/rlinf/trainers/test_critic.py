@@ -66,9 +66,9 @@ def test_the_critic_learns_and_is_taken_up_where_it_was(
     for each in (trainer, again):
         each.step(data, learn, lr=LR)
     assert_alike(trainer.snapshot(), again.snapshot())
-    said = [dict(each.forward(data, 1.0)) for each in (trainer, again)]
-    for row, outputs in said[0].items():
-        theirs = said[1][row].values
+    found_outputs = [dict(each.forward(data, 1.0)) for each in (trainer, again)]
+    for row, outputs in found_outputs[0].items():
+        theirs = found_outputs[1][row].values
         assert outputs.values is not None
         assert theirs is not None
         assert torch.equal(outputs.values, theirs)
@@ -116,8 +116,8 @@ from tests.rlinf.trainers.test_critic import assert_alike, imitate, learn, make,
 from tests.rlinf.trainers.test_threaded_data_parallel import records
 
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-meeting = folder.parent / "channels" / "group-critic.json"
-world = ProcessGroupInfo(rank, size, rendezvous_file=meeting)
+rendezvous = folder.parent / "channels" / "group-critic.json"
+world = ProcessGroupInfo(rank, size, rendezvous_file=rendezvous)
 data = records()
 for critic in ("own", "shared"):
     for options in ({"fsdp_wrap_min_mb": 0}, {}):

@@ -96,8 +96,8 @@ def refuse(*arguments, **options):
 pickle.dumps = pickle.loads = refuse
 distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
 sys.modules["torch.distributed.rendezvous"].TCPStore = refuse
-meeting = folder.parent / "channels" / "group-t.json"
-world = ProcessGroupInfo(int(sys.argv[3]), 2, rendezvous_file=meeting)
+rendezvous = folder.parent / "channels" / "group-t.json"
+world = ProcessGroupInfo(int(sys.argv[3]), 2, rendezvous_file=rendezvous)
 
 def make():
     options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0)
@@ -158,5 +158,5 @@ def test_ranks_train_and_save_without_a_pickle_or_an_open_store(tmp_path: Path) 
         processes.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    said = [process.communicate(timeout=200) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs

@@ -58,12 +58,12 @@ def test_the_merged_network_says_what_the_adapted_one_says(folder: Path) -> None
     plain.load_weights(made.full_state_dict().items())
     again = make(folder)
     again.load_weights(made.full_state_dict().items())
-    said = [trainer.forward(records(), 1.0) for trainer in (made, plain, again)]
-    for (_, one), (_, two), (_, three) in zip(*said, strict=True):
+    outputs = [trainer.forward(records(), 1.0) for trainer in (made, plain, again)]
+    for (_, one), (_, two), (_, three) in zip(*outputs, strict=True):
         torch.testing.assert_close(one.logprobs, two.logprobs, rtol=0, atol=1e-5)
         assert torch.equal(two.logprobs, three.logprobs)
     before = make(folder).forward(records(), 1.0)
-    assert not torch.equal(said[0][0][1].logprobs, before[0][1].logprobs)
+    assert not torch.equal(outputs[0][0][1].logprobs, before[0][1].logprobs)
 
 
 def test_training_goes_on_from_the_adapters_alone(folder: Path, tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_ranks_share_adapters(folder: Path) -> None:
         )
         for rank in "01"
     ]
-    said = [process.communicate() for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate() for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs

@@ -79,12 +79,12 @@ def test_a_step_that_overflows_is_left_out_and_counted(folder: Path) -> None:
     for trainer in (made, plain):
         trainer.step(records(), loss, lr=LR)
     before = state(made)
-    said = made.step(records(), times(1e6), lr=LR)
-    assert (said["skipped_steps"], said["loss_scale"]) == (1.0, 65536.0)
-    assert "grad_norm" not in said
+    metrics = made.step(records(), times(1e6), lr=LR)
+    assert (metrics["skipped_steps"], metrics["loss_scale"]) == (1.0, 65536.0)
+    assert "grad_norm" not in metrics
     assert equal(before, state(made)) == {"loss_scale"}
     found = [trainer.step(records(), loss, lr=LR) for trainer in (made, plain)]
-    assert [said.pop("loss_scale") for said in found] == [32768.0, 65536.0]
+    assert [metrics.pop("loss_scale") for metrics in found] == [32768.0, 65536.0]
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
@@ -98,12 +98,12 @@ def test_it_falls_below_one_for_a_large_loss(folder: Path) -> None:
     """A sum over many tokens overflows by itself, and is no error."""
     large = times(1e6)
     made = make(folder, **HALF, initial_loss_scale=1.0)
-    said = [made.step(records(), large, lr=LR) for _ in range(12)]
-    assert said[0]["skipped_steps"] == 1.0
+    metrics = [made.step(records(), large, lr=LR) for _ in range(12)]
+    assert metrics[0]["skipped_steps"] == 1.0
     right = make(folder).step(records(), large, lr=LR)["grad_norm"]
-    taken = next(one for one in said if not one["skipped_steps"])
-    assert taken["loss_scale"] < 1
-    assert taken["grad_norm"] == pytest.approx(right, rel=2e-3)
+    chosen = next(one for one in metrics if not one["skipped_steps"])
+    assert chosen["loss_scale"] < 1
+    assert chosen["grad_norm"] == pytest.approx(right, rel=2e-3)
 
 
 def test_an_overflow_at_the_lowest_scale_is_an_error(folder: Path) -> None:
@@ -130,9 +130,9 @@ def test_training_goes_on_to_the_byte(folder: Path, tmp_path: Path) -> None:
         one.step(records(), times(factor), lr=LR)
     one.save(tmp_path, one.snapshot())
     other.load(tmp_path)
-    said = [[t.step(records(), loss, lr=LR) for _ in range(2)] for t in (one, other)]
-    assert said[0] == said[1]
-    assert [each["loss_scale"] for each in said[0]] == [32768.0, 65536.0]
+    metrics = [[t.step(records(), loss, lr=LR) for _ in range(2)] for t in (one, other)]
+    assert metrics[0] == metrics[1]
+    assert [each["loss_scale"] for each in metrics[0]] == [32768.0, 65536.0]
     assert not equal(state(one), state(other))
 
 
@@ -234,7 +234,7 @@ def test_processes_leave_a_step_out_together(
     """Though one alone has the sample that overflows."""
     python = sys.executable if trainer == "fsdp" else need_environment(trainer)
     (tmp_path / "channels").mkdir()
-    said = {
+    message = {
         "trainer": trainer,
         "layout": layout,
         "options": options,
@@ -243,7 +243,7 @@ def test_processes_leave_a_step_out_together(
     }
     processes = [
         subprocess.Popen(
-            [python, "-c", RANKS, json.dumps(said), str(rank)],
+            [python, "-c", RANKS, json.dumps(message), str(rank)],
             cwd=package_paths.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -262,7 +262,11 @@ def test_processes_leave_a_step_out_together(
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3)
         assert mine["skipped_steps"] == 0.0
     assert skipped["skipped_steps"] == 1.0
-    assert [said["loss_scale"] for said in (first, skipped, then)] == [65536.0, 65536.0, 32768.0]
+    assert [message["loss_scale"] for message in (first, skipped, then)] == [
+        65536.0,
+        65536.0,
+        32768.0,
+    ]
 
 
 DEEPSPEED = """

@@ -45,8 +45,8 @@ from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 said = json.loads(sys.argv[1])
 rank, size, out = int(sys.argv[2]), said["size"], Path(said["out"])
 layout = ParallelLayout.parse(said["layout"])
-meeting = out / "channels" / "group-m.json"
-world = ProcessGroupInfo(rank, size, rendezvous_file=meeting, layout=layout)
+rendezvous = out / "channels" / "group-m.json"
+world = ProcessGroupInfo(rank, size, rendezvous_file=rendezvous, layout=layout)
 cls, folder = trainers.get("megatron"), Path(said["folder"])
 load = CausalLM.meta_from_folder if size > 1 else CausalLM.load
 options = {"device": "cpu", "max_tokens_per_microbatch": 40, **said["options"]}
@@ -83,7 +83,7 @@ def run(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Metrics and outcome of steps by processes of a layout."""
     (out / "channels").mkdir(parents=True)
-    said = {
+    message = {
         "folder": str(folder),
         "out": str(out),
         "layout": layout,
@@ -95,7 +95,7 @@ def run(
     python = need_environment("megatron")
     processes = [
         subprocess.Popen(
-            [python, "-c", PROGRAM, json.dumps(said), str(rank)],
+            [python, "-c", PROGRAM, json.dumps(message), str(rank)],
             cwd=package_paths.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

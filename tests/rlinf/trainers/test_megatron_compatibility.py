@@ -114,8 +114,8 @@ def test_experts_have_no_adapters(tmp_path: Path) -> None:
 
 def test_a_mixture_that_will_be_made_has_its_experts() -> None:
     """Nothing of it is in a folder yet."""
-    for said, experts in ({}, 4), ({"num_experts": 6}, 6):
-        model = CausalLMConfig(architecture="qwen3_moe", **SIZES, **said)
+    for result, experts in ({}, 4), ({"num_experts": 6}, 6):
+        model = CausalLMConfig(architecture="qwen3_moe", **SIZES, **result)
         check(MegatronConfig(), model, "ep=2")
         with pytest.raises(ConfigError, match=rf"^train\.ep: {experts} experts .* 5 processes"):
             check(MegatronConfig(), model, "ep=5")

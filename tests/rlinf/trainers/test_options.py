@@ -194,8 +194,8 @@ def together(folder: Path, program: str, size: int) -> None:
         )
         for rank in range(size)
     ]
-    said = [process.communicate() for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * size, said
+    outputs = [process.communicate() for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * size, outputs
 
 
 def test_sharded_updates_are_those_of_one_process_under_every_option(folder: Path) -> None:

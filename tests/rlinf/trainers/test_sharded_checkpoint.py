@@ -40,8 +40,8 @@ pickle.dumps = pickle.loads = refuse
 for name in ("_object_to_tensor", "_tensor_to_object"):
     setattr(dist.distributed_c10d, name, refuse)
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-meeting = folder / "channels" / f"group-{size}.json"
-ProcessGroupInfo(rank, size, rendezvous_file=meeting).init_process_group("cpu", 60)
+rendezvous = folder / "channels" / f"group-{size}.json"
+ProcessGroupInfo(rank, size, rendezvous_file=rendezvous).init_process_group("cpu", 60)
 mesh = init_device_mesh("cpu", (size,))
 
 def state(fill):
@@ -85,8 +85,8 @@ def together(folder: Path, size: int) -> None:
         )
         for rank in range(size)
     ]
-    said = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * size, said
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * size, outputs
 
 
 def state(fill: float) -> dict[str, Any]:

@@ -97,12 +97,12 @@ def outputs(folder: Path, case: str) -> list[list[str]]:
         )
         for rank in range(COUNT)
     ]
-    said = []
+    result = []
     for process in ranks:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        said.append(output.splitlines())
-    return said
+        result.append(output.splitlines())
+    return result
 
 
 @pytest.mark.parametrize("case", ["whole", "damage"])

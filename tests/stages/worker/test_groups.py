@@ -50,7 +50,7 @@ def test_every_member_holds_each_version_by_one_group(
     for number in (3, 4, 5):
         out = publish(source, number, ["r0", "r1", "r2"])
         assert soon(lambda out=out, n=number: all(r.holds(n, out) for r in ranks))
-        assert ranks[0].board.output(out).wait_for_attempt(lambda: True) == "data-a"
+        assert ranks[0].store.output(out).wait_for_attempt(lambda: True) == "data-a"
     assert sorted(formed) == [(rank, 4) for rank in range(4)], "one group serves them all"
     assert "no gloo" not in caplog.text
 
@@ -98,7 +98,7 @@ def test_who_has_no_gpu_gets_weights_for_nccl_by_socket(worker: Make) -> None:
 def test_weights_that_are_not_those_announced_are_not_served(
     worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What comes by the group must be what the inbox says."""
+    """What comes by the group must be what the receiver says."""
     source, there = worker("s"), worker("r0")
     take = there.publisher.groups.handle_message
 
@@ -169,8 +169,8 @@ def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> No
         {"type": "nothing known"},
         {},
     ):
-        worker_out = there.outbox.stream_to(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
+        worker_out = there.sender.stream_to(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
         worker_out.put(Record(RecordId(3, 0), info=dict(info)))
     source = worker("s")
     out = publish(source, 4, ["r0"])
-    assert soon(lambda: there.holds(4, out)), "the inbox works on"
+    assert soon(lambda: there.holds(4, out)), "the receiver works on"

@@ -66,12 +66,12 @@ class Bench:
         deadline = time.monotonic() + timeout_s
         while node not in self.reports and time.monotonic() < deadline:
             for event in self.controller.poll_events(0.1):
-                said = read_report(event.content) if isinstance(event, PeerReport) else None
-                if isinstance(said, StageEnded):
-                    self.reports[said.node] = said
-        said = self.reports[node]
-        assert not said.exit_code, said.reason
-        return said
+                report = read_report(event.content) if isinstance(event, PeerReport) else None
+                if isinstance(report, StageEnded):
+                    self.reports[report.node] = report
+        report = self.reports[node]
+        assert not report.exit_code, report.reason
+        return report
 
     def close(self) -> None:
         self.controller.send_order(NAME, messages.ShutDown().to_dict())
@@ -90,7 +90,7 @@ def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> St
     """To make a stage of some of the same iteration, which are under way here."""
     live = {name: (f"it/{iteration:04d}/{source}", True) for name, source in map(split, inputs)}
     if gathers:
-        live["weights"] = ("warm_start", False)
+        live["weights"] = ("sft", False)
     return StageOrder(
         node=f"{stage}/{iteration}",
         stage=stage,
@@ -120,19 +120,19 @@ def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: Bench) -> None:
     about = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "extra": {}}
     content = content_digest({}, {})
-    (bench.run / "warm_start" / "data").mkdir(parents=True)
+    (bench.run / "sft" / "data").mkdir(parents=True)
     commit_output(
-        bench.run / "warm_start",
-        Manifest("warm_start", 0, "key", content, "data", **about, host="", job="", world=1),
+        bench.run / "sft",
+        Manifest("sft", 0, "key", content, "data", **about, host="", job="", world=1),
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
-    outbox = RecordSender(bench.run / CHANNELS_FOLDER)
+    sender = RecordSender(bench.run / CHANNELS_FOLDER)
     assert until(lambda: len(bench.worker._busy) == MANY)
-    writer = outbox.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
+    writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(SAMPLES):
         writer.put(trajectory(sample))
     bench.ended("rollout/0")
-    outbox.close()
+    sender.close()
 
 
 def test_records_are_freed_once_they_are_on_disk_and_were_read(
@@ -157,7 +157,7 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     monkeypatch.setattr(stages.rollout, "run", rollout)
     monkeypatch.setattr(stages.reward, "run", reward)
     taker = LiveStore()
-    inbox = RecordReceiver(bench.run / CHANNELS_FOLDER, "taker", taker)
+    receiver = RecordReceiver(bench.run / CHANNELS_FOLDER, "taker", taker)
     for iteration in range(3):
         out, to = f"it/{iteration:04d}/rollout", {"taker": SOCKET}
         send = messages.SendOutput(output=out, channel="trajectories", producer=NAME, transports=to)
@@ -177,7 +177,7 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     assert until(lambda: not any(ref() for ref in made))
     there = taker.output("it/0002/rollout").stream("trajectories")
     assert until(lambda: there.is_complete(range(SAMPLES + 1)))
-    inbox.close()
+    receiver.close()
 
 
 @pytest.mark.parametrize("came", [0, 3])
@@ -203,16 +203,16 @@ def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
     bench.order(order("rollout", 0))
     bench.ended("rollout/0")
     assert read_manifest(bench.run / "it/0000/rollout") is not None
-    assert until(lambda: "it/0000/rollout" not in bench.worker._board)
-    outbox = RecordSender(bench.run / CHANNELS_FOLDER)
-    writer = outbox.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
+    assert until(lambda: "it/0000/rollout" not in bench.worker._live_store)
+    sender = RecordSender(bench.run / CHANNELS_FOLDER)
+    writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(came):
         writer.put(trajectory(sample))
     assert writer.flush()
     bench.order(order("inference", 0, "trajectories<rollout"))
     bench.ended("inference/0")
     assert read == [[0, 1, 2], list(range(3, SAMPLES))]
-    outbox.close()
+    sender.close()
 
 
 def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
@@ -242,19 +242,19 @@ def test_a_stage_under_way_that_is_ordered_once_more_is_told_so_and_computed_onc
     """By the driver after one that died: it may be the only one that the policy has heard."""
     goes_on = threading.Event()
     began: list[str] = []
-    told: list[str] = []
+    calls: list[str] = []
 
     def rollout(ctx: StageContext) -> None:
         began.append(ctx.data_folder.name)
         goes_on.wait(20)
 
     monkeypatch.setattr(stages.rollout, "run", rollout)
-    monkeypatch.setattr(PolicyClient, "update_order", lambda _, order: told.append(order.attempt))
+    monkeypatch.setattr(PolicyClient, "update_order", lambda _, order: calls.append(order.attempt))
     one = order("rollout", 0).model_copy(update={"policy_workers": ("policy-r0",)})
     bench.order(one)
     assert until(lambda: bool(began))
     bench.order(one.model_copy(update={"attempt": "second"}))
-    assert until(lambda: bool(told))
+    assert until(lambda: bool(calls))
     goes_on.set()
     bench.ended("rollout/0")
-    assert (began, told) == (["data-rollout0"], ["second"])
+    assert (began, calls) == (["data-rollout0"], ["second"])

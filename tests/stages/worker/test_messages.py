@@ -23,7 +23,7 @@ STAGE = messages.StageOrder(
     inputs={"rewards": ("it/0003/reward", True)},
 )
 BEGUN = messages.PartialSamples(
-    work_item=2, channel="unfinished-b", num_samples=1, weights_attempt=None
+    work_item=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
 )
 ORDERS = [
     messages.RunStages(stages=(STAGE,)),
@@ -64,9 +64,9 @@ def test_an_order_arrives_as_it_was_sent(order: messages.WorkerOrder) -> None:
     assert read_order(travelled(order)) == order
 
 
-@pytest.mark.parametrize("said", REPORTS, ids=lambda report: report.type)
-def test_a_report_arrives_as_it_was_sent(said: messages.WorkerReport) -> None:
-    assert read_report(travelled(said)) == said
+@pytest.mark.parametrize("expected", REPORTS, ids=lambda report: report.type)
+def test_a_report_arrives_as_it_was_sent(expected: messages.WorkerReport) -> None:
+    assert read_report(travelled(expected)) == expected
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,14 @@ class Steps:
         self, episodes: RolloutRequest, observations: Any, actions: Any
     ) -> Iterator[Trajectory]:
         for step in range(self.steps):
-            asked = [self.sample, self.sample + 1]
-            for sample in asked:
+            requests = [self.sample, self.sample + 1]
+            for sample in requests:
                 seen = np.full((1, self.columns), 10.0 * sample + step, np.float32)
                 columns = {"sample": np.array([sample]), "seen": seen}
                 observations.put(Record(RecordId(3, sample), columns))
-            replies = [actions.get() for _ in asked]
+            replies = [actions.get() for _ in requests]
             found = {int(r.steps["sample"][0]): float(r.steps["action"].flat[0]) for r in replies}
-            assert found == {sample: 20.0 * sample + 2 * step for sample in asked}
+            assert found == {sample: 20.0 * sample + 2 * step for sample in requests}
             assert self.go_on.wait(10)
         yield Trajectory(identity=RecordId(3, self.sample), actions=np.zeros(0))
         observations.close()
@@ -81,7 +81,7 @@ class Sides:
         self.run, self.config = run, config
         self.engine, self.turns, self.activity = Doubles(), DeviceSchedule(), ActivityTracker()
         parts = (LiveStore(), self.turns, WorkerState(), self.activity)
-        self.desk = PolicyServer(run, config, "policy-r0", *parts, lambda: False)
+        self.server = PolicyServer(run, config, "policy-r0", *parts, lambda: False)
         self.order = StageOrder(
             node="rollout/3",
             stage="rollout",
@@ -106,7 +106,7 @@ class Sides:
             weights=("it/0002/sync", False),
             clients=askers,
         )
-        self.desk.serve(order)
+        self.server.serve(order)
 
     def simulators(
         self,
@@ -177,10 +177,10 @@ def sides(
     policy = PolicyRunner(cast(Any, made.engine), 0, "rollout")
     monkeypatch.setattr(rollout, "policy_runner", lambda ctx: policy)
     yield made
-    made.desk.end_attempt(
+    made.server.end_attempt(
         AttemptEnded(node="rollout/3", attempt="first", reason="the test is over")
     )
-    made.desk.close()
+    made.server.close()
 
 
 def until(there: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -197,9 +197,9 @@ def test_each_gets_the_replies_to_its_own_requests_and_the_last_what_they_took(
     asking = [sides.simulators(f"sim-r{n}", Steps(4 * n)) for n in (0, 1)]
     assert [len(one.ended().made) for one in asking] == [1, 1]
     assert not any(one.error for one in asking)
-    told = [span["name"] for one in asking for span in one.spans]
-    assert told.count("generate") == 1
-    until(lambda: not sides.desk.is_busy)
+    values = [span["name"] for one in asking for span in one.spans]
+    assert values.count("generate") == 1
+    until(lambda: not sides.server.is_busy)
 
 
 @pytest.mark.parametrize("fell", [False, True])
@@ -224,12 +224,12 @@ def test_who_asks_before_the_order_has_come_is_answered(sides: Sides) -> None:
     one = sides.simulators("sim-r0", Steps(0))
     time.sleep(0.3)
     assert one.is_alive()
-    sides.desk.end_attempt(AttemptEnded(node="rollout/3", attempt="first", reason="it has ended"))
+    sides.server.end_attempt(AttemptEnded(node="rollout/3", attempt="first", reason="it has ended"))
     sides.answer("sim-r0")
     assert len(one.ended().made) == 1
 
 
-def test_later_stages_of_the_device_come_after_and_earlier_ones_do_not_wait_for_who_is_late(
+def test_serving_keeps_its_position_and_never_waits_for_late_clients(
     sides: Sides,
 ) -> None:
     """A service keeps its turn while it answers, and only then."""
@@ -296,7 +296,7 @@ def test_what_fails_there_fails_the_stage_here_with_its_code(
     assert one.error.exit_code == code
     assert str(error) in str(one.error)
     assert "policy-r0, which has the policy" in str(one.error)
-    until(lambda: not sides.desk.is_busy)
+    until(lambda: not sides.server.is_busy)
 
 
 def test_more_than_the_other_worker_takes_in_a_request_is_refused(
@@ -307,7 +307,7 @@ def test_more_than_the_other_worker_takes_in_a_request_is_refused(
     one = sides.simulators("sim-r0", Steps(0, columns=1 << 10)).ended()
     assert isinstance(one.error, DataError)
     assert re.search(r"rollout/3 .* \d+ bytes, .* 4096: .*max_parallel_envs", str(one.error))
-    until(lambda: not sides.desk.is_busy)
+    until(lambda: not sides.server.is_busy)
 
 
 def test_more_than_a_worker_that_asks_takes_in_a_reply_fails_the_stage(
@@ -319,14 +319,16 @@ def test_more_than_a_worker_that_asks_takes_in_a_reply_fails_the_stage(
     one = sides.simulators("sim-r0", Steps(0)).ended()
     assert one.error is not None
     assert one.error.exit_code == EXIT_BAD_INPUT
-    said = r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*max_parallel_envs"
-    assert re.search(said, str(one.error))
-    until(lambda: not sides.desk.is_busy)
+    message = (
+        r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*max_parallel_envs"
+    )
+    assert re.search(message, str(one.error))
+    until(lambda: not sides.server.is_busy)
 
 
 def test_an_attempt_that_is_over_is_answered_no_more_and_the_next_one_is(sides: Sides) -> None:
     one = sides.amid("sim-r0")
-    sides.desk.end_attempt(
+    sides.server.end_attempt(
         AttemptEnded(node="rollout/3", attempt="first", reason="the attempt that asked has ended")
     )
     one.steps.go_on.set()
@@ -347,7 +349,7 @@ def test_simulators_give_up_when_the_driver_says_that_the_policy_is_gone(sides: 
     )
     assert isinstance(one.ended().error, UpstreamFailed)
     assert "its lease is over" in str(one.error)
-    until(lambda: not sides.desk.is_busy)
+    until(lambda: not sides.server.is_busy)
 
 
 def test_simulators_that_heard_so_before_their_turn_give_up_at_once(sides: Sides) -> None:
@@ -385,7 +387,7 @@ def test_simulators_whose_policy_never_had_the_order_ask_by_the_next_drivers(sid
     assert one.is_alive(), "nobody knows of the first attempt"
     one.ordered("second")
     assert len(one.ended().made) == 1
-    until(lambda: not sides.desk.is_busy)
+    until(lambda: not sides.server.is_busy)
 
 
 def test_simulators_that_wait_for_their_turn_meanwhile_ask_by_the_next_drivers(

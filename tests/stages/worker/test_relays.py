@@ -27,11 +27,11 @@ class Rank:
     """What a worker has of its own to take and pass on records."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.board = name, LiveStore()
+        self.name, self.store = name, LiveStore()
         self.cut: list[str] = []
-        self.outbox = RecordSender(folder, self.cut.append, name)
-        self.relays = RecordForwarder(self.outbox)
-        self.inbox = RecordReceiver(folder, name, self.board, forward=self._passing)
+        self.record_sender = RecordSender(folder, self.cut.append, name)
+        self.relays = RecordForwarder(self.record_sender)
+        self.receiver = RecordReceiver(folder, name, self.store, forward=self._passing)
         self.passed: list[int] = []
 
     def _passing(self, to: str, maker: str, record: Record) -> None:
@@ -40,12 +40,12 @@ class Rank:
 
     @property
     def stream(self) -> RecordStream:
-        return self.board.output(FOLDER).stream(CHANNEL)
+        return self.store.output(FOLDER).stream(CHANNEL)
 
     def close(self) -> None:
         self.relays.close()
-        self.outbox.close()
-        self.inbox.close()
+        self.record_sender.close()
+        self.receiver.close()
 
 
 def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
@@ -62,7 +62,7 @@ def records(samples: range) -> list[Record]:
 def test_records_and_their_end_reach_all_by_way_of_one(tmp_path: Path) -> None:
     maker, ranks = Rank(tmp_path, "m"), [Rank(tmp_path, f"r{i}") for i in range(4)]
     ranks[0].relays.subscribe(TO, "m", {"r1": SOCKET, "r2": SOCKET})
-    sender = maker.outbox.stream_to(TO, ["r0"], 0, 1)
+    sender = maker.record_sender.stream_to(TO, ["r0"], 0, 1)
     for record in records(range(5)):
         sender.put(record)
     assert until(lambda: all(len(rank.stream) == 5 for rank in ranks[:3]))
@@ -73,9 +73,9 @@ def test_records_and_their_end_reach_all_by_way_of_one(tmp_path: Path) -> None:
     sender.close()
     assert until(lambda: all(rank.stream.is_complete(range(9)) for rank in ranks))
     for rank in ranks:
-        taken = rank.stream.read(range(9))
-        assert [int(record.steps["x"][0]) for record in taken] == list(range(5))
-        assert {str(record.info) for record in taken} == {"{'group': 7}"}
+        chosen = rank.stream.read(range(9))
+        assert [int(record.steps["x"][0]) for record in chosen] == list(range(5))
+        assert {str(record.info) for record in chosen} == {"{'group': 7}"}
     for rank in [maker, *ranks]:
         rank.close()
 
@@ -85,7 +85,7 @@ def test_only_what_that_worker_made_is_passed_on_and_nothing_twice(tmp_path: Pat
     ranks = [Rank(tmp_path, f"r{i}") for i in range(2)]
     ranks[0].relays.subscribe(TO, "m0", {"r1": SOCKET})
     ranks[1].relays.subscribe(TO, "m1", {"r0": SOCKET})
-    senders = [maker.outbox.stream_to(TO, [f"r{i}"], i, 2) for i, maker in enumerate(makers)]
+    senders = [maker.record_sender.stream_to(TO, [f"r{i}"], i, 2) for i, maker in enumerate(makers)]
     first, second = records(range(2)), records(range(2, 5))
     for record in [*first, *first]:
         senders[0].put(record)
@@ -109,7 +109,7 @@ def test_who_missed_a_record_does_not_take_the_rest_for_all(
     monkeypatch.setattr("stages.worker.record_transfer.SHARED_MEMORY_BYTES", 1 << 20)
     maker, head, behind = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r1")
     head.relays.subscribe(TO, "m", {"r1": SHARED_MEMORY})
-    sender = maker.outbox.stream_to(TO, ["r0"], 0, 1)
+    sender = maker.record_sender.stream_to(TO, ["r0"], 0, 1)
     small, large = records(range(1))[0], Record(RecordId(0, 1), {"x": np.zeros(1 << 19)})
     for record in (small, large, records(range(2, 3))[0]):
         sender.put(record)
@@ -130,9 +130,9 @@ def test_what_is_on_disk_is_not_kept_and_all_else_is(tmp_path: Path) -> None:
     head.relays.drop_outputs({"it/0000/rollout"})
     for to in ("it/0000/rollout", "it/0001/rollout"):
         head.relays.subscribe(f"{to}:{CHANNEL}", "m", {"r1": SOCKET})
-    kept = late.board.output("it/0001/rollout").stream(CHANNEL)
+    kept = late.store.output("it/0001/rollout").stream(CHANNEL)
     assert until(lambda: len(kept) == 1)
-    assert not len(late.board.output("it/0000/rollout").stream(CHANNEL))
+    assert not len(late.store.output("it/0000/rollout").stream(CHANNEL))
     head.relays.close()
     head.relays.forward(TO, "m", records(range(1))[0])
     for rank in (head, late):
@@ -144,7 +144,7 @@ def test_a_rank_that_is_gone_does_not_keep_the_others_waiting(
 ) -> None:
     maker, head, there = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r2")
     head.relays.subscribe(TO, "m", {"r1": SOCKET, "r2": SOCKET})
-    sender = maker.outbox.stream_to(TO, ["r0"], 0, 1)
+    sender = maker.record_sender.stream_to(TO, ["r0"], 0, 1)
     for record in records(range(3)):
         sender.put(record)
     sender.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.commands.experiment import compose, prepare_run, run_warm_start
+from pipeline.commands.experiment import compose, prepare_run, run_sft
 from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, UpstreamFailed
@@ -31,64 +31,64 @@ OUT = "it/0000/rollout"
 
 
 class Bench:
-    """A generator with the real engine, and the inbox where its trajectories go."""
+    """A generator with the real engine, and the receiver where its trajectories go."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.config = run, load_config(run / CONFIG_FILE)
         folder = run / "channels"
-        self.board, self.turns = LiveStore(), DeviceSchedule()
-        self.inbox, self.outbox = RecordReceiver(folder, "w", self.board), RecordSender(folder)
+        self.store, self.turns = LiveStore(), DeviceSchedule()
+        self.receiver, self.sender = RecordReceiver(folder, "w", self.store), RecordSender(folder)
         self.reports: Queue[WorkItemEnded] = Queue()
-        self.resident = WorkerState()
+        self.worker_state = WorkerState()
         self.generator = self._make(self.config)
 
     def _make(self, config: RunConfig) -> RolloutWorker:
         return RolloutWorker(
             self.run,
             config,
-            self.board,
-            self.outbox,
+            self.store,
+            self.sender,
             self.turns,
-            self.resident,
+            self.worker_state,
             ActivityTracker(),
             self.reports.put,
             lambda: False,
         )
 
-    def claim(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
-        usual = {"output": OUT, "weights": "warm_start", "weights_attempt": None, "receiver": "w"}
+    def generate(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
+        usual = {"output": OUT, "weights": "sft", "weights_attempt": None, "receiver": "w"}
         about = {"work_item": name, "label": name, "iteration": iteration, "starts": starts}
         self.generator.enqueue(GenerateStarts(**{**about, **usual, **more}))
 
     def report(self, code: int = 0) -> WorkItemEnded:
-        said = self.reports.get(timeout=60)
-        assert said.exit_code == code, said.reason
-        return said
+        report = self.reports.get(timeout=60)
+        assert report.exit_code == code, report.reason
+        return report
 
     def weights(self, out: str, attempt: str) -> None:
-        """Have weights come to the board: the first ones, by another name."""
-        (path,) = self.run.glob("warm_start/data-*/weights/model.safetensors")
-        self.board.output(out).put(attempt, WEIGHTS, load_file(path))
+        """Have weights come to the store: the first ones, by another name."""
+        (path,) = self.run.glob("sft/data-*/weights/model.safetensors")
+        self.store.output(out).put(attempt, WEIGHTS, load_file(path))
 
     def texts(self, out: str, count: int) -> dict[int, Any]:
         """What came to who gathers, by sample, once there are so many."""
-        arriving = self.board.output(out).iter_records("trajectories", count, lambda: False)
+        arriving = self.store.output(out).iter_records("trajectories", count, lambda: False)
         return {record.identity.sample: record.info["text"] for record in arriving}
 
     def close(self) -> None:
         self.generator.close()
-        self.outbox.close()
-        self.inbox.close()
+        self.sender.close()
+        self.receiver.close()
 
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run after its warm start."""
+    """A run after SFT."""
     root = tmp_path_factory.mktemp("warm")
     words = ["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]
     run = prepare_run(compose([*words, "iterations=1", "++rollout.horizon=64"]))
-    run_warm_start(run)
-    assert read_manifest(run.folder / "warm_start") is not None
+    run_sft(run)
+    assert read_manifest(run.folder / "sft") is not None
     return run.folder
 
 
@@ -102,17 +102,17 @@ def bench(warm: Path, tmp_path: Path) -> Iterator[Bench]:
 def test_claims_are_done_by_iteration_whatever_came_first(bench: Bench) -> None:
     """Tails and starts of lost workers come late, and more waits for them."""
     with bench.turns.add((0, 0, 0)):
-        bench.claim("late", 0, iteration=2)
-        bench.claim("early", 1)
+        bench.generate("late", 0, iteration=2)
+        bench.generate("early", 1)
     assert [bench.report().work_item for _ in range(2)] == ["early", "late"]
 
 
 def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
-    """A stage that has its inputs goes first; a dropped claim takes no time."""
+    """A stage that has its inputs goes first; a dropped work item takes no time."""
     with bench.turns.add((0, 0, 0)) as stage:
-        bench.claim("dropped", 0)
+        bench.generate("dropped", 0)
         bench.generator.cancel()
-        bench.claim("wanted", 1)
+        bench.generate("wanted", 1)
         assert bench.reports.empty(), "the stage computes"
         with stage.released():
             assert bench.report().work_item == "wanted"
@@ -123,29 +123,33 @@ def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
 
 def test_a_claim_that_was_not_begun_is_handed_over_whole(bench: Bench) -> None:
     with bench.turns.add((0, 0, 0)):
-        bench.claim("waits", 0, 1)
+        bench.generate("waits", 0, 1)
         bench.generator.reassign("waits", "w")
-        said = bench.report()
-    assert (said.unfinished_starts, said.num_partial_samples, said.successor) == ((0, 1), 0, "")
+        report = bench.report()
+    assert (report.unfinished_starts, report.num_partial_samples, report.successor) == (
+        (0, 1),
+        0,
+        "",
+    )
 
 
 def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) -> None:
-    bench.claim("whole", 0, 1)
+    bench.generate("whole", 0, 1)
     bench.report()
     whole = bench.texts(OUT, 2 * bench.config.rollout.group_size)
     out = "it/0000/elsewhere"
-    bench.claim("cut", 0, 1, output=out)
+    bench.generate("cut", 0, 1, output=out)
     while not bench.turns.is_busy:
         time.sleep(0)
     bench.generator.reassign("cut", "w")
-    said = bench.report()
-    assert 1 <= said.num_partial_samples <= len(whole) // 4, "a quarter or less is handed over"
-    assert set(said.unfinished_starts) <= {0, 1}
+    report = bench.report()
+    assert 1 <= report.num_partial_samples <= len(whole) // 4, "a quarter or less is handed over"
+    assert set(report.unfinished_starts) <= {0, 1}
     channel = partial_samples_channel("cut")
     begun = PartialSamples(
-        work_item=0, channel=channel, num_samples=said.num_partial_samples, weights_attempt=None
+        work_item=0, channel=channel, num_samples=report.num_partial_samples, weights_attempt=None
     )
-    bench.claim("heir", *said.unfinished_starts, output=out, partial=begun)
+    bench.generate("heir", *report.unfinished_starts, output=out, partial=begun)
     assert not bench.report().unfinished_starts
     assert bench.texts(out, len(whole)) == whole
 
@@ -155,46 +159,46 @@ SYNC = "it/0000/sync"
 
 def made_of(bench: Bench, attempt: str) -> None:
     """See that all samples that came say of which weights they were made."""
-    arriving = bench.board.output(OUT).iter_records("trajectories", 1, lambda: False, attempt)
+    arriving = bench.store.output(OUT).iter_records("trajectories", 1, lambda: False, attempt)
     assert SOURCE_ATTEMPT not in next(arriving).info
 
 
-def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Bench) -> None:
-    bench.claim("prepares")
+def test_a_work_item_uses_uncommitted_weights_from_the_live_store(bench: Bench) -> None:
+    bench.generate("prepares")
     bench.report()
     bench.weights(SYNC, "data-a")
-    bench.claim("live", 0, iteration=1, weights=SYNC, weights_attempt="data-a")
-    said = bench.report()
-    assert [name for name, *_ in said.spans] == ["load", "generate"]
-    assert not said.used_disk_fallback
+    bench.generate("live", 0, iteration=1, weights=SYNC, weights_attempt="data-a")
+    report = bench.report()
+    assert [name for name, *_ in report.spans] == ["load", "generate"]
+    assert not report.used_disk_fallback
     made_of(bench, "data-a")
     with pytest.raises(UpstreamFailed):
         made_of(bench, "data-b")
 
 
 def test_a_claim_says_that_its_weights_were_lost_on_the_way(bench: Bench) -> None:
-    bench.claim("prepares")
+    bench.generate("prepares")
     assert not bench.report().used_disk_fallback, "the first ones always come from disk"
-    manifest = read_manifest(shutil.copytree(bench.run / "warm_start", bench.run / SYNC))
+    manifest = read_manifest(shutil.copytree(bench.run / "sft", bench.run / SYNC))
     assert manifest is not None
-    bench.resident.engine_weights = "older ones"
-    bench.claim("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
+    bench.worker_state.engine_weights = "older ones"
+    bench.generate("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
     assert bench.report().used_disk_fallback
 
 
-def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench: Bench) -> None:
+def test_a_work_item_uses_committed_weights_from_the_live_store(bench: Bench) -> None:
     """And from the disk if another attempt was committed."""
-    bench.claim("prepares")
+    bench.generate("prepares")
     bench.report()
     folder = bench.run / SYNC
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(bench.run / "warm_start", folder)
+    shutil.copytree(bench.run / "sft", folder)
     manifest = read_manifest(folder)
     assert manifest is not None
     for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
-        bench.resident.engine_weights = "older ones"
+        bench.worker_state.engine_weights = "older ones"
         bench.weights(SYNC, attempt)
-        bench.claim(attempt, 0, iteration=1, weights=SYNC)
+        bench.generate(attempt, 0, iteration=1, weights=SYNC)
         names = [name for name, *_ in bench.report().spans]
         assert [name for name in names if name == "verify"] == spans
 
@@ -203,19 +207,19 @@ def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
     """It does not wait for them: they may be made again by whom it would hold up."""
     bench.weights(SYNC, "data-a")
     live = {"iteration": 1, "weights": SYNC}
-    bench.claim("no engine", 0, **live, weights_attempt="data-a")
+    bench.generate("no engine", 0, **live, weights_attempt="data-a")
     bench.report(EXIT_REQUEUE)
-    bench.claim("prepares")
+    bench.generate("prepares")
     bench.report()
-    bench.claim("another attempt", 0, **live, weights_attempt="data-b")
+    bench.generate("another attempt", 0, **live, weights_attempt="data-b")
     assert "data-b" in bench.report(EXIT_REQUEUE).reason
 
 
 def test_a_claim_whose_weights_were_withdrawn_goes_back(bench: Bench) -> None:
     """Also one of committed weights: the stage that makes them again may be of this worker."""
-    (bench.run / "warm_start" / MANIFEST).rename(bench.run / "withdrawn")
-    bench.claim("first", 0)
-    assert "warm_start are neither here nor committed" in bench.report(EXIT_REQUEUE).reason
-    (bench.run / "withdrawn").rename(bench.run / "warm_start" / MANIFEST)
-    bench.claim("again", 0)
+    (bench.run / "sft" / MANIFEST).rename(bench.run / "withdrawn")
+    bench.generate("first", 0)
+    assert "sft are neither in memory nor committed" in bench.report(EXIT_REQUEUE).reason
+    (bench.run / "withdrawn").rename(bench.run / "sft" / MANIFEST)
+    bench.generate("again", 0)
     bench.report()

@@ -1,4 +1,4 @@
-"""Weights from the worker that made them to the boards of others."""
+"""Weights from the worker that made them to the stores of others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @dataclass
 class Wire:
-    """An outbox whose records a test delivers itself."""
+    """An sender whose records a test delivers itself."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -79,32 +79,32 @@ def test_the_first_of_very_many_versions_goes_to_those_who_want_it() -> None:
 
 
 class Worker:
-    """What a resident worker has to send and take weights."""
+    """What a worker_state worker has to send and take weights."""
 
     def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
-        self.board, self.outbox = LiveStore(), RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self.outbox, dtype)
-        takers = {WEIGHTS: WeightReceiver(self.board, self.publisher).handle_record}
-        self.inbox = RecordReceiver(folder, name, self.board, takers)
+        self.store, self.sender = LiveStore(), RecordSender(folder, name=name)
+        self.publisher = WeightPublisher(self.sender, dtype)
+        takers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
+        self.receiver = RecordReceiver(folder, name, self.store, takers)
 
     def close(self) -> None:
         self.publisher.close()
-        self.outbox.close()
-        self.inbox.close()
+        self.sender.close()
+        self.receiver.close()
 
     def holds(self, number: int, out: str = OUT) -> bool:
-        held = self.board.output(out).objects.get(WEIGHTS)
+        held = self.store.output(out).objects.get(WEIGHTS)
         return held is not None and same(held, state(number))
 
 
 @pytest.fixture
 def workers(worker: Callable[[str], Worker]) -> tuple[WeightPublisher, LiveStore]:
-    return worker("here").publisher, worker("there").board
+    return worker("here").publisher, worker("there").store
 
 
-def arrivals(board: LiveStore, behind: int = 0) -> WeightReceiver:
+def arrivals(store: LiveStore, behind: int = 0) -> WeightReceiver:
     """Of a worker that nobody asks for anything."""
-    return WeightReceiver(board, WeightPublisher(Wire()), behind)  # type: ignore[arg-type]
+    return WeightReceiver(store, WeightPublisher(Wire()), behind)  # type: ignore[arg-type]
 
 
 def soon(met: Callable[[], bool]) -> bool:
@@ -119,7 +119,7 @@ def soon(met: Callable[[], bool]) -> bool:
 def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
     workers: tuple[WeightPublisher, LiveStore], way: str, early: bool
 ) -> None:
-    publisher, board = workers
+    publisher, store = workers
     for number in (3, 4, 5):
         out = f"it/{number:04d}/sync"
         if early:
@@ -127,12 +127,12 @@ def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
         publisher.publish(out, f"data-{number}", number, {WEIGHTS: state(number)})
         if not early:
             publisher.subscribe(out, {"there": way})
-        entry = StageInput(Path(out), None, board.output(out))
+        entry = StageInput(Path(out), None, store.output(out))
         assert entry.content_id == f"{out}/data-{number}"
         assert same(entry.live_object(WEIGHTS), state(number))
         assert entry.live_object(WEIGHTS)["tied"] is entry.live_object(WEIGHTS)["big"]
     # The oldest made room: it is on disk.
-    assert not board.output("it/0003/sync").objects
+    assert not store.output("it/0003/sync").objects
 
 
 @pytest.mark.parametrize("way", ["socket", "shared_memory", "gloo"])
@@ -144,9 +144,9 @@ def test_weights_are_sent_in_the_type_that_engines_take(
     made = {**state(3), "mean": torch.ones(3, dtype=torch.float64)}
     source.publisher.subscribe(OUT, {"there": way})
     source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: made})
-    assert soon(lambda: WEIGHTS in there.board.output(OUT).objects)
+    assert soon(lambda: WEIGHTS in there.store.output(OUT).objects)
     cast = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in made.items()}
-    held = there.board.output(OUT).objects[WEIGHTS]
+    held = there.store.output(OUT).objects[WEIGHTS]
     assert {n: t.dtype for n, t in held.items()} == {n: t.dtype for n, t in cast.items()}
     assert same(held, cast)
 
@@ -165,15 +165,15 @@ def test_who_gets_weights_passes_them_on(worker: Callable[[str], Worker], late: 
         relay.publisher.subscribe(OUT, ways)
     for taker in (relay, far, near):
         assert soon(lambda taker=taker: taker.holds(3))  # type: ignore[misc]
-        entry = StageInput(Path(OUT), None, taker.board.output(OUT))
+        entry = StageInput(Path(OUT), None, taker.store.output(OUT))
         assert entry.content_id == f"{OUT}/data-a"
 
 
 def test_another_attempt_reaches_those_who_got_a_part_of_the_first() -> None:
-    wire, board = Wire(), LiveStore()
+    wire, store = Wire(), LiveStore()
     publisher = WeightPublisher(wire)  # type: ignore[arg-type]
     publisher.subscribe(OUT, {"far": "socket"})
-    taker = WeightReceiver(board, publisher)
+    taker = WeightReceiver(store, publisher)
     first, second = sent("socket"), sent("socket", attempt="data-b")
     for record in [*first[:2], *second]:
         taker.handle_record(OUT, record)
@@ -206,22 +206,22 @@ def test_a_flipped_bit_is_found_and_the_version_is_never_served() -> None:
     buckets = [i for i, record in enumerate(records) if record.info["type"] == "weights_bucket"]
     assert len(buckets) > 1
     for damaged in buckets:
-        board = LiveStore()
-        taker = arrivals(board)
+        store = LiveStore()
+        taker = arrivals(store)
         for i, record in enumerate(records):
             taker.handle_record(OUT, flip(record) if i == damaged else record)
-        assert not board.output(OUT).objects
+        assert not store.output(OUT).objects
 
 
 def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
     records, other = sent("socket"), sent("socket", number=4)
     swapped = [records[0], replace(other[1], identity=records[1].identity), *records[2:]]
     for stream in (records[:1] + records[2:], swapped, records[:-1]):
-        board = LiveStore()
-        taker = arrivals(board)
+        store = LiveStore()
+        taker = arrivals(store)
         for record in stream:
             taker.handle_record(OUT, record)
-        assert not board.output(OUT).objects
+        assert not store.output(OUT).objects
     assert records[-1].info["type"] == "weights_end"
 
 
@@ -236,13 +236,13 @@ def test_messages_that_make_no_sense_are_dropped() -> None:
     huge = BucketLayout((TensorEntry("w", "float32", (1 << 50,), 0),), {}, 1 << 20).to_json()
     large = replace(records[0], context={PAYLOAD: np.frombuffer(huge.encode(), np.uint8)})
     for odd in (without, number, short, large):
-        board = LiveStore()
-        taker = arrivals(board)
+        store = LiveStore()
+        taker = arrivals(store)
         taker.handle_record(OUT, records[0])
         taker.handle_record(OUT, odd)
         for record in records[1:]:
             taker.handle_record(OUT, record)
-        assert not board.output(OUT).objects
+        assert not store.output(OUT).objects
     group = GroupFormed(group="../x", backend="gloo", members="w,v")
     arrivals(LiveStore()).handle_record(OUT, replace(records[0], info=group.to_dict(), context={}))
 
@@ -260,7 +260,7 @@ def test_a_fault_of_the_program_is_no_damage() -> None:
 
 
 def test_damage_in_shared_memory_is_found_and_not_served() -> None:
-    wire, board = Wire(), LiveStore()
+    wire, store = Wire(), LiveStore()
     publisher = WeightPublisher(wire)  # type: ignore[arg-type]
     publisher.subscribe(OUT, {"w": "shared_memory"})
     publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
@@ -269,9 +269,9 @@ def test_damage_in_shared_memory_is_found_and_not_served() -> None:
     for slot in (0, 1):
         memory = np.memmap(f"/dev/shm/{segment}-{slot}", np.uint8, "r+")
         memory[len(memory) // 2] ^= 1
-    arrivals(board).handle_record(OUT, wire.records[0])
+    arrivals(store).handle_record(OUT, wire.records[0])
     publisher.close()
-    assert not board.output(OUT).objects
+    assert not store.output(OUT).objects
     assert not list(Path("/dev/shm").glob(f"{segment}*"))
 
 
@@ -281,14 +281,14 @@ def test_memory_of_a_writer_that_was_replaced_is_let_go(way: str) -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
         return sum("/dev/shm/rlinf" in line and "(deleted)" in line for line in lines)
 
-    board, before, wire = LiveStore(), mapped(), Wire()
-    taker = arrivals(board)
+    store, before, wire = LiveStore(), mapped(), Wire()
+    taker = arrivals(store)
     first = WeightPublisher(wire)  # type: ignore[arg-type]
     first.subscribe(OUT, {"w": "shared_memory"})
     first.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
     assert soon(lambda: bool(wire.records))
     taker.handle_record(OUT, wire.records[0])
-    assert same(board.output(OUT).objects[WEIGHTS], state(3))
+    assert same(store.output(OUT).objects[WEIGHTS], state(3))
     first.close()
     assert mapped() > before
     later = "it/0004/sync"
@@ -299,61 +299,61 @@ def test_memory_of_a_writer_that_was_replaced_is_let_go(way: str) -> None:
 
 def test_a_name_that_is_not_ours_is_not_opened() -> None:
     record = sent("shared_memory")[0]
-    board = LiveStore()
-    arrivals(board).handle_record(
+    store = LiveStore()
+    arrivals(store).handle_record(
         OUT, replace(record, info={**record.info, "segment": "../../etc/passwd"})
     )
-    assert not board.output(OUT).objects
+    assert not store.output(OUT).objects
 
 
 def test_what_a_dead_sender_left_gives_way_to_the_next_attempt() -> None:
-    board = LiveStore()
-    taker = arrivals(board)
+    store = LiveStore()
+    taker = arrivals(store)
     first, second = sent("socket"), sent("socket", attempt="data-b")
     for record in [*first[:2], *second[:1], *first[2:], *second[1:]]:
         taker.handle_record(OUT, record)
-    assert StageInput(Path(OUT), None, board.output(OUT)).content_id == f"{OUT}/data-b"
-    assert same(board.output(OUT).objects[WEIGHTS], state(3))
+    assert StageInput(Path(OUT), None, store.output(OUT)).content_id == f"{OUT}/data-b"
+    assert same(store.output(OUT).objects[WEIGHTS], state(3))
 
 
 def test_another_attempt_that_comes_whole_replaces_the_first() -> None:
     """It is the one that will be committed; who took the first finds out then."""
-    board = LiveStore()
-    taker = arrivals(board)
+    store = LiveStore()
+    taker = arrivals(store)
     for attempt in ("data-a", "data-b", "data-b"):
         for record in sent("socket", attempt=attempt):
             taker.handle_record(OUT, record)
-    assert StageInput(Path(OUT), None, board.output(OUT)).content_id == f"{OUT}/data-b"
+    assert StageInput(Path(OUT), None, store.output(OUT)).content_id == f"{OUT}/data-b"
 
 
 def test_weights_that_came_in_part_are_freed_by_the_next(tmp_path: Path) -> None:
-    board = LiveStore()
-    taker = arrivals(board)
+    store = LiveStore()
+    taker = arrivals(store)
     for number in range(3):
         for record in sent("socket", f"it/{number}", f"data-{number}", number)[:2]:
             taker.handle_record(f"it/{number}", record)
     for record in sent("socket", "it/3", "data-3", 3):
         taker.handle_record("it/3", record)
-    assert not taker._coming
+    assert not taker._partial
 
 
 def test_older_weights_do_not_take_the_place_of_newer_ones() -> None:
-    board = LiveStore()
-    taker = arrivals(board)
+    store = LiveStore()
+    taker = arrivals(store)
     for number in (5, 6, 4, 5):
         for record in sent("socket", f"it/{number}", f"data-{number}", number):
             taker.handle_record(f"it/{number}", record)
-    held = [n for n in range(4, 7) if WEIGHTS in board.output(f"it/{n}").objects]
+    held = [n for n in range(4, 7) if WEIGHTS in store.output(f"it/{n}").objects]
     assert held == [5, 6]
 
 
 def test_stale_rollouts_find_the_versions_they_lag_behind() -> None:
-    board = LiveStore()
-    taker = arrivals(board, behind=2)
+    store = LiveStore()
+    taker = arrivals(store, behind=2)
     for number in range(6):
         for record in sent("socket", f"it/{number}", f"data-{number}", number):
             taker.handle_record(f"it/{number}", record)
-    held = [n for n in range(6) if WEIGHTS in board.output(f"it/{n}").objects]
+    held = [n for n in range(6) if WEIGHTS in store.output(f"it/{n}").objects]
     assert held == [2, 3, 4, 5]
 
 
@@ -378,18 +378,18 @@ def test_who_waits_for_weights_can_be_asked_to_stop(tmp_path: Path) -> None:
         _ = entry.content_id
 
 
-def test_the_inbox_still_takes_records_after_damaged_weights(
+def test_the_receiver_still_accepts_records_after_damaged_weights(
     workers: tuple[WeightPublisher, LiveStore], tmp_path: Path
 ) -> None:
-    _, board = workers
-    outbox = RecordSender(tmp_path)
+    _, store = workers
+    sender = RecordSender(tmp_path)
     to = f"{OUT}:{WEIGHTS}"
-    outbox.stream_to(to, ["there"], 0, 1).put(Record(RecordId(3, 0), info={"odd": 1}))
-    outbox.stream_to("it/0003/rollout:trajectories", ["there"], 0, 1).close()
-    stream = board.output("it/0003/rollout").stream("trajectories")
+    sender.stream_to(to, ["there"], 0, 1).put(Record(RecordId(3, 0), info={"odd": 1}))
+    sender.stream_to("it/0003/rollout:trajectories", ["there"], 0, 1).close()
+    stream = store.output("it/0003/rollout").stream("trajectories")
     assert soon(lambda: stream.is_complete(range(1)))
-    assert TARGET not in board.output(OUT).objects
-    outbox.close()
+    assert TARGET not in store.output(OUT).objects
+    sender.close()
 
 
 def manifest(data: str) -> Manifest:

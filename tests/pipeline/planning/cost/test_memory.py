@@ -41,7 +41,7 @@ def test_states_are_those_of_the_zero_paper(zero, gigabytes):
     assert states / 1e9 * (7.5e9 / shape.parameters) == pytest.approx(gigabytes, rel=0.01)
 
 
-def test_experts_are_shared_by_expert_parallel_ranks_and_their_states_by_the_copies():
+def test_experts_are_sharded_over_expert_parallel_ranks_and_states_over_replicas():
     shared = MIXTRAL.parameters - MIXTRAL.expert_parameters.sum()
     routed = MIXTRAL.expert_parameters.sum()
     used = stage_memory(

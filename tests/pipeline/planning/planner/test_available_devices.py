@@ -28,7 +28,7 @@ from rlinf.errors import PlanError
 from slurm.inventory import AccountingLimits, Association, Inventory, QosLimits
 from slurm.site import PartitionSettings, SiteConfig, load_site
 from tests.pipeline.planning.planner import clusters
-from tests.pipeline.planning.planner.test_overlap import GRAINS, Grain, config
+from tests.pipeline.planning.planner.test_overlap import EXECUTIONS, Execution, config
 
 __all__ = ["config"]
 ME = Association(cluster="c", account="me", qos=("small",))
@@ -49,7 +49,7 @@ def inventory(
 def ask(
     config: RunConfig,
     there: Inventory,
-    execution: Grain,
+    execution: Execution,
     site: Path | None = None,
     *,
     given: bool = False,
@@ -67,7 +67,7 @@ def ask(
 def gpus(plan: Plan) -> int:
     """Of the largest job, or of all pools."""
     if plan.pools:
-        return sum(sum(pool.gpus.values()) for pool in plan.pools)
+        return sum(sum(pool.devices.values()) for pool in plan.pools)
     return max(stage.nodes * stage.gpus for stage in plan.stages.values())
 
 
@@ -93,25 +93,25 @@ def test_partitions_that_let_others_in_are_left_out(
     assert "h100" in select_devices(inventory(**rules), named, profile)[0]
 
 
-@GRAINS
+@EXECUTIONS
 def test_a_job_has_no_more_nodes_than_its_partition_allows(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     profile = clusters.profile(config, "h100")
     whole = inventory(max_nodes_per_job=1)
     found, notes = select_devices(whole, SiteConfig(), profile)
     assert notes[-1] == "h100: a job has at most 1 of its 2 nodes (MaxNodes)"
-    asked = PlanRequest(config, profile, found, execution=execution)
-    proposal = propose_plan(asked)
+    request = PlanRequest(config, profile, found, execution=execution)
+    proposal = propose_plan(request)
     assert all(stage.nodes == 1 for stage in proposal.plan.stages.values())
     if execution == "jobs":
         train = proposal.plan.stages["train"].model_copy(update={"nodes": 2})
         stages = {**proposal.plan.stages, "train": train}
         with pytest.raises(PlanError, match="2 requested of h100, where a job has at most 1"):
-            assess_plan(asked, proposal.plan.model_copy(update={"stages": stages}), "plan.yaml")
+            assess_plan(request, proposal.plan.model_copy(update={"stages": stages}), "plan.yaml")
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize(
     ("qos", "most"),
     [
@@ -124,20 +124,20 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
     ],
 )
 def test_jobs_together_have_no_more_than_the_qos_allows(
-    config: RunConfig, execution: Grain, qos: QosLimits, most: int
+    config: RunConfig, execution: Execution, qos: QosLimits, most: int
 ) -> None:
     assert gpus(propose_plan(ask(config, inventory(), execution)).plan) > most
-    asked = ask(config, inventory(qos), execution)
-    plan = propose_plan(asked).plan
+    request = ask(config, inventory(qos), execution)
+    plan = propose_plan(request).plan
     if not ("node" in qos.max_tres_per_user and plan.pools):
         assert gpus(plan) <= most
-    assert all(pool.gpus.get("h100", 0) <= most for pool in plan.pools)
+    assert all(pool.devices.get("h100", 0) <= most for pool in plan.pools)
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("resource", ["gres/gpu", "node"])
 def test_no_job_has_more_than_the_qos_allows_one(
-    config: RunConfig, execution: Grain, resource: str
+    config: RunConfig, execution: Execution, resource: str
 ) -> None:
     plan = propose_plan(
         ask(config, inventory(QosLimits(max_tres_per_job={resource: 1})), execution)
@@ -149,36 +149,36 @@ def test_no_job_has_more_than_the_qos_allows_one(
 def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
     assert len(propose_plan(ask(config, inventory(), "pools")).plan.pools) > 1
     own = ME.model_copy(update={"max_jobs": 1})
-    asked = ask(config, inventory(None, own), "pools")
-    proposal = propose_plan(asked)
+    request = ask(config, inventory(None, own), "pools")
+    proposal = propose_plan(request)
     assert len(proposal.plan.pools) == 1
     assert proposal.plan.pools[0].workers is None
     # The driver may be a job too.
     for jobs in (2, 3):
-        asked = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "pools")
-        assert len(propose_plan(asked).plan.pools) <= jobs - 1
+        request = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "pools")
+        assert len(propose_plan(request).plan.pools) <= jobs - 1
     # A limit that holds for one partition alone.
     own = own.model_copy(update={"partition": "h100"})
     general = ME.model_copy(update={"default_qos": "small"})
     there = inventory(None, own)
     limits = AccountingLimits(associations=(own, general))
     plan = propose_plan(ask(config, there.model_copy(update={"limits": limits}), "pools")).plan
-    assert sum("h100" in pool.gpus for pool in plan.pools) <= 1
+    assert sum("h100" in pool.devices for pool in plan.pools) <= 1
 
 
-@GRAINS
+@EXECUTIONS
 def test_a_stage_that_outlasts_the_wall_time_of_the_qos_fits_nowhere(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
-    asked = ask(config, inventory(QosLimits(max_wall_min=20)), execution)
-    for stage in propose_plan(asked).plan.stages.values():
+    request = ask(config, inventory(QosLimits(max_wall_min=20)), execution)
+    for stage in propose_plan(request).plan.stages.values():
         assert (stage.time_limit_min or 0) <= 20
     with pytest.raises(PlanError, match="QOS small allows"):
         propose_plan(ask(config, inventory(QosLimits(max_wall_min=0)), execution))
 
 
-@GRAINS
-def test_where_nothing_fits_the_limit_is_named(config: RunConfig, execution: Grain) -> None:
+@EXECUTIONS
+def test_where_nothing_fits_the_limit_is_named(config: RunConfig, execution: Execution) -> None:
     # A process on a GPU asks for four.
     tight = inventory(QosLimits(max_tres_per_user={"cpu": 3}), ME, "h100")
     with pytest.raises(PlanError, match=r"4 requested in all, QOS small allows .* 3 \(cpu\)"):
@@ -192,9 +192,9 @@ def test_limits_that_slurm_does_not_enforce_bound_no_plan(config: RunConfig) -> 
     assert gpus(propose_plan(ask(config, free, "jobs")).plan) > 1
 
 
-@GRAINS
+@EXECUTIONS
 def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     plan = propose_plan(ask(config, inventory(), execution)).plan
     tight = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 1})), execution)
@@ -205,11 +205,11 @@ def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
 
 
 def test_more_nodes_do_not_lift_a_limit(config: RunConfig) -> None:
-    asked = ask(config, inventory(QosLimits(max_tres_per_job={"gres/gpu": 4})), "jobs")
-    more = with_counts(asked.devices, {"h100": 16})["h100"]
+    request = ask(config, inventory(QosLimits(max_tres_per_job={"gres/gpu": 4})), "jobs")
+    more = with_counts(request.devices, {"h100": 16})["h100"]
     assert (more.count, more.max_job_devices) == (16, 4)
-    asked = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 3})), "jobs")
-    assert with_counts(asked.devices, {"h100": 16})["h100"].count == 3
+    request = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 3})), "jobs")
+    assert with_counts(request.devices, {"h100": 16})["h100"].count == 3
 
 
 def with_spot() -> Inventory:
@@ -271,16 +271,16 @@ def test_what_a_user_may_have_of_one_name_is_no_limit_of_the_other(config: RunCo
 
 
 def test_cpus_of_stages_without_a_gpu_are_counted(config: RunConfig) -> None:
-    asked = ask(config, inventory(QosLimits(max_tres_per_user={"cpu": 4})), "jobs")
-    plan = propose_plan(asked).plan
+    request = ask(config, inventory(QosLimits(max_tres_per_user={"cpu": 4})), "jobs")
+    plan = propose_plan(request).plan
     stages = [plan.stage_plan(name) for name in plan.stages]
     assert all(stage.cpus * stage.processes * stage.nodes <= 4 for stage in stages)
 
 
 def test_a_plan_by_hand_that_names_no_partition_is_of_the_default_one(config: RunConfig) -> None:
-    asked = ask(config, inventory(is_default=True), "jobs")
+    request = ask(config, inventory(is_default=True), "jobs")
     by_hand = Plan(defaults=StagePlan(gpus=1))
-    found = assess_plan(asked, by_hand, "plan.yaml")
+    found = assess_plan(request, by_hand, "plan.yaml")
     assert {row.place for row in found.rows} == {"h100"}
     with pytest.raises(PlanError, match=r"stages\.\w+\.partition: not given; one of a100, h100"):
         assess_plan(ask(config, inventory(), "jobs"), by_hand, "plan.yaml")
@@ -290,33 +290,33 @@ TRAIN = {"gpu_type": "h100", "processes": 2, "gpus": 2}
 EVERY = ["rollout", "reward", "inference", "train"]
 
 
-def by_hand(execution: Grain, cpus: int, partition: str | None = "h100") -> Plan:
+def by_hand(execution: Execution, cpus: int, partition: str | None = "h100") -> Plan:
     """On two H100s."""
     if execution == "jobs":
         train = {**TRAIN, "cpus": cpus, "partition": partition}
         return parse_plan(
             {"defaults": {"partition": partition}, "stages": {"train": train}}, "plan"
         )
-    pool = {"stages": EVERY, "gpus": {"h100": 2}}
+    pool = {"stages": EVERY, "devices": {"h100": 2}}
     defaults = {"processes": 2, "cpus": cpus}
     return parse_plan({"defaults": defaults, "pools": [pool]}, "plan")
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("most", [4, 3])
 def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
-    config: RunConfig, execution: Grain, most: int
+    config: RunConfig, execution: Execution, most: int
 ) -> None:
     """It asks for four with each GPU: one GPU, or none."""
     tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100")
-    asked = ask(config, tight, execution, given=True)
-    found = assess_plan(asked, by_hand(execution, 1), "plan.yaml")
+    request = ask(config, tight, execution, given=True)
+    found = assess_plan(request, by_hand(execution, 1), "plan.yaml")
     free = ask(config, inventory(None, ME, "h100"), execution)
     expected = assess_plan(free, by_hand(execution, 1), "plan.yaml").forecast
     assert found.forecast.iteration_s == expected.iteration_s
     assert found.bound <= found.forecast.cost
     with pytest.raises(PlanError, match=rf"8 requested in all, QOS small allows .* {most} \(cpu\)"):
-        assess_plan(asked, by_hand(execution, 4), "plan.yaml")
+        assess_plan(request, by_hand(execution, 4), "plan.yaml")
 
 
 def test_stages_of_a_plan_by_hand_wait_for_what_they_ask_for(config: RunConfig) -> None:
@@ -343,9 +343,9 @@ def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
     assert "no plan is better" in " ".join(capsys.readouterr().out.split())
 
 
-@GRAINS
+@EXECUTIONS
 def test_the_default_partition_has_its_own_settings_of_the_site(
-    config: RunConfig, execution: Grain, tmp_path: Path
+    config: RunConfig, execution: Execution, tmp_path: Path
 ) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("partitions: {h100: {qos: long}}\n")
@@ -353,16 +353,16 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
     me = ME.model_copy(update={"qos": (*limits,), "default_qos": "small"})
     there = inventory(None, me, "h100", is_default=True)
     there = there.model_copy(update={"limits": AccountingLimits(associations=(me,), qos=limits)})
-    asked = ask(config, there, execution, site)
+    request = ask(config, there, execution, site)
     for minutes, allowed in ((50, True), (51, False)):
         plan = by_hand(execution, 1, None)
         defaults = plan.defaults.model_copy(update={"time_limit_min": minutes})
         plan = plan.model_copy(update={"defaults": defaults})
         if allowed:
-            assert assess_plan(asked, plan, "plan.yaml").forecast.iteration_s > 0
+            assert assess_plan(request, plan, "plan.yaml").forecast.iteration_s > 0
         else:
             with pytest.raises(PlanError, match="51 minutes requested, QOS long allows 50"):
-                assess_plan(asked, plan, "plan.yaml")
+                assess_plan(request, plan, "plan.yaml")
 
 
 def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
@@ -374,31 +374,31 @@ def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
 
 
 def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) -> None:
-    asked = ask(config, inventory(max_nodes_per_job=1), "pools")
-    rest = {"stages": EVERY[1:], "gpus": {"a100": 2}}
+    request = ask(config, inventory(max_nodes_per_job=1), "pools")
+    rest = {"stages": EVERY[1:], "devices": {"a100": 2}}
     stages = {"rollout": {"processes": 1, "gpus": 1}, "train": {"processes": 2, "gpus": 2}}
 
     def given(**keys: Any) -> Plan:
-        elastic = {"stages": ["rollout"], "gpus": {"h100": 4}, **keys}
+        elastic = {"stages": ["rollout"], "devices": {"h100": 4}, **keys}
         values = {"stages": stages, "pools": [elastic, rest]}
         return parse_plan(values, "plan")
 
-    found = assess_plan(asked, given(workers=4), "plan.yaml")
+    found = assess_plan(request, given(workers=4), "plan.yaml")
     assert found.forecast.stages["rollout"].breakdown_s["work"] < 40 / 2 / 2
-    with pytest.raises(PlanError, match=r"pools\[0\]\.gpus: 4 h100 requested, .* at most 2"):
-        assess_plan(asked, given(), "plan.yaml")
+    with pytest.raises(PlanError, match=r"pools\[0\]\.devices: 4 h100 requested, .* at most 2"):
+        assess_plan(request, given(), "plan.yaml")
     pins = {"rollout": frozenset({"h100"}), **dict.fromkeys(EVERY[1:], frozenset({"a100"}))}
-    plan = propose_plan(replace(asked, pins=pins)).plan
+    plan = propose_plan(replace(request, pins=pins)).plan
     (pool,) = [pool for pool in plan.pools if "rollout" in pool.stages]
-    assert (pool.gpus, pool.workers) == ({"h100": 4}, 4)
+    assert (pool.devices, pool.workers) == ({"h100": 4}, 4)
 
 
 def test_the_limit_is_named_where_other_sizes_are_merely_unknown(config: RunConfig) -> None:
     there = inventory(QosLimits(max_tres_per_job={"gres/gpu": 1}), ME, "h100")
-    asked = ask(config, there, "jobs")
-    own = asked.devices["h100"]
+    request = ask(config, there, "jobs")
+    own = request.devices["h100"]
     points = [p for p in own.profile.points if p.stage != "train" or p.processes == 2]
     few = own.profile.model_copy(update={"points": tuple(p for p in points if p.samples == 32)})
-    asked = replace(asked, devices={"h100": replace(own, profile=few)})
+    request = replace(request, devices={"h100": replace(own, profile=few)})
     with pytest.raises(PlanError, match=r"stage 'train' fits nowhere: h100: .*QOS small allows"):
-        asked.stage_options()
+        request.stage_options()

@@ -97,8 +97,8 @@ def test_what_unlike_devices_lose_is_what_was_measured(
         **{"speed_weights": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
     }
 
-    def work(asked: PlanRequest) -> float:
-        forecast = assess_jobs(asked, plan(**mixed), "plan.yaml").forecast
+    def work(request: PlanRequest) -> float:
+        forecast = assess_jobs(request, plan(**mixed), "plan.yaml").forecast
         return forecast.stages["train"].breakdown_s["work"]
 
     usual = work(request)

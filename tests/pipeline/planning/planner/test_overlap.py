@@ -28,8 +28,8 @@ from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
-Grain = Literal["jobs", "pools"]
-GRAINS = pytest.mark.parametrize("execution", ["jobs", "pools"])
+Execution = Literal["jobs", "pools"]
+EXECUTIONS = pytest.mark.parametrize("execution", ["jobs", "pools"])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def longer(profile: Profile, factor: float) -> Profile:
 
 def ask(
     config: RunConfig,
-    execution: Grain,
+    execution: Execution,
     *partitions: PartitionInventory,
     pins: tuple[str, ...] = (),
     factor: float = 1.0,
@@ -82,60 +82,63 @@ def ask(
     return PlanRequest(config, profile, found, execution=execution, pins=known, notes=notes)
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("long", ["gpu", "a_main"])
 def test_a_partition_for_short_jobs_does_not_hide_the_long_one(
-    config: RunConfig, execution: Grain, long: str
+    config: RunConfig, execution: Execution, long: str
 ) -> None:
     both = partition("debug", 2, 1), partition(long, 2, 1440)
     rows = propose_plan(ask(config, execution, *both, factor=40)).rows
     assert {row.place for row in rows} == {long}
 
 
-@GRAINS
+@EXECUTIONS
 def test_jobs_too_long_for_the_partition_that_is_not_preempted_go_to_the_other(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     both = partition("debug", 2, 1), partition("spare", 2, 1440, preempted=True)
-    asked = ask(config, execution, *both, factor=40)
-    assert asked.devices["spare"].better_kind == "debug"
-    places = {row.stage: row.place for row in propose_plan(asked).rows}
+    request = ask(config, execution, *both, factor=40)
+    assert request.devices["spare"].better_kind == "debug"
+    places = {row.stage: row.place for row in propose_plan(request).rows}
     assert places["rollout"] == places["train"] == "spare"
     short = ask(config, execution, partition("debug", 2, 60), both[1])
     assert {row.place for row in propose_plan(short).rows} == {"debug"}
 
 
 def test_nodes_of_a_part_of_a_partition_count_once(config: RunConfig) -> None:
-    asked = ask(config, "pools", partition("debug", 2, 30), partition("batch", 4, 1440))
-    assert {name: own.better_kind for name, own in asked.devices.items()} == {
+    request = ask(config, "pools", partition("debug", 2, 30), partition("batch", 4, 1440))
+    assert {name: own.better_kind for name, own in request.devices.items()} == {
         "batch": None,
         "debug": "batch",
     }
-    pools = propose_plan(asked).plan.pools
-    assert sum(sum(pool.gpus.values()) for pool in pools) <= 8
-    assert {kind for pool in pools for kind in pool.gpus} == {"batch"}
+    pools = propose_plan(request).plan.pools
+    assert sum(sum(pool.devices.values()) for pool in pools) <= 8
+    assert {kind for pool in pools for kind in pool.devices} == {"batch"}
 
 
 def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
     config: RunConfig, tmp_path: Path
 ) -> None:
     """Nodes 1 and 2, and 2 and 3: three of two GPUs."""
-    asked = ask(config, "pools", partition("a", 2, 60), partition("b", 2, 60, first=2))
-    problem, _ = build_pool_problem(asked)
+    request = ask(config, "pools", partition("a", 2, 60), partition("b", 2, 60, first=2))
+    problem, _ = build_pool_problem(request)
     assert problem.shared == ((("a", "b"), 6),)
-    proposal = propose_plan(asked)
+    proposal = propose_plan(request)
     held = {"a": 0, "b": 0}
     for pool in proposal.plan.pools:
-        for kind, count in pool.gpus.items():
+        for kind, count in pool.devices.items():
             held[kind] += count
     assert sum(held.values()) <= 6
     (tmp_path / "problem.yaml").write_text(dump_problem(problem))
     assert list(read_problem(tmp_path / "problem.yaml")[0].shared) == list(problem.shared)
     stages = tuple(on_policy.device_dependencies())
-    pools = (PoolPlan(stages=stages[:1], gpus={"a": 4}), PoolPlan(stages=stages[1:], gpus={"b": 4}))
+    pools = (
+        PoolPlan(stages=stages[:1], devices={"a": 4}),
+        PoolPlan(stages=stages[1:], devices={"b": 4}),
+    )
     plan = proposal.plan.model_copy(update={"pools": pools})
     with pytest.raises(PlanError, match="8 a and b requested, which have 6 together"):
-        assess_plan(asked, Plan.model_validate(plan.model_dump()), "plan.yaml")
+        assess_plan(request, Plan.model_validate(plan.model_dump()), "plan.yaml")
 
 
 @pytest.mark.parametrize(("count", "waiting"), [(4, {"train": "inference"}), (2, {})])
@@ -143,28 +146,28 @@ def test_jobs_on_shared_nodes_wait_for_each_other(
     config: RunConfig, count: int, waiting: dict[str, str]
 ) -> None:
     both = partition("a", 2, 60), partition("b", 2, 60, first=2)
-    asked = ask(config, "jobs", *both, pins=("inference=a", "train=b"))
+    request = ask(config, "jobs", *both, pins=("inference=a", "train=b"))
     options = {
-        stage: [o for o in asked.stage_options()[stage] if o.count == count]
+        stage: [o for o in request.stage_options()[stage] if o.count == count]
         for stage in ("inference", "train")
     }
     assert (
-        choose_assignments(options, dict.fromkeys(options, ()), asked.get_objective(), 0)[
+        choose_assignments(options, dict.fromkeys(options, ()), request.get_objective(), 0)[
             0
         ].waits_for_devices_of
         == waiting
     )
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("name", ["debug", "gpu"])
 def test_a_pin_chooses_among_the_names_of_the_same_nodes(
-    config: RunConfig, execution: Grain, name: str
+    config: RunConfig, execution: Execution, name: str
 ) -> None:
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
     proposal = propose_plan(ask(config, execution, *both, pins=(f"train={name}",)))
     assert {row.stage: row.place for row in proposal.rows}["train"] == name
-    assert sum(sum(pool.gpus.values()) for pool in proposal.plan.pools) <= 4
+    assert sum(sum(pool.devices.values()) for pool in proposal.plan.pools) <= 4
 
 
 def test_a_plan_that_names_the_worse_partition_is_assessed(config: RunConfig) -> None:
@@ -176,26 +179,28 @@ def test_a_plan_that_names_the_worse_partition_is_assessed(config: RunConfig) ->
 
 
 def test_other_numbers_of_devices_hold_for_every_name_of_the_nodes(config: RunConfig) -> None:
-    asked = ask(config, "pools", partition("debug", 1, 30), partition("batch", 2, 1440))
-    more = with_counts(asked.devices, {"batch": 8})
+    request = ask(config, "pools", partition("debug", 1, 30), partition("batch", 2, 1440))
+    more = with_counts(request.devices, {"batch": 8})
     assert (more["batch"].count, more["debug"].count) == (8, 2)
     assert dict(shared_capacities(more)) == {("batch", "debug"): 8}
-    assert set(with_counts(asked.devices, {"batch": 0})) == set()
+    assert set(with_counts(request.devices, {"batch": 0})) == set()
 
 
-@GRAINS
-def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, execution: Grain) -> None:
+@EXECUTIONS
+def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(
+    config: RunConfig, execution: Execution
+) -> None:
     large, small = (
         clusters.group("a100", count, first=first).model_copy(
             update={"features": ("a100", f"{size}gb"), "gpu_model": f"a100-{size}gb"}
         )
         for count, first, size in ((3, 1, 80), (2, 4, 40))
     )
-    asked = ask(
+    request = ask(
         config, execution, PartitionInventory(name="gpu", groups=(large, small), time_limit_min=60)
     )
-    assert asked.devices["gpu"].count == 6
-    proposal = propose_plan(asked)
+    assert request.devices["gpu"].count == 6
+    proposal = propose_plan(request)
     assert {proposal.plan.stages[stage].constraint for stage in ("rollout", "train")} == {"80gb"}
     assert any("left out are 2 of 2 x a100, a100, 40gb" in note for note in proposal.notes)
 

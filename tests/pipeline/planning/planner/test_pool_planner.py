@@ -44,57 +44,59 @@ def config() -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def asked(config: RunConfig) -> PlanRequest:
+def plan_request(config: RunConfig) -> PlanRequest:
     return ask(config, "a100", "h100", execution="pools")
 
 
-def test_every_stage_has_a_pool_within_what_there_is(asked: PlanRequest) -> None:
-    plan = propose_plan(asked).plan
+def test_every_stage_has_a_pool_within_what_there_is(plan_request: PlanRequest) -> None:
+    plan = propose_plan(plan_request).plan
     assert plan.execution == "pools"
     assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(
         on_policy.device_dependencies()
     )
-    for kind, own in asked.devices.items():
-        assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
-    assert asked.config.rollout.batch_size % plan.num_chunks == 0
+    for kind, own in plan_request.devices.items():
+        assert sum(pool.devices.get(kind, 0) for pool in plan.pools) <= own.count
+    assert plan_request.config.rollout.batch_size % plan.num_chunks == 0
 
 
 @pytest.mark.parametrize("pins", [{}, {"train": frozenset({"a100"})}])
 def test_the_driver_takes_the_plan_for_unlike_partitions(
-    asked: PlanRequest, pins: dict[str, frozenset[str]]
+    plan_request: PlanRequest, pins: dict[str, frozenset[str]]
 ) -> None:
     """No job has devices of two partitions; generators are jobs of their own, of either kind."""
-    plan = propose_plan(replace(asked, pins=pins)).plan
-    assert {kind for pool in plan.pools for kind in pool.gpus} == set(asked.devices)
+    plan = propose_plan(replace(plan_request, pins=pins)).plan
+    assert {kind for pool in plan.pools for kind in pool.devices} == set(plan_request.devices)
     for number, pool in enumerate(plan.pools):
-        assert len(pool.gpus) == 1 or (pool.stages, pool.workers) == (
+        assert len(pool.devices) == 1 or (pool.stages, pool.workers) == (
             ("rollout",),
-            sum(pool.gpus.values()),
+            sum(pool.devices.values()),
         )
         jobs = [pool_resources(plan, number, slot) for slot in range(pool.workers or 1)]
         assert all(len(parts) == 1 for parts in jobs)
         asks = Counter[str]()
         for (needs,) in jobs:
             asks[str(needs.partition)] += needs.nodes * needs.processes
-        assert asks == pool.gpus
+        assert asks == pool.devices
 
 
-def test_pools_beat_every_plan_on_one_kind_alone(asked: PlanRequest) -> None:
-    whole = propose_plan(asked).forecast.iteration_s
-    for kind, own in asked.devices.items():
-        assert whole <= propose_plan(replace(asked, devices={kind: own})).forecast.iteration_s
+def test_pools_beat_every_plan_on_one_kind_alone(plan_request: PlanRequest) -> None:
+    whole = propose_plan(plan_request).forecast.iteration_s
+    for kind, own in plan_request.devices.items():
+        assert (
+            whole <= propose_plan(replace(plan_request, devices={kind: own})).forecast.iteration_s
+        )
 
 
-def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
+def test_what_is_predicted_follows_from_the_plan(plan_request: PlanRequest) -> None:
     from pipeline.planning.planner.problem import Placement
 
-    proposal = propose_plan(asked)
-    problem, _ = build_pool_problem(asked)
+    proposal = propose_plan(plan_request)
+    problem, _ = build_pool_problem(plan_request)
     names = [stage.name for stage in problem.stages]
     pools = proposal.plan.pools
     placement = Placement(
         tuple(tuple(names.index(stage) for stage in pool.stages) for pool in pools),
-        tuple(tuple(pool.gpus.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
+        tuple(tuple(pool.devices.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
         proposal.plan.num_chunks,
     )
     total = float(Predictor(problem).predict(placement).total_s)
@@ -108,14 +110,14 @@ def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
 def test_pins_hold_for_pools(config: RunConfig) -> None:
     request = ask(config, "a100", "h100", execution="pools", pins=("train=a100", "rollout=h100"))
     for pool in propose_plan(request).plan.pools:
-        assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
-        assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
+        assert "train" not in pool.stages or set(pool.devices) == {"a100"}
+        assert "rollout" not in pool.stages or set(pool.devices) == {"h100"}
 
 
 def test_it_is_explained_and_kept_as_a_file(
-    asked: PlanRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan_request: PlanRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    proposal = propose_plan(asked, ["h100=8"])
+    proposal = propose_plan(plan_request, ["h100=8"])
     print_proposal(proposal)
     printed = " ".join(capsys.readouterr().out.split())
     assert "what matters most" in printed
@@ -129,8 +131,8 @@ def test_it_is_explained_and_kept_as_a_file(
     assert "pool 1" in page.read_text()
 
 
-def test_the_simulator_takes_the_plan_as_it_is(asked: PlanRequest, tmp_path: Path) -> None:
-    proposal = propose_plan(asked)
+def test_the_simulator_takes_the_plan_as_it_is(plan_request: PlanRequest, tmp_path: Path) -> None:
+    proposal = propose_plan(plan_request)
     write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
     problem, placement = read_problem(tmp_path / "plan.problem.yaml")
     assert placement is not None
@@ -140,21 +142,21 @@ def test_the_simulator_takes_the_plan_as_it_is(asked: PlanRequest, tmp_path: Pat
 
 
 def test_a_plan_that_is_given_is_predicted_as_the_one_that_was_made(
-    asked: PlanRequest, tmp_path: Path
+    plan_request: PlanRequest, tmp_path: Path
 ) -> None:
-    proposal = propose_plan(asked)
+    proposal = propose_plan(plan_request)
     write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
-    plan = read_plan(tmp_path / "plan.yaml", flow_of(asked.config))
-    again = assess_plan(asked, plan, "plan.yaml")
+    plan = read_plan(tmp_path / "plan.yaml", flow_of(plan_request.config))
+    again = assess_plan(plan_request, plan, "plan.yaml")
     assert again.forecast.stages == proposal.forecast.stages
     assert again.forecast.iteration_s == proposal.forecast.iteration_s
     assert again.alternatives == ()
 
 
-def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
-    slow = {"stages": list(on_policy.device_dependencies()), "gpus": {"a100": 1}}
-    found = assess_plan(asked, pooled(slow), "plan.yaml")
-    best = propose_plan(asked).forecast.iteration_s
+def test_a_slower_plan_names_the_best_one(plan_request: PlanRequest) -> None:
+    slow = {"stages": list(on_policy.device_dependencies()), "devices": {"a100": 1}}
+    found = assess_plan(plan_request, pooled(slow), "plan.yaml")
+    best = propose_plan(plan_request).forecast.iteration_s
     assert found.forecast.iteration_s > best
     assert [other.seconds for other in found.alternatives] == [pytest.approx(best)]
     assert not found.exact
@@ -164,31 +166,33 @@ def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
     ("pools", "why"),
     [
         (
-            [{"gpus": {"a100": 4}, "stage_ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
+            [{"devices": {"a100": 4}, "stage_ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
             r"pools\[0\].stage_ranks: \[0, 1\] and \[1, 2\] have some processes in common",
         ),
         (
-            [{"gpus": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
+            [{"devices": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
             r"pools\[0\].stage_ranks.reward: rollout has all processes before it",
         ),
-        ([{"gpus": {"a100": 100}}], "100 a100 requested, there are"),
-        ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
-        ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
+        ([{"devices": {"a100": 100}}], "100 a100 requested, there are"),
+        ([{"devices": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
+        ([{"devices": {"a100": 1, "h100": 1}}], "several kinds at once"),
     ],
 )
 def test_what_is_not_there_or_not_predicted_is_refused(
-    asked: PlanRequest, pools: list[dict[str, Any]], why: str
+    plan_request: PlanRequest, pools: list[dict[str, Any]], why: str
 ) -> None:
     every = list(on_policy.device_dependencies())
     with pytest.raises(PlanError, match=why):
-        assess_plan(asked, pooled(*({"stages": every, **pool} for pool in pools)), "plan.yaml")
+        assess_plan(
+            plan_request, pooled(*({"stages": every, **pool} for pool in pools)), "plan.yaml"
+        )
 
 
 def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
     return parse_plan({"pools": list(pools), "num_chunks": chunks}, "plan.yaml")
 
 
-def judged(asked: PlanRequest, seconds: float) -> PlanRequest:
+def with_reward_seconds(request: PlanRequest, seconds: float) -> PlanRequest:
     """With a reward that takes so long, on one device."""
 
     def longer(point: ProfilePoint) -> ProfilePoint:
@@ -199,14 +203,14 @@ def judged(asked: PlanRequest, seconds: float) -> PlanRequest:
         points = tuple(longer(point) for point in own.profile.points)
         return replace(own, profile=own.profile.model_copy(update={"points": points}))
 
-    return replace(asked, devices={name: slower(own) for name, own in asked.devices.items()})
+    return replace(request, devices={name: slower(own) for name, own in request.devices.items()})
 
 
-def test_stages_side_by_side_in_one_pool_are_predicted(asked: PlanRequest) -> None:
+def test_stages_side_by_side_in_one_pool_are_predicted(plan_request: PlanRequest) -> None:
     """Rollouts on three devices beside their judgement on one, then the others on all four."""
-    given = {"gpus": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
+    given = {"devices": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
     ranks = {"rollout": [0, 1, 2], "reward": [3]}
-    slow = judged(asked, 12.0)
+    slow = with_reward_seconds(plan_request, 12.0)
     found = assess_plan(slow, pooled({**given, "stage_ranks": ranks}, chunks=4), "plan.yaml")
     rows, problem = found.forecast.stages, build_pool_problem(slow)[0]
     tables = {stage.name: stage.rates["a100"] for stage in problem.stages}
@@ -219,16 +223,20 @@ def test_stages_side_by_side_in_one_pool_are_predicted(asked: PlanRequest) -> No
     learns = 1 / tables["inference"][4] + 1 / tables["train"][4]
     assert found.forecast.iteration_s == pytest.approx(ends + learns)
     # With the last two idle meanwhile, and its judgement by what then trains.
-    half = assess_plan(asked, pooled({**given, "stage_ranks": {"rollout": [0, 1]}}), "plan.yaml")
-    whole = assess_plan(asked, pooled(given), "plan.yaml")
+    half = assess_plan(
+        plan_request, pooled({**given, "stage_ranks": {"rollout": [0, 1]}}), "plan.yaml"
+    )
+    whole = assess_plan(plan_request, pooled(given), "plan.yaml")
     more = 1 / tables["rollout"][2] - 1 / tables["rollout"][4]
     assert half.forecast.iteration_s == pytest.approx(whole.forecast.iteration_s + more)
 
 
 def test_stages_side_by_side_are_proposed_where_that_is_quicker(
-    asked: PlanRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan_request: PlanRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = judged(replace(asked, devices={"a100": asked.devices["a100"]}), 9.0)
+    slow = with_reward_seconds(
+        replace(plan_request, devices={"a100": plan_request.devices["a100"]}), 9.0
+    )
     # Few samples are long: the first parts are ready early.
     lengths = slow.profile.lengths.model_copy(update={"samples": (1,) * 19 + (30,)})
     slow = replace(slow, profile=slow.profile.model_copy(update={"lengths": lengths}))
@@ -254,9 +262,9 @@ def test_stages_side_by_side_are_proposed_where_that_is_quicker(
 
 
 def test_no_driver_takes_pools_for_jobs(
-    asked: PlanRequest, compose: Callable[..., dict[str, Any]]
+    plan_request: PlanRequest, compose: Callable[..., dict[str, Any]]
 ) -> None:
     values = compose()
-    values["plan"] = propose_plan(asked).plan.to_dict()
+    values["plan"] = propose_plan(plan_request).plan.to_dict()
     with pytest.raises(PlanError, match="pools need processes of their own"):
         prepare_run(values)

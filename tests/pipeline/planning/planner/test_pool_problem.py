@@ -31,14 +31,14 @@ def config() -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def asked(config: RunConfig) -> PlanRequest:
+def plan_request(config: RunConfig) -> PlanRequest:
     profile = clusters.profile(config, "a100", "h100")
     found, _ = select_devices(clusters.inventory(4), SiteConfig(), profile, ["a100", "h100"])
     return PlanRequest(config, profile, found, execution="pools")
 
 
-def test_rates_are_those_measured_with_everything_loaded(asked: PlanRequest) -> None:
-    problem, _ = build_pool_problem(asked)
+def test_rates_are_those_measured_with_everything_loaded(plan_request: PlanRequest) -> None:
+    problem, _ = build_pool_problem(plan_request)
     assert [stage.name for stage in problem.stages] == list(on_policy.device_dependencies())
     for stage in problem.stages:
         for kind in problem.kinds:
@@ -47,17 +47,21 @@ def test_rates_are_those_measured_with_everything_loaded(asked: PlanRequest) -> 
                 assert 1 / stage.rates[kind.name][n] == pytest.approx(true, rel=0.01)
 
 
-def test_beyond_what_was_measured_tables_say_so_and_their_spread_grows(asked: PlanRequest) -> None:
-    _, tables = build_pool_problem(asked)
+def test_beyond_what_was_measured_tables_say_so_and_their_spread_grows(
+    plan_request: PlanRequest,
+) -> None:
+    _, tables = build_pool_problem(plan_request)
     train = tables["train"]["h100"]
     assert (train.source(4), train.source(8)) == ("measured", "extrapolated")
     assert train.spread[8] > train.spread[4]
     assert train.memory_bytes[8] == 400 << 20
 
 
-def test_parts_made_one_after_another_take_what_does_not_shrink_again(asked: PlanRequest) -> None:
+def test_parts_made_one_after_another_take_what_does_not_shrink_again(
+    plan_request: PlanRequest,
+) -> None:
     """Where the rollout shares its pool; where it has one to itself all is decoded at once."""
-    problem, _ = build_pool_problem(asked)
+    problem, _ = build_pool_problem(plan_request)
     times = [clusters.work("rollout", kind, 1) for kind in ("a100", "h100")]
     rollout, train = problem.stages[0], len(problem.stages) - 1
     again = np.mean([clusters.FIXED / seconds for seconds in times])
@@ -71,8 +75,8 @@ def test_parts_made_one_after_another_take_what_does_not_shrink_again(asked: Pla
     assert float(Predictor(problem).predict(apart).finish_s[0]) == pytest.approx(times[0], rel=0.01)
 
 
-def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: PlanRequest) -> None:
-    problem, tables = build_pool_problem(asked)
+def test_what_one_process_does_is_not_quicker_on_two_kinds(plan_request: PlanRequest) -> None:
+    problem, tables = build_pool_problem(plan_request)
     assert np.all(tables["reward"]["h100"].used[1:] == 1)
     predictor, reward = Predictor(problem), list(on_policy.device_dependencies()).index("reward")
     seconds = [
@@ -82,38 +86,45 @@ def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: PlanRequest) -
     assert seconds[0] == seconds[1] == seconds[2]
 
 
-def test_more_devices_than_pieces_of_work_stand_idle(asked: PlanRequest) -> None:
+def test_more_devices_than_pieces_of_work_stand_idle(plan_request: PlanRequest) -> None:
     """The rollout has 16 prompts; a seventeenth process would have nothing to do."""
-    own = asked.devices["h100"]
+    own = plan_request.devices["h100"]
     many = replace(own, kind=replace(own.kind, nodes=20))
-    rates = build_pool_problem(replace(asked, devices={"h100": many}))[1]["rollout"]["h100"].rates
+    rates = build_pool_problem(replace(plan_request, devices={"h100": many}))[1]["rollout"][
+        "h100"
+    ].rates
     assert rates[16] == rates[40] > rates[15]
 
 
-def test_no_more_processes_than_failed_are_planned_with(asked: PlanRequest) -> None:
-    own = asked.devices["a100"].profile
+def test_no_more_processes_than_failed_are_planned_with(plan_request: PlanRequest) -> None:
+    own = plan_request.devices["a100"].profile
     failed = own.points[0].model_copy(
         update={"stage": "train", "processes": 6, "time": None, "failure": "out of memory"}
     )
     profiled = own.model_copy(update={"points": (*own.points, failed)})
-    changed = {**asked.devices, "a100": replace(asked.devices["a100"], profile=profiled)}
-    _, tables = build_pool_problem(replace(asked, devices=changed))
+    changed = {
+        **plan_request.devices,
+        "a100": replace(plan_request.devices["a100"], profile=profiled),
+    }
+    _, tables = build_pool_problem(replace(plan_request, devices=changed))
     assert list(np.flatnonzero(tables["train"]["a100"].rates)) == [1, 2, 3, 4, 5]
     assert tables["train"]["h100"].used[8] == 8
 
 
-def test_a_few_measurements_count_for_what_they_are(asked: PlanRequest) -> None:
+def test_a_few_measurements_count_for_what_they_are(plan_request: PlanRequest) -> None:
     """Too few for a fit: other numbers of devices are not guessed."""
-    own = asked.devices["h100"]
+    own = plan_request.devices["h100"]
     few = [p for p in own.profile.points if p.samples == 32 and p.processes in (1, 4)]
     thin = replace(own, profile=own.profile.model_copy(update={"points": tuple(few)}))
-    rates = build_pool_problem(replace(asked, devices={"h100": thin}))[1]["train"]["h100"].rates
+    rates = build_pool_problem(replace(plan_request, devices={"h100": thin}))[1]["train"][
+        "h100"
+    ].rates
     assert list(np.flatnonzero(rates)) == [1, 4]
     assert rates[4] == pytest.approx(1 / clusters.work("train", "h100", 4), rel=0.01)
 
 
-def test_what_is_expected_of_the_best_plan_holds_its_prediction(asked: PlanRequest) -> None:
-    problem, tables = build_pool_problem(asked)
+def test_what_is_expected_of_the_best_plan_holds_its_prediction(plan_request: PlanRequest) -> None:
+    problem, tables = build_pool_problem(plan_request)
     best = solve(problem)[0]
     expected = forecast_placement(problem, best.placement, tables)
     assert expected.nominal_s == pytest.approx(best.prediction.total_s)
@@ -137,23 +148,25 @@ def test_beside_gpus_a_partition_without_any_is_for_what_needs_none(config: RunC
     assert set(alone.stages[0].rates) == {"cpu"}
 
 
-def test_a_stage_that_ran_nowhere_is_named(asked: PlanRequest) -> None:
+def test_a_stage_that_ran_nowhere_is_named(plan_request: PlanRequest) -> None:
     broken = {
         name: replace(own, profile=own.profile.model_copy(update={"points": points}))
-        for name, own in asked.devices.items()
+        for name, own in plan_request.devices.items()
         for points in [tuple(p for p in own.profile.points if p.stage != "train")]
     }
     with pytest.raises(PlanError, match="'train' fits nowhere: a100: no measurement"):
-        build_pool_problem(replace(asked, devices=broken))
+        build_pool_problem(replace(plan_request, devices=broken))
 
 
-def test_pools_whose_jobs_end_before_a_stage_does_are_not_planned(asked: PlanRequest) -> None:
+def test_pools_whose_jobs_end_before_a_stage_does_are_not_planned(
+    plan_request: PlanRequest,
+) -> None:
     def limited(**minutes: int) -> PlanRequest:
         devices = {
             name: replace(own, time_limit_min=minutes.get(name, 60))
-            for name, own in asked.devices.items()
+            for name, own in plan_request.devices.items()
         }
-        return replace(asked, devices=devices)
+        return replace(plan_request, devices=devices)
 
     problem, _ = build_pool_problem(limited(h100=0))
     assert all(set(stage.rates) == {"a100"} for stage in problem.stages)
@@ -175,7 +188,7 @@ def test_pools_whose_jobs_end_before_a_stage_does_are_not_planned(asked: PlanReq
                 }
             ),
         )
-        for name, own in asked.devices.items()
+        for name, own in plan_request.devices.items()
     }
     problem, _ = build_pool_problem(
         replace(limited(a100=1), devices={**slow, "a100": replace(slow["a100"], time_limit_min=1)})
@@ -189,13 +202,15 @@ def test_pools_whose_jobs_end_before_a_stage_does_are_not_planned(asked: PlanReq
         build_pool_problem(limited(a100=0, h100=0))
 
 
-def test_a_pool_waits_as_long_as_jobs_of_its_nodes_do(asked: PlanRequest, tmp_path: Path) -> None:
-    own = asked.devices["h100"]
+def test_a_pool_waits_as_long_as_jobs_of_its_nodes_do(
+    plan_request: PlanRequest, tmp_path: Path
+) -> None:
+    own = plan_request.devices["h100"]
     waits = (QueueWait(nodes=1, test_only_s=10.0), QueueWait(nodes=2, test_only_s=36000.0))
     queued = replace(own, profile=own.profile.model_copy(update={"waits": waits}))
     request = replace(
-        asked,
-        devices={**asked.devices, "h100": queued},
+        plan_request,
+        devices={**plan_request.devices, "h100": queued},
         objective="time-to-end",
         execution="pools",
     )

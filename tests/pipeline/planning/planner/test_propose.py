@@ -239,7 +239,7 @@ def test_the_plan_is_a_file_that_says_the_same_when_read(config: RunConfig, tmp_
     page = write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
     again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
     assert again == proposal.plan
-    assert again.stage_plan("warm_start") == again.stage_plan("train")
+    assert again.stage_plan("sft") == again.stage_plan("train")
     assert again.stage_plan("evaluate") == again.stage_plan("rollout")
     text = page.read_text()
     assert "Predicted iteration" in text
@@ -365,17 +365,17 @@ def test_a_gpu_of_unknown_model_has_memory_of_its_own(
         profile=own.profile.model_copy(update={"points": points, "memory": memory}),
     )
     for execution in ("jobs", "pools"):
-        asked = replace(ask(config, "h100", execution=execution), devices={"h100": changed})
+        request = replace(ask(config, "h100", execution=execution), devices={"h100": changed})
         if execution == "pools":
-            assert bool(build_pool_problem(asked)[0].stages[-1].switch_s) == (gpus == 4)
+            assert bool(build_pool_problem(request)[0].stages[-1].switch_s) == (gpus == 4)
             continue
-        plan = propose_plan(asked).plan.stages["train"]
+        plan = propose_plan(request).plan.stages["train"]
         assert plan.nodes * plan.processes == gpus
         assert (plan.mem_mb is None) == (gpus == 4)
         most = plan.model_copy(update={"processes": 2, "gpus": 2})
-        edited = Plan(stages={**propose_plan(asked).plan.stages, "train": most})
+        edited = Plan(stages={**propose_plan(request).plan.stages, "train": most})
         if gpus == 4:
-            assert assess_plan(asked, edited, "plan.yaml").forecast.iteration_s > 0
+            assert assess_plan(request, edited, "plan.yaml").forecast.iteration_s > 0
         else:
             with pytest.raises(PlanError, match=r"processes: 2 a node need"):
-                assess_plan(asked, edited, "plan.yaml")
+                assess_plan(request, edited, "plan.yaml")

@@ -29,7 +29,7 @@ WHOLE = ["rollout", "reward", "inference", "train"]
 
 
 @pytest.fixture(scope="module")
-def asked() -> PlanRequest:
+def plan_request() -> PlanRequest:
     values = hydra_compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"])
     config = validate(RunConfig, values)
     return ask(config, "a100", "h100", execution="pools")
@@ -39,16 +39,19 @@ def pooled(*pools: dict[str, object]) -> Plan:
     return parse_plan({"pools": list(pools)}, "plan.yaml")
 
 
-def said(request: PlanRequest, plan: Plan) -> dict[str, Recommendation]:
+def recommend(request: PlanRequest, plan: Plan) -> dict[str, Recommendation]:
     return {
         choice.feature.partition(":")[0]: choice
         for choice in assess_plan(request, plan, "plan.yaml").forecast.recommendations
     }
 
 
-def test_staleness_is_offered_with_its_gain_and_never_taken(asked: PlanRequest) -> None:
-    apart = {"stages": WHOLE[:1], "gpus": {"h100": 2}}, {"stages": WHOLE[1:], "gpus": {"a100": 2}}
-    found = assess_plan(asked, pooled(*apart), "plan.yaml").forecast
+def test_staleness_is_offered_with_its_gain_and_never_taken(plan_request: PlanRequest) -> None:
+    apart = (
+        {"stages": WHOLE[:1], "devices": {"h100": 2}},
+        {"stages": WHOLE[1:], "devices": {"a100": 2}},
+    )
+    found = assess_plan(plan_request, pooled(*apart), "plan.yaml").forecast
     stale = next(c for c in found.recommendations if c.feature == "rollout.staleness=1")
     rows = found.stages
     learns = sum(rows[stage].breakdown_s["work"] for stage in WHOLE[1:])
@@ -57,7 +60,9 @@ def test_staleness_is_offered_with_its_gain_and_never_taken(asked: PlanRequest) 
     assert stale.saved_s == pytest.approx(found.iteration_s - max(busiest, found.iteration_s / 2))
     assert "changes what is learnt" in stale.reason
     # On the same devices nothing can run beside anything.
-    same = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))["rollout.staleness=1"]
+    same = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))[
+        "rollout.staleness=1"
+    ]
     assert same.saved_s == pytest.approx(0.0, abs=1e-6)
     assert "every job is busy" in same.reason
 
@@ -94,36 +99,43 @@ def test_the_time_with_older_weights_is_what_many_iterations_take(seed: int, sta
     assert Predictor(problem).steady_period_s(placement, stale) == pytest.approx(took, rel=1e-9)
 
 
-def test_elastic_rollouts_are_chosen_where_they_are_quicker(asked: PlanRequest) -> None:
-    proposal = propose_plan(asked)
+def test_elastic_rollouts_are_chosen_where_they_are_quicker(plan_request: PlanRequest) -> None:
+    proposal = propose_plan(plan_request)
     found = {c.feature: c for c in proposal.forecast.recommendations}["elastic rollouts (workers)"]
     elastic = any(pool.workers for pool in proposal.plan.pools)
     assert found.chosen == elastic
-    problem, _ = build_pool_problem(asked)
-    jobs = solve(replace(problem, mixes=frozenset()), asked.get_objective())[0]
+    problem, _ = build_pool_problem(plan_request)
+    jobs = solve(replace(problem, mixes=frozenset()), plan_request.get_objective())[0]
     if elastic:
         saved = float(jobs.prediction.total_s) - proposal.forecast.iteration_s
         assert found.saved_s == pytest.approx(max(0.0, saved))
-    one = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))
+    one = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
     assert "shares its pool" in one["elastic rollouts (workers)"].reason
 
 
-def test_helpers_need_an_elastic_pool_and_time(asked: PlanRequest) -> None:
-    one = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))["also_generates"]
+def test_helpers_need_an_elastic_pool_and_time(plan_request: PlanRequest) -> None:
+    one = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))[
+        "also_generates"
+    ]
     assert not one.chosen
     assert "no elastic pool" in one.reason
     pools = (
-        {"stages": WHOLE[:1], "gpus": {"a100": 3}, "workers": 3},
-        {"stages": WHOLE[1:], "gpus": {"h100": 4}},
+        {"stages": WHOLE[:1], "devices": {"a100": 3}, "workers": 3},
+        {"stages": WHOLE[1:], "devices": {"h100": 4}},
     )
-    found = said(asked, pooled(*pools))["also_generates"]
+    found = recommend(plan_request, pooled(*pools))["also_generates"]
     assert found.saved_s is not None
     assert found.saved_s > 0
     assert "at most" in found.reason
 
 
-def test_the_way_of_the_weights_is_the_quickest_that_was_measured(asked: PlanRequest) -> None:
-    apart = {"stages": WHOLE[:1], "gpus": {"h100": 2}}, {"stages": WHOLE[1:], "gpus": {"a100": 2}}
+def test_the_way_of_the_weights_is_the_quickest_that_was_measured(
+    plan_request: PlanRequest,
+) -> None:
+    apart = (
+        {"stages": WHOLE[:1], "devices": {"h100": 2}},
+        {"stages": WHOLE[1:], "devices": {"a100": 2}},
+    )
     link = MeasuredLink(
         path="inter_partition",
         backend="gloo",
@@ -138,7 +150,7 @@ def test_the_way_of_the_weights_is_the_quickest_that_was_measured(asked: PlanReq
         update={"bandwidth_bytes_per_s": ConfidenceInterval(value=1e5, low=1e5, high=1e5)}
     )
     for given, way in ((link, "socket"), (slow, "file")):
-        profile = asked.profile.model_copy(update={"links": (given,)})
+        profile = plan_request.profile.model_copy(update={"links": (given,)})
         kinds = {
             name: kind.model_copy(
                 update={
@@ -153,20 +165,22 @@ def test_the_way_of_the_weights_is_the_quickest_that_was_measured(asked: PlanReq
             )
             for name, kind in profile.kinds.items()
         }
-        devices = {name: replace(own, profile=kinds[name]) for name, own in asked.devices.items()}
-        request = replace(asked, profile=profile, devices=devices)
+        devices = {
+            name: replace(own, profile=kinds[name]) for name, own in plan_request.devices.items()
+        }
+        request = replace(plan_request, profile=profile, devices=devices)
         choices = assess_plan(request, pooled(*apart), "plan.yaml").forecast.recommendations
         (weights,) = [c for c in choices if c.feature.startswith("weights")]
         assert weights.feature.endswith(way)
         assert "not encrypted" in weights.reason
-    here = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))
+    here = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
     assert here["weights, train to rollout"].reason == "they stay in the pool's memory"
 
 
 def test_choices_are_printed_drawn_and_kept(
-    asked: PlanRequest, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    plan_request: PlanRequest, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    proposal = propose_plan(asked)
+    proposal = propose_plan(plan_request)
     print_proposal(proposal)
     printed = capsys.readouterr().out
     shown = render_page(proposal, "arithmetic")

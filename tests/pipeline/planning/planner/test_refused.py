@@ -150,6 +150,6 @@ def test_a_reader_that_stops_reading_has_the_plan_all_the_same(
     plan = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert plan.stdout is not None
     plan.stdout.close()
-    _, said = plan.communicate()
-    assert (tmp_path / "plan.yaml").exists(), said
-    assert b"Traceback" not in said
+    _, outputs = plan.communicate()
+    assert (tmp_path / "plan.yaml").exists(), outputs
+    assert b"Traceback" not in outputs

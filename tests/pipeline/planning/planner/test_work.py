@@ -9,10 +9,10 @@ from pipeline.planning.planner.stage_options import num_work_items
 from rlinf.config import RunConfig, validate
 
 
-@pytest.mark.parametrize("flow", ["on_policy", "dynamic_sampling"])
-def test_processes_of_a_rollout_share_whole_starts(flow: str) -> None:
-    words = ["experiment=arithmetic_grpo", f"++flow={flow}", "rollout.batch_size=16"]
-    config = validate(RunConfig, compose([*words, "rollout.group_size=4"]))
+@pytest.mark.parametrize("resampling", [[], ["++rollout.max_resamples=2"]])
+def test_processes_of_a_rollout_share_whole_starts(resampling: list[str]) -> None:
+    words = ["experiment=arithmetic_grpo", "rollout.batch_size=16", "rollout.group_size=4"]
+    config = validate(RunConfig, compose([*words, *resampling]))
     assert num_work_items("rollout", config) == 16
     assert num_work_items("train", config) == 64
     assert num_work_items("reward", config) == 1

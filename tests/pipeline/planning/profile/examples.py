@@ -74,7 +74,7 @@ def task(run: Run, folder: Path, **more: object) -> ProfileTask:
     }
     return ProfileTask(
         config=run.folder / CONFIG_FILE,
-        initial=offline_folder(run.folder, "warm_start"),
+        initial=offline_folder(run.folder, "sft"),
         key="k",
         kinds=("local",),
         folder=folder,

@@ -64,14 +64,14 @@ def test_a_stage_of_one_process_is_measured_on_one() -> None:
 
 
 def test_of_submissions_the_quickest_counts_for_the_rest_is_queue() -> None:
-    told = {"submission": (7.0, 1.0), "imports": (2.0, 3.0)}
-    found = {entry.name: entry.seconds for entry in overheads([trial(overheads_s=told)])}
+    values = {"submission": (7.0, 1.0), "imports": (2.0, 3.0)}
+    found = {entry.name: entry.seconds for entry in overheads([trial(overheads_s=values)])}
     assert found == {"submission": (1.0,), "imports": (2.0, 3.0)}
 
 
 def test_a_profile_keeps_whose_memory_was_measured() -> None:
-    told = [trial(), trial(memory="host"), trial(memory="device")]
-    assert [memory_location(told[:n]) for n in (1, 2, 3)] == [None, "host", "device"]
+    values = [trial(), trial(memory="host"), trial(memory="device")]
+    assert [memory_location(values[:n]) for n in (1, 2, 3)] == [None, "host", "device"]
 
 
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=3 * MOST_LENGTHS))

@@ -126,13 +126,13 @@ def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
 ) -> None:
     saved = tmp_path / "inventory.json"
     saved.write_text(groups(a100=8, h100=4, cpu=2).model_dump_json())
-    asked = build_request(
+    request = build_request(
         config, PlanningSources(profile="", inventory=str(saved)), execution=execution
     )
-    assert asked.profile.estimated
-    assert "nothing was measured" in asked.notes[0]
-    assert any("cpu was not measured" in note for note in asked.notes)
-    proposal = propose_plan(asked)
+    assert request.profile.estimated
+    assert "nothing was measured" in request.notes[0]
+    assert any("cpu was not measured" in note for note in request.notes)
+    proposal = propose_plan(request)
     forecast = proposal.forecast
     assert forecast.high_s > 1.2 * forecast.iteration_s, "wide"
     rows = {row.stage: row for row in proposal.rows}
@@ -203,17 +203,17 @@ def test_more_gpus_and_half_the_batch_take_less(config: RunConfig) -> None:
 def test_what_a_run_teaches_narrows_it(config: RunConfig, execution: Any, tmp_path: Path) -> None:
     saved = tmp_path / "inventory.json"
     saved.write_text(groups(a100=2).model_dump_json())
-    asked = build_request(
+    request = build_request(
         config, PlanningSources(profile="", inventory=str(saved)), execution=execution
     )
-    wide = propose_plan(asked)
+    wide = propose_plan(request)
     times = {}
     for row in wide.rows:
         before = sum(row.breakdown_s.get(part, 0.0) for part in ("start", "imports"))
         work = row.breakdown_s.get(WORK_PART, row.seconds)
         times[row.stage] = MeasuredTimes((row.seconds,), (row.seconds - before,), (work,))
-    known = compute_corrections(wide.plan, times, asked)
-    narrow = propose_plan(replace(asked, corrections=known)).forecast
+    known = compute_corrections(wide.plan, times, request)
+    narrow = propose_plan(replace(request, corrections=known)).forecast
     assert narrow.iteration_s == pytest.approx(wide.forecast.iteration_s, rel=0.05)
     width = wide.forecast.high_s - wide.forecast.low_s
     assert narrow.high_s - narrow.low_s < width / 2
@@ -254,8 +254,10 @@ def test_below_what_was_measured_the_shapes_say_what_fits(
     saved.write_text(inventory.model_dump_json())
     whole.save(tmp_path / "profile.json")
     sources = PlanningSources(profile=str(tmp_path / "profile.json"), inventory=str(saved))
-    asked = build_request(config, sources)
-    work = StageTimes(asked.devices[name], "train", on_policy.all_stages["train"], asked.profile)
+    request = build_request(config, sources)
+    work = StageTimes(
+        request.devices[name], "train", on_policy.all_stages["train"], request.profile
+    )
     assert "it needs 1" in work.refusal_for(1)
     assert not work.refusal_for(8)
 

@@ -29,8 +29,10 @@ def test_others_are_none(names: tuple[str, ...]) -> None:
 
 def test_a_job_of_a_pair_has_a_node_of_each_and_shares_by_speed() -> None:
     (pair,) = mixable_pairs([KINDS["a100"], KINDS["h100"]], INVENTORY)
-    asked = StagePlan(partition="a100", nodes=2, gpus=1, gpu_type="a100", cpus=4, time_limit_min=7)
-    made = pair.request_resources(asked, relative_speeds([3.0, 1.5]))
+    request = StagePlan(
+        partition="a100", nodes=2, gpus=1, gpu_type="a100", cpus=4, time_limit_min=7
+    )
+    made = pair.request_resources(request, relative_speeds([3.0, 1.5]))
     assert (made.partition, made.nodes, made.gpu_type) == ("gpu", 2, None)
     assert made.constraint == "[a100*1&h100*1]"
     assert made.speed_weights == {"a100": 1.0, "h100": 2.0}

@@ -31,7 +31,7 @@ def test_what_costs_no_time_is_no_part_of_it(compose: Compose, word: str) -> Non
     [
         "rollout.batch_size=8",
         "trainer.max_tokens_per_microbatch=9",
-        "warm_start.lr=0.1",
+        "sft.lr=0.1",
         "reward=digits",
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 from launchers.local import LocalLauncher
 from pipeline.cluster_config import ClusterConfig
-from pipeline.commands.experiment import prepare_run, run_warm_start
+from pipeline.commands.experiment import prepare_run, run_sft
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import profile_pass
 from pipeline.planning.profile.device_kinds import DeviceKind, local_kind
@@ -44,7 +44,7 @@ from tests.pipeline.planning.planner import clusters
 from tests.pipeline.planning.profile.examples import task
 
 Compose = Callable[..., dict[str, Any]]
-WORDS = ("cluster=local", "warm_start.max_steps=0")
+WORDS = ("cluster=local", "sft.max_steps=0")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
     run = prepare_run(compose(*WORDS))
     # It ends once all is settled; on a busy machine, where that may never be, once time is up.
     options = ProfileOptions(minutes=4, processes=2)
-    made = profile_run(run, options, run_warm_start)
+    made = profile_run(run, options, run_sft)
     made.check_identity(ProfileIdentity.of(run.config), ["local"], "profile.json")
     assert Profile.model_validate_json(made.to_json()) == made
     assert made.samples == 16
@@ -89,21 +89,21 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
         trial = load_trial(path)
         assert trial is not None
         assert trial.iterations >= 2
-        told = ProfileTask.model_validate_json((path.parent / "task.json").read_text())
-        for case in told.cases * MIN_REPEATS:
+        values = ProfileTask.model_validate_json((path.parent / "task.json").read_text())
+        for case in values.cases * MIN_REPEATS:
             trial = trial.with_repeat(case, 1.0)
         trial.save(path)
     monkeypatch.setattr(
         LocalLauncher, "submit", lambda self, job: pytest.fail(f"started {job.name}")
     )
-    assert profile_run(run, options, run_warm_start).kinds == made.kinds
+    assert profile_run(run, options, run_sft).kinds == made.kinds
 
 
 def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
     compose: Compose, tmp_path: Path
 ) -> None:
     run = prepare_run(compose(*WORDS))
-    run_warm_start(run)
+    run_sft(run)
     wanted = task(run, tmp_path / "trial", cases=profile_cases(run.config, 1), seconds=600)
     process = start(wanted)
     deadline = time.monotonic() + 60
@@ -188,8 +188,8 @@ def test_only_want_of_memory_and_lost_nodes_are_no_errors(
 def test_an_unknown_partition_is_refused_before_anything_runs(compose: Compose) -> None:
     run = prepare_run(compose(*WORDS))
     with pytest.raises(PlanError, match=r"--partition a100: .*valid: local"):
-        profile_run(run, ProfileOptions(partitions=("a100",)), run_warm_start)
-    assert not (run.folder / "warm_start").exists()
+        profile_run(run, ProfileOptions(partitions=("a100",)), run_sft)
+    assert not (run.folder / "sft").exists()
 
 
 def test_a_plan_that_names_no_partition_is_measured_on_the_default_one(
@@ -224,8 +224,8 @@ def test_a_damaged_trial_is_refused_until_fresh(
     trial.parent.mkdir(parents=True)
     trial.write_text('{"key": ')
     with pytest.raises(PlanError, match=r"trial\.json is not valid JSON.*--fresh"):
-        profile_run(run, ProfileOptions(minutes=0.01, processes=1), run_warm_start)
-    fresh = profile_run(run, ProfileOptions(minutes=0.01, processes=1, fresh=True), run_warm_start)
+        profile_run(run, ProfileOptions(minutes=0.01, processes=1), run_sft)
+    fresh = profile_run(run, ProfileOptions(minutes=0.01, processes=1, fresh=True), run_sft)
     assert fresh.kinds["local"].points
 
 
@@ -269,7 +269,7 @@ def test_a_pass_takes_no_longer_than_it_is_given(
 def test_two_passes_over_one_run_are_refused(compose: Compose) -> None:
     run = prepare_run(compose(*WORDS))
     with run.lock(), pytest.raises(RunLockedError):
-        profile_run(run, ProfileOptions(), run_warm_start)
+        profile_run(run, ProfileOptions(), run_sft)
 
 
 def test_a_run_that_cannot_be_composed_is_one_line(tmp_path: Path) -> None:

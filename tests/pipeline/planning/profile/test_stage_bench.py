@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.commands.experiment import prepare_run, run_warm_start
+from pipeline.commands.experiment import prepare_run, run_sft
 from pipeline.planning.profile.measurement import ProfileCase, ProfileTask, Trial, load_trial
 from pipeline.planning.profile.stage_bench import (
     OFFLOAD_REPEATS,
@@ -84,10 +84,10 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
 ) -> None:
     """Also where the run's own budget moves things all the time."""
     run = prepare_run(compose(f"device_memory_gib={gib}", "algorithm.kl_loss_coef=0.1"))
-    run_warm_start(run)
+    run_sft(run)
     task = ProfileTask(
         config=run.folder / CONFIG_FILE,
-        initial=offline_folder(run.folder, "warm_start"),
+        initial=offline_folder(run.folder, "sft"),
         key="key",
         kinds=("cpu",),
         folder=tmp_path / "task",

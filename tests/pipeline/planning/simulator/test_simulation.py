@@ -216,7 +216,7 @@ kinds: {a: {gpus: 4}, b: {gpus: 2}}
 stages:
   rollout: {seconds: {a: {1: 32, 4: 8}}}
   train: {seconds: {b: {2: 4}}, after: [rollout]}
-pools: [{stages: [rollout], gpus: {a: 4}}, {stages: [train], gpus: {b: 2}}]
+pools: [{stages: [rollout], devices: {a: 4}}, {stages: [train], devices: {b: 2}}]
 num_chunks: 4
 """
 
@@ -343,7 +343,8 @@ def test_a_plan_whose_pool_evaluates_now_and_then_is_played(tmp_path: Path) -> N
     (tmp_path / "problem.yaml").write_text(ONE_KIND)
     plan = tmp_path / "plan.yaml"
     plan.write_text(
-        "{pools: [{stages: [rollout, train], gpus: {a: 3}}, {stages: [evaluate], gpus: {a: 1}}]}"
+        "{pools: [{stages: [rollout, train], devices: {a: 3}}, "
+        "{stages: [evaluate], devices: {a: 1}}]}"
     )
     problem, placement = load_problem(str(tmp_path / "problem.yaml"), plan)
     assert placement.pools == ((0, 1),)

@@ -18,15 +18,15 @@ assert spec.loader is not None
 maker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(maker)
 world = maker.make("chains", json.loads(sys.argv[2]))
-world.reset(start=0)
+world.reset(initial_state=0)
 scene = world._desk.scene
-told = []
+steps = []
 
 
 def step() -> None:
-    asked = world.instruction
+    request = world.instruction
     came = world.step(np.array([0.0] * 6 + [1.0]))
-    told.append([asked, *map(float, came[1:4]), came[4]["success"]])
+    steps.append([request, *map(float, came[1:4]), came[4]["success"]])
 
 
 step()
@@ -41,4 +41,4 @@ scene.lights[1].turn_off()
 step()
 scene.lights[0].turn_on()
 step()
-print(json.dumps({"told": told, "starts": world.starts}))
+print(json.dumps({"steps": steps, "starts": world.num_initial_states}))

@@ -12,12 +12,12 @@ class Takes:
     """Takes over at some steps of each three, with an action of its own."""
 
     def __init__(self, steps: list[int], action: list[float]) -> None:
-        self._steps, self._action, self._asked = steps, np.array(action), 0
+        self._steps, self._action, self._calls = steps, np.array(action), 0
 
     def read(self, state: np.ndarray) -> Any:
         assert state.shape == (12,)
-        self._asked += 1
-        return self._action if (self._asked - 1) % 3 in self._steps else None
+        self._calls += 1
+        return self._action if (self._calls - 1) % 3 in self._steps else None
 
 
 class Button:
@@ -37,11 +37,11 @@ class Broken:
     """Answers no number at its second step; writes down that it was closed."""
 
     def __init__(self, file: str) -> None:
-        self._file, self._asked = Path(file), 0
+        self._file, self._calls = Path(file), 0
 
     def read(self, state: np.ndarray) -> Any:
-        self._asked += 1
-        return np.full(3, np.nan) if self._asked == 2 else None
+        self._calls += 1
+        return np.full(3, np.nan) if self._calls == 2 else None
 
     def close(self) -> None:
         with self._file.open("a") as file:

@@ -134,11 +134,11 @@ def recover(command: AutomaticErrorRecoveryCommand, server: Stopped) -> None:
 def main() -> None:
     serving.FrankaRobotServer = Stopped
     AutomaticErrorRecoveryCommand.handle = recover
-    told: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    values: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
 
     def listen() -> None:
         for line in sys.stdin:
-            told.put(line.split())
+            values.put(line.split())
 
     with MujocoSimulator() as simulator:
         arm = simulator.add_robot()
@@ -151,8 +151,8 @@ def main() -> None:
                 server.run_once(speed)
                 robot.await_command()
                 way.add(np.array(arm.kinematics(arm.inner_state.q).translation))
-                while not told.empty():
-                    word, *value = told.get()
+                while not values.empty():
+                    word, *value = values.get()
                     if word == "speed":
                         speed = float(value[0])
                     elif word == "reflex":

@@ -19,7 +19,7 @@ spec.loader.exec_module(maker)
 world = maker.make("libero_spatial/0", {"steps": 30})
 world.reset(seed=0)
 rest = np.array([0.0] * 6 + [-1.0])
-told = [[*map(float, world.step(rest)[1:4])]]
+steps = [[*map(float, world.step(rest)[1:4])]]
 sim = world._env.sim
 where = sim.data.get_joint_qpos("plate_1_joint0").copy()
 where[2] += 0.03
@@ -27,7 +27,7 @@ sim.data.set_joint_qpos("akita_black_bowl_1_joint0", where)
 sim.forward()
 for _ in range(20):
     came = world.step(rest)
-    told.append([*map(float, came[1:4])])
+    steps.append([*map(float, came[1:4])])
     if came[2]:
         break
-print(json.dumps({"instruction": world.instruction, "told": told}))
+print(json.dumps({"instruction": world.instruction, "steps": steps}))

@@ -52,12 +52,12 @@ def test_scenes_begin_one_by_one_and_end_with_the_goal_or_the_time(radio: dict[s
 
 
 def test_what_is_missing_is_told_by_its_key(radio: dict[str, Any], tmp_path: Path) -> None:
-    for changed, said in (
+    for changed, message in (
         ({"id": "turning_on_radios"}, r"no activity 'turning_on_radios'; near it: turning_on"),
         ({"kwargs": {"config": str(tmp_path)}}, r"task\.kwargs\.data: is not set; give the folder"),
         ({"kwargs": {**radio["kwargs"], "scene": 1}}, r"task\.kwargs\.scene: there are data"),
     ):
         config = GymConfig.model_validate({**radio, **changed})
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             GymEnvironment.task_size(config, None)
             GymEnvironment.read_spec(config)

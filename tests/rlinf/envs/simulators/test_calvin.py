@@ -74,12 +74,12 @@ def process(task: dict[str, Any]) -> Iterator[SubprocessVectorEnv]:
 
 def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, Any]) -> None:
     chains = calvin._chains(Path(kwargs["chains"]))
-    told = "\n".join(",".join(chain.tasks) for chain in chains)
+    values = "\n".join(",".join(chain.tasks) for chain in chains)
     assert len(chains) == 1000
-    assert hashlib.sha256(told.encode()).hexdigest().startswith(FINGERPRINT)
-    said = dict(zip(calvin.STATE_KEYS, chains[0].initial, strict=True))
-    assert calvin._fnv1(str(said.values())) == 4264316145
-    robot, scene = calvin.initial_state(chains[0].initial)
+    assert hashlib.sha256(values.encode()).hexdigest().startswith(FINGERPRINT)
+    result = dict(zip(calvin.STATE_KEYS, chains[0].initial, strict=True))
+    assert calvin._fnv1(str(result.values())) == 4264316145
+    robot, scene = calvin.decode_initial_state(chains[0].initial)
     assert robot.shape == (15,)
     # Slider left, drawer open, bulb and LED on; red on the left shelf, pink on the right one.
     assert scene[:6].tolist() == [0.28, 0.22, 0, 0.088, 1, 1]
@@ -88,7 +88,7 @@ def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, An
     np.testing.assert_array_equal(scene[18:21], calvin.SHELF_POSITIONS["slider_right"])
     assert (abs(scene[[11, 17, 23]] - np.pi / 2) < np.pi / 8).all()
     for chain in chains:
-        blocks = calvin.initial_state(chain.initial)[1][6:].reshape(3, 6)[:, :3]
+        blocks = calvin.decode_initial_state(chain.initial)[1][6:].reshape(3, 6)[:, :3]
         assert len({tuple(block) for block in blocks}) == 3, "no two in one place"
 
 
@@ -98,7 +98,7 @@ def test_an_episode_begins_in_the_first_state_of_its_chain(
     chains = calvin._chains(Path(kwargs["chains"]))
     seen = process.reset([0, 1], [0, 0], [7, 1008])["state"]
     for state, number in zip(seen, (7, 8), strict=True):
-        robot, scene = calvin.initial_state(chains[number].initial)
+        robot, scene = calvin.decode_initial_state(chains[number].initial)
         np.testing.assert_allclose(state[:3], robot[:3], atol=0.01)
         np.testing.assert_allclose(state[7:14], robot[7:14], atol=0.01)
         np.testing.assert_allclose(state[15:39], scene, atol=0.02)
@@ -163,9 +163,9 @@ def test_a_chain_goes_on_from_subtask_to_subtask_to_its_end(
         stdout=subprocess.PIPE,
         check=True,
     )
-    said = json.loads(ran.stdout.splitlines()[-1])
-    assert said["starts"] == 1
-    assert [row[1:] for row in said["told"]] == [
+    result = json.loads(ran.stdout.splitlines()[-1])
+    assert result["starts"] == 1
+    assert [row[1:] for row in result["steps"]] == [
         [0, 0, 0, False],
         [1, 0, 0, False],
         [0, 0, 0, False],
@@ -173,8 +173,8 @@ def test_a_chain_goes_on_from_subtask_to_subtask_to_its_end(
         [1, 0, 0, False],
         [1, 1, 0, True],
     ]
-    assert said["told"][0][0] == "pull the handle to open the drawer"
-    assert said["told"][5][0] == "use the switch to turn on the light bulb"
+    assert result["steps"][0][0] == "pull the handle to open the drawer"
+    assert result["steps"][5][0] == "use the switch to turn on the light bulb"
 
 
 def test_a_subtask_that_is_not_solved_in_time_cuts_the_chain_off(task: dict[str, Any]) -> None:
@@ -200,14 +200,14 @@ def test_held_out_chains_are_scored_by_how_many_subtasks_were_solved(
         episodes = RolloutRequest(0, 0, "test", range(2), 2, 1, 12, 0.0)
         records = list(local_rollout_iter(environment, engine, episodes, "evaluate"))
         scores = environment.score(records, Counter())
-    asked = [record.observations[0, 39:].argmax() for record in records]
-    assert asked[0] != asked[1], "another chain for each held-out start"
+    requests = [record.observations[0, 39:].argmax() for record in records]
+    assert requests[0] != requests[1], "another chain for each held-out start"
     assert scores == [0.0, 0.0]
     assert [len(record) for record in records] == [12, 12]
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"id": "open_drawers"}, "no chain of CALVIN begins with 'open_drawers'; near it: open_dr"),
         ({"images": {"top": [8, 8]}}, r"task\.images\.top: no such camera; there are static, gri"),
@@ -216,10 +216,10 @@ def test_held_out_chains_are_scored_by_how_many_subtasks_were_solved(
     ],
 )
 def test_what_cannot_be_is_refused(
-    task: dict[str, Any], changed: dict[str, Any], said: str
+    task: dict[str, Any], changed: dict[str, Any], message: str
 ) -> None:
     values = {**task, **changed, "kwargs": {**task["kwargs"], **changed.get("kwargs", {})}}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(GymConfig.model_validate(values))
 
 

@@ -340,7 +340,7 @@ def test_a_person_takes_over_and_it_is_learned_from(arm: Arm, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"box": None}, r"task\.kwargs\.box: is not set; give the corners"),
         ({"host": ""}, r"task\.kwargs\.host: is not set"),
@@ -353,9 +353,9 @@ def test_a_person_takes_over_and_it_is_learned_from(arm: Arm, tmp_path: Path) ->
     ],
 )
 def test_what_cannot_be_is_refused_without_an_arm(
-    arm: Arm, changed: dict[str, Any], said: str
+    arm: Arm, changed: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(task(arm, **changed))
 
 

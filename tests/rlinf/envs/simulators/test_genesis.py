@@ -86,21 +86,21 @@ def test_a_hand_at_its_point_ends_the_episode_with_success() -> None:
         stdout=subprocess.PIPE,
         check=True,
     )
-    said = json.loads(ran.stdout.splitlines()[-1])
-    assert said["ends"] == [[False, True], [False, False], [False, True]]
-    assert said["reward"][1] > 0.5 > said["reward"][0]
+    result = json.loads(ran.stdout.splitlines()[-1])
+    assert result["ends"] == [[False, True], [False, False], [False, True]]
+    assert result["reward"][1] > 0.5 > result["reward"][0]
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"id": "reech"}, "no task 'reech'; near it: reach"),
         ({"kwargs": {"step": 1}}, r"task\.kwargs\.step: there are backend and steps"),
         ({"kwargs": {"backend": "tpu"}}, r"task\.kwargs\.backend: 'tpu'; expected cpu or gpu"),
     ],
 )
-def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(GymConfig.model_validate({**REACH, **changed}))
 
 

@@ -35,9 +35,7 @@ def test_spaces_are_those_of_one_environment() -> None:
     assert found == {"observation": 2, "action": {"kind": "box", "size": 2, **bounds}}
 
 
-def test_an_episode_that_ended_shows_its_last_state_and_the_next_begins_where_it_was_reset() -> (
-    None
-):
+def test_an_ended_episode_shows_its_last_state_and_the_next_starts_at_its_reset() -> None:
     with simulation(SUM) as process:
         assert process.reset([0, 1], [3, 4])["state"].tolist() == [[3, 0], [3, 0]]
         came, errors = process.step([0, 1], np.array([[1.0, 1.0], [4.0, 4.0]]))
@@ -89,7 +87,7 @@ def test_a_simulation_is_made_once_in_a_process_for_as_many_as_are_set() -> None
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"id": "Isaac-Sun-v0"}, r"no task 'Isaac-Sun-v0'; near it: Isaac-Sum-v0"),
         ({"kwargs": {"envs": 3}}, r"task\.kwargs\.envs: there are num_envs, device"),
@@ -99,15 +97,15 @@ def test_a_simulation_is_made_once_in_a_process_for_as_many_as_are_set() -> None
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:
     config = GymConfig.model_validate({**SUM, **changed})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.task_size(config, None)
         GymEnvironment.read_spec(config)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"),
+    ("gpus", "message"),
     [
         (None, "nvidia-smi lists none; the simulator needs an NVIDIA RTX GPU"),
         (
@@ -118,7 +116,7 @@ def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
     ],
 )
 def test_doctor_tells_the_gpu_and_how_packages_are_had(
-    gpus: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if gpus is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {gpus}\n")
@@ -128,8 +126,8 @@ def test_doctor_tells_the_gpu_and_how_packages_are_had(
         f.check: (f.level, f.detail) for f in check_simulator("isaaclab", ["task.python=null"])
     }
     level, detail = found["GPU"]
-    assert said in detail
-    assert level == ("ok" if "L40S" in said else "fail")
+    assert message in detail
+    assert level == ("ok" if "L40S" in message else "fail")
     level, detail = found["packages"]
     assert level == "fail"
     assert "isaaclab_tasks not found; install them there: pip install 'isaaclab[isaacsim" in detail

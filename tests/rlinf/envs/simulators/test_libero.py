@@ -79,10 +79,10 @@ def test_a_bowl_on_the_plate_ends_the_episode_with_the_reward() -> None:
         stdout=subprocess.PIPE,
         check=True,
     )
-    said = json.loads(ran.stdout.splitlines()[-1])
-    assert said["instruction"].startswith("pick up the black bowl")
-    assert said["told"][0] == [0, 0, 0]
-    assert said["told"][-1] == [1, 1, 0]
+    result = json.loads(ran.stdout.splitlines()[-1])
+    assert result["instruction"].startswith("pick up the black bowl")
+    assert result["steps"][0] == [0, 0, 0]
+    assert result["steps"][-1] == [1, 1, 0]
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_assets_that_are_missing_are_told_by_their_key(
     config = GymConfig.model_validate({**BOWL, "kwargs": {"assets": str(assets)}})
     with pytest.raises(ConfigError, match=rf"task\.kwargs\.assets: {assets} has no textures; give"):
         GymEnvironment.read_spec(config)
-    said = {"kwargs": {"assets": str(assets / "none")}}
+    message = {"kwargs": {"assets": str(assets / "none")}}
     with pytest.raises(ConfigError, match=r"kwargs\.assets: there is no .*none; give the folder"):
-        GymEnvironment.task_size(config.model_copy(update=said), None)
+        GymEnvironment.task_size(config.model_copy(update=message), None)
     (assets / "config.yaml").write_text("assets: /elsewhere")
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(assets))
     with pytest.raises(ConfigError, match=r"config\.yaml of LIBERO_CONFIG_PATH says /elsewhere"):
@@ -132,13 +132,13 @@ def test_assets_that_are_missing_are_told_by_their_key(
 
 
 @pytest.mark.parametrize(
-    ("id", "said"),
+    ("id", "message"),
     [
         ("libero_spacial/0", "LIBERO has no suite 'libero_spacial'; there are libero_spatial"),
         ("libero_spatial/10", "libero_spatial has no task '10'; it has 0 to 9"),
         ("libero_goal/open_the_midle_drawer", "or open_the_middle_drawer_of_the_cabinet"),
     ],
 )
-def test_an_unknown_task_is_refused_with_what_there_is(id: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_unknown_task_is_refused_with_what_there_is(id: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(GymConfig.model_validate({**BOWL, "id": id}))

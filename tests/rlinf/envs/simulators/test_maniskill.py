@@ -80,14 +80,14 @@ def test_an_episode_is_cut_off_after_the_steps_of_the_task(process: SubprocessVe
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"id": "PickCubes-v1"}, "no task 'PickCubes-v1'; near it: PickCube-v1"),
         ({"images": {"top": [8, 8]}}, r"task\.images\.top: no such camera; there are base_camera"),
     ],
 )
-def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(GymConfig.model_validate({**CUBE, **changed}))
 
 

@@ -52,14 +52,14 @@ def process(made: None) -> Iterator[SubprocessVectorEnv]:
         yield found
 
 
-def test_names_of_several_tasks_are_the_packages_and_observations_end_with_the_task() -> None:
+def test_task_sets_are_those_of_the_package_and_observations_end_with_the_task() -> None:
     program = (
         "import json, metaworld.env_dict as d; "
         "print(json.dumps({'MT10': list(d.MT10_V3), 'MT50': list(d.ALL_V3_ENVIRONMENTS)}))"
     )
     python = resolve_interpreter("metaworld", "task.python")
     ran = subprocess.run([python, "-c", program], stdout=subprocess.PIPE, check=True)
-    assert json.loads(ran.stdout) == {name: list(ids) for name, ids in maker.SETS.items()}
+    assert json.loads(ran.stdout) == {name: list(ids) for name, ids in maker.TASK_SETS.items()}
     several = {"id": "MT10", "append_task_one_hot": True, "observation": 49}
     with contextlib.closing(
         create_simulator_process(GymConfig.model_validate({**REACH, **several}))

@@ -116,7 +116,7 @@ def test_an_episode_is_cut_off_after_its_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"id": "Lfit"}, "no environment 'Lfit'; near it: Lift"),
         ({"kwargs": {"robots": "Pandas"}}, "cannot make 'Lift'"),
@@ -128,8 +128,8 @@ def test_an_episode_is_cut_off_after_its_steps() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GymEnvironment.read_spec(GymConfig.model_validate({**LIFT, **changed}))
 
 

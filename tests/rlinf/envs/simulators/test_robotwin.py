@@ -40,7 +40,7 @@ def test_arms_go_where_they_are_sent_and_success_ends_an_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"id": "beat_blok_hammer"}, r"no task 'beat_blok_hammer'; near it: beat_block_hammer"),
         ({"kwargs": {"folder": str(FOLDER)}}, r"task\.kwargs\.config: is not set; give a task"),
@@ -51,9 +51,9 @@ def test_arms_go_where_they_are_sent_and_success_ends_an_episode() -> None:
         ({"images": {"left_wrist_image": [4, 5]}}, r"images\.left_wrist_image: no such camera"),
     ],
 )
-def test_what_is_missing_is_told_by_its_key(changed: dict[str, Any], said: str) -> None:
+def test_what_is_missing_is_told_by_its_key(changed: dict[str, Any], message: str) -> None:
     config = GymConfig.model_validate({**HAMMER, **changed})
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         GymEnvironment.task_size(config, None)
         GymEnvironment.read_spec(config)
         with simulation(HAMMER, **changed) as process:

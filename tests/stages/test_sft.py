@@ -1,4 +1,4 @@
-"""The warm start stops where it was to stop, however often it is begun."""
+"""SFT stops at the configured step or score, however often it is restarted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import SftSection
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
-from stages import warm_start
-from stages.warm_start import fine_tune
+from stages import sft
+from stages.sft import fine_tune
 
 
 class Task:
@@ -64,11 +64,11 @@ def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     settings = SftSection(
         max_steps=20, eval_every=2, target_score=0.4, batch_size=2, eval_generation=True
     )
-    monkeypatch.setattr(warm_start, "get_environment", lambda *_: Task())
-    monkeypatch.setattr(warm_start, "get_or_create_engine", lambda *_: object())
-    monkeypatch.setattr(warm_start, "evaluate_weights", lambda ctx, trainer, *_: trainer.steps / 10)
+    monkeypatch.setattr(sft, "get_environment", lambda *_: Task())
+    monkeypatch.setattr(sft, "get_or_create_engine", lambda *_: object())
+    monkeypatch.setattr(sft, "evaluate_weights", lambda ctx, trainer, *_: trainer.steps / 10)
     return SimpleNamespace(
-        config=SimpleNamespace(seed=0, warm_start=settings),
+        config=SimpleNamespace(seed=0, sft=settings),
         output_folder=tmp_path,
         key="key",
         world=ProcessGroupInfo(),
@@ -88,12 +88,12 @@ def test_one_that_had_reached_its_goal_is_not_trained_further(ctx: Any, tmp_path
 
 def test_a_step_that_overflowed_is_taken_again(ctx: Any, tmp_path: Path) -> None:
     """Of the same demonstrations, at the same rate."""
-    asked = []
+    requests = []
 
     class Overflows(Trainer):
         def step(self, records: list[Trajectory], loss: Any, lr: float) -> dict[str, float]:
-            asked.append((records[0].identity.iteration, lr))
-            if len(asked) in (1, 2, 4):
+            requests.append((records[0].identity.iteration, lr))
+            if len(requests) in (1, 2, 4):
                 return {"loss": 9.0, "skipped_steps": 1.0}
             return {**super().step(records, loss, lr), "skipped_steps": 0.0}
 
@@ -101,8 +101,8 @@ def test_a_step_that_overflowed_is_taken_again(ctx: Any, tmp_path: Path) -> None
     curve: Any = fine_tune(ctx, trainer, tmp_path)  # type: ignore[arg-type]
     assert trainer.steps == len(curve) == 4
     assert [row["loss"] for row in curve] == [1.0] * 4
-    assert [step for step, _ in asked] == [0, 0, 0, 1, 1, 2, 3]
-    rates = [rate for _, rate in asked]
+    assert [step for step, _ in requests] == [0, 0, 0, 1, 1, 2, 3]
+    rates = [rate for _, rate in requests]
     assert rates[0] == rates[1] == rates[2]
     assert rates[3] == rates[4]
 

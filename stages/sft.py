@@ -1,4 +1,4 @@
-"""Warm start: make the initial policy and, where asked, fine-tune it on demonstrations."""
+"""Supervised fine-tuning (SFT): create the initial policy and fine-tune it on demonstrations."""
 
 from __future__ import annotations
 
@@ -44,20 +44,22 @@ from stages.timeout_retries import PROGRESS_FOLDER
 log = logging.getLogger(__name__)
 
 CurveRow = dict[str, float | None]
-"""Of the curve: a step, its loss, and :data:`MEASURES` where they were taken."""
+"""A row of the learning curve: step, loss and :data:`EVAL_METRICS`; None: not evaluated."""
 EVAL_METRICS = ("score", "eval_loss")
 NORMALIZER_STEPS = 32
-"""Steps whose demonstrations observations are standardised by, where they are."""
+"""Number of batches to which the observation normalizer is fitted."""
 
 
 def run(ctx: StageContext) -> None:
-    """Output: policy folder ``weights``; ``extra["curve"]`` has of each step the loss, and of those
-    that were evaluated the held-out score and loss."""
+    """Create the initial weights and fine-tune them.
+
+    Output: policy folder ``weights``. ``extra["curve"]`` has a :data:`CurveRow` for each step.
+    """
     start = ctx.data_folder / "start"
     if ctx.world.rank == 0:
         create_initial_policy(ctx, start)
     trainer = None
-    settings = ctx.config.warm_start
+    settings = ctx.config.sft
     if settings.max_steps:
         while not start.is_dir():
             time.sleep(0.05)
@@ -97,25 +99,21 @@ def create_initial_policy(ctx: StageContext, folder: Path) -> None:
 
 
 def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow]:
-    """Supervised steps until the held-out score reaches ``warm_start.target_score``.
+    """Train until the held-out score reaches ``sft.target_score``; return the learning curve.
 
-    The loss is the mean of ``-log p`` over the tokens of a batch that count, in nats.
+    The loss is the mean of ``-log p`` over the unmasked tokens of a batch, in nats.
 
     Raises:
-        ConfigError: the task has no demonstrations, or none that are held out.
+        ConfigError: the task has no demonstrations, or no held-out ones.
     """
-    settings = ctx.config.warm_start
+    settings = ctx.config.sft
     environment = get_environment(ctx, lambda: start)
     if not environment.demonstrations(ctx.config.seed, 0, 1):
-        raise ConfigError(
-            "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
-        )
+        raise ConfigError("sft.max_steps: this task has no demonstrations; set sft.max_steps=0")
     shown = environment.test_demonstrations(settings.eval_samples) if settings.eval_samples else []
     held_out = [trainer.policy.prepare_demonstration(each, ctx.config.seed) for each in shown]
     if settings.eval_samples and not held_out:
-        raise ConfigError(
-            "warm_start.eval_samples: this task has no held-out demonstrations; set it to 0"
-        )
+        raise ConfigError("sft.eval_samples: this task has no held-out demonstrations; set it to 0")
     engine = get_or_create_engine(ctx, ProcessGroupInfo()) if settings.eval_generation else None
     rates = OptimizerSection(
         lr=settings.lr,
@@ -126,7 +124,7 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
     if not curve and trainer.policy.tracks_observations:
-        # Before the first step: the policy learns by the statistics that it goes on with.
+        # Before the first step, because the policy keeps these statistics.
         fit_obs_normalizer(ctx, trainer, environment)
     for step in range(len(curve), settings.max_steps):
         if curve and is_target_reached(curve[-1], settings.target_score):
@@ -144,7 +142,7 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             return -(part * outputs.logprobs).sum(), {}
 
         rate = rates.learning_rate(step, settings.max_steps)
-        # Where float16 overflows the loss is scaled less, and no demonstration is passed over.
+        # After an overflow of float16 the step is repeated with a smaller loss scale.
         while (metrics := trainer.step(examples, loss_from_steps(loss), lr=rate)).get(
             "skipped_steps"
         ):
@@ -160,19 +158,19 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
         score_text = f", held-out score {known[-1]:.3f}" if known else ""
         note = f"loss {metrics['loss']:.4g}{score_text}"
         if beyond is not None:
-            log.info("warm start: step %d, held-out loss %.4f nats", step + 1, beyond)
+            log.info("sft: step %d, held-out loss %.4f nats", step + 1, beyond)
         ctx.report_progress(step + 1, settings.max_steps, "steps", note)
     return curve
 
 
 def is_target_reached(row: CurveRow, target: float) -> bool:
-    """Whether the score that ends the fine-tuning was measured at a step."""
+    """Return whether the held-out score of a step has reached the target."""
     return row["score"] is not None and row["score"] >= target
 
 
 def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) -> None:
     """Fit the policy's observation normalizer to the first :data:`NORMALIZER_STEPS` batches."""
-    settings = ctx.config.warm_start
+    settings = ctx.config.sft
     trainer.policy.update_observation_stats(
         [
             demonstration
@@ -185,7 +183,7 @@ def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) ->
 
 
 def token_weights(trajectory: Trajectory) -> np.ndarray:
-    """1 where a token counts, float32 ``[T]``, or ``[T, ...]`` where a step is several choices."""
+    """Return the loss mask, float32 ``[T]``, or ``[T, ...]`` if a step has several choices."""
     counts = loss_mask(trajectory).astype(np.float32)
     if trajectory.choice_mask is not None:
         choices = np.asarray(trajectory.choice_mask, np.float32)
@@ -194,7 +192,7 @@ def token_weights(trajectory: Trajectory) -> np.ndarray:
 
 
 def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) -> None:
-    """Keep the state of the fine-tuning, so that a requeued job goes on from here."""
+    """Save the state of the fine-tuning, so that a requeued job continues from it."""
     folder = ctx.output_folder / PROGRESS_FOLDER
     step = folder / f"step-{len(curve)}"
     trainer.save(step)
@@ -211,9 +209,9 @@ def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) ->
 
 
 def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
-    """Take up the state of an interrupted attempt; returns its curve, empty when there is none.
+    """Load the state of an interrupted attempt; return its curve, empty if there is none.
 
-    A damaged one counts as none: the same steps are done again.
+    A damaged state is ignored: the same steps are repeated.
     """
     folder = ctx.output_folder / PROGRESS_FOLDER
     try:
@@ -234,15 +232,15 @@ def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
         return []
     trainer.load(step)
     try:
-        # It has no manifest that it is read by: what was loaded is what is there still.
+        # There is no manifest, so check that the loaded files have not changed meanwhile.
         check_files(step, files, checksums=True)
     except (OSError, ValueError) as error:
-        raise StageError(f"{error}, while it was read; the fine-tuning begins anew") from None
+        raise StageError(f"{error}, while it was read; the fine-tuning starts again") from None
     return curve
 
 
 def evaluate_weights(ctx: StageContext, trainer: Trainer, environment: Any, engine: Any) -> float:
-    """Held-out score of the weights as they are; computed on rank 0 and told to the others."""
+    """Return the held-out score of the current weights; rank 0 computes and broadcasts it."""
     folder = ctx.data_folder / "candidate"
     if ctx.world.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -261,14 +259,14 @@ def evaluate_weights(ctx: StageContext, trainer: Trainer, environment: Any, engi
 
 
 def eval_loss(ctx: StageContext, trainer: Trainer, examples: Sequence[Trajectory]) -> float:
-    """Mean of ``-log p`` over the tokens that count, in nats; the same on every rank."""
+    """Return the mean of ``-log p`` over unmasked tokens, in nats; equal on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for row, outputs in trainer.forward(examples, 1.0):
         counts = torch.from_numpy(token_weights(examples[row]))
         total[0] -= float((counts * outputs.logprobs).double().sum())
         total[1] += float(counts.sum())
     if ctx.world.size > 1:
-        # Processes that share a copy of the model say the same: numerator and denominator alike.
+        # Ranks of one model replica add the same numerator and denominator, which cancels out.
         torch.distributed.all_reduce(total)
     loss, count = total.tolist()
     return loss / count
