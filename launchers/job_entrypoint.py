@@ -39,7 +39,7 @@ class ModuleCall:
     argv: tuple[str, ...]
     path: tuple[str, ...]
     """Folders that are prepended to the module search path."""
-    exit_note_dir: str
+    exit_code_dir: str
     """Folder of the files with a job's exit code, for a driver without accounting."""
     speed_weights: tuple[tuple[str, float], ...] = ()
     """Relative speeds: (kind of node, speed) pairs, or ("", speed) pairs, one per process."""
@@ -75,12 +75,12 @@ class ModuleCall:
             if requeue():
                 os._exit(0)
         if rank == 0 or code:
-            self._write_exit_note(code, rank)
+            self._write_exit_code(code, rank)
         # Skip submitit's epilogue, so that the exit code of the job is that of the module.
         os._exit(code)
 
-    def _write_exit_note(self, code: int, rank: int) -> None:
-        path = Path(self.exit_note_dir) / f"{current_job_id()}.exit"
+    def _write_exit_code(self, code: int, rank: int) -> None:
+        path = Path(self.exit_code_dir) / f"{current_job_id()}.exit"
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code, "rank": rank}))
         if path.exists() and (code == 0 or _has_conclusive_code(path)):

@@ -1,8 +1,8 @@
 """The queue of jobs that wait in this process until Slurm's limits allow their submission.
 
 Slurm would refuse a job over MaxSubmitJobs or MaxJobCount. In this queue it waits, in order, until
-an earlier job has ended. A note beside each output (``job.json``) names the submitted job, so that
-another process finds it.
+an earlier job has ended. A file beside each output (``job.json``) names the submitted job, so that
+another process finds the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient
 from slurm.job_limits import Quotas, is_queue_full, read_quotas
-from slurm.jobs import JOB_NOTE, JobResources, JobStatus, current_job_id, parent_job_id
+from slurm.jobs import JOB_FILE, JobResources, JobStatus, current_job_id, parent_job_id
 
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
 log = logging.getLogger("rlinf")
@@ -79,7 +79,7 @@ class SubmissionQueue:
     def add(self, units: Collection[list[PendingSubmission]]) -> None:
         """Append jobs to the queue, and submit as many as limits allow.
 
-        Pending or running jobs of an earlier process are found by the notes beside their outputs.
+        Pending or running jobs of an earlier process are found by the files beside their outputs.
         Jobs that start together are adopted only if all of them exist.
 
         Args:
@@ -103,10 +103,10 @@ class SubmissionQueue:
         Args:
             queue: Slurm's queue, if the caller has just queried it.
         """
-        has_notes = any(
-            read_job_note(entry.job.output_dir) for unit in self._unchecked for entry in unit
+        may_exist = any(
+            read_submitted_job(entry.job.output_dir) for unit in self._unchecked for entry in unit
         )
-        if queue is None and (self._queue is None or has_notes):
+        if queue is None and (self._queue is None or may_exist):
             queue = self.client.queue()
         if queue is not None:
             self._queue, self._submitted_since = queue, []
@@ -137,27 +137,27 @@ class SubmissionQueue:
 
     def _adopt_or_cancel(self, unit: list[PendingSubmission]) -> None:
         """Adopt the existing jobs of a unit, or cancel them if they differ from it."""
-        notes = [
-            (entry, note)
+        earlier_jobs = [
+            (entry, job)
             for entry in unit
-            if (note := read_job_note(entry.job.output_dir)) is not None
+            if (job := read_submitted_job(entry.job.output_dir)) is not None
         ]
-        for tag in {note.tag for _, note in notes if note.tag} - self._cancelled_tags:
+        for tag in {job.tag for _, job in earlier_jobs if job.tag} - self._cancelled_tags:
             # The submitting process died before it got the ids.
             self.client.cancel(self.client.find_by_comment(tag))
             self._cancelled_tags.add(tag)
-        active = [(entry, note) for entry, note in notes if is_active_in(self._queue, note.id)]
-        parent_ids = {parent_job_id(note.id) for _, note in active if len(unit) > 1}
+        active = [(entry, job) for entry, job in earlier_jobs if is_active_in(self._queue, job.id)]
+        parent_ids = {parent_job_id(job.id) for _, job in active if len(unit) > 1}
         if (
             len(active) == len(unit)
             and len(parent_ids) < 2
-            and all(n.key == e.job.content_key for e, n in active)
+            and all(job.key == e.job.content_key for e, job in active)
         ):
-            for entry, note in active:
-                entry.id, entry.was_submitted_before = note.id, True
+            for entry, job in active:
+                entry.id, entry.was_submitted_before = job.id, True
             self._waiting.remove(unit)
         elif active:
-            self.client.cancel([note.id for _, note in active])
+            self.client.cancel([job.id for _, job in active])
 
     def _free_places(self, unit: Sequence[PendingSubmission]) -> int:
         """Return how many units like this may be submitted now, at most one array of them.
@@ -202,7 +202,7 @@ class SubmissionQueue:
         submit = submit_hetjob if _is_heterogeneous(units[0]) else submit_jobs
         tag = new_tag()
         for entry in entries:
-            write_job_note(entry.job, tag=tag)
+            write_submitted_job(entry.job, tag=tag)
         try:
             ids = submit([with_tag(entry.job, tag) for entry in entries])
         except SlurmUnresponsiveError:
@@ -217,12 +217,12 @@ class SubmissionQueue:
                 return False
             for entry in entries:
                 entry.refusal = error
-                (entry.job.output_dir / JOB_NOTE).unlink(missing_ok=True)
+                (entry.job.output_dir / JOB_FILE).unlink(missing_ok=True)
         else:
             self._pause_s = MIN_RETRY_PAUSE_S
             for entry, job_id in zip(entries, ids, strict=True):
                 entry.id = job_id
-                write_job_note(entry.job, job_id)
+                write_submitted_job(entry.job, job_id)
                 self._submitted_since += entry.job.components
         del self._waiting[: len(units)]
         return True
@@ -241,8 +241,8 @@ def _same_array(unit: Sequence[PendingSubmission], other: Sequence[PendingSubmis
 
 
 @dataclass(frozen=True)
-class JobNote:
-    """The note about the job that was last submitted for an output."""
+class SubmittedJob:
+    """The job that was last submitted for an output, as its job file describes it."""
 
     id: str = ""
     """Slurm's id; empty until sbatch has printed it."""
@@ -262,12 +262,12 @@ class JobNote:
         return client.find_by_comment(self.tag)
 
 
-def read_job_note(out: Path) -> JobNote | None:
-    """Read the note beside an output about its last job; None without a valid note."""
+def read_submitted_job(out: Path) -> SubmittedJob | None:
+    """Read the job file beside an output; None without a valid file."""
     try:
-        content = json.loads((out / JOB_NOTE).read_text())
+        content = json.loads((out / JOB_FILE).read_text())
         keys = ("id", "name", "key", "tag")
-        return JobNote(**{key: str(content[key]) for key in keys if key in content})
+        return SubmittedJob(**{key: str(content[key]) for key in keys if key in content})
     except (OSError, ValueError, TypeError):
         return None
 
@@ -278,12 +278,12 @@ def is_active_in(queue: Mapping[str, QueuedJob] | None, job_id: str) -> bool:
     return status is not None and status.state.is_active
 
 
-def write_job_note(job: JobSpec, job_id: str = "", *, tag: str = "") -> None:
-    """Write a note beside a job's output for :func:`read_job_note`.
+def write_submitted_job(job: JobSpec, job_id: str = "", *, tag: str = "") -> None:
+    """Write the job file beside a job's output for :func:`read_submitted_job`.
 
     Before the submission it contains the tag, by which the job is found if this process dies.
     After the submission it contains the id.
     """
     job.output_dir.mkdir(parents=True, exist_ok=True)
     content = {"id": job_id, "name": job.name, "key": job.content_key, "submitted": time.time()}
-    write_atomic(job.output_dir / JOB_NOTE, json.dumps(content | ({"tag": tag} if tag else {})))
+    write_atomic(job.output_dir / JOB_FILE, json.dumps(content | ({"tag": tag} if tag else {})))

@@ -19,7 +19,7 @@ from launchers.submission_queue import (
     PendingSubmission,
     SubmissionQueue,
     is_active_in,
-    read_job_note,
+    read_submitted_job,
 )
 from rlinf.artifacts import MANIFEST
 from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmUnresponsiveError
@@ -177,18 +177,18 @@ class SubmititLauncher:
         self._drop([self._watched[name] for name in ids])
 
     def cancel_for_outputs(self, output_dirs: Collection[Path]) -> None:
-        notes = [note for out in output_dirs if (note := read_job_note(out)) is not None]
-        if not notes:
+        jobs = [job for out in output_dirs if (job := read_submitted_job(out)) is not None]
+        if not jobs:
             return
         try:
-            ids = [job_id for note in notes for job_id in note.find_ids(self.client)]
+            ids = [job_id for job in jobs for job_id in job.find_ids(self.client)]
             queue = self.client.queue()
             self._cancel([job_id for job_id in ids if is_active_in(queue, job_id)])
         except SlurmUnresponsiveError as error:
             self._tolerate_silence(error)
 
     def close(self) -> None:
-        """Retry failed cancellations. Jobs continue; the next driver finds them by their notes."""
+        """Retry failed cancellations. Jobs continue; the next driver finds them by job files."""
         try:
             self._cancel([])
         except SlurmError as error:
@@ -251,7 +251,7 @@ class SubmititLauncher:
         job_id = str(entry.id)
         if (entry.job.output_dir / MANIFEST).exists():
             return JobStatus(JobState.DONE, 0)
-        code, rank = _exit_note(entry.job, job_id)
+        code, rank = _read_exit_code(entry.job, job_id)
         status = accounted if accounted is not None and not accounted.state.is_active else queued
         if status is None and code is None:
             if self._is_recently_missing(job_id):
@@ -267,7 +267,7 @@ class SubmititLauncher:
             # The manifest of a successful job may appear late on a network filesystem.
             return JobStatus(JobState.RUNNING, None, "ended; waiting for its manifest")
         if status.state is JobState.CANCELLED or (code is None and "+" not in job_id):
-            # Ignore the noted exit code of a cancelled job. Slurm reports the code of the failed
+            # Ignore the written exit code of a cancelled job. Slurm reports the code of the failed
             # component for all components of a heterogeneous job.
             code = status.exit_code
         reason = f"job {job_id} {status.reason or status.state.value}".strip()
@@ -285,11 +285,11 @@ class SubmititLauncher:
         return time.monotonic() - since < self.unknown_job_timeout_s
 
 
-def _exit_note(job: JobSpec, job_id: str) -> tuple[int | None, int]:
-    """Return the exit code in the note of a job's ranks, and the rank that wrote it."""
+def _read_exit_code(job: JobSpec, job_id: str) -> tuple[int | None, int]:
+    """Return the exit code that a job's ranks wrote, and the rank that wrote it."""
     try:
-        note = json.loads((job.log_dir / f"{job_id}.exit").read_text())
-        return int(note["code"]), int(note["rank"])
+        content = json.loads((job.log_dir / f"{job_id}.exit").read_text())
+        return int(content["code"]), int(content["rank"])
     except (OSError, ValueError, KeyError):
         return None, 0
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from pipeline.lock import LOCK_FILE, RunLock, living_owner
 from pipeline.run import Run, explain_write_errors
 from rlinf.errors import RunLockedError
-from slurm.jobs import JOB_NOTE, current_job_id
+from slurm.jobs import JOB_FILE, current_job_id
 from stages.layout import DRIVER_JOB_FOLDER, STOP_FILE
 
 if TYPE_CHECKING:  # a run in one process does without Slurm
-    from launchers.submission_queue import JobNote
+    from launchers.submission_queue import SubmittedJob
     from slurm.client import QueuedJob, SlurmClient
 
 START_LOCK = "start-lock.json"
@@ -77,7 +77,7 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
     Raises:
         SlurmError: a job was submitted, and Slurm does not answer.
     """
-    last = _driver_job_note(run)
+    last = _read_driver_job(run)
     if last is None:
         return None
     if client is None:
@@ -92,7 +92,7 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
 
 def last_driver_job_id(run: Run) -> str | None:
     """Return the id of the last submitted driver job; None if there is none, or no id yet."""
-    last = _driver_job_note(run)
+    last = _read_driver_job(run)
     return None if last is None else last.id or None
 
 
@@ -102,7 +102,7 @@ def check_no_driver_job(run: Run) -> None:
     Raises:
         RunLockedError: there is one.
     """
-    last = _driver_job_note(run)
+    last = _read_driver_job(run)
     if last is None or last.id == current_job_id():
         return
     found = find_driver_job(run)
@@ -113,14 +113,14 @@ def check_no_driver_job(run: Run) -> None:
         )
 
 
-def _driver_job_note(run: Run) -> JobNote | None:
-    """Return the note of the last submitted driver job; None if none was submitted."""
+def _read_driver_job(run: Run) -> SubmittedJob | None:
+    """Return the last submitted driver job; None if none was submitted."""
     folder = run.folder / DRIVER_JOB_FOLDER
-    if not (folder / JOB_NOTE).exists():
+    if not (folder / JOB_FILE).exists():
         return None
-    from launchers.submission_queue import read_job_note
+    from launchers.submission_queue import read_submitted_job
 
-    return read_job_note(folder)
+    return read_submitted_job(folder)
 
 
 class StopRequest:

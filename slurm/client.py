@@ -306,9 +306,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             continue
         name, limit, nodes, cpus, memory, gres, state, *sizes = line.strip().split("|")[:8]
         previous = partitions.get(name.rstrip("*"))
-        node_type = NodeType(
-            _leading_int(nodes), _leading_int(cpus), _leading_int(memory), parse_gpus(gres)
-        )
+        node_type = NodeType(_to_int(nodes), _to_int(cpus), _to_int(memory), parse_gpus(gres))
         partitions[name.rstrip("*")] = Partition(
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
@@ -409,7 +407,7 @@ def _int_or_none(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _leading_int(text: str) -> int:
+def _to_int(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
 

@@ -187,7 +187,7 @@ def parse_nodes(text: str) -> list[PartitionNode]:
             name, partition, state, cpus, memory, gres, features = cells[:7]
             nodes.append(
                 PartitionNode(
-                    name, partition, state, _leading_int(cpus), _leading_int(memory), gres, features
+                    name, partition, state, _to_int(cpus), _to_int(memory), gres, features
                 )
             )
     return nodes
@@ -215,7 +215,7 @@ def build_partition(
         queued_gpus=demand.gpus,
         time_limit_min=parse_minutes(record.get("MaxTime", "")),
         preempt_mode=record.get("PreemptMode", "OFF"),
-        priority_tier=_leading_int(record.get("PriorityTier", "1")),
+        priority_tier=_to_int(record.get("PriorityTier", "1")),
         is_available=record.get("State", "UP") == "UP",
         is_default=record.get("Default") == "YES",
         qos=_value_or_empty(record.get("QoS", "")),
@@ -268,8 +268,7 @@ def parse_pending(text: str) -> dict[str, PendingDemand]:
             continue
         partitions, nodes, total, per_node, _ = cells
         requested = _gpus_of_tres(total) or _gpus_of_tres(per_node)
-        factor = 1 if "gres/gpu" in total else max(_leading_int(nodes), 1)
-        num_gpus = sum(requested.values()) * factor
+        num_gpus = sum(requested.values()) * (1 if "gres/gpu" in total else max(_to_int(nodes), 1))
         for partition in partitions.split(","):
             jobs[partition] += 1
             gpus_by_partition[partition] += num_gpus
@@ -290,7 +289,7 @@ def parse_qos(text: str) -> dict[str, QosLimits]:
             continue
         name, priority, preempts, wall, jobs, submit, per_user, per_job, total = cells[:9]
         limits[name] = QosLimits(
-            priority=_leading_int(priority),
+            priority=_to_int(priority),
             preempts=_words(preempts),
             max_wall_min=parse_minutes(wall),
             max_jobs_per_user=_int_or_none(jobs),
@@ -435,7 +434,7 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _leading_int(text: str) -> int:
+def _to_int(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
 

@@ -54,7 +54,7 @@ class PartitionAccess:
     qos: frozenset[str] | None = None
     denied_qos: frozenset[str] = frozenset()
 
-    def check(self, account: str, qos: str, partition: str, plan_key: str) -> None:
+    def check(self, account: str, qos: str, partition: str, prefix: str) -> None:
         """Check that the partition accepts jobs of an account and a QOS; "" stands for unknown.
 
         Raises:
@@ -71,7 +71,7 @@ class PartitionAccess:
             if name and refused:
                 only = "" if allowed is None else f", only of {', '.join(sorted(allowed))}"
                 raise PlanError(
-                    f"{plan_key}.partition: partition {partition!r} takes no jobs of {kind} "
+                    f"{prefix}.partition: partition {partition!r} takes no jobs of {kind} "
                     f"{name}{only}; choose another partition, or another {kind} in the site file "
                     "(cluster.site)"
                 )
@@ -190,16 +190,16 @@ class Quotas:
             PlanError: accounting allows no such job, or a partition accepts no jobs of its account
                 or QOS. The message names the limit.
         """
-        plan_key = f"plan: {key}"
+        prefix = f"plan: {key}"
         for quota in self.quotas_for(resources):
             if quota.max_jobs == 0:
-                raise PlanError(f"{plan_key}: {quota.description} is 0: no job may be submitted")
+                raise PlanError(f"{prefix}: {quota.description} is 0: no job may be submitted")
         for partition in self._partitions(resources):
             association = self._association(resources, partition)
             account = resources.account or (association.account if association else "")
             access = self.access.get(partition, PartitionAccess())
-            access.check(account, _job_qos(resources, association), partition, plan_key)
-            _check_job(resources, tuple(self._hierarchy(resources, partition)), plan_key)
+            access.check(account, _job_qos(resources, association), partition, prefix)
+            _check_job(resources, tuple(self._hierarchy(resources, partition)), prefix)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
         """Check that jobs that depend on each other can run at the same time.
@@ -212,9 +212,7 @@ class Quotas:
         """
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, alternatives in jobs.items():
-            amounts_by_partition = [
-                amounts for choice in alternatives for amounts in self.shared_limits(choice)
-            ]
+            amounts_by_partition = [a for r in alternatives for a in self.shared_limits(r)]
             # A limit counts only if every alternative is subject to it.
             for limit in set(amounts_by_partition[0]).intersection(*amounts_by_partition[1:]):
                 requested[limit][key] = min(amounts[limit] for amounts in amounts_by_partition)
@@ -261,9 +259,8 @@ class Quotas:
 
     def _association(self, resources: JobResources, partition: str) -> Association | None:
         """Return a job's association; None if the user has several accounts and none is named."""
-        associations = self.limits.associations
-        clusters = ("", self.cluster)
-        candidates = [a for a in associations if not self.cluster or a.cluster in clusters]
+        rows, clusters = self.limits.associations, ("", self.cluster)
+        candidates = [a for a in rows if not self.cluster or a.cluster in clusters]
         if resources.account is None and len({a.account for a in candidates}) > 1:
             return None
         candidates = [a for a in candidates if resources.account in (None, a.account)]
@@ -309,13 +306,9 @@ def quotas_from_inventory(inventory: Inventory) -> Quotas:
 def _partition_fields(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
     """Return the fields of :class:`Quotas` that come from the rules of partitions."""
     return {
-        "partition_qos": {
-            name: partition.qos for name, partition in partitions.items() if partition.qos
-        },
+        "partition_qos": {name: p.qos for name, p in partitions.items() if p.qos},
         "default_partition": default_partition(partitions) or "",
-        "access": {
-            name: partition_access(partition, version) for name, partition in partitions.items()
-        },
+        "access": {name: partition_access(p, version) for name, p in partitions.items()},
     }
 
 
@@ -364,17 +357,16 @@ def _association_level(association: Association) -> _LimitLevel:
     )
 
 
-def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], plan_key: str) -> None:
+def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], prefix: str) -> None:
     """Check a job against the hierarchy's limits; the first level that sets a limit applies."""
     jobs_level = next((level for level in hierarchy if level.jobs is not None), None)
     if jobs_level is not None and jobs_level.jobs == 0:
-        raise PlanError(f"{plan_key}: MaxJobs of {jobs_level.owner} is 0: no job may run")
+        raise PlanError(f"{prefix}: MaxJobs of {jobs_level.owner} is 0: no job may run")
     time_limit = _max_minutes(hierarchy)
     if time_limit is not None and (resources.time_limit_min or 0) > time_limit[0]:
         raise PlanError(
-            f"{plan_key}.time_limit_min: {resources.time_limit_min} minutes requested, "
-            f"{time_limit[1]} allows {time_limit[0]}; lower it (a stage that runs out of time is "
-            "requeued and goes on)"
+            f"{prefix}.time_limit_min: {resources.time_limit_min} minutes requested, "
+            f"{time_limit[1]} allows {time_limit[0]}; lower it (a stage out of time is requeued)"
         )
     for resource, key, amount in _requested_amounts(resources):
         for limits, scope in (("per_job", "a job"), ("all_jobs", "all jobs together")):
@@ -384,7 +376,7 @@ def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], plan
             maximum = getattr(level, limits)[resource]
             if amount > maximum:
                 raise PlanError(
-                    f"{plan_key}.{key}: {amount} requested in all, {level.owner} allows {scope} "
+                    f"{prefix}.{key}: {amount} requested in all, {level.owner} allows {scope} "
                     f"{maximum} ({resource}); lower it or choose another account, QOS or partition"
                 )
 
@@ -450,57 +442,57 @@ def check_resources(resources: JobResources, partitions: Mapping[str, Partition]
         PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
             minutes, or too few nodes that have all resources at once.
     """
-    plan_key = f"plan: {key}"
-    for partition in _named_partitions(resources.partition, partitions, plan_key):
-        _check_partition(resources, partition, plan_key)
+    prefix = f"plan: {key}"
+    for partition in _named_partitions(resources.partition, partitions, prefix):
+        _check_partition(resources, partition, prefix)
 
 
 def _named_partitions(
-    names: str | None, partitions: Mapping[str, Partition], plan_key: str
+    names: str | None, partitions: Mapping[str, Partition], prefix: str
 ) -> Iterator[Partition]:
     if names is None:
         names = default_partition(partitions)
         if names is None:
             raise PlanError(
-                f"{plan_key}.partition: this cluster has no default partition"
+                f"{prefix}.partition: this cluster has no default partition"
                 f"{did_you_mean('', partitions)}"
             )
     for name in partition_names(names):
         if name not in partitions:
             raise PlanError(
-                f"{plan_key}.partition: no partition {name!r} here{did_you_mean(name, partitions)}"
+                f"{prefix}.partition: no partition {name!r} here{did_you_mean(name, partitions)}"
             )
         yield partitions[name]
 
 
-def _check_partition(resources: JobResources, partition: Partition, plan_key: str) -> None:
+def _check_partition(resources: JobResources, partition: Partition, prefix: str) -> None:
     label = f"partition {partition.name!r}"
     if not partition.is_available:
         raise PlanError(
-            f"{plan_key}.partition: {label} is {partition.state} and starts no jobs; choose "
+            f"{prefix}.partition: {label} is {partition.state} and starts no jobs; choose "
             "another, or ask when it will be up"
         )
     if resources.nodes > partition.nodes:
         raise PlanError(
-            f"{plan_key}.nodes: {resources.nodes} requested, {label} has {partition.nodes}"
+            f"{prefix}.nodes: {resources.nodes} requested, {label} has {partition.nodes}"
         )
     if partition.max_nodes is not None and resources.nodes > partition.max_nodes:
         raise PlanError(
-            f"{plan_key}.nodes: {resources.nodes} requested, {label} allows a job "
+            f"{prefix}.nodes: {resources.nodes} requested, {label} allows a job "
             f"{partition.max_nodes} (MaxNodes); lower it or choose another partition"
         )
-    _check_nodes(resources, partition.groups, plan_key, label)
+    _check_nodes(resources, partition.groups, prefix, label)
     limit = partition.time_limit_min
     if resources.time_limit_min and limit is not None and resources.time_limit_min > limit:
         raise PlanError(
-            f"{plan_key}.time_limit_min: {resources.time_limit_min} minutes requested, {label} "
+            f"{prefix}.time_limit_min: {resources.time_limit_min} minutes requested, {label} "
             f"allows {limit}; lower it (a stage that runs out of time is requeued and goes on) or "
             "choose another partition"
         )
 
 
 def _check_nodes(
-    resources: JobResources, groups: Sequence[NodeType], plan_key: str, label: str
+    resources: JobResources, groups: Sequence[NodeType], prefix: str, label: str
 ) -> None:
     """Check that enough nodes have all the resources that are requested per node."""
     gpus, gpu_type = resources.gpus_per_node, resources.gpu_type
@@ -508,10 +500,10 @@ def _check_nodes(
     if gpus:
         gpu_types = {name: 0 for group in groups for name in group.gpus}
         if not gpu_types:
-            raise PlanError(f"{plan_key}.devices: {label} has no GPUs")
+            raise PlanError(f"{prefix}.devices: {label} has no GPUs")
         if gpu_type is not None and gpu_type not in gpu_types:
             hint = did_you_mean(gpu_type, gpu_types)
-            raise PlanError(f"{plan_key}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
+            raise PlanError(f"{prefix}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
     suitable = list(groups)
     for key, requested, per_node in (
         ("gpus", gpus, lambda group: _gpus(group, gpu_type)),
@@ -521,7 +513,7 @@ def _check_nodes(
         maximum = max(map(per_node, groups), default=math.inf)
         if requested > maximum:
             raise PlanError(
-                f"{plan_key}.{key}: {requested} requested, nodes of {label} have {maximum}"
+                f"{prefix}.{key}: {requested} requested, nodes of {label} have {maximum}"
             )
         suitable = [group for group in suitable if requested <= per_node(group)]
     num_suitable = sum(group.count for group in suitable)
@@ -530,7 +522,7 @@ def _check_nodes(
         per_node_texts += [f"{mem_mb} MiB"] * bool(mem_mb)
         node_texts = "; ".join(f"{group.count} with {group}" for group in groups)
         raise PlanError(
-            f"{plan_key}.nodes: {resources.nodes} requested with {', '.join(per_node_texts)} on "
+            f"{prefix}.nodes: {resources.nodes} requested with {', '.join(per_node_texts)} on "
             f"each, {label} has {num_suitable} such nodes ({node_texts})"
         )
 

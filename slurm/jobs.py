@@ -25,8 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-JOB_NOTE = "job.json"
-"""File beside the output of a submitted job, with its Slurm id, name and tag."""
+JOB_FILE = "job.json"
+"""Job file: a file beside the output of a submitted job, with its Slurm id, name, key and tag."""
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """Signals by which Slurm announces the end of a job."""
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"

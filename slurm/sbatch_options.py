@@ -160,9 +160,7 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
     for key, value in values.items():
         name = option_name(key)
         if len(name) < 2 or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(
-                f"{key!r} is not a long option of sbatch; write the long name, like mem"
-            )
+            raise ValueError(f"{key!r} is not a long sbatch option; write the long name, like mem")
         if name in options:
             raise ValueError(f"{name} is set twice; remove {key!r} or the other key")
         if advice := _advice(name, value):
@@ -242,7 +240,7 @@ def sbatch_options(
         "open-mode": "append",
         "signal": f"USR2@{resources.signal_delay_s if warning_s is None else warning_s}",
         **site_options,
-        **_memory_options(resources, site_options),
+        **_mem_options(resources, site_options),
         "job-name": name.replace("/", "-"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.tasks_per_node,
@@ -281,7 +279,7 @@ def _gpu_gres(resources: JobResources) -> str:
     return f"gpu:{type_prefix}{resources.gpus_per_node}" if resources.gpus_per_node else ""
 
 
-def _memory_options(
+def _mem_options(
     resources: JobResources, site_options: Mapping[str, OptionValue]
 ) -> dict[str, Any]:
     """Return the memory options; at most one of them has a value."""

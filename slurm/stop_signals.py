@@ -13,8 +13,7 @@ job's length minus the age of this process. That bound corrects a node's clock t
 excludes the time between the start of the job and of this process (prolog, container, imports),
 which must fit into the margin. If a node's clock is ahead, the work stops too early; if it is so
 far ahead that the end seems past, it is ignored. A change of the time limit while the job runs is
-not noticed: with a longer limit the requeue comes too early, with a shorter one only the signal
-stops the work.
+not noticed: after an extension the requeue comes too early, after a cut only the signal helps.
 """
 
 from __future__ import annotations
@@ -126,11 +125,9 @@ def seconds_until_stop(environment: Mapping[str, str] = os.environ) -> float | N
     window = current_job_window(environment)
     now, age_s = time.time(), time.monotonic() - _PROCESS_STARTED_AT
     remaining_s = window.remaining_s(now, age_s)
-    skew_s = window.clock_skew_s(now, age_s)
-    if abs(skew_s) > CLOCK_SKEW_WARNING_S:
-        log.warning(
-            "this node's clock is %.0f s %s the controller's", abs(skew_s), _direction(skew_s)
-        )
+    skew = window.clock_skew_s(now, age_s)
+    if abs(skew) > CLOCK_SKEW_WARNING_S:
+        log.warning("this node's clock is %.0f s %s the controller's", abs(skew), _direction(skew))
     if remaining_s is None:
         return None
     try:

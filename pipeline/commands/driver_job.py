@@ -2,7 +2,7 @@
 
 The job runs ``python -m pipeline.commands.driver_job RUN``. It is requeued before its time limit,
 when its node is lost, and when the driver was killed. The restarted driver finds pools and jobs by
-their notes in the run directory.
+their job files in the run directory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_restarting, with_tag
-from launchers.submission_queue import write_job_note
+from launchers.submission_queue import write_submitted_job
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan
 from pipeline.resources import check_quotas, job_resources, plan_job_requests
@@ -24,7 +24,7 @@ from rlinf import process_tuning
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import Partition, SlurmClient, default_partition, partition_names
 from slurm.job_limits import check_resources, read_quotas
-from slurm.jobs import JOB_NOTE, JobResources
+from slurm.jobs import JOB_FILE, JobResources
 from slurm.sbatch_options import portable_options
 from slurm.site import PartitionSettings, load_site
 from stages.layout import DRIVER_JOB_FOLDER
@@ -117,15 +117,15 @@ def submit_driver_job(job: JobSpec) -> str:
         SlurmError: sbatch refused the job.
     """
     mark = new_tag()
-    write_job_note(job, tag=mark)
+    write_submitted_job(job, tag=mark)
     try:
         identity = submit_restarting(with_tag(job, mark))
     except SlurmUnresponsiveError:
         raise  # it may be queued, and is found by its mark
     except SlurmError:
-        (job.output_dir / JOB_NOTE).unlink()
+        (job.output_dir / JOB_FILE).unlink()
         raise
-    write_job_note(job, identity)
+    write_submitted_job(job, identity)
     return identity
 
 

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from launchers.submission_queue import read_job_note
+from launchers.submission_queue import read_submitted_job
 from pipeline.commands.export import weight_versions
 from pipeline.console import create_console, format_duration, format_number, format_rate
 from pipeline.graph import Graph, StageNode
@@ -269,7 +269,7 @@ def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, 
     for folder in folders:
         if (folder / "manifest.json").exists():
             continue
-        if (job := read_job_note(folder)) is not None and job.id:
+        if (job := read_submitted_job(folder)) is not None and job.id:
             notes[job.id] = job.name
     if not notes:
         return []

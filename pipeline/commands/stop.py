@@ -1,7 +1,7 @@
 """``rlinf stop``: stop all processes and jobs of a run. The run can be resumed.
 
 A driver on this host gets SIGTERM, the job of a driver is cancelled, and a driver elsewhere sees a
-file with its token. Jobs are found by the notes beside their outputs, with or without a driver.
+file with its token. Jobs are found by the files beside their outputs, with or without a driver.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launchers.submission_queue import JobNote, read_job_note
+from launchers.submission_queue import SubmittedJob, read_submitted_job
 from pipeline.lock import LOCK_FILE, living_owner
 from pipeline.run import Run
 from pipeline.run_control import driver_token, find_driver_job
 from rlinf.artifacts import MANIFEST, write_atomic
 from slurm.client import SlurmClient
-from slurm.jobs import JOB_NOTE
+from slurm.jobs import JOB_FILE
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
 STOP_TIMEOUT_S = 75.0
@@ -89,11 +89,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _jobs(run: Path) -> Iterator[JobNote]:
+def _jobs(run: Path) -> Iterator[SubmittedJob]:
     """Yield the jobs of outputs that do not exist yet."""
     for pattern in (f"{POOLS_FOLDER}/*/*", "it/*/*", "evaluate/*", "*"):
-        for note in run.glob(f"{pattern}/{JOB_NOTE}"):
-            if note.parent.name == DRIVER_JOB_FOLDER or (note.parent / MANIFEST).exists():
+        for job_file in run.glob(f"{pattern}/{JOB_FILE}"):
+            if job_file.parent.name == DRIVER_JOB_FOLDER or (job_file.parent / MANIFEST).exists():
                 continue
-            if (job := read_job_note(note.parent)) is not None:
+            if (job := read_submitted_job(job_file.parent)) is not None:
                 yield job

@@ -356,9 +356,8 @@ class StageDispatcher:
     def _reads_own_rows(self, source: StageNode, node: StageNode) -> bool:
         """Return whether each process reads its rows of a node's weights from the published files:
         the model is sharded over several processes and the plan names no transport."""
-        is_sharded = (
-            self._flow.all_stages[node.stage].holds == "trainer" and len(self._ranks(node)) > 1
-        )
+        is_trainer = self._flow.all_stages[node.stage].holds == "trainer"
+        is_sharded = is_trainer and len(self._ranks(node)) > 1
         return is_sharded and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _is_streamed(self, source: StageNode, node: StageNode) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launchers.launcher import JobSpec, Launcher
-from launchers.submission_queue import read_job_note
+from launchers.submission_queue import read_submitted_job
 from pipeline.cluster_config import ClusterConfig
 from pipeline.job_executor import QueueLog
 from pipeline.plan import Plan
@@ -16,7 +16,7 @@ from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job
 from pipeline.resources import job_resources, pool_resources
 from pipeline.run import Run
 from rlinf.channels.control_link import Controller
-from slurm.jobs import JOB_NOTE, JobStatus, parent_job_id
+from slurm.jobs import JOB_FILE, JobStatus, parent_job_id
 from stages.layout import POOLS_FOLDER
 from stages.worker.messages import ShutDown
 
@@ -56,9 +56,9 @@ class LeaseManager:
         current = {
             str(pool_folder(self._run, pool) / str(pool.lease_number)) for pool in self._pools
         }
-        notes = (self._run.folder / POOLS_FOLDER).glob(f"*/*/{JOB_NOTE}")
+        job_files = (self._run.folder / POOLS_FOLDER).glob(f"*/*/{JOB_FILE}")
         self._launcher.cancel_for_outputs(
-            [note.parent for note in notes if str(note.parent) not in current]
+            [file.parent for file in job_files if str(file.parent) not in current]
         )
 
     @property
@@ -160,7 +160,8 @@ class LeaseManager:
             pool.lease_number = max(numbers, default=0)
         jobs = [self._job(pool) for pool in pools]
         if any(
-            (note := read_job_note(job.output_dir)) is not None and note.key != job.content_key
+            (submitted := read_submitted_job(job.output_dir)) is not None
+            and submitted.key != job.content_key
             for job in jobs
         ):
             # A new lease name, because workers of the last lease may still run.

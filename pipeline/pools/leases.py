@@ -171,7 +171,7 @@ def pool_states(plan: Plan) -> list[PoolState]:
 
 
 def pool_folder(run: Run, pool: PoolState) -> Path:
-    """Return the folder with the job notes of a pool's leases, one subfolder per lease number."""
+    """Return the folder with the job files of a pool's leases, one subfolder per lease number."""
     return run.folder / POOLS_FOLDER / pool.name
 
 

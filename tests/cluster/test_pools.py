@@ -19,7 +19,7 @@ from pipeline.plan import Plan
 from pipeline.pools.executor import PoolExecutor
 from rlinf.errors import InputError
 from slurm.client import SlurmClient
-from slurm.jobs import JOB_NOTE
+from slurm.jobs import JOB_FILE
 from stages.layout import POOLS_FOLDER
 from tests.cluster.test_chaos import POOLS as PLAN
 from tests.cluster.test_runs import words
@@ -56,7 +56,7 @@ def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path)
     assert shown("sacct", "-n", "-X", "-D", "-j", job, "-o", "jobid") == [job], "one life"
     # A driver that dies after the last commit leaves a pool; the next one has nothing to do.
     (left,) = shown("sbatch", "--parsable", "-p", "cpu", "-o", "/dev/null", "--wrap", "sleep 600")
-    note = run / POOLS_FOLDER / "0" / "1" / JOB_NOTE
+    note = run / POOLS_FOLDER / "0" / "1" / JOB_FILE
     note.write_text(json.dumps({**json.loads(note.read_text()), "id": left}))
     try:
         again = start_driver(call, log)
@@ -80,7 +80,7 @@ def test_a_resumed_driver_ends_the_pool_of_another_plan_and_takes_over_the_other
     until((run / "it/0000/sync/manifest.json").exists, driver, log)
     driver.kill()
     driver.wait()
-    before = [json.loads((run / POOLS_FOLDER / n / "0" / JOB_NOTE).read_text())["id"] for n in "01"]
+    before = [json.loads((run / POOLS_FOLDER / n / "0" / JOB_FILE).read_text())["id"] for n in "01"]
     stages = {**PLAN["stages"], "rollout": {**PLAN["stages"]["rollout"], "mem_mb": 1100}}
     path.write_text(yaml.safe_dump({**PLAN, "stages": stages}))
     driver = start_driver(call, log)

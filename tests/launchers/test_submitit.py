@@ -13,7 +13,7 @@ import pytest
 
 import launchers.submission_queue
 from launchers.launcher import JobSpec
-from launchers.submission_queue import PendingSubmission, read_job_note
+from launchers.submission_queue import PendingSubmission, read_submitted_job
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient, classify_failure
@@ -170,7 +170,7 @@ def test_a_submission_without_an_answer_leaves_one_job(
     launcher.poll([name])
     assert (list(controller.jobs), controller.cancelled) == (["0", "1"], ["0"])
     assert launcher.poll([name])[name].state is JobState.RUNNING
-    note = read_job_note(tmp_path / "0")
+    note = read_submitted_job(tmp_path / "0")
     assert note is not None
     assert note.id == "1"
 
@@ -195,7 +195,7 @@ def test_a_job_whose_submitter_died_before_it_had_the_id_is_not_left(
     ids = launcher.submit_array([wanted(tmp_path, n) for n in (0, 1)])
     assert sorted(controller.cancelled) == ["0", "1"]
     assert ids == ["2", "3"]
-    assert [read_job_note(tmp_path / name).id for name in "01"] == ids  # type: ignore[union-attr]
+    assert [read_submitted_job(tmp_path / name).id for name in "01"] == ids  # type: ignore[union-attr]
 
 
 def test_a_job_is_found_again_unless_it_is_of_another_key(

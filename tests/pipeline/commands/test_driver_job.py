@@ -17,7 +17,7 @@ import yaml
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import restarting_script
-from launchers.submission_queue import write_job_note
+from launchers.submission_queue import write_submitted_job
 from pipeline import resume
 from pipeline.cluster_config import ClusterConfig
 from pipeline.commands import driver_job
@@ -275,7 +275,7 @@ def test_a_driver_is_found_though_its_submitter_died_before_it_had_the_id(
 def test_the_job_itself_may_drive_before_its_id_is_noted(
     run: Run, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_job_note(driver_job.driver_job(run, JobResources()), tag="rlinf-0a")
+    write_submitted_job(driver_job.driver_job(run, JobResources()), tag="rlinf-0a")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0a\n")
     monkeypatch.setenv("SLURM_JOB_ID", "71")
     check_no_driver_job(run)
@@ -286,7 +286,7 @@ def test_the_job_itself_may_drive_before_its_id_is_noted(
 
 def test_a_stages_job_without_an_id_is_stopped_too(run: Run, slurm: Path) -> None:
     out = run.folder / "sft"
-    write_job_note(JobSpec("sft", (), out, out), tag="rlinf-0b")
+    write_submitted_job(JobSpec("sft", (), out, out), tag="rlinf-0b")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0b\n")
     assert stop_run(run.folder) == ["job 71 (sft) cancelled"]
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
