@@ -31,7 +31,10 @@ DRIVER_TIMEOUT_S = 15.0
 WORKER_TIMEOUT_S = 5.0
 STRAGGLER_FACTOR, STRAGGLER_MIN_S = 2.0, 5.0
 """A straggler takes at least this many times as long as other ranks, and this many seconds more."""
-BAR, SHOWN = 10, 3
+BAR_WIDTH = 10
+"""Characters of a progress bar."""
+MAX_SHOWN = 3
+"""Maximum number of waiting stages in a worker's row."""
 
 
 @dataclass
@@ -101,49 +104,49 @@ class PoolsStatus:
 
 
 def write_pools_status(
-    run: Path, pools: Sequence[PoolState], seen: Mapping[str, PeerStatus]
+    run: Path, pools: Sequence[PoolState], peers: Mapping[str, PeerStatus]
 ) -> None:
     """Write the state of the pools to the run.
 
     Args:
-        seen: information about each worker that ever connected.
+        peers: information about each worker that ever connected.
     """
     rows = [
-        _row(pool, member, rank, worker, seen.get(worker))
+        _row(pool, lease, rank, worker, peers.get(worker))
         for pool in pools
-        for member in pool.leases
-        for rank, worker in enumerate(member.workers())
+        for lease in pool.leases
+        for rank, worker in enumerate(lease.workers())
     ]
     pool_rows: dict[int, dict[str, Any]] = {}
     for pool in pools:
-        one = pool_rows.setdefault(
+        pool_row = pool_rows.setdefault(
             pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
         )
         # Each worker of an elastic pool has its own state; the first one has the stages.
-        one["stages"] += pool.stages
-        one["waiting"] += [node.name for node in pool.waiting]
-        if pool.failures >= one["failures"]:
-            one |= {"failures": pool.failures, "reason": pool.reason}
+        pool_row["stages"] += pool.stages
+        pool_row["waiting"] += [node.name for node in pool.waiting]
+        if pool.failures >= pool_row["failures"]:
+            pool_row |= {"failures": pool.failures, "reason": pool.reason}
     (run / POOLS_FOLDER).mkdir(exist_ok=True)
     content = {"written_at": time.time(), "pools": list(pool_rows.values()), "workers": rows}
     write_atomic(run / POOLS_FOLDER / STATUS_FILE, json.dumps(content))
 
 
 def _row(
-    pool: PoolState, member: Lease, rank: int, worker: str, seen: PeerStatus | None
+    pool: PoolState, lease: Lease, rank: int, worker: str, peer: PeerStatus | None
 ) -> dict[str, Any]:
-    status = seen.status if seen is not None and seen.alive else {}
+    status = peer.status if peer is not None and peer.alive else {}
     return {
         "pool": pool.number,
         "worker": worker,
         "slot": pool.slot,
         "rank": rank,
-        "job": member.job,
-        "host": member.worker_info.get(rank, {}).get("host", ""),
-        "lease_ends_at": member.ends_at,
-        "is_connected": rank in member.worker_info,
-        "is_leaving": member.is_leaving,
-        "last_seen_s": 0.0 if seen is None else seen.age_s,
+        "job": lease.job,
+        "host": lease.worker_info.get(rank, {}).get("host", ""),
+        "lease_ends_at": lease.ends_at,
+        "is_connected": rank in lease.worker_info,
+        "is_leaving": lease.is_leaving,
+        "last_seen_s": 0.0 if peer is None else peer.age_s,
         "active_stages": status.get("active_stages", []),
         "version": status.get("version"),
         "queued_records": status.get("queued_records", 0),
@@ -168,7 +171,7 @@ def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None
 
 
 def mark_stragglers(workers: list[WorkerStatus]) -> None:
-    """Mark the ranks for which the others of their job wait.
+    """Mark the ranks for which the other ranks of their job wait.
 
     Ranks are compared by the extrapolated time of the whole stage.
     """
@@ -178,14 +181,14 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
             ranks.setdefault((worker.job, stage.node), []).append(stage)
     for stages in ranks.values():
         for stage in stages:
-            others = [
-                whole for s in stages if s is not stage and (whole := _total_s(s)) is not None
+            other_totals = [
+                other_s for s in stages if s is not stage and (other_s := _total_s(s)) is not None
             ]
-            own = _total_s(stage) or stage.elapsed_s
-            if others and stage.compute_s is None:
-                usual = statistics.median(others)
+            total_s = _total_s(stage) or stage.elapsed_s
+            if other_totals and stage.compute_s is None:
+                median_s = statistics.median(other_totals)
                 stage.is_straggler = (
-                    own > STRAGGLER_FACTOR * usual and own - usual > STRAGGLER_MIN_S
+                    total_s > STRAGGLER_FACTOR * median_s and total_s - median_s > STRAGGLER_MIN_S
                 )
 
 
@@ -193,22 +196,22 @@ def pool_table(status: PoolsStatus) -> Table:
     """Return a table with a row for each pool and for each of its workers."""
     ago = format_duration(status.age_s)
     title = f"pools, {ago} ago: the driver is dead or hangs" if status.is_stale else "pools"
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     if status.is_stale:
-        out.title_style = "bold red"
-    out.add_column("worker", no_wrap=True)
-    out.add_column("activity", ratio=1)
+        table.title_style = "bold red"
+    table.add_column("worker", no_wrap=True)
+    table.add_column("activity", ratio=1)
     for name in ("weights", "queued", "lease left"):
-        out.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for pool in status.pools:
         head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
-        out.add_row(head, Text() if pool.workers else _no_job(pool))
+        table.add_row(head, Text() if pool.workers else _no_job_line(pool))
         for worker in pool.workers:
             lease = "" if worker.lease_left_s is None else format_duration(worker.lease_left_s)
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
             queue = str(worker.queued_records) if worker.is_connected else ""
-            out.add_row(_worker_label(worker), _worker_cell(worker), version, queue, lease)
-    return out
+            table.add_row(_worker_label(worker), _worker_cell(worker), version, queue, lease)
+    return table
 
 
 def _worker_label(worker: WorkerStatus) -> str:
@@ -226,18 +229,18 @@ def _worker_cell(worker: WorkerStatus) -> Text:
     if worker.malformed:
         lines.append(Text(f"dropped {worker.malformed} malformed messages", style="red"))
     lines += [
-        _stage(stage)
+        _stage_line(stage)
         for stage in worker.stages
         if stage.activity != WAITING_FOR_DEVICE or stage.is_straggler
     ]
-    later = [
+    waiting = [
         stage.node
         for stage in worker.stages
         if stage.activity == WAITING_FOR_DEVICE and not stage.is_straggler
     ]
-    if later:
-        more = f" and {len(later) - SHOWN} more" if len(later) > SHOWN else ""
-        lines.append(Text(f"then {', '.join(later[:SHOWN])}{more}", style="dim"))
+    if waiting:
+        suffix = f" and {len(waiting) - MAX_SHOWN} more" if len(waiting) > MAX_SHOWN else ""
+        lines.append(Text(f"then {', '.join(waiting[:MAX_SHOWN])}{suffix}", style="dim"))
     if worker.is_leaving:
         lines.append(Text("ending: the worker of the next lease is connected"))
     if not lines:
@@ -245,11 +248,11 @@ def _worker_cell(worker: WorkerStatus) -> Text:
     return Text("\n").join(lines)
 
 
-def _stage(stage: StageStatus) -> Text:
+def _stage_line(stage: StageStatus) -> Text:
     line = Text(f"{stage.node} ")
     if stage.total and stage.activity != COMMITTING:
-        full = round(BAR * min(1.0, stage.done / stage.total))
-        line.append("━" * full, style="green").append("─" * (BAR - full), style="dim")
+        filled = round(BAR_WIDTH * min(1.0, stage.done / stage.total))
+        line.append("━" * filled, style="green").append("─" * (BAR_WIDTH - filled), style="dim")
         line.append(f" {stage.done}/{stage.total} {stage.unit}, ")
     if stage.note:
         line.append(f"{stage.note}, ")
@@ -259,7 +262,7 @@ def _stage(stage: StageStatus) -> Text:
     return line
 
 
-def _no_job(pool: PoolStatus) -> Text:
+def _no_job_line(pool: PoolStatus) -> Text:
     reason = f"failed {pool.failures} times: {pool.reason}" if pool.failures else pool.reason
     line = Text("no job" + (f" ({reason})" if reason else ""), style="yellow")
     if pool.waiting:

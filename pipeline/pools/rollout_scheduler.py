@@ -49,7 +49,7 @@ log = logging.getLogger("rlinf")
 
 @dataclass
 class _Rollout:
-    out: str
+    output: str
     weights: str
     collector: str
     queue: WorkQueue | None = None
@@ -113,9 +113,9 @@ class RolloutScheduler:
     _ready_workers: set[str] = field(default_factory=set)
     """Workers with a loaded engine; only these get work."""
 
-    def start_rollout(self, node: StageNode, out: str, weights: str, collector: str) -> None:
+    def start_rollout(self, node: StageNode, output: str, weights: str, collector: str) -> None:
         """Start a rollout whose trajectories the worker ``collector`` receives."""
-        self._rollouts[node] = _Rollout(out, weights, collector)
+        self._rollouts[node] = _Rollout(output, weights, collector)
 
     def on_collected(self, node: StageNode, starts: Sequence[int]) -> None:
         """Handle the report of what the collector already has."""
@@ -180,9 +180,9 @@ class RolloutScheduler:
         self._forget(name)
         rollout = self._rollouts.get(assigned.node) if assigned is not None else None
         if assigned is None or rollout is None or rollout.queue is None:
-            late = self._ended.pop(name, None)
-            if late is not None and not report.exit_code and late.item.starts:
-                self._record_work(late, late.item, report)
+            ended = self._ended.pop(name, None)
+            if ended is not None and not report.exit_code and ended.item.starts:
+                self._record_work(ended, ended.item, report)
             return False
         node, number = assigned.node, assigned.item.number
         if number == LOAD_ENGINE and not report.exit_code:
@@ -204,15 +204,15 @@ class RolloutScheduler:
         if item is None:
             return True
         if report.unfinished_starts:
-            rest = rollout.queue.reassign(item, report.unfinished_starts, report.successor)
+            unfinished = rollout.queue.reassign(item, report.unfinished_starts, report.successor)
             partial = messages.PartialSamples(
                 work_item=number,
                 channel=partial_samples_channel(name),
                 num_samples=report.num_partial_samples,
                 weights_attempt=assigned.attempt,
             )
-            self._partial.append(_Partial(node, report.successor, rest, partial))
-            item = WorkItem(number, tuple(s for s in item.starts if s not in rest.starts))
+            self._partial.append(_Partial(node, report.successor, unfinished, partial))
+            item = WorkItem(number, tuple(s for s in item.starts if s not in unfinished.starts))
         if report.spans:
             self._record_work(assigned, item, report)
         return True
@@ -231,38 +231,37 @@ class RolloutScheduler:
                 these stages. They generate for no later iteration until that one is trained.
         """
         orders = self._continue_partial(workers)
-        open_ = {
+        queues = {
             node: rollout.queue
             for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
             if rollout.queue is not None and self._has_weights(rollout)
         }
-        only = {worker: self._num_usable(worker, open_) for worker in [*workers, *helpers]}
-        is_ended = bool(workers) and any(self._rollouts[node].is_ending for node in open_)
+        max_queues = {worker: self._num_usable(worker, queues) for worker in [*workers, *helpers]}
+        is_ended = bool(workers) and any(self._rollouts[node].is_ending for node in queues)
         for worker, latest in helpers.items():
-            early = sum(node.iteration <= latest for node in open_)
-            only[worker] = 0 if is_ended else min(early, only[worker])
-        able = [worker for worker in only if worker in workers or only[worker]]
+            num_early = sum(node.iteration <= latest for node in queues)
+            max_queues[worker] = 0 if is_ended else min(num_early, max_queues[worker])
+        usable = [worker for worker in max_queues if worker in workers or max_queues[worker]]
         # An engine loads from committed files.
-        first = next((node for node in open_ if self._rollouts[node].has_committed_weights), None)
+        first = next((node for node in queues if self._rollouts[node].has_committed_weights), None)
         if first is not None:
             orders += [
                 (worker, self._order(first, worker, WorkItem(LOAD_ENGINE, ())))
-                for worker in able
+                for worker in usable
                 if worker not in self._ready_workers and not self.is_busy(worker)
             ]
-        of = {id(queue): node for node, queue in open_.items()}
-        speeds = self._speeds.speeds([worker for worker in able if worker in self._ready_workers])
-        batches = list(open_.values())
+        node_of = {id(queue): node for node, queue in queues.items()}
+        speeds = self._speeds.speeds([worker for worker in usable if worker in self._ready_workers])
         min_size = self._speeds.min_item_size()
-        for queue, worker, item in assign_work(batches, speeds, min_size, only):
-            orders.append((worker, self._order(of[id(queue)], worker, item)))
+        for queue, worker, item in assign_work(list(queues.values()), speeds, min_size, max_queues):
+            orders.append((worker, self._order(node_of[id(queue)], worker, item)))
         successors = [worker for worker in workers if worker in self._ready_workers]
         return orders + (self._name_successors(helpers, successors) if successors else [])
 
     def _name_successors(
         self, helpers: Mapping[str, int], successors: Sequence[str]
     ) -> list[tuple[str, WorkerOrder]]:
-        """Name a generator that continues the samples of a helper when the queue is empty."""
+        """Name a generator that continues the samples of each helper when the queue is empty."""
         orders: list[tuple[str, WorkerOrder]] = []
         for name, assigned in self._assigned.items():
             queue = (rollout := self._rollouts[assigned.node]).queue
@@ -272,12 +271,14 @@ class RolloutScheduler:
                 or assigned.item.number == LOAD_ENGINE
             ):
                 continue
-            able = [worker for worker in successors if self._can_use_weights(worker, assigned.node)]
-            if queue is not None and not queue.num_pending and able:
+            usable = [
+                worker for worker in successors if self._can_use_weights(worker, assigned.node)
+            ]
+            if queue is not None and not queue.num_pending and usable:
                 rollout.is_ending = True
                 load = Counter(assigned.worker for assigned in self._assigned.values())
                 load.update(self._successors.values())
-                self._successors[name] = min(able, key=lambda worker: load[worker])
+                self._successors[name] = min(usable, key=lambda worker: load[worker])
                 order = messages.ReassignWork(work_item=name, successor=self._successors[name])
                 orders.append((assigned.worker, order))
         return orders
@@ -300,20 +301,20 @@ class RolloutScheduler:
     def iteration_load(
         self, node: StageNode, workers: Sequence[str], rest_s: float, *, overlap: bool
     ) -> IterationLoad | None:
-        """Return the load of an iteration after its rollout; None if some workers did no part of
+        """Return the load of an iteration after its rollout; None if some workers did no work for
         it.
 
         Args:
-            rest_s: seconds of its other stages.
-            overlap: whether they overlap with the next rollout.
+            rest_s: seconds of the iteration's other stages.
+            overlap: whether these overlap with the next rollout.
         """
         finished = self._finished_items.get(node, Counter())
         if not workers or not set(workers) <= finished.keys():
             return None
-        fixed, each = self._speeds.fit_line()
+        fixed_s, per_prompt_s = self._speeds.fit_line()
         items = finished.total() / len(finished)
-        starts = sum(self._finished_prompts[node][worker] for worker in workers)
-        return IterationLoad(items * fixed, each * starts, rest_s, overlap)
+        num_prompts = sum(self._finished_prompts[node][worker] for worker in workers)
+        return IterationLoad(items * fixed_s, per_prompt_s * num_prompts, rest_s, overlap)
 
     def _order(
         self,
@@ -323,19 +324,19 @@ class RolloutScheduler:
         partial: messages.PartialSamples | None = None,
     ) -> messages.GenerateStarts:
         name, rollout = secrets.token_hex(6), self._rollouts[node]
-        attempt, number = None, None
+        attempt, continues = None, None
         if partial is not None:
-            attempt, number = partial.weights_attempt, partial.work_item
+            attempt, continues = partial.weights_attempt, partial.work_item
         elif not rollout.has_committed_weights:
             attempt = self._weights[rollout.weights][worker]
-        self._assigned[name] = _Assigned(node, worker, item, attempt, number)
+        self._assigned[name] = _Assigned(node, worker, item, attempt, continues)
         return messages.GenerateStarts(
             work_item=name,
             label=node.name
             if item.number == LOAD_ENGINE
             else f"{node.name} work item {item.number}",
             iteration=node.iteration,
-            output=rollout.out,
+            output=rollout.output,
             weights=rollout.weights,
             weights_attempt=attempt,
             receiver=rollout.collector,
@@ -350,7 +351,7 @@ class RolloutScheduler:
     def _has_weights(self, rollout: _Rollout) -> bool:
         """Return whether any worker can use the weights of a rollout."""
         if not rollout.has_committed_weights:
-            with contextlib.suppress(ArtifactError):  # seen by whoever reads it
+            with contextlib.suppress(ArtifactError):  # the worker that reads it reports the error
                 rollout.has_committed_weights = (
                     read_manifest(self.run / rollout.weights) is not None
                 )
@@ -369,7 +370,7 @@ class RolloutScheduler:
         self, assigned: _Assigned, item: WorkItem, report: messages.WorkItemEnded
     ) -> None:
         """Record the worker, times and size of a work item."""
-        spans, rest, node, worker = (
+        spans, unfinished, node, worker = (
             report.spans,
             report.unfinished_starts,
             assigned.node,
@@ -377,7 +378,7 @@ class RolloutScheduler:
         )
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
-        if assigned.continues is None and not rest:
+        if assigned.continues is None and not unfinished:
             self._speeds.record(worker, len(item.starts), seconds)
         self._finished_items[node][worker] += 1
         self._finished_prompts[node][worker] += len(item.starts)
@@ -390,7 +391,7 @@ class RolloutScheduler:
             "host": report.host,
             "work_item": item.number,
             "starts": item.starts,
-            "unfinished_starts": rest,
+            "unfinished_starts": unfinished,
             "continues": assigned.continues,
             "spans": spans,
             "used_disk_fallback": report.used_disk_fallback,
@@ -404,28 +405,28 @@ def read_work_spans(run: Path) -> dict[int, list[dict[str, Any]]]:
 
     Incomplete or damaged lines are left out.
     """
-    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    spans_by_iteration: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in _read_work_log(run):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             times = [time for _, *pair in row["spans"] for time in pair]
             worker = str(row["worker"])
-            who = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
-            who["work_item"] = row.get("work_item")
+            common = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
+            common["work_item"] = row.get("work_item")
             spans = [*row["spans"], ["rollout", min(times), max(times)]]
-            found[int(row["node"].partition("/")[2])] += [
-                {**who, "name": name, "start": start, "end": end} for name, start, end in spans
+            spans_by_iteration[int(row["node"].partition("/")[2])] += [
+                {**common, "name": name, "start": start, "end": end} for name, start, end in spans
             ]
-    return found
+    return spans_by_iteration
 
 
 def count_disk_fallbacks(run: Path) -> Counter[int]:
     """Return the number of work items whose weights were read from disk instead of memory, by
     iteration."""
-    found = Counter[int]()
+    counts = Counter[int]()
     for row in _read_work_log(run):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            found[int(row["node"].partition("/")[2])] += bool(row.get("used_disk_fallback"))
-    return found
+            counts[int(row["node"].partition("/")[2])] += bool(row.get("used_disk_fallback"))
+    return counts
 
 
 def _read_work_log(run: Path) -> Iterator[Any]:
