@@ -459,13 +459,13 @@ def figures() -> str:
     }
     text = (DATA / "figures.md").read_text()
     for title, names in known.items():
-        text += f"\n## {title}\n\n| figure | value | goal | what is measured |\n|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| row | value | goal | what is measured |\n|---|---|---|---|\n"
         for name, what in names.items():
             if row := rows.get(name):
                 text += f"| `{name}` | {value_of(row)} | {goal_of(row)} | {plain(what)} |\n"
     text += (
-        "\n## Learning curves\n\nEach row is a run of this repository with its seeds; "
-        "`make bench-learning NAME=ROW` measures it again.\n\n"
+        "\n## Learning curves\n\nEach row is a training run with one to three seeds; their values "
+        "are separated by /. `make bench-learning NAME=ROW` repeats it.\n\n"
         + learning.table(learning.curves())
         + "\n"
     )
@@ -476,8 +476,9 @@ def figures() -> str:
 
 
 def value_of(row: dict[str, Any]) -> str:
-    """Return value, unit and spread of a figure."""
-    unit = {"x": "x", "share": "", "ratio": "", "": ""}.get(row["unit"], f" {row['unit']}")
+    """Return value, unit and spread of a benchmark row."""
+    plain_units = {"", "share", "ratio", "return", "place", "of the sum", "of throughput"}
+    unit = "" if row["unit"] in plain_units else "x" if row["unit"] == "x" else f" {row['unit']}"
     spread = f" (± {row['spread']:.2g})" if row["spread"] else ""
     return f"{row['value']:,.4g}{unit}{spread}"
 

@@ -1,4 +1,4 @@
-"""A flow with one more stage, which divides rewards by how often the group gave the same answer."""
+"""A flow with an extra stage, which divides a reward by the count of its answer in the group."""
 
 from collections import Counter
 from dataclasses import replace
