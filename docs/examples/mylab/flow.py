@@ -33,15 +33,15 @@ def run(ctx: StageContext) -> None:
     """Run the stage: inputs ``trajectories`` and ``rewards``, output ``rewards``."""
     if ctx.world.rank:
         return
-    output, shares = ctx.open_writer("rewards"), []
+    writer, fractions = ctx.open_writer("rewards"), []
     for samples in ctx.chunks():
         trajectories = ctx.read_records("trajectories", samples)
         rewards = ctx.read_records("rewards", samples)
         answers = [(t.info["group"], t.info["text"]) for t in trajectories]
         counts = Counter(answers)
-        for answer, old in zip(answers, rewards, strict=True):
-            steps = {"rewards": old.steps["rewards"] / counts[answer]}
-            output.put(Record(old.identity, steps, info=old.info))
-        shares.append(len(counts) / len(answers))
-    output.close()
-    ctx.log_metric("distinct_fraction", sum(shares) / len(shares))
+        for answer, reward in zip(answers, rewards, strict=True):
+            steps = {"rewards": reward.steps["rewards"] / counts[answer]}
+            writer.put(Record(reward.identity, steps, info=reward.info))
+        fractions.append(len(counts) / len(answers))
+    writer.close()
+    ctx.log_metric("distinct_fraction", sum(fractions) / len(fractions))
