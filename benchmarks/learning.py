@@ -229,8 +229,8 @@ def table(known: Known) -> str:
             last.append(f"{run['curve'][-1]['score']:.4g}{cut}")
             reached = [p["steps"] for p in run["curve"] if p["score"] >= goal]
             first.append(f"{reached[0]:,.0f}" if reached else "not reached")
-        when = ", ".join(first) + (f" {row.unit}" if any(f[0].isdigit() for f in first) else "")
-        lines.append(f"{begin} {', '.join(last)} | {when} |")
+        when = " / ".join(first) + (f" {row.unit}" if any(f[0].isdigit() for f in first) else "")
+        lines.append(f"{begin} {' / '.join(last)} | {when} |")
     return "\n".join(lines)
 
 

@@ -130,7 +130,7 @@ def _by_fours(level: str, gamma: float, gae_lambda: float) -> LearningRow:
         "PPO",
         "ppo",
         "mlp",
-        f"HalfCheetah-v5, four actions at once, a value for each {level}",
+        f"HalfCheetah-v5, chunks of four actions, one value per {level}",
         1_000,
         "halfcheetah_ppo",
         (
@@ -139,7 +139,7 @@ def _by_fours(level: str, gamma: float, gae_lambda: float) -> LearningRow:
             *("rollout.horizon=64", "iterations=36", "evaluate.every=6", "evaluate.samples=8"),
             *("evaluate.horizon=250", "trainer.cpu_threads=1"),
         ),
-        unit="choices of four actions",
+        unit="chunks",
     )
 
 
@@ -227,7 +227,7 @@ ROWS = {
         "PPO", "ppo", "mlp", "Meta-World reach-v3", 0.9, "metaworld_reach"
     ),
     "metaworld_pixels": LearningRow(
-        "PPO", "ppo", "cnn", "Meta-World handle-press-v3, pictures alone", 0.9, "metaworld_pixels"
+        "PPO", "ppo", "cnn", "Meta-World handle-press-v3, images only", 0.9, "metaworld_pixels"
     ),
     "double_pendulum_crossq": _balance(
         *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),

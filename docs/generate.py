@@ -204,9 +204,10 @@ def configuration() -> str:
     text = (
         "# Configuration\n\n"
         "Set any key in a YAML file of an experiment or on the command line as `section.key=value`."
-        "\nUnknown keys are refused with the nearest valid one. The parts have pages of their own: "
+        "\nThe error for an unknown key suggests the nearest valid one. Components have separate "
+        "pages: "
         + ", ".join(f"[`{name}`](config-{name}.md)" for name in CLASS_REGISTRIES)
-        + "; so have [plans and site files](config-plan.md).\n\n"
+        + ", and so do [plans and site files](config-plan.md).\n\n"
         "Composition is [Hydra's](https://hydra.cc/docs/1.3/intro/): an experiment in "
         "`configs/experiment` chooses one file of each group of `configs/` and overrides keys.\n\n"
         "## Top level\n\n" + table(RunConfig).replace("(#namedcomponent)", "(#parts)")
@@ -269,8 +270,8 @@ def part_page(section: str, registry: Any) -> str:
             if vars_of(cls):
                 users.setdefault(cls, []).append(name)
     text = (
-        f"# Keys of `{section}`\n\n`{section}.name` chooses the class. A class of your own is "
-        f"named `module:Class`; its keys stand in the same section.\n\n"
+        f"# Keys of `{section}`\n\n`{section}.name` chooses the class. Use `module:Class` for your "
+        f"own class; its keys are in the same section.\n\n"
         f"| `{section}.name` | what it is | keys |\n|---|---|---|\n"
     )
     for name, config in classes.items():
@@ -297,8 +298,8 @@ def plan() -> str:
 
     return (
         "# Plans and site files\n\n"
-        "A plan (`plan=FILE`) says what each stage runs on. A site file (`cluster.site=FILE`) "
-        "describes the partitions of a cluster. Neither changes a result.\n\n"
+        "A plan (`plan=FILE`) sets the resources and the placement of each stage. A site file "
+        "(`cluster.site=FILE`) describes the partitions of a cluster. Neither changes results.\n\n"
         + section_text("Plan", Plan)
         + section_text("Site", SiteConfig)
     )
@@ -307,7 +308,7 @@ def plan() -> str:
 def experiments() -> str:
     """Return the page of the experiments in ``configs/experiment``."""
     text = (
-        "# Experiments\n\nEach is a file of `configs/experiment`; start it with "
+        "# Experiments\n\nEach experiment is a file in `configs/experiment`. Start it with "
         "`rlinf run experiment=NAME`.\n\n| `experiment=` | what it does |\n|---|---|\n"
     )
     for path in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
@@ -345,7 +346,7 @@ def command_line() -> str:
 
 
 def placeholder(argument: Any) -> str:
-    """Return what stands for an argument in the usage of its command."""
+    """Return the placeholder of an argument in the usage of its command."""
     name = (argument.metavar or argument.name).upper()
     many = "..." if argument.nargs == -1 else ""
     return f"{name}{many}" if argument.required else f"[{name}{many}]"
@@ -394,10 +395,9 @@ def metrics() -> str:
     """Return the page of the metrics."""
     known = yaml.safe_load((DATA / "metrics.yaml").read_text())
     text = (
-        "# Metrics\n\nMetrics are named `stage/metric`. `metrics.jsonl` has all of an iteration on "
-        "a line, `rlinf.api.load(RUN).metrics` has them by iteration, and trackers get the same "
-        "names. "
-        "A metric stands there only when the run has what it measures.\n"
+        "# Metrics\n\nMetrics are named `stage/metric`. Each line of `metrics.jsonl` has the "
+        "metrics of one iteration. `rlinf.api.load(RUN).metrics()` returns them, and trackers get "
+        "them under the same names. A run has only the metrics of the features that it uses.\n"
     )
     for stage, names in known.items():
         text += f"\n## {stage}\n\n| metric | meaning |\n|---|---|\n"
@@ -459,13 +459,13 @@ def figures() -> str:
     }
     text = (DATA / "figures.md").read_text()
     for title, names in known.items():
-        text += f"\n## {title}\n\n| figure | value | goal | what is measured |\n|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| row | value | goal | what is measured |\n|---|---|---|---|\n"
         for name, what in names.items():
             if row := rows.get(name):
                 text += f"| `{name}` | {value_of(row)} | {goal_of(row)} | {plain(what)} |\n"
     text += (
-        "\n## Learning curves\n\nEach row is a run of this repository with its seeds; "
-        "`make bench-learning NAME=ROW` measures it again.\n\n"
+        "\n## Learning curves\n\nEach row is a training run with one to three seeds; their values "
+        "are separated by /. `make bench-learning NAME=ROW` repeats it.\n\n"
         + learning.table(learning.curves())
         + "\n"
     )
@@ -476,8 +476,9 @@ def figures() -> str:
 
 
 def value_of(row: dict[str, Any]) -> str:
-    """Return value, unit and spread of a figure."""
-    unit = {"x": "x", "share": "", "ratio": "", "": ""}.get(row["unit"], f" {row['unit']}")
+    """Return value, unit and spread of a benchmark row."""
+    plain_units = {"", "share", "ratio", "return", "place", "of the sum", "of throughput"}
+    unit = "" if row["unit"] in plain_units else "x" if row["unit"] == "x" else f" {row['unit']}"
     spread = f" (± {row['spread']:.2g})" if row["spread"] else ""
     return f"{row['value']:,.4g}{unit}{spread}"
 

@@ -43,7 +43,7 @@ def test_preferences_within_groups_are_learned(
     rows = read_metrics(tmp_path / "tiny")
     means = [row["reward/mean"] for row in rows]
     assert np.mean(means[-3:]) > 2 * means[0]
-    assert np.mean([row["train/right"] for row in rows[1:]]) > 0.7
+    assert np.mean([row["train/accuracy"] for row in rows[1:]]) > 0.7
 
 
 def published(folder: Path) -> dict[str, bytes]:

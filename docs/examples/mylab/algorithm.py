@@ -22,14 +22,14 @@ class LeaveOneOut(PolicyGradient):
     has_group_local_advantages = True
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
-        """Return the total reward of a sample minus the mean of its group's others, ``[N, T]``."""
+        """Return each sample's reward minus the mean of the others in its group, ``[N, T]``."""
         scores = (batch.rewards * batch.mask).sum(-1)
         _, group = torch.unique(batch.groups, return_inverse=True)
         count = torch.bincount(group)[group]
         total = torch.zeros(len(scores)).index_add(0, group, scores)[group]
         others = (total - scores) / (count - 1).clamp(min=1)
         relative = torch.where(count > 1, scores - others, torch.zeros_like(scores))
-        return self.config.scale * relative[:, None] * batch.mask, None
+        return self.config.scale * relative[:, None] * batch.mask, None  # None: no returns
 
     def policy_loss(
         self, outputs: StepOutputs, batch: StepBatch, weights: Tensor

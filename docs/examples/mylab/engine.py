@@ -45,7 +45,7 @@ class OneByOne(Engine):
             yield Record(request.identity, steps, info={"version": self.version})
 
     def _act(self, request: Record, row: int, seed: int, stage: str) -> dict[str, np.ndarray]:
-        """Return columns ``[1, ...]`` of one sample, whose random numbers are its own."""
+        """Return columns ``[1, ...]`` of one sample. Its random numbers do not depend on others."""
         info, sample = request.info, int(request.steps["sample"][row])
         observations = {name: torch.tensor(column[[row]]) for name, column in request.steps.items()}
         noise = None

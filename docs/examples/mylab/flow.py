@@ -1,4 +1,4 @@
-"""A flow with one more stage, which divides rewards by how often the group gave the same answer."""
+"""A flow with an extra stage, which divides a reward by the count of its answer in the group."""
 
 from collections import Counter
 from dataclasses import replace
@@ -33,14 +33,14 @@ def run(ctx: StageContext) -> None:
     """Run the stage: inputs ``trajectories`` and ``rewards``, output ``rewards``."""
     if ctx.world.rank:
         return
-    output, shares = ctx.open_writer("rewards"), []
+    writer, fractions = ctx.open_writer("rewards"), []
     for samples in ctx.chunks():
         trajectories = ctx.read(Trajectory, "trajectories", samples)
         rewards = ctx.read(StepRewards, "rewards", samples)
         answers = [(t.group, t.text) for t in trajectories]
         counts = Counter(answers)
-        for answer, old in zip(answers, rewards, strict=True):
-            output.put(replace(old, rewards=old.rewards / counts[answer]).to_record())
-        shares.append(len(counts) / len(answers))
-    output.close()
-    ctx.log_metric("distinct_fraction", sum(shares) / len(shares))
+        for answer, reward in zip(answers, rewards, strict=True):
+            writer.put(replace(reward, rewards=reward.rewards / counts[answer]).to_record())
+        fractions.append(len(counts) / len(answers))
+    writer.close()
+    ctx.log_metric("distinct_fraction", sum(fractions) / len(fractions))

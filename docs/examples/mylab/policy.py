@@ -1,4 +1,4 @@
-"""A linear policy and value function for vector observations and numbered actions."""
+"""A linear policy and value function for vector observations and discrete actions."""
 
 import json
 from pathlib import Path
@@ -42,9 +42,9 @@ class Linear(Policy):
         return random.gumbel(size=(steps, self.spec["action"]["size"])).astype(np.float32)
 
     def act(self, observations: Batch, noise: Any, temperature: float) -> Batch:
-        choice, value = self._heads(observations["observation"], temperature)
-        action = (choice.logits if noise is None else choice.logits + noise).argmax(-1)
-        return {"action": action, "logprob": choice.log_prob(action), "value": value}
+        policy, value = self._heads(observations["observation"], temperature)
+        action = (policy.logits if noise is None else policy.logits + noise).argmax(-1)
+        return {"action": action, "logprob": policy.log_prob(action), "value": value}
 
     def collate(self, trajectories: list[Trajectory]) -> Batch:
         length = max(map(len, trajectories))
@@ -56,9 +56,10 @@ class Linear(Policy):
         return {name: pad_right(arrays, length) for name, arrays in columns.items()}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        p, values = self._heads(batch["observations"], temperature)
-        return StepOutputs(p.log_prob(batch["actions"]), p.entropy() if entropy else None, values)
+        policy, values = self._heads(batch["observations"], temperature)
+        logprobs = policy.log_prob(batch["actions"])
+        return StepOutputs(logprobs, policy.entropy() if entropy else None, values)
 
     def _heads(self, observations: Tensor, temperature: float) -> tuple[Categorical, Tensor]:
-        out = self.module(observations.float())
-        return Categorical(logits=out[..., :-1] / (temperature or 1.0)), out[..., -1]
+        outputs = self.module(observations.float())
+        return Categorical(logits=outputs[..., :-1] / (temperature or 1.0)), outputs[..., -1]

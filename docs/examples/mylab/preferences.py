@@ -19,7 +19,7 @@ class PreferencesConfig(Section):
     """Keys of the section ``algorithm`` besides its name."""
 
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the policy is held at the reference policy."""
+    """Strength of the implicit KL penalty toward the reference policy."""
     steps: int = Field(default=2, gt=0)
     """Optimizer steps on one batch."""
 
@@ -29,8 +29,8 @@ class Preferences(Algorithm):
     requires = frozenset({SAMPLE_GROUPS})
     needs_reference = True
 
-    def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
-        samples = [sample for part in parts for sample in part if sample.is_included]
+    def update(self, learner: Learner, chunks: Iterable[list[TrainingSample]]) -> None:
+        samples = [sample for chunk in chunks for sample in chunk if sample.is_included]
         if not samples:
             return
         batch = build_step_batch(samples)
@@ -40,17 +40,19 @@ class Preferences(Algorithm):
             groups.setdefault(group, []).append(row)
         ranked = [sorted(rows, key=scores.__getitem__) for rows in groups.values()]
         unequal = [rows for rows in ranked if scores[rows[0]] < scores[rows[-1]]]
-        chosen = [row for rows in unequal for row in (rows[-1], rows[0])]
-        pairs = [[row, row + 1] for row in range(0, len(chosen), 2)]
+        # Even rows are the chosen answers, odd rows the rejected ones.
+        pair_rows = [row for rows in unequal for row in (rows[-1], rows[0])]
+        pairs = [[row, row + 1] for row in range(0, len(pair_rows), 2)]
 
         def loss(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> Loss:
             logprobs = policy.evaluate(inputs, learner.temperature).logprobs
-            own = [span._replace(row=chosen[span.row]) for span in spans]
-            known = batch.select_spans(own, logprobs.shape[1], logprobs.device)
-            gain = ((logprobs - known.require("reference_logprobs")) * known.mask).sum(-1)
-            margin = self.config.beta * (gain[0::2] - gain[1::2])
-            right = (margin.detach() > 0).sum() / len(pairs)
-            return -F.logsigmoid(margin).sum() / len(pairs), {"right": right}
+            batch_spans = [span._replace(row=pair_rows[span.row]) for span in spans]
+            columns = batch.select_spans(batch_spans, logprobs.shape[1], logprobs.device)
+            log_ratios = logprobs - columns.require("reference_logprobs")
+            log_ratios = (log_ratios * columns.mask).sum(-1)
+            margins = self.config.beta * (log_ratios[0::2] - log_ratios[1::2])
+            accuracy = (margins.detach() > 0).sum() / len(pairs)
+            return -F.logsigmoid(margins).sum() / len(pairs), {"accuracy": accuracy}
 
         for _ in range(self.config.steps if pairs else 0):
-            learner.step([samples[row].trajectory for row in chosen], loss, row_groups=pairs)
+            learner.step([samples[row].trajectory for row in pair_rows], loss, row_groups=pairs)

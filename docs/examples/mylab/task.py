@@ -25,7 +25,7 @@ class Reversal(PromptEnvironment):
 
     @classmethod
     def model_spec(cls, config: ReversalConfig) -> ModelSpec:
-        """Return what a new model must know: the characters that are its tokens."""
+        """Return the properties of a new model: the characters that are its tokens."""
         return {"alphabet": "0123456789>"}
 
     @classmethod
@@ -33,10 +33,10 @@ class Reversal(PromptEnvironment):
         return TaskSize(max_prompt_tokens=config.digits + 1)
 
     def prompts(self, request: RolloutRequest) -> list[Prompt]:
-        """Return a prompt for each group; any process draws the same from the same address."""
+        """Return a prompt for each group. It depends only on the generator's address."""
         iteration = request.iteration if request.split == "train" else -1
-        where = (request.seed, "reversal", request.split, iteration + 1)
-        return [self._draw(generator(*where, int(group))) for group in request.group_ids]
+        address = (request.seed, "reversal", request.split, iteration + 1)
+        return [self._draw(generator(*address, int(group))) for group in request.group_ids]
 
     def grade(self, response: str, answer: str) -> float:
         return float(response.strip() == answer)
