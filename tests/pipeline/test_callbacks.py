@@ -114,12 +114,12 @@ def test_an_iteration_has_a_line_with_what_is_trained(
         progress.on_iteration_end(3, ROW)
         clock.now += 10
         progress.on_iteration_end(4, {**ROW, "reward/score": 0.5})
-    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    output = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
     assert (
         "iteration 4/10: reward 0.5, score 0.25, loss -0.01235, kl 0.002, approx_kl 1e-05, "
         "entropy 1.5, completion_length 7.25, 200 tokens/s, held-out score 0.75 (iteration 2), "
         "3 min 0 s left"
-    ) in said
+    ) in output
     # The score is the reward, this iteration's rollout is unknown, and the pace is the mean.
     assert (
         "iteration 5/10: reward 0.5, loss -0.01235, kl 0.002, approx_kl 1e-05, entropy 1.5, "
