@@ -131,18 +131,18 @@ class DeviceMemoryManager:
             self._make_room(sys.maxsize, set(), span)
 
     def _make_room(
-        self, excess: int, wanted: set[tuple[Offloadable, str]], span: SpanTimer
+        self, excess: int, requested: set[tuple[Offloadable, str]], span: SpanTimer
     ) -> None:
-        """Offload the least recently used groups until ``wanted`` and the rest fit the limit.
+        """Offload the least recently used groups until ``requested`` and the rest fit the limit.
 
         Args:
-            excess: bytes by which ``wanted`` alone exceeds the limit; if negative, the bytes left.
+            excess: bytes by which ``requested`` alone exceeds the limit; negative: bytes left.
         """
         candidates = [
             (last_used.get(group, 0), owner, group, size.on_device)
             for owner, last_used in self._last_used.items()
             for group, size in owner.group_sizes().items()
-            if size.on_device and (owner, group) not in wanted
+            if size.on_device and (owner, group) not in requested
         ]
         excess += sum(on_device for *_, on_device in candidates)
         if excess <= 0 or not candidates:

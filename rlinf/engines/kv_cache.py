@@ -211,13 +211,13 @@ class EqualLengthNetwork:
         for distinct in by_length.values():
             tokens = np.stack([np.frombuffer(key, np.int64) for key in distinct])
             rows = [i for repeats in distinct.values() for i in repeats]
-            which = [k for k, repeats in enumerate(distinct.values()) for _ in repeats]
+            source_rows = [k for k, repeats in enumerate(distinct.values()) for _ in repeats]
             row_indices = torch.tensor(rows, device=device)
             group = EqualLengthRows(
                 row_indices, torch.from_numpy(tokens).to(device), self._new_cache()
             )
             logits = self._run(group, group.tokens)
-            context_indices = torch.tensor(which, device=device)
+            context_indices = torch.tensor(source_rows, device=device)
             group.select(context_indices, row_indices)
             groups.append(group)
             logits_by_group.append(logits[context_indices])

@@ -468,9 +468,9 @@ class ServerEngine(ExternalEngine):
         return self._folder
 
 
-def _same_files(folder: Path, other: Path) -> bool:
+def _same_files(folder: Path, other_folder: Path) -> bool:
     """Return whether two folders have equal files beside the weights (network and tokenizer)."""
     names = non_weight_files(folder)
-    return names == non_weight_files(other) and all(
-        filecmp.cmp(folder / name, other / name, shallow=False) for name in names
+    return names == non_weight_files(other_folder) and all(
+        filecmp.cmp(folder / name, other_folder / name, shallow=False) for name in names
     )

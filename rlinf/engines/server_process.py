@@ -183,8 +183,10 @@ class ServerProcess:
         errors = [line for line in traceback if "Error:" in line]
         return "\n".join([*errors[-3:], *tail])
 
-    def _fail(self, what: str) -> None:
-        raise ServerError(f"the server {what}; the end of its log {self._log}:\n{self.log_tail()}")
+    def _fail(self, problem: str) -> None:
+        raise ServerError(
+            f"the server {problem}; the end of its log {self._log}:\n{self.log_tail()}"
+        )
 
     def _request(self, method: str, route: str, body: Any, *, check_heartbeat: bool) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -95,10 +95,9 @@ class VLLMStepDecoder:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self._engine.check_length(request)
-        kind = RequestOutputKind.DELTA
         params = SamplingParams(
             **vllm_sampling_params(request, self._engine.stop_token_ids_for(request)),
-            output_kind=kind,
+            output_kind=RequestOutputKind.DELTA,
         )
         self._count += 1
         name = str(self._count)

@@ -242,9 +242,9 @@ class ZeroStage3Optimizer(ZeroOptimizer):
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
-def global_grad_norm(parts: list[Tensor]) -> Tensor:
+def global_grad_norm(gradients: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of a gradient of which each process has a part; collective."""
-    squares = nn.utils.get_total_norm(parts).square()
+    squares = nn.utils.get_total_norm(gradients).square()
     torch.distributed.all_reduce(squares)
     return squares.sqrt()
 
@@ -366,7 +366,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero: ZeroOptimizer = (
             ZeroStage3Optimizer if config.zero_stage == 3 else ZeroStage12Optimizer
         )(self._engine.optimizer)
-        self._fragments = {id(part.parameter): part for part in self._zero.fragments()}
+        self._fragments = {id(fragment.parameter): fragment for fragment in self._zero.fragments()}
         self._create_threads(1)
 
     def _create_engine(self) -> Any:
@@ -471,7 +471,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
         ]
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        return float(global_grad_norm([part.float() for part in self._reduced_gradients(groups)]))
+        return float(
+            global_grad_norm([gradient.float() for gradient in self._reduced_gradients(groups)])
+        )
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
@@ -531,7 +533,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         state = self._state()
         steps = state["optimizer"]["state"]
         # One step count per flat tensor; other trainers may have counted fewer for some parameters.
-        counts = {name: torch.zeros(()) for name, parts in steps.items() if "step" in parts}
+        counts = {name: torch.zeros(()) for name, tensors in steps.items() if "step" in tensors}
         for name, count in counts.items():
             steps[name]["step"] = count
         sharded_checkpoint.read_shards(folder, state, self._placements)
@@ -574,7 +576,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         twin.load_weights(folder)
         self.load_weights(twin.module.state_dict().items())
 
-    def _meta_like(self, name: str, tensor: Tensor) -> Tensor:
+    def _template(self, name: str, tensor: Tensor) -> Tensor:
         return torch.empty(_shape(tensor), dtype=self._types[name], device="meta")
 
     @torch.no_grad()

@@ -245,7 +245,7 @@ class FSDPTrainer(MinibatchTrainer):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
+def _check_replicas(config: FSDPConfig, processes: int, stage: str) -> None:
     """
     Raises:
         ConfigError: the number of processes is not a multiple of the number of replicas.
@@ -253,5 +253,5 @@ def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
     if processes > 1 and processes % config.dp_replicate:
         raise ConfigError(
             f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} "
-            f"processes of {where}; give a divisor, or 1 for one model replica over all processes"
+            f"processes of {stage}; give a divisor, or 1 for one model replica over all processes"
         )

@@ -115,8 +115,10 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
     for target in settings.target_modules or _linears_in_blocks(policy):
         named = [name for name in modules if name == target or name.endswith(f".{target}")]
         if not named:
-            known = {n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, nn.Linear)}
-            raise ConfigError(f"{key}: {target!r} is nowhere{did_you_mean(target, known)}")
+            linear_names = {
+                n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, nn.Linear)
+            }
+            raise ConfigError(f"{key}: {target!r} is nowhere{did_you_mean(target, linear_names)}")
         for name in named:
             if not isinstance(module := modules[name], nn.Linear):
                 raise ConfigError(
@@ -149,16 +151,20 @@ def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
-    return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+    return (
+        (n, submodule)
+        for n, submodule in module.named_modules()
+        if isinstance(submodule, LoraLayer)
+    )
 
 
 def _linears_in_blocks(policy: Policy) -> list[str]:
     """Return the full names of the linear layers inside the blocks."""
-    inside = {id(part) for block in policy.blocks() for part in block.modules()}
+    inside = {id(submodule) for block in policy.blocks() for submodule in block.modules()}
     names = [
         name
-        for name, part in policy.module.named_modules()
-        if isinstance(part, nn.Linear) and id(part) in inside
+        for name, submodule in policy.module.named_modules()
+        if isinstance(submodule, nn.Linear) and id(submodule) in inside
     ]
     if not names:
         raise ConfigError(

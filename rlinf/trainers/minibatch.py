@@ -392,7 +392,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         first_names: dict[int, str] = {}
         for name, value in named.items():
             first_names.setdefault(id(value), name)
-        like = {name: self._meta_like(name, named[name]) for name in first_names.values()}
+        templates = {name: self._template(name, named[name]) for name in first_names.values()}
 
         def full_tensors() -> Iterator[tuple[str, Tensor]]:
             merge = None
@@ -409,10 +409,11 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 del full  # before the next one is gathered
 
         return StreamedState(
-            {name: like[first_names[id(value)]] for name, value in named.items()}, full_tensors()
+            {name: templates[first_names[id(value)]] for name, value in named.items()},
+            full_tensors(),
         )
 
-    def _meta_like(self, name: str, tensor: Tensor) -> Tensor:
+    def _template(self, name: str, tensor: Tensor) -> Tensor:
         """Return a meta tensor with the shape and type of one of the module's full tensors."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 

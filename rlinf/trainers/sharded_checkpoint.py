@@ -148,9 +148,9 @@ def write_shards(
     sync_file(path)
     if rank == 0:
         # An earlier attempt with another number of ranks may have left files.
-        for other in set(folder.glob("rank-*.safetensors")):
-            if not other.name.endswith(f"-of-{size}.safetensors"):
-                other.unlink()
+        for old_file in set(folder.glob("rank-*.safetensors")):
+            if not old_file.name.endswith(f"-of-{size}.safetensors"):
+                old_file.unlink()
 
 
 @torch.no_grad()
@@ -179,18 +179,18 @@ def read_shards(
             name = ""
             files.fill()
     except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        where = f"{name}: " if name else ""
-        raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
+        prefix = f"{name}: " if name else ""
+        raise DataError(f"{folder}: not a state of this trainer: {prefix}{error}") from error
 
 
 def _placement_of(value: Tensor, placement: ShardPlacement | None) -> ShardPlacement | None:
     """Return the placement of a tensor's part; None if all ranks have the full tensor."""
     if placement is not None or not is_sharded(value):
         return placement
-    begin, end = local_rows(value)
-    if len(local_shard(value)) != end - begin:
-        raise ValueError(f"not {end - begin} of {value.shape[0]} rows")
-    return ShardPlacement(tuple(value.shape), begin * value.shape[1:].numel())
+    start, stop = local_rows(value)
+    if len(local_shard(value)) != stop - start:
+        raise ValueError(f"not {stop - start} of {value.shape[0]} rows")
+    return ShardPlacement(tuple(value.shape), start * value.shape[1:].numel())
 
 
 @dataclass

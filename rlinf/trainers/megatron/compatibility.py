@@ -86,9 +86,9 @@ def check_model(model: Mapping[str, Any], key: str = "model.path") -> None:
         ConfigError: a property of the network is not supported.
     """
 
-    def refuse(what: str) -> ConfigError:
+    def refuse(feature: str) -> ConfigError:
         return ConfigError(
-            f"{key}: trainer=megatron cannot train a model {what}; choose trainer=fsdp or "
+            f"{key}: trainer=megatron cannot train a model {feature}; choose trainer=fsdp or "
             "trainer=deepspeed"
         )
 
@@ -132,7 +132,7 @@ def check_layout(
         "rows of its MLPs": model[size_key],
     }
     if any(size % layout.tp for size in split_sizes.values()):
-        sizes = ", ".join(f"{size} {what}" for what, size in split_sizes.items())
+        sizes = ", ".join(f"{size} {name}" for name, size in split_sizes.items())
         raise ConfigError(
             f"{layout_key}.tp: {layout.tp} processes cannot share {sizes} evenly; "
             f"{_divisors(gcd(*split_sizes.values()))} can"

@@ -131,8 +131,8 @@ class LocalParams:
                 0,
             )
             self._shards.append(shard)
-        for other in optimizers[1:]:
-            optimizers[0].param_groups += other.param_groups
+        for optimizer in optimizers[1:]:
+            optimizers[0].param_groups += optimizer.param_groups
         return optimizers[0]
 
     def _fragments(
@@ -295,12 +295,12 @@ class LocalTensors:
         if (part := self.tensor_parts.get(name)) is not None:
             write_part(self.weights(), part, part.placement.extract(full))
 
-    def gather(self, name: str, like: Tensor, device: torch.device, processes: int) -> Tensor:
+    def gather(self, name: str, template: Tensor, device: torch.device, processes: int) -> Tensor:
         """Return a full tensor; collective. Processes fill in their parts, and bytes are summed."""
-        full = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        full = torch.zeros(template.shape, dtype=template.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):
-            part.placement.insert(full, read_part(self.weights(), part).to(like.dtype))
+            part.placement.insert(full, read_part(self.weights(), part).to(template.dtype))
         if processes > 1:
             torch.distributed.all_reduce(full.view(-1).view(torch.uint8))
         return full

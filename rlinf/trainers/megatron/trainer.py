@@ -117,7 +117,7 @@ class MegatronTrainer(MinibatchTrainer):
         first_names: dict[int, str] = {}
         self._canonical_names = {n: first_names.setdefault(id(t), n) for n, t in named.items()}
         """The first name of each tensor, by each of its names; tied tensors have several."""
-        self._meta_tensors = {
+        self._templates = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in named.items()
         }
@@ -137,7 +137,7 @@ class MegatronTrainer(MinibatchTrainer):
 
         self._params = LocalParams(module.inner, make, distributed=config.use_distributed_optimizer)
         self.optimizer = self._params.optimizer
-        self._tensors = LocalTensors(self._params, mappings, [*self._meta_tensors, *self._factors])
+        self._tensors = LocalTensors(self._params, mappings, [*self._templates, *self._factors])
         self._check_complete()
         self._shard_coords = (world.rank, world.size)
         for part in self._tensors.trained_parts:
@@ -188,7 +188,7 @@ class MegatronTrainer(MinibatchTrainer):
         hf, tp = module.config, self.world.layout.tp
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         queries_per_kv = hf.num_attention_heads // hf.num_key_value_heads
-        tensors = self._meta_tensors | self._factors
+        tensors = self._templates | self._factors
         rank_slice = hf_mapping.RankSlice(
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
             tp=tp,
@@ -327,7 +327,7 @@ class MegatronTrainer(MinibatchTrainer):
     def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         loaded = set[str]()
         for name, tensor in tensors:
-            if name not in self._meta_tensors or self._meta_tensors[name].shape != tensor.shape:
+            if name not in self._templates or self._templates[name].shape != tensor.shape:
                 raise weight_mismatch(name, 1)
             loaded.add(self._canonical_names[name])
             self._tensors.set_part(self._canonical_names[name], tensor)
@@ -342,8 +342,8 @@ class MegatronTrainer(MinibatchTrainer):
 
     @torch.no_grad()
     def _reset_adapters(self) -> None:
-        for name, like in self._factors.items():
-            self._tensors.set_part(name, initial_factor(name, like.shape))
+        for name, template in self._factors.items():
+            self._tensors.set_part(name, initial_factor(name, template.shape))
         if self._factors:
             self._params.sync_model_weights()
 
@@ -356,8 +356,8 @@ class MegatronTrainer(MinibatchTrainer):
         self._load_tensors(twin.module.state_dict().items())
 
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
-        like = {name: self._meta_tensors[first] for name, first in self._canonical_names.items()}
-        return StreamedState(like, self._full_weights())
+        templates = {name: self._templates[first] for name, first in self._canonical_names.items()}
+        return StreamedState(templates, self._full_weights())
 
     @torch.no_grad()
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -365,11 +365,12 @@ class MegatronTrainer(MinibatchTrainer):
         merge, gather_args = None, (self.device, self.world.size)
         if self._adapters is not None:
             factors = {
-                n: self._tensors.gather(n, like, *gather_args) for n, like in self._factors.items()
+                n: self._tensors.gather(n, template, *gather_args)
+                for n, template in self._factors.items()
             }
             merge = self._adapters.weight_merger(factors)
         for name in dict.fromkeys(self._canonical_names.values()):
-            full = self._tensors.gather(name, self._meta_tensors[name], *gather_args)
+            full = self._tensors.gather(name, self._templates[name], *gather_args)
             yield name, (full if merge is None else merge(name, full)).cpu()
 
     def _local_state(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
