@@ -403,8 +403,8 @@ def commit_output(out: Path, manifest: Manifest) -> Manifest:
                 winner = _read_winner(out)
             if winner is not None and winner.key != manifest.key:
                 raise ConflictingOutputError(
-                    f"{out}: holds a result of another configuration or of other code, which "
-                    "stays; start the run again to be told what differs"
+                    f"{out}: has a result of another configuration or of other code, which is "
+                    "kept; start the run again to see what differs"
                 )
             if winner is not None:
                 if winner.data != manifest.data:

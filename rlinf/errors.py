@@ -17,25 +17,25 @@ from difflib import get_close_matches
 from pathlib import Path
 
 NO_SPACE = (
-    "no space left on the disk of the run; nothing half-written counts. "
+    "no space left on the disk of the run; incomplete output is ignored. "
     "Free some space (or lower retention.keep_last) and resume"
 )
 READ_ONLY = (
     "its filesystem is read-only, often after a fault of its disk or server; what was committed "
-    "is whole. Have it made writable and resume"
+    "is complete. Make it writable and resume"
 )
 FILE_TOO_LARGE = (
     "a file reached the largest size that this process may write (ulimit -f, or RLIMIT_FSIZE of "
-    "the job); nothing half-written counts. Raise that limit and resume"
+    "the job); incomplete output is ignored. Raise that limit and resume"
 )
 NO_FILES = (
     "no more files can be opened: this process or its node is at the limit (ulimit -n, or "
-    "fs.file-max for all processes). Raise the limit, or end what holds files open, and resume"
+    "fs.file-max for all processes). Raise the limit, or end processes with open files, and resume"
 )
 NO_MEMORY = (
-    "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
-    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); "
-    "resume"
+    "no memory left: the node, its cgroup or a limit (ulimit -v) is exhausted. Give this process "
+    "more (mem_mb in the plan) or compute less at once (rollout.batch_size, more minibatches), "
+    "and resume"
 )
 TRACEBACK = "Traceback (most recent call last):"
 MIN_FREE_BYTES = 1 << 19

@@ -75,7 +75,7 @@ def attach_segment(name: str) -> mmap.mmap:
     try:
         if not is_owner_only(file):
             raise InputError(
-                f"shared memory {name!r} is not this user's alone; have its owner (user "
+                f"other users can access shared memory {name!r}; have its owner (user "
                 f"{os.fstat(file).st_uid}) remove {SHM_FOLDER / name}"
             )
         return mmap.mmap(file, 0)

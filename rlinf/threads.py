@@ -101,8 +101,8 @@ class MalformedCounter:
         self.count += 1
         if self.count == 1:
             log.warning(
-                "%s: dropped a message that makes no sense (%r); further ones are only counted: a "
-                "process of this run is broken or of another version",
+                "%s: dropped a malformed message (%r); further ones are only counted: a process of "
+                "this run is broken or has another version",
                 self._receiver,
                 error,
             )

@@ -176,13 +176,13 @@ class DecodingBatch:
                 self._groups.setdefault(row.source.sampling_group, []).append(i)
         return self._groups
 
-    def select(self, keep: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Keep only the rows with these indices, ``[n]``."""
-        self.rows = [self.rows[i] for i in keep.tolist()]
+        self.rows = [self.rows[i] for i in rows.tolist()]
         self._groups = None
         for name in (*ROW_TENSORS, "logits", "attend"):
-            setattr(self, name, getattr(self, name)[keep])
-        self.cache.select(keep)
+            setattr(self, name, getattr(self, name)[rows])
+        self.cache.select(rows)
 
     def append(self, other: DecodingBatch) -> None:
         """Append the rows of another batch."""
@@ -302,7 +302,7 @@ class ContinuousBatching:
                 request.steps.get("turn"),
             )
             source = BatchedRequest(request, sampling, noise)
-            # Rows keep their order between batches, so consumers get the first samples first.
+            # Batches keep the order of the samples, so consumers get the first samples first.
             # Within a batch, rows of similar length and progress are neighbours.
             resumed = request.steps.get("begun_length", np.zeros_like(lengths))
             batch_index = np.arange(len(lengths)) // self._max_num_seqs
@@ -326,7 +326,7 @@ class ContinuousBatching:
             batch.append(admitted)
 
     def _step(self, batch: DecodingBatch) -> Iterator[Record]:
-        """Generate one token of every row and yield the replies of rows that finish."""
+        """Generate one token for each row and yield the replies of rows that finish."""
         network, hooks = self._network, self._hooks
         chosen = self._sample_next(batch)
         stopped = torch.isin(chosen, network.stop_token_ids) | self._completes_stop_string(batch)

@@ -152,7 +152,7 @@ class Replicas:
 
         Args:
             tokens: The context tokens of the request, for routing.
-            read: Returns the new tokens of a response.
+            read: Function that returns the new tokens of a response.
 
         Raises:
             ServerUnavailable: The server died, or no server is running.

@@ -265,7 +265,7 @@ class DeepSpeedConfig(MinibatchTrainerConfig):
 
 
 STAGE_3_WITH_LORA = (
-    "3 shares out weights that are trained, and here not all are (trainer.lora); choose 1 or 2"
+    "3 shards only weights that are trained, but trainer.lora freezes some; choose 1 or 2"
 )
 
 

@@ -91,8 +91,8 @@ class FSDPTrainer(MinibatchTrainer):
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
         if self.world.size > 1:
             raise ConfigError(
-                "plan.stages.train: one process learns from batches of transitions; leave out what "
-                "gives the stage more"
+                "plan.stages.train: only one process can train on batches of transitions; remove "
+                "the keys that give the stage more"
             )
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}

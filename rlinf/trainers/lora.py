@@ -105,7 +105,7 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
     """
     if not (cls if policy is None else policy).supports_lora:
         raise ConfigError(
-            f"trainer.lora: {cls.__name__} has parts that adapters would not train; "
+            f"trainer.lora: {cls.__name__} has parts that adapters do not train; "
             "train all weights (trainer.lora=null)"
         )
     if policy is None:
@@ -115,15 +115,14 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
     for target in settings.target_modules or _linears_in_blocks(policy):
         named = [name for name in modules if name == target or name.endswith(f".{target}")]
         if not named:
-            linear_names = {
-                n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, nn.Linear)
-            }
-            raise ConfigError(f"{key}: {target!r} is nowhere{did_you_mean(target, linear_names)}")
+            linears = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+            hint = did_you_mean(target, {name.rpartition(".")[2] for name in linears})
+            raise ConfigError(f"{key}: {target!r} is not in the model{hint}")
         for name in named:
             if not isinstance(module := modules[name], nn.Linear):
                 raise ConfigError(
-                    f"{key}: {name} is a {type(module).__name__}; adapters are merged into linear "
-                    "layers alone"
+                    f"{key}: {name} is a {type(module).__name__}; adapters support only linear "
+                    "layers"
                 )
             if weight_users[id(module.weight)] > 1:
                 raise ConfigError(
@@ -151,11 +150,7 @@ def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
-    return (
-        (n, submodule)
-        for n, submodule in module.named_modules()
-        if isinstance(submodule, LoraLayer)
-    )
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, LoraLayer))
 
 
 def _linears_in_blocks(policy: Policy) -> list[str]:

@@ -56,7 +56,7 @@ def split_micro_batches(
     else:
         units = [list(unit) for unit in row_groups]
     if sorted(row for unit in units for row in unit) != list(range(len(records))):
-        raise ValueError("each row has to be in one micro-batch")
+        raise ValueError("each row must be in one micro-batch")
     pieces, unit_piece_ids = list[list[StepSpan]](), list[list[int]]()
     for unit in units:
         unsplit = [StepSpan(row, 0, len(records[row])) for row in unit]

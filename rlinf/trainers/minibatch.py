@@ -50,7 +50,7 @@ def enable_gradient_checkpointing(policy: Policy) -> None:
     if not blocks:
         raise ConfigError(
             f"trainer.gradient_checkpointing: {type(policy).__name__} names no blocks whose "
-            "activations could be computed again; set it to false"
+            "activations could be recomputed; set it to false"
         )
     for block in blocks:
         # Inside the block's call, so that FSDP's hooks run only once.

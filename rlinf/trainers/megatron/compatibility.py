@@ -16,7 +16,7 @@ from rlinf.trainers.minibatch import MinibatchTrainerConfig
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose layers Megatron implements."""
 ONLY_CAUSAL_LM = (
-    "model.name: trainer=megatron trains causal language models alone, without a critic; choose "
+    "model.name: trainer=megatron trains only causal language models, without a critic; choose "
     "trainer=fsdp"
 )
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -71,7 +71,7 @@ def check_options(
         )
     if distributed and optimizer.name != "adamw":
         raise ConfigError(
-            f"trainer.use_distributed_optimizer: it steps by AdamW alone, and optimizer.name is "
+            f"trainer.use_distributed_optimizer: it supports only AdamW, and optimizer.name is "
             f"{optimizer.name}; set it to false"
         )
 
@@ -93,7 +93,7 @@ def check_model(model: Mapping[str, Any], key: str = "model.path") -> None:
         )
 
     if (family := model.get("model_type")) not in SUPPORTED_FAMILIES:
-        raise refuse(f"of type {family!r}, but those of {', '.join(SUPPORTED_FAMILIES)}")
+        raise refuse(f"of type {family!r} (supported: {', '.join(SUPPORTED_FAMILIES)})")
     if model.get("hidden_act", "silu") != "silu":
         raise refuse(f"with the activation {model['hidden_act']!r}")
     if (family != "qwen2" and model.get("attention_bias")) or model.get("mlp_bias"):
@@ -178,8 +178,8 @@ def check_adapters(
         projection = target.rpartition(".")[2]
         if projection not in (*ATTENTION_LINEARS, *MLP_LINEARS):
             raise ConfigError(
-                f"{key}: {target!r} has no adapter with trainer=megatron, which has those of "
-                f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; leave it out, or choose "
+                f"{key}: {target!r} has no adapter with trainer=megatron, which supports "
+                f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; remove it, or choose "
                 "trainer=fsdp"
             )
         if projection in MLP_LINEARS and _experts(model):
@@ -189,8 +189,8 @@ def check_adapters(
             )
         if layout.pp > 1 and "layers." in target:
             raise ConfigError(
-                f"{key}: {target!r} is of one block, and every stage of a pipeline needs some to "
-                f"train; name it in all blocks: {projection}"
+                f"{key}: {target!r} is in one block, but every stage of a pipeline needs "
+                f"adapters; name it without the block: {projection}"
             )
     if config.param_dtype not in ("float32", dtype):
         raise ConfigError(

@@ -1,10 +1,10 @@
 """A Megatron-Core network that replaces a ``transformers`` network.
 
-Policies call it like the network of ``transformers``: tokens in, logits out. The layers are
-Megatron's. Attention inside them is torch's, or
-:func:`rlinf.models.packed_attention.packed_attention` for packed rows. The rotary frequencies are
-copied from the original network. With context parallelism, positions are exchanged only in the
-attention and after the layers (:mod:`rlinf.trainers.megatron.context_parallel`).
+Policies call it like the ``transformers`` network: tokens in, logits out. The layers are those of
+Megatron, but with torch's attention, or for packed rows
+:func:`rlinf.models.packed_attention.packed_attention`. The rotary frequencies are copied from the
+original network. With context parallelism, positions are exchanged only in the attention and after
+the layers (:mod:`rlinf.trainers.megatron.context_parallel`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NotLastStage(Exception):
     """Raised at pipeline stages before the last: only the last stage computes logits."""
 
     def __init__(self, hidden: Tensor) -> None:
-        super().__init__("the last stage of the pipeline goes on")
+        super().__init__("only the last pipeline stage computes logits")
         self.hidden = hidden
 
 

@@ -89,7 +89,7 @@ def check(config: MegatronConfig, model: CausalLMConfig, layout: str, name: Any 
     ("changes", "layout", "text"),
     [
         ({}, "ep=4", r"^train\.ep: 6 experts .* 4 processes; choose 1, 2, 3 or 6"),
-        ({"model_type": "gemma2"}, "", r"^model\.path: .* of type 'gemma2', but those of llama"),
+        ({"model_type": "gemma2"}, "", r"^model\.path: .* of type 'gemma2' \(supported: llama"),
         ({"use_sliding_window": True}, "", r"attention has a window"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "", r"positions of kind 'yarn'"),
         ({"mlp_only_layers": [0]}, "", r"some of whose layers have no experts"),
