@@ -5,8 +5,7 @@ and of services that are busy or unreachable, of a locked database, of device me
 collectives, and of worker processes that died. An error is also transient if an error in its chain
 of causes is. In an exception group, each error must be transient.
 
-Simulator processes also load this module, with any Python from 3.9 on, so it uses only the standard
-library.
+Simulator processes also load this module, with Python 3.9 or newer and only its standard library.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ def is_transient(error: BaseException | None) -> bool:
             return False
         if isinstance(error, groups) and all(map(is_transient, error.exceptions)):
             return True
-        if isinstance(error, TRANSIENT_ERRORS) or _is_device_error(error):
-            return True
-        if _is_service_error(error):
+        is_known = isinstance(error, TRANSIENT_ERRORS)
+        if is_known or _is_device_error(error) or _is_service_error(error):
             return True
         visited.add(id(error))
         error = cause_of(error)

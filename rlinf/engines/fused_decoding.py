@@ -99,9 +99,8 @@ def decode_attention(
     rows, heads, _, head_dim = query.shape
     kv_heads = key.shape[1]
     scale = head_dim**-0.5 if scaling is None else scaling
-    scores = (query * scale).view(rows, kv_heads, heads // kv_heads, head_dim) @ key.transpose(
-        -1, -2
-    )
+    grouped = (query * scale).view(rows, kv_heads, heads // kv_heads, head_dim)
+    scores = grouped @ key.transpose(-1, -2)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ value).view(rows, 1, heads, head_dim)
@@ -157,9 +156,8 @@ class _Layer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention_norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self._qkv_weight, self._qkv_bias = _join(
-            attention.q_proj, attention.k_proj, attention.v_proj
-        )
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self._qkv_weight, self._qkv_bias = _join(*projections)
         self._gate_up_weight, _ = _join(mlp.gate_proj, mlp.up_proj)
         self._o_proj, self._down_proj = attention.o_proj, mlp.down_proj
         self._qk_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]

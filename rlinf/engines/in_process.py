@@ -223,11 +223,8 @@ def restore_process_state(
         variables: Environment variables for the start-up.
         persistent_prefix: Variables with this prefix stay set, because they are read later.
     """
-    set_threads, old_env, root = (
-        torch.set_num_threads,
-        dict(os.environ),
-        logging.getLogger(),
-    )
+    set_threads, old_env = torch.set_num_threads, dict(os.environ)
+    root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []  # so that the backend cannot close them
     os.environ.update(variables)

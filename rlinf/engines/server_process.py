@@ -90,18 +90,13 @@ class ServerProcess:
         self._thread_local = threading.local()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log.stat().st_size if log.exists() else 0
+        launcher = str(Path(server_launcher.__file__))
         reader, self._pipe = os.pipe()
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         with log.open("ab") as stream:
             try:
                 self._process = subprocess.Popen(
-                    [
-                        python,
-                        str(Path(server_launcher.__file__)),
-                        str(reader),
-                        module,
-                        *arguments,
-                    ],
+                    [python, launcher, str(reader), module, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=stream,
@@ -184,9 +179,7 @@ class ServerProcess:
         return "\n".join([*errors[-3:], *tail])
 
     def _fail(self, problem: str) -> None:
-        raise ServerError(
-            f"the server {problem}; the end of its log {self._log}:\n{self.log_tail()}"
-        )
+        raise ServerError(f"the server {problem}; end of its log {self._log}:\n{self.log_tail()}")
 
     def _request(self, method: str, route: str, body: Any, *, check_heartbeat: bool) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -20,7 +20,8 @@ class MicroBatches:
     micro-batches.
     """
 
-    batches: list[list[StepSpan]]
+    spans: list[list[StepSpan]]
+    """The spans of each micro-batch, one per row."""
     is_real: list[bool]
 
 

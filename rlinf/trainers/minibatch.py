@@ -187,14 +187,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         torch.set_num_threads(self._torch_threads)
 
         @torch.no_grad()
-        def forward(
-            policy: Policy, micro_batches: MicroBatches
-        ) -> list[tuple[StepSpan, StepOutputs]]:
+        def evaluate(policy: Policy, batches: MicroBatches) -> list[tuple[StepSpan, StepOutputs]]:
             policy.module.eval()
             out: list[tuple[StepSpan, StepOutputs]] = []
-            batches = zip(micro_batches.batches, micro_batches.is_real, strict=True)
-            all_outputs = self._outputs(policy, records, micro_batches, temperature)
-            for (spans, is_real), outputs in zip(batches, all_outputs, strict=True):
+            all_outputs = self._outputs(policy, records, batches, temperature)
+            entries = zip(batches.spans, batches.is_real, all_outputs, strict=True)
+            for spans, is_real, outputs in entries:
                 for i, span in enumerate(spans) if is_real else ():
                     length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
@@ -203,7 +201,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             return out
 
         outputs_of_row: dict[int, list[StepOutputs]] = defaultdict(list)
-        thread_outputs = self._threads.map(forward, self.split_micro_batches(records))
+        thread_outputs = self._threads.map(evaluate, self.split_micro_batches(records))
         pairs = itertools.chain.from_iterable(thread_outputs)
         for span, outputs in sorted(pairs, key=lambda pair: pair[0]):
             outputs_of_row[span.row].append(outputs)
@@ -219,10 +217,10 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}
 
-        def backward(policy: Policy, micro_batches: MicroBatches) -> dict[str, Any]:
+        def backward(policy: Policy, batches: MicroBatches) -> dict[str, Any]:
             if not policy.module.training:
                 policy.module.train()
-            return self._gradients(policy, records, micro_batches, loss)
+            return self._gradients(policy, records, batches, loss)
 
         try:
             for part in self._threads.map(backward, self.split_micro_batches(records, row_groups)):
@@ -286,34 +284,26 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return {**totals, "grad_norm": norm}
 
     def _outputs(
-        self,
-        policy: Policy,
-        records: Sequence[Record],
-        micro_batches: MicroBatches,
-        temperature: float,
+        self, policy: Policy, records: Sequence[Record], batches: MicroBatches, temperature: float
     ) -> Iterable[StepOutputs]:
         """Return step outputs of each micro-batch of a thread, without gradients."""
-        for spans in micro_batches.batches:
+        for spans in batches.spans:
             yield self._evaluate(policy, self._inputs(policy, records, spans), temperature)
 
     def _gradients(
-        self,
-        policy: Policy,
-        records: Sequence[Record],
-        micro_batches: MicroBatches,
-        loss: LossFunction,
+        self, policy: Policy, records: Sequence[Record], batches: MicroBatches, loss: LossFunction
     ) -> dict[str, Any]:
         """Add the gradients of a thread's micro-batches. Return the sums of their metrics."""
         sums: dict[str, Any] = {}
-        batches = zip(micro_batches.batches, micro_batches.is_real, strict=True)
-        for number, (spans, is_real) in enumerate(batches, 1):
+        pairs = zip(batches.spans, batches.is_real, strict=True)
+        for number, (spans, is_real) in enumerate(pairs, 1):
             weight = 1.0 if is_real else 0.0
             inputs = self._inputs(policy, records, spans)
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
                 # Gradients are averaged over ranks, but the loss is a sum over them.
                 weight * self.world.data_parallel_size * self._scaling.value,
-                last=number == len(micro_batches.batches),
+                last=number == len(batches.spans),
             )
             merge_metrics(sums, {name: part * weight for name, part in parts.items()})
         return sums
@@ -382,9 +372,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         # All model replicas have the same state, so only the first writes it.
         if not self._replica_index:
             state_now = self._state() if state is None else state
-            sharded_checkpoint.write_shards(
-                folder, state_now, *self._shard_coords, self._placements
-            )
+            shard, placements = self._shard_coords, self._placements
+            sharded_checkpoint.write_shards(folder, state_now, *shard, placements)
             self._reusable_memory = state or {}
 
     def stream_weights(self, *, copy: bool = False) -> StreamedState:

@@ -19,16 +19,12 @@ A = TypeVar("A")
 
 
 def run_pipeline(
-    ddp_model: Any,
-    micro_batches: Sequence[A],
-    compute: Callable[[A], tuple[Tensor, Any]],
-    *,
-    backward: bool,
+    ddp: Any, batches: Sequence[A], compute: Callable[[A], tuple[Tensor, Any]], *, backward: bool
 ) -> list[Any]:
     """Run micro-batches through the pipeline, with backward passes if ``backward``.
 
     Args:
-        ddp_model: Megatron's model in its ``DistributedDataParallel``.
+        ddp: Megatron's model in its ``DistributedDataParallel``.
         compute: calls the network once; returns the value to differentiate, and a result.
 
     Returns:
@@ -45,11 +41,11 @@ def run_pipeline(
 
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[ddp_model],
-        num_microbatches=len(micro_batches),
+        data_iterator=iter(batches),
+        model=[ddp],
+        num_microbatches=len(batches),
         # Stages send each other the shapes of their tensors.
-        seq_length=ddp_model.config.tensor_model_parallel_size,
+        seq_length=ddp.config.tensor_model_parallel_size,
         micro_batch_size=1,
         forward_only=not backward,
     )

@@ -236,14 +236,10 @@ class MegatronTrainer(MinibatchTrainer):
         return {"loss": value.detach(), **metrics}
 
     def _gradients(
-        self,
-        policy: Policy,
-        records: Sequence[Record],
-        micro_batches: MicroBatches,
-        loss: LossFunction,
+        self, policy: Policy, records: Sequence[Record], batches: MicroBatches, loss: LossFunction
     ) -> dict[str, Any]:
         if self.world.layout.pp == 1:
-            return super()._gradients(policy, records, micro_batches, loss)
+            return super()._gradients(policy, records, batches, loss)
 
         def compute(batch: tuple[list[StepSpan], bool]) -> tuple[Tensor, dict[str, Tensor]]:
             spans, is_real = batch
@@ -254,23 +250,19 @@ class MegatronTrainer(MinibatchTrainer):
             return value, {name: metric * weight for name, metric in all_metrics.items()}
 
         self._params.allocate_gradients()
-        batches = list(zip(micro_batches.batches, micro_batches.is_real, strict=True))
+        pairs = list(zip(batches.spans, batches.is_real, strict=True))
         sums: dict[str, Tensor] = {}
         for metrics in pipeline_parallel.run_pipeline(
-            self._params.ddp_model, batches, compute, backward=True
+            self._params.ddp_model, pairs, compute, backward=True
         ):
             merge_metrics(sums, metrics)
         return dict(pipeline_parallel.broadcast_metric_sums(sums, self.device))
 
     def _outputs(
-        self,
-        policy: Policy,
-        records: Sequence[Record],
-        micro_batches: MicroBatches,
-        temperature: float,
+        self, policy: Policy, records: Sequence[Record], batches: MicroBatches, temperature: float
     ) -> Iterable[StepOutputs]:
         if self.world.layout.pp == 1:
-            return super()._outputs(policy, records, micro_batches, temperature)
+            return super()._outputs(policy, records, batches, temperature)
         sizes: list[torch.Size] = []
 
         def compute(spans: list[StepSpan]) -> tuple[Tensor, Tensor]:
@@ -280,7 +272,7 @@ class MegatronTrainer(MinibatchTrainer):
             return logprobs_out, logprobs_out
 
         logprobs_out = pipeline_parallel.run_pipeline(
-            self._params.ddp_model, micro_batches.batches, compute, backward=False
+            self._params.ddp_model, batches.spans, compute, backward=False
         )
         logprobs_out = logprobs_out or [torch.zeros(size, device=self.device) for size in sizes]
         return [
