@@ -37,7 +37,7 @@ def is_max_metric(metric: str) -> bool:
 
 
 def merge_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Add the metrics of a part of a minibatch to those of other parts."""
+    """Merge the metrics of a part of a minibatch into ``sums``."""
     for name, part in parts.items():
         if is_max_metric(name) and name in sums:
             sums[name] = torch.maximum(sums[name], part)

@@ -452,7 +452,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return metrics_out
 
     def discard_gradients(self) -> None:
-        self._sums = None
+        self._metric_sums = None
         self._zero.discard_gradients()
 
     @torch.no_grad()
@@ -506,7 +506,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def _init_moments(self) -> None:
         """Create the moments that do not exist yet, as before the first step."""
         for flat in self._zero.flat_weights:
-            init_optimizer_state(self.optimizer, flat, self._moments)
+            init_optimizer_state(self.optimizer, flat, self._moment_names)
 
     def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._closed:
@@ -522,7 +522,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             moments += flats
             for flat, placeholder in zip(flats, placeholders, strict=True):
                 state = self.optimizer.state.get(flat)
-                moments += state.values() if state else [placeholder] * len(self._moments)
+                moments += state.values() if state else [placeholder] * len(self._moment_names)
         return {
             "weights": weights,
             "gradients": self._zero.gradient_buffers() or placeholders,
@@ -624,8 +624,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
         for name, parameter in self.policy.module.named_parameters():
             if (fragment := self._fragments.get(id(parameter))) is None:
                 continue
-            state[name] = {moment: self._view(fragment, moment) for moment in self._moments}
-            for moment in self._moments:
+            state[name] = {moment: self._view(fragment, moment) for moment in self._moment_names}
+            for moment in self._moment_names:
                 placement = sharded_checkpoint.ShardPlacement(fragment.shape, fragment.param_start)
                 self._placements[f"optimizer/state/{name}/{moment}"] = placement
             flat_state = self.optimizer.state[self._zero.flat_weights[fragment.flat_index]]
@@ -634,7 +634,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         adapters = self._adapters
         named = _tensors(self.policy.module) if adapters is None else adapters.parameters()
         model = self._local_parts(dict(named).items())
-        return {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
+        return {"model": model, "optimizer": {"state": state}, **self._loss_scaler.state()}
 
     def _release(self) -> None:
         self.optimizer.state.clear()

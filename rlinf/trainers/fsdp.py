@@ -95,15 +95,15 @@ class FSDPTrainer(MinibatchTrainer):
                 "the keys that give the stage more"
             )
         torch.set_num_threads(self._torch_threads)
-        self._sums = self._sums or {}
+        self._metric_sums = self._metric_sums or {}
         if not self.policy.module.training:
             self.policy.module.train()
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         try:
             metrics = self._backward(
-                lambda: loss(self.policy, inputs), self._scaling.value, last=True
+                lambda: loss(self.policy, inputs), self._loss_scaler.value, last=True
             )
-            merge_metrics(self._sums, metrics)
+            merge_metrics(self._metric_sums, metrics)
         except BaseException:
             self.discard_gradients()
             raise
@@ -120,7 +120,7 @@ class FSDPTrainer(MinibatchTrainer):
         return {"loss": value.detach(), **metrics}
 
     def discard_gradients(self) -> None:
-        self._sums = None
+        self._metric_sums = None
         # In every replica, because a failed attempt may have left gradients in any of them.
         for policy in self._threads.replicas:
             for parameter in self._parameters(policy):
@@ -154,7 +154,7 @@ class FSDPTrainer(MinibatchTrainer):
             moments += (
                 [local_shard(t) for t in state.values()]
                 if state
-                else [placeholder] * len(self._moments)
+                else [placeholder] * len(self._moment_names)
             )
         return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
@@ -192,15 +192,15 @@ class FSDPTrainer(MinibatchTrainer):
             self.policy.module.state_dict()  # frees gathered parameters
             adapters = dict(self._adapters.parameters())
             for parameter in adapters.values():
-                init_optimizer_state(self.optimizer, parameter, self._moments)
+                init_optimizer_state(self.optimizer, parameter, self._moment_names)
             states = {name: self.optimizer.state[parameter] for name, parameter in adapters.items()}
-            return {"model": adapters, "optimizer": {"state": states}, **self._scaling.state()}
+            return {"model": adapters, "optimizer": {"state": states}, **self._loss_scaler.state()}
         # Without state, ``get_state_dict`` would do an optimizer step, and count it.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                init_optimizer_state(self.optimizer, parameter, self._moments)
+                init_optimizer_state(self.optimizer, parameter, self._moment_names)
         model, optimizer = get_state_dict(self.policy.module, self.optimizer)
-        return {"model": model, "optimizer": optimizer, **self._scaling.state()}
+        return {"model": model, "optimizer": optimizer, **self._loss_scaler.state()}
 
     def _shard(self, policy: Policy) -> None:
         # Imported only for sharded trainers, because it takes a second.

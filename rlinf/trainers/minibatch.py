@@ -102,7 +102,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         world: ProcessGroupInfo,
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
-        self._sums: dict[str, Any] | None = None
+        self._metric_sums: dict[str, Any] | None = None
         """Sums of metrics of the accumulated gradient; None: nothing is accumulated."""
         self._reusable_memory: dict[str, Tensor] = {}
         """Memory of an earlier snapshot, which the next snapshot reuses."""
@@ -121,7 +121,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Parameter groups whose gradients are clipped together, with the maximum norm."""
         if other_groups:
             self._clip_groups.insert(0, (other_groups, optimizer.clip_grad))
-        self._moments = MOMENT_NAMES[optimizer.name]
+        self._moment_names = MOMENT_NAMES[optimizer.name]
         self._torch_threads = config.cpu_threads
         self.device = local_device(config.device)
         if self.device.type == "cuda":
@@ -129,9 +129,9 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         self._is_packed = policy.supports_packing if config.packing is None else config.packing
         if self._is_packed:
             policy.enable_packing(self.device, getattr(torch, config.param_dtype))
-        self._scaling = LossScaler()
+        self._loss_scaler = LossScaler()
         if config.param_dtype == "float16":
-            self._scaling = LossScaler(config.initial_loss_scale, config.loss_scale_window)
+            self._loss_scaler = LossScaler(config.initial_loss_scale, config.loss_scale_window)
         self._adapters = None if config.lora is None else LoRAAdapters(policy, config.lora)
 
     @classmethod
@@ -215,7 +215,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         torch.set_num_threads(self._torch_threads)
-        self._sums = self._sums or {}
+        self._metric_sums = self._metric_sums or {}
 
         def backward(policy: Policy, batches: MicroBatches) -> dict[str, Any]:
             if not policy.module.training:
@@ -224,7 +224,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
         try:
             for part in self._threads.map(backward, self.split_micro_batches(records, row_groups)):
-                merge_metrics(self._sums, part)
+                merge_metrics(self._metric_sums, part)
             self._threads.reduce_gradients()
         except BaseException:
             self.discard_gradients()
@@ -238,11 +238,11 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         groups: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        if not self._sums:
+        if not self._metric_sums:
             raise ValueError("nothing was accumulated")
         try:
             self._select_groups(select_groups_to_update(self.optimizer, lr, groups))
-            return self._update(self._sums, scale, check)
+            return self._update(self._metric_sums, scale, check)
         finally:
             self.discard_gradients()
 
@@ -259,15 +259,15 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         if check is not None:
             check(totals)
         totals |= {
-            name: float(scale_state[0]) for name, scale_state in self._scaling.state().items()
+            name: float(scale_state[0]) for name, scale_state in self._loss_scaler.state().items()
         }
-        unscale = scale / self._scaling.value
+        unscale = scale / self._loss_scaler.value
         norms = [unscale * self._gradient_norm(groups) for groups, _ in self._clip_groups]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-        if self._scaling.is_dynamic and math.isfinite(totals["loss"]):
+        if self._loss_scaler.is_dynamic and math.isfinite(totals["loss"]):
             totals["skipped_steps"] = 0.0 if math.isfinite(norm) else 1.0
             if not math.isfinite(norm):
-                self._scaling.record_overflow()
+                self._loss_scaler.record_overflow()
                 return totals
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
@@ -280,7 +280,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             clipped = unscale * clip / (group_norm + 1e-6) if group_norm > clip else unscale
             scales |= dict.fromkeys(groups, clipped)
         self._step(scales)
-        self._scaling.record_step()
+        self._loss_scaler.record_step()
         return {**totals, "grad_norm": norm}
 
     def _outputs(
@@ -302,7 +302,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
                 # Gradients are averaged over ranks, but the loss is a sum over them.
-                weight * self.world.data_parallel_size * self._scaling.value,
+                weight * self.world.data_parallel_size * self._loss_scaler.value,
                 last=number == len(batches.spans),
             )
             merge_metrics(sums, {name: part * weight for name, part in parts.items()})
@@ -327,7 +327,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     def _select_groups(self, groups: Collection[str]) -> None:
         """Restrict the next step to some groups. The gradient of other groups is discarded."""
-        freeze_other_groups(self.optimizer, self._moments, groups)
+        freeze_other_groups(self.optimizer, self._moment_names, groups)
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:

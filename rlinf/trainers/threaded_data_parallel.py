@@ -29,7 +29,7 @@ class ThreadedDataParallel:
         mkl_warmup.warm_up()
         self.replicas = [policy, *(_twin(policy) for _ in range(count - 1))]
         self._executor = (
-            ThreadPoolExecutor(count, "lane", torch.set_num_threads, (1,)) if count > 1 else None
+            ThreadPoolExecutor(count, "batches", torch.set_num_threads, (1,)) if count > 1 else None
         )
 
     def __len__(self) -> int:

@@ -138,23 +138,23 @@ class LocalParams:
     def _fragments(
         self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, is_sharded: bool
     ) -> Iterator[ParamFragment]:
-        from megatron.core import parallel_state as groups
+        from megatron.core import parallel_state
 
-        tp_rank = groups.get_tensor_model_parallel_rank()
-        tp_size = groups.get_tensor_model_parallel_world_size()
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
         for parameter in inner.parameters():
             if id(parameter) not in mains:
                 continue
             is_dense = getattr(parameter, "allreduce", True)
             rank, size = (
                 (
-                    groups.get_data_parallel_rank(with_context_parallel=True),
-                    groups.get_data_parallel_world_size(with_context_parallel=True),
+                    parallel_state.get_data_parallel_rank(with_context_parallel=True),
+                    parallel_state.get_data_parallel_world_size(with_context_parallel=True),
                 )
                 if is_dense
                 else (
-                    groups.get_expert_data_parallel_rank(),
-                    groups.get_expert_data_parallel_world_size(),
+                    parallel_state.get_expert_data_parallel_rank(),
+                    parallel_state.get_expert_data_parallel_world_size(),
                 )
             )
             if is_sharded:

@@ -142,7 +142,7 @@ class MegatronTrainer(MinibatchTrainer):
         self._shard_coords = (world.rank, world.size)
         for part in self._tensors.trained_parts:
             self._placements[f"model/{part.name}"] = part.placement
-            for moment in self._moments:
+            for moment in self._moment_names:
                 self._placements[f"optimizer/state/{part.name}/{moment}"] = part.placement
             step_placement = sharded_checkpoint.ShardPlacement((), 0)
             self._placements[f"optimizer/state/{part.name}/step"] = step_placement
@@ -246,7 +246,7 @@ class MegatronTrainer(MinibatchTrainer):
             value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
             weight = 1.0 if is_real else 0.0
             all_metrics = {"loss": value.detach(), **metrics}
-            value = value * (weight * self._scaling.value / self.world.layout.cp)
+            value = value * (weight * self._loss_scaler.value / self.world.layout.cp)
             return value, {name: metric * weight for name, metric in all_metrics.items()}
 
         self._params.allocate_gradients()
@@ -281,7 +281,7 @@ class MegatronTrainer(MinibatchTrainer):
         ]
 
     def discard_gradients(self) -> None:
-        self._sums = None
+        self._metric_sums = None
         self._params.discard_gradients()
 
     def _select_groups(self, groups: Any) -> None:
@@ -308,7 +308,7 @@ class MegatronTrainer(MinibatchTrainer):
             if self.config.param_dtype != "float32":  # otherwise it shares the weights' memory
                 moments.append(main.detach())
             meta_moment = torch.empty_like(main, device="meta")
-            moments += state.values() if state else [meta_moment] * len(self._moments)
+            moments += state.values() if state else [meta_moment] * len(self._moment_names)
         return {
             "weights": weights,
             "gradients": self._params.gradients(),
@@ -368,12 +368,13 @@ class MegatronTrainer(MinibatchTrainer):
     def _local_state(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Return the weights and moments of this process, by fragment."""
         tensors = self._tensors
-        return tensors.weights(), {m: tensors.moments(self.optimizer, m) for m in self._moments}
+        moments = {m: tensors.moments(self.optimizer, m) for m in self._moment_names}
+        return tensors.weights(), moments
 
     def _init_moments(self) -> None:
         """Create the moments that do not exist yet, as before the first step."""
         for fragment in self._params.fragments:
-            init_optimizer_state(self.optimizer, fragment.main, self._moments)
+            init_optimizer_state(self.optimizer, fragment.main, self._moment_names)
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
@@ -392,21 +393,21 @@ class MegatronTrainer(MinibatchTrainer):
         for name, first_name in self._canonical_names.items():
             if name != first_name and first_name in model:
                 model[name] = model[first_name]
-        return {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
+        return {"model": model, "optimizer": {"state": state}, **self._loss_scaler.state()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         self._init_moments()
-        has_step_counts = "exp_avg" in self._moments
+        has_step_counts = "exp_avg" in self._moment_names
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
         for part in self._tensors.trained_parts:
             size = sum(count for *_, count in part.ranges)
             model[part.name] = torch.empty(size)
-            state[part.name] = {name: torch.empty(size) for name in self._moments}
+            state[part.name] = {name: torch.empty(size) for name in self._moment_names}
             if has_step_counts:
                 state[part.name]["step"] = torch.zeros(())
-        target = {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
+        target = {"model": model, "optimizer": {"state": state}, **self._loss_scaler.state()}
         sharded_checkpoint.read_shards(folder, target, self._placements)
         weights, moments = self._local_state()
         steps: dict[int, Tensor] = {}
