@@ -215,8 +215,7 @@ def describe_files(
 def read_manifest(out: Path) -> Manifest | None:
     """Return the manifest of an output folder. None: nothing was committed.
 
-    The file is opened without testing for it, because a shared filesystem may cache that it is
-    missing.
+    The file is not tested for first, because shared filesystems may cache that it is missing.
 
     Raises:
         ArtifactError: it is damaged.

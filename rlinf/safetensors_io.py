@@ -157,8 +157,7 @@ class StreamedState:
     """
 
     templates: Mapping[str, Tensor]
-    """A tensor of the right shape and type for every name, possibly without memory. Tied names
-    share one template."""
+    """A tensor, possibly without memory, of each name's shape and type. Tied names share one."""
     stream: Iterator[tuple[str, Tensor]]
     """Full tensors on the CPU, in any order; one per set of tied names."""
 

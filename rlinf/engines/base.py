@@ -216,8 +216,7 @@ class Engine(Component, ABC):
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        """Return the optional packages that the stage's process needs, which are also names of
-        extras."""
+        """Return the optional packages, also names of extras, that the stage's process needs."""
         return ()
 
     @abstractmethod

@@ -62,8 +62,7 @@ class DirectEngine(OffloadableTensors, Engine):
 
     def load(self, folder: Path, version: int) -> None:
         self.close()  # free the old weights first
-        # Leave the inference mode of :meth:`generate`, because later weights could not overwrite
-        # inference tensors.
+        # Not in inference mode, because later weights could not overwrite inference tensors.
         with torch.inference_mode(False):
             self._policy = self._class.load(folder, self._policy_config)
             move_to_device(self._policy.module.eval(), self.device)

@@ -35,8 +35,7 @@ class SegmentRequest:
     max_tokens: int
     """Maximum number of new tokens; replaces ``sampling.horizon``."""
     min_tokens: int
-    """Number of new tokens before stop tokens and stop strings apply; replaces
-    ``sampling.min_tokens``."""
+    """New tokens that must precede any stop; replaces ``sampling.min_tokens``."""
     seed: int
     sampling: SamplingParams
     """The sampling parameters of the original request."""

@@ -55,8 +55,7 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
             if self.can_sleep:
                 from torch_memory_saver import torch_memory_saver
 
-                # The default mode needs a preloaded library. The mode can be set only before the
-                # first start.
+                # The default mode needs a preloaded library. It can be set only before the start.
                 if torch_memory_saver._impl is None:
                     torch_memory_saver.hook_mode = "torch"
             from rlinf.engines.engine_plugins.sglang_scheduler import create_scheduler

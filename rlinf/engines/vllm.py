@@ -97,11 +97,9 @@ class VLLMEngine(ServerEngine):
         process.post("/update_weight_version", {"new_version": str(version)})
 
 
-def _call(
-    process: ServerProcess, method: str, *arguments: str, check_heartbeat: bool = False
-) -> None:
+def _call(process: ServerProcess, method: str, *args: str, check_heartbeat: bool = False) -> None:
     """Call a method of the worker extension in each worker of a server."""
-    body = {"method": method, "args": list(arguments)}
+    body = {"method": method, "args": list(args)}
     process.post("/collective_rpc", body, check_heartbeat=check_heartbeat)
 
 

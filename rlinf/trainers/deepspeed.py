@@ -301,8 +301,7 @@ def _check_stacks(policy: Policy) -> None:
 
 
 class _Root(nn.Module):
-    """Module that DeepSpeed calls instead of the network, because each loss calls the network with
-    arguments of its own."""
+    """Module that DeepSpeed calls in place of the network; losses pass a function that calls it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -15,8 +15,7 @@ from rlinf.models.base import Policy
 
 
 def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Return the device mesh: processes in order; if ``replicas`` is above 1, a 2D mesh with one
-    model replica per row."""
+    """Return the device mesh; with several replicas it is 2D, with one replica per row."""
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     shape, names = (replicas, processes // replicas), ("replicate", "shard")
@@ -66,8 +65,7 @@ def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
 
 
 def _units(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
-    """Group adjacent blocks into units of at least ``min_bytes``. Return no unit if all blocks
-    together have fewer."""
+    """Group adjacent blocks into units of at least ``min_bytes``; none if the total is less."""
     units: list[list[nn.Module]] = []
     size = min_bytes
     for block in blocks:

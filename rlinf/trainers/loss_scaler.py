@@ -22,8 +22,7 @@ from rlinf.errors import StageError
 log = logging.getLogger("rlinf")
 LOSS_SCALE = "loss_scale"
 MIN_LOSS_SCALE = 2.0**-24
-"""Smallest float16 number. If the gradient overflows even at this scale, the gradient itself is not
-finite."""
+"""Smallest float16 number. If the gradient overflows even then, it is itself not finite."""
 
 
 class LossScaler:

@@ -153,8 +153,7 @@ def _units(
 def _pieces(
     policy: Policy, records: Sequence[Record], unit: Sequence[int], budget: int
 ) -> list[list[StepSpan]]:
-    """Split a unit into pieces that are evaluated at once: spans if its steps are independent,
-    otherwise the whole unit."""
+    """Split a unit into pieces to evaluate: spans if steps are independent, else all of it."""
     if len(unit) > 1 or not policy.has_independent_steps:
         return [[StepSpan(row, 0, len(records[row])) for row in unit]]
     row, length = unit[0], len(records[unit[0]])

@@ -331,8 +331,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Return the norm, the same on every rank, of the accumulated gradient of the parameters
-        that the step changes and that are in ``groups``."""
+        """Return the norm, over all ranks, of the gradient of updated parameters in ``groups``."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:
@@ -357,8 +356,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Return this rank's parts of weights and optimizer state, not copied, by their names in
-        the checkpoint files."""
+        """Return this rank's parts of the state, not copied, by their names in the files."""
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
@@ -457,8 +455,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 def _copy_to_cpu(
     named: Iterable[tuple[str, Tensor]], reusable: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, into memory of earlier copies where possible. Tied tensors share a
-    copy."""
+    """Copy tensors to the CPU, into ``reusable`` memory if possible; tied tensors share a copy."""
     copies: dict[str, Tensor] = {}
     by_storage: dict[object, Tensor] = {}
     for name, tensor in named:

@@ -1,5 +1,4 @@
-"""The optimizer of a policy, whose parameter groups can be updated separately, and the offload of
-its state to the host."""
+"""A policy's optimizer with separately updated groups, and the offload of its state."""
 
 from __future__ import annotations
 

@@ -260,8 +260,7 @@ class _Files:
                 offset, position = offset + stop - position, stop
 
     def _ranges(self, name: str, placement: ShardPlacement) -> list[tuple[int, int, int, int]]:
-        """Return the ranges of a tensor in the files: start, length, offset in the file's part, and
-        rank."""
+        """Return a tensor's ranges in the files: start, length, offset in the file's part, rank."""
         if name not in self._ranges_by_name:
             ranges = []
             for rank, file_placement in self._placements[name]:

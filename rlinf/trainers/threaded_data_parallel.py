@@ -36,8 +36,7 @@ class ThreadedDataParallel:
         return len(self.replicas)
 
     def map(self, work: Callable[[Policy, A], R], parts: Sequence[A]) -> list[R]:
-        """Return ``work(policy, part)`` of each thread's part, computed concurrently, in the order
-        of the threads."""
+        """Compute ``work(policy, part)`` in all threads; return the results in order."""
         if self._executor is None:
             return [work(self.replicas[0], parts[0])]
         futures = [

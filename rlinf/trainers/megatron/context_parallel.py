@@ -28,8 +28,7 @@ def local_positions(length: int, processes: int, rank: int) -> Tensor:
 
 
 def gather_order(length: int, processes: int) -> Tensor:
-    """Return the index ``[length]`` of each position in the concatenated positions of all
-    processes."""
+    """Return the index ``[length]`` of each position in the gathered positions of all ranks."""
     return torch.cat(
         [local_positions(length, processes, rank) for rank in range(processes)]
     ).argsort()

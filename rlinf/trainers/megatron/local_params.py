@@ -206,8 +206,7 @@ class LocalParams:
 
     @torch.no_grad()
     def grad_norm(self, groups: Collection[str]) -> Tensor:
-        """Return the Euclidean norm of the gradient of the stepped fragments of some groups;
-        collective."""
+        """Return the norm of the gradient of the stepped fragments in ``groups``; collective."""
         total = torch.zeros((), device=next(self.ddp_model.parameters()).device)
         chosen = {
             id(main)

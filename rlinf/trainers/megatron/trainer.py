@@ -229,8 +229,7 @@ class MegatronTrainer(MinibatchTrainer):
     ) -> dict[str, Tensor]:
         self._params.allocate_gradients()
         value, metrics = loss()
-        # Gradients are summed over processes, not averaged. All context-parallel processes compute
-        # the whole loss.
+        # Gradients are summed over processes. Context-parallel processes have the same loss.
         weight = factor / self.world.data_parallel_size / self.world.layout.cp
         (value * weight).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
@@ -378,8 +377,7 @@ class MegatronTrainer(MinibatchTrainer):
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
-        """Return copies of the tensor parts for which this process is the primary rank. Other
-        trainers need no copies, because there the elements of a tensor are contiguous."""
+        """Return copies of this rank's primary tensor parts, whose elements are not contiguous."""
         self._init_moments()
         weights, moments = self._local_state()
         model: dict[str, Tensor] = {}
