@@ -38,7 +38,7 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         ConfigError: names the first wrong key, and the nearest valid one for an unknown key.
     """
     try:
-        # Strict JSON mode reads lists as tuples and texts as paths; ``true`` and ``"8"`` are no numbers.
+        # Strict JSON mode reads lists as tuples and texts as paths, but no number from ``"8"``.
         text = json.dumps(values, default=_plain)
         return section.model_validate_json(text, strict=True)
     except (TypeError, RecursionError) as error:

@@ -213,9 +213,8 @@ class EqualLengthNetwork:
             rows = [i for repeats in distinct.values() for i in repeats]
             source_rows = [k for k, repeats in enumerate(distinct.values()) for _ in repeats]
             row_indices = torch.tensor(rows, device=device)
-            group = EqualLengthRows(
-                row_indices, torch.from_numpy(tokens).to(device), self._new_cache()
-            )
+            distinct_tokens = torch.from_numpy(tokens).to(device)
+            group = EqualLengthRows(row_indices, distinct_tokens, self._new_cache())
             logits = self._run(group, group.tokens)
             context_indices = torch.tensor(source_rows, device=device)
             group.select(context_indices, row_indices)

@@ -52,11 +52,10 @@ class PrefixRouter:
         """
         with self._lock:
             prefixes = list(_prefix_hashes(tokens))
-            least_loaded = min(usable, key=lambda index: (self.loads[index], index))
+            idlest = min(usable, key=lambda index: (self.loads[index], index))
             chosen = self._server_with_prefix(prefixes, len(tokens), usable)
-            min_load = self.loads[least_loaded]
-            if chosen is None or self.loads[chosen] - min_load > self._max_imbalance:
-                chosen = least_loaded
+            if chosen is None or self.loads[chosen] - self.loads[idlest] > self._max_imbalance:
+                chosen = idlest
             self._remember(prefixes, chosen)
             self.loads[chosen] += 1
             return chosen
@@ -70,10 +69,9 @@ class PrefixRouter:
     def forget(self, server: int | None = None) -> None:
         """Forget the cached prefixes of a server; None: of all servers."""
         with self._lock:
-            if server is None:
-                self._server_of_prefix.clear()
-            for prefix in [p for p, holder in self._server_of_prefix.items() if holder == server]:
-                del self._server_of_prefix[prefix]
+            servers = self._server_of_prefix
+            for prefix in [p for p, cached_by in servers.items() if server in (None, cached_by)]:
+                del servers[prefix]
 
     def _server_with_prefix(
         self, prefixes: Sequence[tuple[int, int]], length: int, usable: Collection[int]
