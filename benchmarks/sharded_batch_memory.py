@@ -84,7 +84,7 @@ def run(folder: Path, way: str, rank: int) -> None:
         rank=rank,
         num_threads=1,
     )
-    for spans in mine.batches:
+    for spans in mine.spans:
         parts = [trajectories[row].slice_steps(start, stop) for row, start, stop in spans]
         pad_right([part.images["front"] for part in parts], max(map(len, parts)))
 

@@ -1,6 +1,6 @@
 """Reinforcement-learning post-training as a Slurm-native batch pipeline.
 
-:mod:`rlinf.api` makes and opens runs from Python; the command ``rlinf`` does from a shell.
+:mod:`rlinf.api` starts and opens runs from Python, and the command ``rlinf`` from a shell.
 """
 
 __version__ = "0.1.0"

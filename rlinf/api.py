@@ -1,6 +1,6 @@
-"""The Python interface: :func:`run` makes a run, and :func:`load` opens one.
+"""The Python interface: :func:`run` runs an experiment, and :func:`load` opens a run.
 
-Nothing else of the product imports this module, and PyTorch is loaded when a function is called.
+No other module of the product imports this one. PyTorch is loaded when a function is called.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def run(
     config_dir: str | Path | None = None,
     on_mismatch: Literal["error", "recompute", "keep"] = "error",
 ) -> RunResults:
-    """Run an experiment to its end, as ``rlinf run experiment=... key=value`` does; returns it.
+    """Run an experiment to its end, like ``rlinf run experiment=... key=value``.
 
-    A run of that name that is there goes on. With ``cluster=slurm`` this process is the driver, and
-    waits; what was committed stays when it is interrupted.
+    An existing run of that name is resumed. With ``cluster=slurm`` this process is the driver and
+    waits for the jobs. If it is interrupted, committed results are kept.
 
     Args:
         experiment: name of a file in ``configs/experiment``, or in that folder of ``config_dir``.
         overrides: as on the command line (``["optimizer.lr=3e-4"]``), or values by dotted key.
-        config_dir: a folder of further configuration files.
+        config_dir: a folder with further configuration files.
         on_mismatch: handling of results that this configuration or code would not reproduce.
 
     Raises:
-        ConfigError, DataError, PlanError, MismatchError: it cannot be run; nothing was written.
-        RlinfError: it failed; the message says where.
+        ConfigError, DataError, PlanError, MismatchError: the run is not valid; nothing was written.
+        RlinfError: the run failed; the message says where.
     """
     package_paths.add_to_sys_path()
     process_tuning.tune_process()
@@ -47,19 +47,20 @@ def run(
 
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={to_override_value(value)}" for key, value in overrides.items()]
-    words = [f"experiment={experiment}", *overrides]
-    values = compose([force_add(word) for word in words], [str(config_dir)] if config_dir else [])
+    arguments = [f"experiment={experiment}", *overrides]
+    folders = [str(config_dir)] if config_dir else []
+    values = compose([force_add(argument) for argument in arguments], folders)
     with translate_resource_errors(), translate_user_errors():
-        made = prepare_run(values, OnMismatch(on_mismatch))
-        drive(made)
-    return load(made.folder)
+        prepared = prepare_run(values, OnMismatch(on_mismatch))
+        drive(prepared)
+    return load(prepared.folder)
 
 
 def load(folder: str | Path) -> RunResults:
     """Return the results of a run directory, whether the run is finished, running or interrupted.
 
     Raises:
-        ConfigError: the folder is no run directory.
+        ConfigError: the folder is not a run directory.
     """
     package_paths.add_to_sys_path()
     from pipeline.commands.results import RunResults

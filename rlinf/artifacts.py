@@ -1,14 +1,14 @@
-"""Committing a stage's output: write, sync, one atomic link; the manifest is the commit.
+"""Commit of a stage's output: write, sync, one atomic link; the manifest is the commit.
 
 An output folder holds ``manifest.json`` and one data folder per attempt that reached the end::
 
     it/0003/rollout/manifest.json        the commit: names the data folder, sizes, checksums
     it/0003/rollout/data-<attempt>/...   immutable files
 
-No manifest, no output: data folders that no manifest names are partial work and are swept by the
-next attempt. The manifest is created by ``link``, which fails if another attempt committed first,
-so there is never more than one winner, on NFS too. A manifest ends with a checksum of itself, so
-that any altered byte of it is noticed.
+Without a manifest there is no output: data folders that no manifest names are partial work, which
+the next attempt removes. ``link`` creates the manifest and fails if another attempt was first, so
+only one attempt wins, on NFS too. A manifest ends with its own checksum, which reveals any altered
+byte.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlinf.errors import ArtifactError, ConflictingOutputError, InputError
 
 SCHEMA, SCHEMA_WITHOUT_CHECKSUM = 2, 1
-"""Schema of manifests as they are written, and of older ones without a checksum."""
+"""Schema of new manifests, and of older manifests without a checksum."""
 MANIFEST = "manifest.json"
 PRUNED_MARKER = "pruned"
 DATA_PREFIX = "data-"
 """Prefix of the names of data folders."""
 DERIVED_PREFIX = "derived/"
-"""Prefix of files that only restate what other files of the output contain. Outputs with and
-without them are equal (``content``), and an output that lost them is complete. A reader of one
-verifies it like any other file."""
+"""Prefix of files that are derived from other files of the output. They do not enter ``content``,
+and an output without them is complete. Readers verify them like other files."""
 _BLOCK = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -50,11 +49,11 @@ log = logging.getLogger("rlinf")
 
 def checksum(path: Path) -> str:
     """Return the xxh3-128 of a file, hex."""
-    state = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            state.update(block)
-    return state.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 def sync_file(path: Path) -> None:
@@ -67,10 +66,10 @@ def sync_file(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace ``path`` by ``text``: a reader sees the old or the new content, never a part.
+    """Write ``text`` to ``path`` atomically: a reader sees either the old or the new content.
 
     Args:
-        private: only the owner can read it.
+        private: whether only the owner may read the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -87,7 +86,7 @@ def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_user_file(path: Path, text: str) -> None:
-    """Write a file that a user named, completely or not at all; its folder is created.
+    """Write a file that a user named, atomically; create its folder if necessary.
 
     Raises:
         InputError: it cannot be written.
@@ -114,8 +113,7 @@ class Manifest:
     """The commit of a stage's output, with its origin.
 
     ``key`` is the identity of the work (configuration, inputs, code); ``content`` is the digest of
-    the result. ``timing``, ``host`` and ``job`` may differ between equal runs, the other fields
-    not.
+    the result. Only ``timing``, ``host`` and ``job`` may differ between equal runs.
     """
 
     __pydantic_config__ = _STRICT
@@ -145,7 +143,7 @@ class Manifest:
         """Parse the output of :meth:`to_json`.
 
         Raises:
-            ValueError: a byte was altered, a field is missing or of another type, or ``content``
+            ValueError: a byte was altered, a field is missing or has the wrong type, or ``content``
                 is not the digest of files and metrics.
         """
         seal = _SEAL.search(raw)
@@ -156,9 +154,9 @@ class Manifest:
         try:
             manifest = _ADAPTER.validate_json(raw)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise ValueError(f"{key}: {problem['msg']}" if key else problem["msg"]) from None
         if manifest.schema > SCHEMA:
             raise ValueError(f"schema {manifest.schema} is of a newer program")
         if seal is None and manifest.schema != SCHEMA_WITHOUT_CHECKSUM:
@@ -169,24 +167,24 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
-_ALWAYS = {f.name for f in fields(Manifest) if f.default is f.default_factory is MISSING}
-"""Fields of every manifest."""
-_OPENING = '{\n "content": "'
+_REQUIRED_FIELDS = {f.name for f in fields(Manifest) if f.default is f.default_factory is MISSING}
+"""Fields that every manifest has."""
+_FIRST_BYTES = '{\n "content": "'
 """First bytes of every manifest."""
 
 
 def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float]) -> str:
-    """Return a digest of everything in an output that is equal between equal runs."""
-    state = xxhash.xxh3_128()
-    for name in sorted(_own(files)):
-        state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
-    numbers = {name: float(value) for name, value in metrics.items()}
-    state.update(json.dumps(numbers, sort_keys=True).encode())
-    return state.hexdigest()
+    """Return a digest of the part of an output that is equal between equal runs."""
+    hasher = xxhash.xxh3_128()
+    for name in sorted(_primary_files(files)):
+        hasher.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
+    values = {name: float(value) for name, value in metrics.items()}
+    hasher.update(json.dumps(values, sort_keys=True).encode())
+    return hasher.hexdigest()
 
 
-def _own(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Return the files that are not derived from others."""
+def _primary_files(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Return the files that are not derived from other files."""
     return {name: entry for name, entry in files.items() if not name.startswith(DERIVED_PREFIX)}
 
 
@@ -217,7 +215,7 @@ def describe_files(
 def read_manifest(out: Path) -> Manifest | None:
     """Return the manifest of an output folder. None: nothing was committed.
 
-    The file is opened, not tested for, because a shared filesystem may cache a negative look-up.
+    The file is not tested for first, because shared filesystems may cache that it is missing.
 
     Raises:
         ArtifactError: it is damaged.
@@ -245,7 +243,7 @@ def committed_file(path: Path) -> CommittedFile | None:
     """Return the committed entry of ``path``. None: no manifest of this program covers it.
 
     Raises:
-        ArtifactError: its output was withdrawn, or the file was not part of it.
+        ArtifactError: the output was withdrawn, or the file is not part of it.
     """
     path = path.absolute()
     for folder in path.parents:
@@ -263,38 +261,38 @@ def committed_file(path: Path) -> CommittedFile | None:
     return None
 
 
-_known: OrderedDict[tuple[Path, str], dict[str, FileEntry]] = OrderedDict()
-"""Files of data folders, which never change."""
-_KNOWN = 64
+_files_cache: OrderedDict[tuple[Path, str], dict[str, FileEntry]] = OrderedDict()
+"""Cached entries of data folders, which never change."""
+_MAX_CACHED = 64
 
 
 def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
-    if (files := _known.get((out, data))) is not None:
+    if (files := _files_cache.get((out, data))) is not None:
         return files
     try:
         manifest = read_manifest(out)
     except ArtifactError:
-        if _is_ours(out / MANIFEST):
+        if _is_own_manifest(out / MANIFEST):
             raise
         manifest = None
     if manifest is None or manifest.data != data:
-        for bad in out.glob(f"{MANIFEST}.bad-*"):
+        for withdrawn in out.glob(f"{MANIFEST}.bad-*"):
             with contextlib.suppress(OSError, ValueError, RecursionError):
-                if Manifest.parse(bad.read_bytes()).data == data:
+                if Manifest.parse(withdrawn.read_bytes()).data == data:
                     raise ArtifactError(f"{out / data}: withdrawn as damaged", out / MANIFEST, data)
         return None
-    _known[out, data] = manifest.files
-    while len(_known) > _KNOWN:
+    _files_cache[out, data] = manifest.files
+    while len(_files_cache) > _MAX_CACHED:
         with contextlib.suppress(KeyError):  # another thread was first
-            _known.popitem(last=False)
+            _files_cache.popitem(last=False)
     return manifest.files
 
 
-def _is_ours(manifest: Path) -> bool:
+def _is_own_manifest(manifest: Path) -> bool:
     """Return whether an unreadable manifest is a damaged one of this program.
 
-    Other programs have files of this name too, beside a user's own folders with the prefix of data
-    folders. They do not describe what is there, and are never withdrawn.
+    Other programs also use this file name, possibly beside a user's folders whose names begin with
+    ``data-``. Their files must never be withdrawn.
     """
     try:
         text = manifest.read_bytes().decode()
@@ -302,26 +300,26 @@ def _is_ours(manifest: Path) -> bool:
         return True
     try:
         content = json.loads(text)
-        names = _ALWAYS.intersection(content if isinstance(content, dict) else ())
+        found_fields = _REQUIRED_FIELDS.intersection(content if isinstance(content, dict) else ())
     except (ValueError, RecursionError):
-        if not text.strip("\0 \n") or _OPENING.startswith(text[: len(_OPENING)]):
-            return True  # lost on its way to the disk, or cut off
-        names = {name for name in _ALWAYS if f'\n "{name}": ' in text}
-    return len(names) > len(_ALWAYS) / 2
+        if not text.strip("\0 \n") or _FIRST_BYTES.startswith(text[: len(_FIRST_BYTES)]):
+            return True  # never written to disk, or truncated
+        found_fields = {name for name in _REQUIRED_FIELDS if f'\n "{name}": ' in text}
+    return len(found_fields) > len(_REQUIRED_FIELDS) / 2
 
 
 def verify_output(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Check that the files of a manifest are complete and (optionally) unaltered.
 
-    Derived files may be missing. Code that goes on to use the bytes reads them through
-    :mod:`rlinf.verified_io`, which needs no checksums here.
+    Derived files may be missing. Callers that then read the files through
+    :mod:`rlinf.verified_io` need no checksums here.
 
     Raises:
         ArtifactError: a file is missing, has another size, or another checksum.
     """
     folder = out / manifest.data
     try:
-        check_files(folder, _own(manifest.files), checksums=checksums)
+        check_files(folder, _primary_files(manifest.files), checksums=checksums)
     except FileNotFoundError as error:
         reason = "removed by the retention policy" if is_pruned(out) else "missing"
         raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST, manifest.data) from None
@@ -362,12 +360,12 @@ def withdraw_manifest(manifest: Path, data: str | None = None) -> Path | None:
     """Rename a damaged manifest so that its stage runs again; returns the new path.
 
     Args:
-        data: data folder of the damaged attempt; a commit of another attempt stays.
+        data: data folder of the damaged attempt; the commit of another attempt is kept.
     """
     if data is not None:
         with contextlib.suppress(ArtifactError):
-            there = read_manifest(manifest.parent)
-            if there is None or there.data != data:
+            committed = read_manifest(manifest.parent)
+            if committed is None or committed.data != data:
                 return None
     target = manifest.with_name(f"{MANIFEST}.bad-{secrets.token_hex(4)}")
     try:
@@ -385,10 +383,10 @@ def remove_uncommitted(out: Path, keep: set[str]) -> None:
 
 
 def commit_output(out: Path, manifest: Manifest) -> Manifest:
-    """Publish ``manifest``. The first attempt to do so wins, and the winner is returned.
+    """Commit ``manifest`` unless another attempt was first; return the committed manifest.
 
     Raises:
-        ConflictingOutputError: a manifest with another key is there; it stays.
+        ConflictingOutputError: a manifest with another key is committed; it is kept.
     """
     temporary = out / f".{MANIFEST}.{secrets.token_hex(4)}"
     try:
@@ -401,11 +399,11 @@ def commit_output(out: Path, manifest: Manifest) -> Manifest:
                 os.link(temporary, out / MANIFEST)
                 break
             except FileExistsError:
-                winner = _winner(out)
+                winner = _read_winner(out)
             if winner is not None and winner.key != manifest.key:
                 raise ConflictingOutputError(
-                    f"{out}: holds a result of another configuration or of other code, which "
-                    "stays; start the run again to be told what differs"
+                    f"{out}: has a result of another configuration or of other code, which is "
+                    "kept; start the run again to see what differs"
                 )
             if winner is not None:
                 if winner.data != manifest.data:
@@ -418,7 +416,7 @@ def commit_output(out: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _winner(out: Path) -> Manifest | None:
+def _read_winner(out: Path) -> Manifest | None:
     """Return the manifest that was committed first; a damaged one is withdrawn and ignored."""
     try:
         return read_manifest(out)

@@ -1,8 +1,8 @@
 """Capabilities that the components of a run require and provide, checked before it begins.
 
-A component lists in ``requires`` what others must provide, and in ``provides`` what it provides
-itself. The values are free text: an external component may define its own, as long as another one
-provides it. Those of the built-in components follow; error messages quote them.
+A component lists in ``requires`` what other components must provide, and in ``provides`` what it
+provides itself. The values are free text, so external components may require and provide others.
+Error messages quote the values of the built-in components, which follow.
 """
 
 from __future__ import annotations

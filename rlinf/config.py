@@ -38,8 +38,7 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         ConfigError: names the first wrong key, and the nearest valid one for an unknown key.
     """
     try:
-        # Strict, and as JSON: lists are tuples, text is a path, but ``true`` is no number and
-        # ``"8"`` neither.
+        # Strict JSON mode reads lists as tuples and texts as paths, but no number from ``"8"``.
         text = json.dumps(values, default=_plain)
         return section.model_validate_json(text, strict=True)
     except (TypeError, RecursionError) as error:
@@ -56,55 +55,56 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
             if where == "algorithm" and path[-1] in OptimizerSection.model_fields:
                 hint = f"; it is optimizer.{path[-1]}"
             raise ConfigError(f"{key}: unknown key{hint}") from None
-        got = problem.get("input")
-        shown = f" (got {_short(got)})" if path and not isinstance(got, Mapping) else ""
+        value = problem.get("input")
+        is_shown = path and not isinstance(value, Mapping)
+        got = f" (got {_short(value)})" if is_shown else ""
         message = problem["msg"].removeprefix("Value error, ")
         if not path and re.split(r"\W", message, maxsplit=1)[0] in section.model_fields:
-            # What a whole section complains of begins with the key.
+            # Messages of a section's own validators begin with the key.
             raise ConfigError(f"{where}.{message}" if where else message) from None
-        raise ConfigError(f"{key or 'config'}: {message}{shown}") from None
+        raise ConfigError(f"{key or 'config'}: {message}{got}") from None
     except ValueError as error:  # a value that contains itself
         raise ConfigError(f"{where or 'config'}: {error}") from None
 
 
 def _plain(value: Any) -> str:
-    """Convert values of YAML or Python that JSON does not have to text."""
+    """Convert a value that JSON does not support, such as a path or a date, to text."""
     if isinstance(value, (Path, datetime.date)):
         return str(value)
     raise TypeError(f"expected plain values, not {type(value).__name__}")
 
 
 def _keys(problem: ErrorDetails, values: Any) -> list[str]:
-    """Return the user's keys at the location of an error, without the members of unions."""
+    """Return the path of an error in the user's keys, without pydantic's names of union members."""
     path: list[str] = []
-    at = values
+    node = values
     for part in problem["loc"]:
-        if isinstance(at, Mapping) and part in (names := {str(key): key for key in at}):
-            at = at[names[str(part)]]
-        elif isinstance(at, (list, tuple)) and isinstance(part, int) and part < len(at):
-            at = at[part]
-        elif not isinstance(at, Mapping) or problem["type"] != "missing":
+        if isinstance(node, Mapping) and part in (names := {str(key): key for key in node}):
+            node = node[names[str(part)]]
+        elif isinstance(node, (list, tuple)) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif not isinstance(node, Mapping) or problem["type"] != "missing":
             continue
         path.append(str(part))
     return path
 
 
-def _short(value: Any, most: int = 80) -> str:
+def _short(value: Any, max_length: int = 80) -> str:
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
 def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
     """Return the section class that holds the key at ``path``."""
-    at: Any = section
-    for part in path:
-        if isinstance(at, type) and issubclass(at, Section):
-            field = at.model_fields.get(part)
-            at = field.annotation if field else None
+    node: Any = section
+    for key in path:
+        if isinstance(node, type) and issubclass(node, Section):
+            field = node.model_fields.get(key)
+            node = field.annotation if field else None
         else:
             # A table of sections by name.
-            at = get_args(at)[-1] if get_args(at) else None
-    return at if isinstance(at, type) and issubclass(at, Section) else None
+            node = get_args(node)[-1] if get_args(node) else None
+    return node if isinstance(node, type) and issubclass(node, Section) else None
 
 
 class NamedComponent(BaseModel):
@@ -373,10 +373,10 @@ class RunConfig(Section):
         return select_semantic(self.model_dump(mode="json"))
 
     def explicit_values(self) -> dict[str, Any]:
-        """Return the same, restricted to keys that were set explicitly.
+        """Return the semantic values of the keys that were set explicitly.
 
         A frozen configuration sets every key that existed when it was frozen. Keys that were added
-        to the program later have their defaults and are not part of it.
+        to the program later are not set and have their defaults.
         """
         return select_semantic(self.model_dump(mode="json", exclude_unset=True))
 
@@ -397,9 +397,9 @@ def json_digest(values: Any) -> str:
 
 REDACTED = "(not shown)"
 FULLY_REDACTED_KEYS = frozenset({"env", "notify_command"})
-"""Keys below which every value is hidden: environment variables and command words."""
+"""Keys below which every value is hidden: environment variables and arguments of commands."""
 SECRET_KEY = re.compile(r"(?:^|[_\W])(?:token|secret|passw(?:or)?d|api_?key|credentials?)$", re.I)
-"""Pattern of keys whose texts are secrets; numbers are not."""
+"""Pattern of keys whose values are secrets if they are texts; numbers are shown."""
 URL_LOGIN = re.compile(r"(?<=://)[^/\s?#]+@")
 URL_SECRET = re.compile(
     r"(?<=[?&])([^=&\s]*(?:token|secret|password|key|signature)=)[^&#\s]+", re.I
@@ -407,10 +407,10 @@ URL_SECRET = re.compile(
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """Return settings, or any plain value, with :data:`REDACTED` in place of possible secrets.
+    """Return settings, or any plain value, with possible secrets replaced by :data:`REDACTED`.
 
-    Hidden are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that
-    end in token, secret, password or api_key, and in each URL the login and such query parameters.
+    Secrets are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that
+    end in token, secret, password or api_key, and the login and such query parameters of URLs.
     """
     if isinstance(value, Mapping):
         return {

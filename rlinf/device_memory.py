@@ -5,8 +5,8 @@ gradients and optimizer state of a trainer; the weights of a reference. Before a
 memory is loaded back. The least recently used groups are offloaded, no more than necessary.
 
 Each object moves its own memory, by its own means: an engine's server sleeps and wakes, for
-example. Objects that have tensors inherit :class:`OffloadableTensors`. Nothing here says when a
-stage computes: call it in the stage's turn.
+example. Objects that have tensors inherit :class:`OffloadableTensors`. This module does not know
+when a stage computes: call :meth:`DeviceMemoryManager.acquire` in the stage's turn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MemorySize(NamedTuple):
     on_device: int
     """On the device."""
     on_host: int
-    """Offloaded to host memory; on the device once the group is used."""
+    """Offloaded to host memory; loaded back when the group is next used."""
     to_allocate: int
     """Additional bytes that computing with the group will allocate."""
 
@@ -56,7 +56,7 @@ class Offloadable(Protocol):
         """Return the sizes by group."""
 
     def offload(self, group: str, min_bytes: int) -> int:
-        """Free at least ``min_bytes`` of a group on the device, or all; returns the freed bytes."""
+        """Offload at least ``min_bytes`` of a group, or all of it; return the freed bytes."""
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
         """Load offloaded memory of some groups back.
@@ -69,22 +69,21 @@ class Offloadable(Protocol):
 class DeviceMemoryManager:
     """Moves groups of :class:`Offloadable` objects between a device and the host; one per process.
 
-    It learns of an object at its first :meth:`acquire`, and forgets deleted objects.
+    The first :meth:`acquire` registers an object. Deleted objects are forgotten.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
-        """Set the device and its budget.
-
+        """
         Args:
             device: objects on other devices neither count nor move.
-            budget_bytes: bytes that may stay on it. None: on a GPU all but
+            budget_bytes: bytes that may stay on the device. None: on a GPU all but
                 :data:`RESERVED_FRACTION` of its memory, on a CPU everything.
         """
         self._device, self._budget = device, budget_bytes
-        self._limit = _room(device) if budget_bytes is None else budget_bytes
+        self._limit = _default_limit(device) if budget_bytes is None else budget_bytes
         self._clock = itertools.count(1)
-        self._needed: WeakKeyDictionary[Offloadable, dict[str, int]] = WeakKeyDictionary()
-        """When each group was last needed."""
+        self._last_used: WeakKeyDictionary[Offloadable, dict[str, int]] = WeakKeyDictionary()
+        """When each group was last used, as a count of acquisitions."""
 
     @torch.no_grad()
     def acquire(
@@ -94,7 +93,7 @@ class DeviceMemoryManager:
         copy_data: bool = True,
         span: SpanTimer = nullcontext,
     ) -> None:
-        """Load groups of an object on the device, with room for what they will allocate.
+        """Load groups of an object on the device, and make room for what they will allocate.
 
         Args:
             owner: the object.
@@ -107,52 +106,52 @@ class DeviceMemoryManager:
         """
         if self._limit is None or owner.device != self._device:
             return
-        state = owner.group_sizes()
-        groups = groups or tuple(state)
-        sizes = {group: sum(state[group]) for group in groups}
-        size = sum(sizes.values())
-        if self._budget is not None and size > self._budget:
-            parts = ", ".join(f"{group} {part / GIB:.3g}" for group, part in sizes.items())
+        sizes_by_group = owner.group_sizes()
+        groups = groups or tuple(sizes_by_group)
+        group_bytes = {group: sum(sizes_by_group[group]) for group in groups}
+        total = sum(group_bytes.values())
+        if self._budget is not None and total > self._budget:
+            details = ", ".join(f"{group} {size / GIB:.3g}" for group, size in group_bytes.items())
             raise ConfigError(
-                f"device_memory_gib: {self._budget / GIB:.3g} GiB are too few: "
-                f"{type(owner).__name__} needs {size / GIB:.3g} GiB at once ({parts}); "
-                "raise it, or let more processes share the model"
+                f"device_memory_gib: {self._budget / GIB:.3g} GiB is too little: "
+                f"{type(owner).__name__} needs {total / GIB:.3g} GiB at once ({details}); "
+                "raise it, or shard the model over more processes"
             )
         now = next(self._clock)
-        self._needed.setdefault(owner, {}).update(dict.fromkeys(groups, now))
-        self._make_room(size - self._limit, {(owner, group) for group in groups}, span)
-        if any(state[group].on_host for group in groups):
+        self._last_used.setdefault(owner, {}).update(dict.fromkeys(groups, now))
+        self._make_room(total - self._limit, {(owner, group) for group in groups}, span)
+        if any(sizes_by_group[group].on_host for group in groups):
             with span("onload"):
                 owner.onload(groups, copy_data=copy_data)
 
     @torch.no_grad()
     def offload_all(self, *, span: SpanTimer = nullcontext) -> None:
-        """Offload everything if there is a limit, because the next use is of unknown size."""
+        """Offload everything if there is a limit, for a user whose memory needs are unknown."""
         if self._limit is not None:
             self._make_room(sys.maxsize, set(), span)
 
     def _make_room(
-        self, excess: int, wanted: set[tuple[Offloadable, str]], span: SpanTimer
+        self, excess: int, requested: set[tuple[Offloadable, str]], span: SpanTimer
     ) -> None:
-        """Offload the least recently used groups until ``wanted`` and the rest fit the limit.
+        """Offload the least recently used groups until ``requested`` and the rest fit the limit.
 
         Args:
-            excess: bytes by which ``wanted`` alone exceeds it; negative: free bytes.
+            excess: bytes by which ``requested`` alone exceeds the limit; negative: bytes left.
         """
-        there = [
-            (needed.get(group, 0), holder, group, size.on_device)
-            for holder, needed in self._needed.items()
-            for group, size in holder.group_sizes().items()
-            if size.on_device and (holder, group) not in wanted
+        candidates = [
+            (last_used.get(group, 0), owner, group, size.on_device)
+            for owner, last_used in self._last_used.items()
+            for group, size in owner.group_sizes().items()
+            if size.on_device and (owner, group) not in requested
         ]
-        excess += sum(here for *_, here in there)
-        if excess <= 0 or not there:
+        excess += sum(on_device for *_, on_device in candidates)
+        if excess <= 0 or not candidates:
             return
         with span("offload"):
-            for _, holder, group, _ in sorted(there, key=lambda entry: entry[0]):
+            for _, owner, group, _ in sorted(candidates, key=lambda entry: entry[0]):
                 if excess <= 0:
                     break
-                excess -= holder.offload(group, excess)
+                excess -= owner.offload(group, excess)
 
 
 class OffloadableTensors:
@@ -168,72 +167,71 @@ class OffloadableTensors:
     def tensor_groups(self) -> Mapping[str, Sequence[Tensor]]:
         """Return the tensors by group; those on other devices, or memory-mapped, do not count.
 
-        A tensor on the ``meta`` device stands for one of that size that computing with its group
-        will allocate.
+        A ``meta`` tensor stands for memory of its size that computing with the group will allocate.
         """
         raise NotImplementedError
 
     def group_sizes(self) -> dict[str, MemorySize]:
-        state = self.tensor_groups()
-        storages = {group: self._storages(tensors) for group, tensors in state.items()}
-        # Gradients, say, may be dropped while they are away.
-        known = {storage for group in storages.values() for storage in group}
-        away = self._away
-        for storage in [storage for storage in away if storage not in known]:
-            del away[storage]
+        tensors_by_group = self.tensor_groups()
+        storages = {group: self._storages(tensors) for group, tensors in tensors_by_group.items()}
+        # An offloaded tensor, such as a gradient, may be deleted: drop its host copy.
+        current = {storage for group in storages.values() for storage in group}
+        host_copies = self._host_copies
+        for storage in [storage for storage in host_copies if storage not in current]:
+            del host_copies[storage]
         return {
             group: MemorySize(
                 sum(storage.nbytes() for storage in storages[group]),
-                sum(away[storage].nbytes for storage in storages[group] if storage in away),
+                sum(host_copies[s].nbytes for s in storages[group] if s in host_copies),
                 sum(tensor.nbytes for tensor in tensors if tensor.is_meta),
             )
-            for group, tensors in state.items()
+            for group, tensors in tensors_by_group.items()
         }
 
     @torch.no_grad()
     def offload(self, group: str, min_bytes: int) -> int:
         copies: dict[UntypedStorage, Tensor] = {}
         for storage in self._storages(self.tensor_groups()[group]):
-            if sum(host.nbytes for host in copies.values()) >= min_bytes:
+            if sum(copy.nbytes for copy in copies.values()) >= min_bytes:
                 break
-            if storage not in self._away and storage.nbytes():
+            if storage not in self._host_copies and storage.nbytes():
                 copies[storage] = self._to_host(storage)
         self._synchronize()
-        for storage, host in copies.items():
-            self._away[storage] = host
+        for storage, copy in copies.items():
+            self._host_copies[storage] = copy
             storage.resize_(0)
-        return sum(host.nbytes for host in copies.values())
+        return sum(copy.nbytes for copy in copies.values())
 
     @torch.no_grad()
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
-        state, away = self.tensor_groups(), self._away
-        wanted = self._storages(itertools.chain.from_iterable(state[group] for group in groups))
-        storages = [storage for storage in wanted if storage in away]
+        all_groups, host_copies = self.tensor_groups(), self._host_copies
+        tensors = itertools.chain.from_iterable(all_groups[group] for group in groups)
+        storages = [storage for storage in self._storages(tensors) if storage in host_copies]
         for storage in storages:
-            storage.resize_(away[storage].nbytes)
+            storage.resize_(host_copies[storage].nbytes)
             if copy_data:
-                _bytes(storage).copy_(away[storage], non_blocking=True)
+                _bytes(storage).copy_(host_copies[storage], non_blocking=True)
         self._synchronize()
         for storage in storages:
-            del away[storage]
+            del host_copies[storage]
 
     def drop_host_copies(self) -> None:
-        """Free the host copies: their tensors are deleted, or no longer useful."""
-        self._away.clear()
+        """Free the host copies, when their tensors are deleted or their values no longer needed."""
+        self._host_copies.clear()
 
     @property
-    def _away(self) -> dict[UntypedStorage, Tensor]:
+    def _host_copies(self) -> dict[UntypedStorage, Tensor]:
         """Emptied storages and their host copies."""
-        found: dict[UntypedStorage, Tensor] = self.__dict__.setdefault("_moved", {})
-        return found
+        host_copies: dict[UntypedStorage, Tensor] = self.__dict__.setdefault("_offloaded", {})
+        return host_copies
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
         """Return the distinct storages of tensors on the device, without memory-mapped ones."""
-        found = (t.untyped_storage() for t in tensors if t.device == self.device)
-        return list(dict.fromkeys(storage for storage in found if storage.resizable()))
+        storages = (t.untyped_storage() for t in tensors if t.device == self.device)
+        return list(dict.fromkeys(storage for storage in storages if storage.resizable()))
 
     def _to_host(self, storage: UntypedStorage) -> Tensor:
-        # Pinned memory: copies run at the speed of the bus. torch keeps it for the next ones.
+        # Pinned memory, because it copies faster; torch caches it for the next copy.
         host = torch.empty(
             storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
         )
@@ -245,9 +243,9 @@ class OffloadableTensors:
 
 
 def move_to_device(module: M, device: torch.device) -> M:
-    """Move a module to a device, into memory of its own.
+    """Move a module to a device, into memory that can be offloaded.
 
-    Weights that were read on a CPU may still be mapped from their file, and could not be offloaded.
+    Weights that were read on a CPU may still be memory-mapped, which cannot be offloaded.
     """
     module.to(device)
     for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -258,27 +256,27 @@ def move_to_device(module: M, device: torch.device) -> M:
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Move the buffers of a module whose parameters have no memory yet."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.to(device)
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            submodule._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def allocate_parameters(module: nn.Module, device: torch.device) -> None:
     """Allocate memory for parameters without any; its content is undefined.
 
-    Unlike ``to_empty``, a parameter that several modules share stays one.
+    A parameter that several modules share stays shared, unlike with ``to_empty``.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, own in part._parameters.items():
-            if own is not None and own.is_meta:
-                if own not in allocated:
-                    empty = torch.empty_like(own, device=device)
-                    allocated[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
-                part._parameters[name] = allocated[own]
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in allocated:
+                    memory = torch.empty_like(parameter, device=device)
+                    allocated[parameter] = nn.Parameter(memory, parameter.requires_grad)
+                submodule._parameters[name] = allocated[parameter]
 
 
-def _room(device: torch.device) -> int | None:
+def _default_limit(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return int((1 - RESERVED_FRACTION) * torch.cuda.get_device_properties(device).total_memory)

@@ -2,7 +2,7 @@
 
 Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue me, 65 bad input or
 an error of the user's own code (never retried), 66 an input artifact is damaged (rebuild it).
-Anything else is retried by policy.
+Processes with any other exit code are retried as configured.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from difflib import get_close_matches
 from pathlib import Path
 
 NO_SPACE = (
-    "no space left on the disk of the run; nothing half-written counts. "
+    "no space left on the disk of the run; incomplete output is ignored. "
     "Free some space (or lower checkpoint.keep_last) and resume"
 )
 READ_ONLY = (
     "its filesystem is read-only, often after a fault of its disk or server; what was committed "
-    "is whole. Have it made writable and resume"
+    "is complete. Make it writable and resume"
 )
 FILE_TOO_LARGE = (
     "a file reached the largest size that this process may write (ulimit -f, or RLIMIT_FSIZE of "
-    "the job); nothing half-written counts. Raise that limit and resume"
+    "the job); incomplete output is ignored. Raise that limit and resume"
 )
 NO_FILES = (
     "no more files can be opened: this process or its node is at the limit (ulimit -n, or "
-    "fs.file-max for all processes). Raise the limit, or end what holds files open, and resume"
+    "fs.file-max for all processes). Raise the limit, or end processes with open files, and resume"
 )
 NO_MEMORY = (
-    "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
-    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); "
-    "resume"
+    "no memory left: the node, its cgroup or a limit (ulimit -v) is exhausted. Give this process "
+    "more (mem_mb in the plan) or compute less at once (rollout.batch_size, more minibatches), "
+    "and resume"
 )
 TRACEBACK = "Traceback (most recent call last):"
 MIN_FREE_BYTES = 1 << 19
@@ -110,12 +110,12 @@ def require_package(package: str, extra: str, purpose: str) -> None:
     Raises:
         MissingPackageError: it is not.
     """
-    found = importlib.util.find_spec(package)
-    # A folder of that name in the working directory would be a package without an origin; those of
-    # several distributions (megatron) are that too, elsewhere.
-    if found is None or (
-        found.origin is None
-        and all(Path(at).parent == Path.cwd() for at in found.submodule_search_locations or ())
+    spec = importlib.util.find_spec(package)
+    # A folder of that name in the working directory looks like a package without an origin. So do
+    # packages of several distributions (megatron), but not in the working directory.
+    if spec is None or (
+        spec.origin is None
+        and all(Path(p).parent == Path.cwd() for p in spec.submodule_search_locations or ())
     ):
         raise MissingPackageError(package, extra, purpose)
 
@@ -124,7 +124,7 @@ class ArtifactError(RlinfError):
     """A committed artifact is missing, truncated or altered on disk.
 
     ``manifest`` is the manifest of the damaged artifact, so that its stage can be run again;
-    ``data`` names its data folder, where known: another attempt may have committed since.
+    ``data`` names its data folder, if known, because another attempt may have committed since.
     """
 
     exit_code = EXIT_BAD_ARTIFACT
@@ -143,7 +143,7 @@ class StageError(RlinfError):
 
 
 class UserCodeError(InputError):
-    """The user's own code raised; the message holds the traceback from the user's line on.
+    """User code raised an error; the message has the traceback from the user's line on.
 
     It is not retried, because another attempt would raise the same error.
     """
@@ -154,7 +154,7 @@ class TransientUserCodeError(StageError):
 
 
 class SlurmError(RlinfError):
-    """Slurm refused or failed; the message is Slurm's own."""
+    """Slurm rejected a request or failed; the message is Slurm's own."""
 
 
 class SlurmUnresponsiveError(SlurmError):
@@ -184,7 +184,7 @@ class UpstreamFailed(RlinfError):
     exit_code = EXIT_REQUEUE
 
 
-_EXHAUSTED = {
+_RESOURCE_MESSAGES = {
     errno.ENOSPC: NO_SPACE,
     errno.EDQUOT: NO_SPACE,
     errno.EROFS: READ_ONLY,
@@ -193,19 +193,19 @@ _EXHAUSTED = {
     errno.ENFILE: NO_FILES,
     errno.ENOMEM: NO_MEMORY,
 }
-_UNMAPPED = "failed to map segment from shared object"
-"""Message of the loader if memory has no room for a library."""
-_OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+_MAP_FAILED = "failed to map segment from shared object"
+"""Message of the dynamic loader if there is not enough memory for a library."""
+_STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
 def to_resource_error(error: BaseException, folder: Path | None = None) -> ResourceError | None:
-    """Return the error to show if ``error`` came from a full disk or a used-up limit, else None.
+    """Return the error to show if ``error`` came from a full disk or an exhausted limit, else None.
 
-    Libraries wrap the system's error, only quote it, or fail later over data that was not written.
-    Therefore the text counts too, and whether ``folder`` has free space.
+    Libraries wrap the system's error, only quote it, or fail later because data was not written.
+    Therefore this also checks the text, and whether ``folder`` has free space.
     """
-    there = folder is not None and folder.exists()
-    if there and shutil.disk_usage(folder or ".").free < MIN_FREE_BYTES:
+    has_folder = folder is not None and folder.exists()
+    if has_folder and shutil.disk_usage(folder or ".").free < MIN_FREE_BYTES:
         return StorageError(NO_SPACE)
     cause: BaseException | None = error
     while cause is not None:
@@ -214,16 +214,16 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
         if isinstance(cause, MemoryError):
             return ResourceError(NO_MEMORY)
         text = str(cause)
-        for number, message in _EXHAUSTED.items():
-            same = isinstance(cause, OSError) and cause.errno == number
-            if same or os.strerror(number) in text:
+        for code, message in _RESOURCE_MESSAGES.items():
+            has_errno = isinstance(cause, OSError) and cause.errno == code
+            if has_errno or os.strerror(code) in text:
                 path = getattr(cause, "filename", None)
-                where = f"{path}: " if isinstance(path, str) else ""
-                if number in _OF_FILES:
-                    return StorageError(where + message)
+                location = f"{path}: " if isinstance(path, str) else ""
+                if code in _STORAGE_ERRNOS:
+                    return StorageError(location + message)
                 return ResourceError(message)
-        unmapped = _UNMAPPED in text and os.strerror(errno.EPERM) not in text
-        if unmapped or "std::bad_alloc" in text:
+        map_failed = _MAP_FAILED in text and os.strerror(errno.EPERM) not in text
+        if map_failed or "std::bad_alloc" in text:
             return ResourceError(NO_MEMORY)
         cause = cause.__cause__ or cause.__context__
     return None
@@ -231,7 +231,7 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
 
 @contextlib.contextmanager
 def translate_resource_errors() -> Iterator[None]:
-    """Raise errors that :func:`to_resource_error` recognises as its result."""
+    """Replace errors that :func:`to_resource_error` recognises by its result."""
     try:
         yield
     except Exception as error:
@@ -257,22 +257,22 @@ def name_key_in_memory_errors(key: str) -> Iterator[None]:
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return a hint for a misspelt name: ``"; did you mean 'lr'?"``, or the list of valid names."""
     names = sorted(valid)
-    close = get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    matches = get_close_matches(name, names, n=1)
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
     return f"; valid: {', '.join(names)}" if names else ""
 
 
 def short_reason(reason: str) -> str:
     """Return a failure's reason without its traceback, or the last line of the traceback."""
-    before, separator, _ = reason.partition(TRACEBACK)
-    before = before.strip()
+    prefix, separator, _ = reason.partition(TRACEBACK)
+    prefix = prefix.strip()
     if not separator:
         return reason
     return (
-        before
-        if before and not before.endswith(":")
-        else f"{before} {exception_line(reason)}".strip()
+        prefix
+        if prefix and not prefix.endswith(":")
+        else f"{prefix} {exception_line(reason)}".strip()
     )
 
 

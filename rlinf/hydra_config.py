@@ -12,7 +12,7 @@ from rlinf.errors import ConfigError, did_you_mean
 
 
 def to_config_error(error: Exception) -> ConfigError:
-    """Return the error to show for one that Hydra raised while composing a configuration.
+    """Return the error to show for an error that Hydra raised while composing a configuration.
 
     Args:
         error: error of Hydra or OmegaConf.
@@ -43,16 +43,16 @@ def force_add(word: str) -> str:
     """Return ``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
 
     Raises:
-        ConfigError: a group has no name, so that Hydra would drop it.
+        ConfigError: a group is set to nothing, so Hydra would ignore it.
     """
     key, separator, value = word.partition("=")
-    plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
-    group = (package_paths.ROOT / "configs" / key).is_dir()
-    if group and separator and value.strip() in ("", "[]", "{}", "null"):
+    is_plain_key = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
+    is_group = (package_paths.ROOT / "configs" / key).is_dir()
+    if is_group and separator and value.strip() in ("", "[]", "{}", "null"):
         names = sorted(path.stem for path in (package_paths.ROOT / "configs" / key).glob("*.yaml"))
         raise ConfigError(f"{word}: expected a name; valid: {', '.join(names)}")
-    own = plain and not group and key.split(".")[0] != "hydra"
-    return f"++{word}" if separator and own else word
+    is_config_key = is_plain_key and not is_group and key.split(".")[0] != "hydra"
+    return f"++{word}" if separator and is_config_key else word
 
 
 def to_override_value(value: Any) -> str:
@@ -66,10 +66,10 @@ def to_override_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):
-        # A number of numpy's says of what type it is.
+        # The repr of a numpy number would contain its type.
         return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, (str, Path)):
-        # To Hydra a backslash means something before a quote alone.
+        # Hydra treats a backslash as an escape only before a quote.
         escaped = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + (m[2] and r"\'"), str(value))
         return f"'{escaped}'"
     if isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
 
 INTERPRETERS_VARIABLE = "RLINF_INTERPRETERS"
-"""Environment variable with paths by name, as JSON: the site file's map for job processes."""
+"""Environment variable that passes the site file's paths by name to job processes, as JSON."""
 ENVIRONMENTS_VARIABLE = "RLINF_ENVS"
 """Environment variable with the folder of environments; ``~/.cache/rlinf/envs`` by default."""
 PROBE_TIMEOUT_S = 120.0
@@ -43,7 +43,7 @@ def resolve_interpreter(name: str, key: str) -> str:
     if not name:
         raise ConfigError(f"{key}: is empty; name an interpreter, or leave it out")
     try:
-        known = dict(json.loads(os.environ.get(INTERPRETERS_VARIABLE, "{}")))
+        configured = dict(json.loads(os.environ.get(INTERPRETERS_VARIABLE, "{}")))
     except ValueError as error:
         raise ConfigError(
             f"{INTERPRETERS_VARIABLE}: no JSON object of paths by name ({error})"
@@ -52,18 +52,18 @@ def resolve_interpreter(name: str, key: str) -> str:
     if os.sep in name:
         path = Path(name).expanduser().absolute()
     else:
-        path = Path(known.get(name, folder / name / "bin" / "python")).expanduser()
+        path = Path(configured.get(name, folder / name / "bin" / "python")).expanduser()
     if not os.access(path, os.X_OK) or path.is_dir():
-        made = "" if os.sep in name else f"; make env NAME={name} makes it, or name a path"
-        raise ConfigError(f"{key}: there is no interpreter {path}{made}")
-    # Not resolved: an environment is known by the link in its own folder.
+        hint = "" if os.sep in name else f"; make env NAME={name} makes it, or name a path"
+        raise ConfigError(f"{key}: there is no interpreter {path}{hint}")
+    # Symbolic links stay, because Python finds its environment by the path of the link.
     return str(path)
 
 
 def configured_interpreter(config: RunConfig, section: str) -> str | None:
     """Return the ``python`` key of a section of a run."""
-    found: str | None = (getattr(config, section).model_extra or {}).get("python")
-    return found
+    python: str | None = (getattr(config, section).model_extra or {}).get("python")
+    return python
 
 
 def set_interpreters(interpreters: Mapping[str, str]) -> dict[str, str]:
@@ -77,7 +77,7 @@ def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
     """Check that an interpreter exists and has some modules, without running their code.
 
     Raises:
-        ConfigError: it does not exist, does not run, or lacks a module.
+        ConfigError: the interpreter does not exist or run, or lacks a module.
     """
     if missing := missing_modules(name, key, modules):
         path = resolve_interpreter(name, key)
@@ -96,7 +96,7 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
         "print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
     )
     try:
-        done = subprocess.run(
+        probe = subprocess.run(
             [path, "-c", program, *modules],
             capture_output=True,
             text=True,
@@ -105,10 +105,11 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )
     except (OSError, subprocess.SubprocessError) as error:
-        why = f"no answer within {PROBE_TIMEOUT_S:g} s"
+        reason = f"no answer within {PROBE_TIMEOUT_S:g} s"
         if isinstance(error, subprocess.CalledProcessError):
-            why = f"it ended with {error.returncode}: {error.stderr.strip()[-200:]}"
+            reason = f"it ended with {error.returncode}: {error.stderr.strip()[-200:]}"
         elif isinstance(error, OSError):
-            why = str(error)
-        raise ConfigError(f"{key}: {path} does not run as a Python interpreter ({why})") from None
-    return done.stdout.split()
+            reason = str(error)
+        message = f"{key}: {path} does not run as a Python interpreter ({reason})"
+        raise ConfigError(message) from None
+    return probe.stdout.split()

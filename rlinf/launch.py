@@ -30,31 +30,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     package_paths.add_to_sys_path()
     process_tuning.tune_process()
     words = list(sys.argv[1:] if argv is None else argv)
-    # Keys of a part that its YAML file does not mention are overrides too; our own validation,
-    # which knows them all, judges them and hints at the nearest.
-    # Hydra wants its options before the overrides.
+    # Overrides may set keys that no YAML file mentions; validation rejects unknown keys later and
+    # suggests similar ones. Hydra wants its options before the overrides.
     try:
-        words, choice = split_mismatch_flag(words)
+        words, on_mismatch = split_mismatch_flag(words)
         words = sorted([*map(force_add, words), *sweep_suffix_override(words)], key=_is_override)
         reject_launcher_without_multirun(words)
         with translate_resource_errors(), translate_user_errors():
-            swept = sweep_points(words)
+            points = sweep_points(words)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     try:
-        return _compose_and_run(words, choice)
+        return _compose_and_run(words, on_mismatch)
     except KeyboardInterrupt:
         print("error: interrupted before anything ran", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
-        if swept:
+        if points:
             from pipeline.commands.sweep import show_sweep
 
-            show_sweep(swept)
+            show_sweep(points)
 
 
-def _compose_and_run(words: Sequence[str], choice: str) -> int:
+def _compose_and_run(words: Sequence[str], on_mismatch: str) -> int:
     """Pass the command line to Hydra; returns the exit code of the first failed point."""
     import hydra
     from hydra.errors import HydraException
@@ -67,40 +66,40 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
         config_path=str(package_paths.ROOT / "configs"), config_name="config", version_base="1.3"
     )
     def run(values: Any) -> None:
-        code = run_point(values, choice)
+        code = run_point(values, on_mismatch)
         if code:
             failures.append(code)
             if is_sweep():
-                # A sweep's launcher reports a point as failed only when it raises.
+                # A sweep's launcher reports a point as failed only if it raises.
                 raise SystemExit(code)
 
     if any(word in ("-m", "--multirun") for word in words):
         from launchers.sbatch import patched_slurm_executor
 
         patched_slurm_executor()
-    # Hydra prints what it cannot compose, and ends with 1; so it hands its errors on instead.
-    shown = os.environ.get(FULL_ERROR_VARIABLE)
+    # With this variable Hydra raises its errors, instead of printing them and exiting with 1.
+    old_value = os.environ.get(FULL_ERROR_VARIABLE)
     os.environ[FULL_ERROR_VARIABLE] = "1"
     try:
         run()
     except (HydraException, OmegaConfBaseException) as error:
-        shown_error = to_config_error(error)
-        print(f"error: {shown_error}", file=sys.stderr)
-        return shown_error.exit_code
+        config_error = to_config_error(error)
+        print(f"error: {config_error}", file=sys.stderr)
+        return config_error.exit_code
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     finally:
-        if shown is None:
+        if old_value is None:
             del os.environ[FULL_ERROR_VARIABLE]
         else:
-            os.environ[FULL_ERROR_VARIABLE] = shown
+            os.environ[FULL_ERROR_VARIABLE] = old_value
     return failures[0] if failures else 0
 
 
 def sweep_points(words: Sequence[str]) -> list[Any]:
-    """Return the validated points of a sweep; none for a single run or a sweeper with its own
-    search.
+    """Return the validated points of a sweep; none for a single run, or if the sweeper chooses the
+    points itself.
 
     Raises:
         ConfigError, DataError, PlanError: a point cannot be run; nothing was submitted.
@@ -108,8 +107,9 @@ def sweep_points(words: Sequence[str]) -> list[Any]:
     from hydra._internal.utils import get_args_parser
 
     options = get_args_parser().parse_args(list(words))
-    searches = any(word.lstrip("+").startswith("hydra/sweeper=") for word in options.overrides)
-    if not options.multirun or options.cfg or options.help or options.hydra_help or searches:
+    overrides = [word.lstrip("+") for word in options.overrides]
+    has_own_search = any(word.startswith("hydra/sweeper=") for word in overrides)
+    if not options.multirun or options.cfg or options.help or options.hydra_help or has_own_search:
         return []
     from pipeline.commands.sweep import sweep_points
 
@@ -120,21 +120,21 @@ def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:
     """Return the words for Hydra, and the mismatch handling that ``--redo`` or ``--keep`` selects.
 
     Raises:
-        ConfigError: both are given.
+        ConfigError: both flags are given.
     """
     flags = {word for word in words if word in MISMATCH_FLAGS}
     if len(flags) > 1:
         raise ConfigError("--redo and --keep exclude each other: give one of them")
-    rest = [word for word in words if word not in flags]
-    return rest, next((MISMATCH_FLAGS[flag] for flag in flags), "error")
+    other_words = [word for word in words if word not in flags]
+    return other_words, next((MISMATCH_FLAGS[flag] for flag in flags), "error")
 
 
 def sweep_suffix_override(words: Sequence[str]) -> list[str]:
     """Return, for a sweep, the override that names each run after the keys that vary."""
     if not any(word in ("-m", "--multirun") for word in words):
         return []
-    named = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
-    if any("run.suffix=" in word or "${" in word or _varies(word) for word in named):
+    names = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
+    if any("run.suffix=" in word or "${" in word or _varies(word) for word in names):
         return []
     varying = [word.lstrip("+").split("=")[0] for word in words if _varies(word)]
     parts = [f"-{key.rsplit('.', 1)[-1]}-${{{_value(key)}}}" for key in varying if "/" not in key]
@@ -170,7 +170,8 @@ def run_point(values: Any, on_mismatch: str = "error") -> int:
     """Run one composed configuration to its end; returns its exit code.
 
     Args:
-        on_mismatch: ``recompute`` or ``keep`` for results that it would not reproduce.
+        on_mismatch: handling of results that this configuration or code would not reproduce:
+            ``error``, ``recompute`` or ``keep``.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -199,7 +200,7 @@ def reject_launcher_without_multirun(words: Sequence[str]) -> None:
     """Raise if a launcher is set without ``-m``: Hydra would ignore it and train on the login node.
 
     Raises:
-        ConfigError: suggests the intended command.
+        ConfigError: a launcher is set; the message suggests the intended command.
     """
     sweep = any(word in ("-m", "--multirun") for word in words)
     launchers = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]

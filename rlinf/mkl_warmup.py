@@ -1,4 +1,4 @@
-"""Warm-up of MKL: torch's vector functions and products are called once before threads use them.
+"""Warm-up of MKL: torch's vector functions and matmuls are called once before threads use them.
 
 MKL chooses the kernel of each function at its first call. If two threads make that call at the same
 moment, one of them may get a low-accuracy kernel: with torch 2.13 a cosine accurate to 1.5e-4
@@ -16,18 +16,18 @@ FUNCTIONS = (
     *("lgamma", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sigmoid", "sin", "sinh"),
     *("sqrt", "tan", "tanh"),
 )
-_lock, _done = threading.Lock(), threading.Event()
+_lock, _warmed_up = threading.Lock(), threading.Event()
 
 
 def is_warmed_up() -> bool:
     """Return whether :func:`warm_up` has run."""
-    return _done.is_set()
+    return _warmed_up.is_set()
 
 
 def warm_up() -> None:
     """Call the functions, once per process; takes about 15 ms."""
     with _lock:
-        if _done.is_set():
+        if _warmed_up.is_set():
             return
         for dtype in (torch.float32, torch.float64):
             # Long enough for vector kernels, and in the range of all functions.
@@ -38,4 +38,4 @@ def warm_up() -> None:
             torch.mm(square, square)
             torch.addmm(square, square, square.t())
             torch.bmm(square[None], square[None])
-        _done.set()
+        _warmed_up.set()

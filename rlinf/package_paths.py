@@ -1,4 +1,4 @@
-"""Paths of the workflow's files: the checkout, or the copy of it that a wheel carries.
+"""Paths of the workflow's files: the checkout, or its copy in a wheel.
 
 ``pipeline``, ``stages``, ``launchers`` and ``slurm`` are too generic for a user's site-packages, so
 a wheel keeps them, with ``configs`` and the Snakefile, in ``rlinf/_tree`` and entry points put that
@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-ROOT: Path = _HERE / "_tree" if (_HERE / "_tree").is_dir() else _HERE.parent
+_PACKAGE = Path(__file__).resolve().parent
+ROOT: Path = _PACKAGE / "_tree" if (_PACKAGE / "_tree").is_dir() else _PACKAGE.parent
 """Folder that holds ``pipeline``, ``stages``, ``launchers``, ``slurm``, ``configs``, Snakefile."""
 
 
@@ -20,10 +20,10 @@ def add_to_sys_path() -> None:
     """Make the packages of the tree and modules of the working folder importable."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    here = _working_folder()
-    if "" not in sys.path and here not in sys.path:
-        # An installed command has it nowhere. Last, so that nothing of the user's hides a package.
-        sys.path.append(here)
+    cwd = _working_folder()
+    if "" not in sys.path and cwd not in sys.path:
+        # Installed commands lack it. It is last, so that no user module hides a package.
+        sys.path.append(cwd)
 
 
 def child_python_path() -> str:
@@ -32,9 +32,9 @@ def child_python_path() -> str:
     It has the tree, the library, the previous entries, and the working folder with the user's
     modules.
     """
-    here = _working_folder()
+    cwd = _working_folder()
     previous = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    parts = [str(ROOT), str(_HERE.parent), *(os.path.join(here, p) for p in previous if p), here]  # noqa: PTH118
+    parts = [str(ROOT), str(_PACKAGE.parent), *(os.path.join(cwd, p) for p in previous if p), cwd]  # noqa: PTH118
     return os.pathsep.join(dict.fromkeys(filter(None, parts)))
 
 

@@ -21,7 +21,7 @@ def process_state_and_start(pid: int) -> tuple[str, int]:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "X", 0
-    # The name before may hold anything, brackets too.
+    # The process name before these fields may contain anything, also brackets.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

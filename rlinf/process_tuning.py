@@ -1,19 +1,19 @@
-"""Tuning of a process to its machine: few threads that do not spin, and memory that stays.
+"""Tuning of a process to its machine: few threads that do not spin, and retained memory.
 
 Small models become several times slower when threads spin at barriers on busy cores. A stage sets
 how many threads it uses from the configuration (``engine.threads``, ``trainer.cpu_threads``).
 
-Every step frees and allocates the same large blocks. glibc gives such blocks back to the system,
-which clears each page anew when it is next touched; for small models that takes as long as much of
-the arithmetic. Blocks of models that are not small go back all the same, those from 32 MiB on: in
-one heap they leave gaps that none of another size fills. 32 of 33 to 64 MiB, each freed before the
-next is asked for, took 1.5 GiB there, and take 64 MiB so.
+Every step frees and allocates the same large blocks. glibc returns such blocks to the system, which
+zeroes each page when it is next touched; for small models that takes as long as much of the
+arithmetic. Blocks of 32 MiB and more, as large models have, are still returned: in one heap they
+would leave gaps that blocks of other sizes do not fill. 32 blocks of 33 to 64 MiB, each freed
+before the next is allocated, took 1.5 GiB in one heap, and take 64 MiB this way.
 
-Each stage of each iteration is a thread of its own, and glibc gives threads up to eight arenas per
-core, none of which takes what is free in another. With one for all, the workers of a run of small
-models in two pools on two cores gained 0.1 to 0.8 MiB in 200 iterations after the 150th instead of
-1.0 to 2.4, and held 6 to 16 MiB less. Iterations took as long (0.99; with the example's model 0.95
-and 0.99), with 1 % more processor time.
+Each stage of each iteration runs in its own thread, and glibc gives threads up to eight arenas per
+core, none of which uses memory that is free in another. With one arena, the workers of a run of
+small models in two pools on two cores grew by 0.1 to 0.8 MiB in 200 iterations after the 150th
+instead of 1.0 to 2.4, and used 6 to 16 MiB less. Iterations took as long (0.99; with the example's
+model 0.95 and 0.99), with 1 % more processor time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MALLOC_SETTINGS = {
     TOP_PAD: 64 << 20,
     ARENA_MAX: 1,
 }
-"""Blocks come from one heap, which grows in large steps and does not shrink. Blocks of 32 MiB and
-more, the highest possible threshold, come from the system."""
+"""Blocks come from one heap, which grows in large steps and does not shrink. Blocks of at least
+32 MiB, the highest possible threshold, come from the system."""
 
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +42,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def child_environment() -> dict[str, str]:
-    """Return the variables for a child process; the user's own values stay."""
+    """Return the variables for a child process; values that the user set are kept."""
     return {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
 
 
@@ -56,8 +56,8 @@ def tune_process() -> None:
 def raise_open_file_limit() -> None:
     """Raise the soft limit of open files to the hard one.
 
-    The soft limit is 1024 for the sake of programs that use ``select``; every peer of a run, worker
-    process and shared segment takes some.
+    The soft limit is 1024 for programs that use ``select``. Every peer of a run, worker process and
+    shared segment needs some files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -66,7 +66,7 @@ def raise_open_file_limit() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Let the C library reuse freed memory; other libraries than glibc stay as they are."""
+    """Let glibc reuse freed memory; other C libraries are not changed."""
     try:
         mallopt = _LIBC.mallopt
     except AttributeError:
@@ -76,7 +76,7 @@ def retain_freed_memory() -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """In a child process: be killed when the parent thread ends, for whatever reason.
+    """Let the kernel kill this child process when its parent thread ends, for whatever reason.
 
     Args:
         parent: the parent's process id, if it may end before this call.

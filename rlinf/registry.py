@@ -1,8 +1,8 @@
 """Registries of named components, which are imported only when they are used.
 
 A registry maps a name in the configuration to ``module:attribute``. Listing the names imports
-nothing; :meth:`Registry.get` imports the module behind a name. A name with ``:`` is a target
-itself: ``reward.name=mypkg.rewards:Mine`` needs no entry (docs/howto/own-parts.md).
+nothing; :meth:`Registry.get` imports the module behind a name. A name with ``:`` is itself
+a target: ``reward.name=mypkg.rewards:Mine`` needs no entry (docs/howto/own-parts.md).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Registry:
     ) -> None:
         """
         Args:
-            base: ``module:class`` that every part is a subclass of.
-            instances: parts are instances of it instead.
+            base: ``module:class``, the base class of every component.
+            instances: whether components are instances of the base class, not subclasses.
         """
         self.kind, self._instances = kind, instances
         self._entries = dict(entries)
@@ -37,13 +37,13 @@ class Registry:
         return sorted(self._entries)
 
     def target(self, name: str, key: str | None = None) -> str:
-        """``module:attribute`` of the part called ``name``; nothing is imported.
+        """Return ``module:attribute`` of the component ``name``; nothing is imported.
 
         Args:
-            key: of the configuration, where the name stands; ``kind.name`` by default.
+            key: configuration key that has the name; ``kind.name`` by default.
 
         Raises:
-            ConfigError: no such part; names the nearest one.
+            ConfigError: there is no such component; the message names the most similar one.
         """
         if ":" in name:
             return name
@@ -53,35 +53,36 @@ class Registry:
         return self._entries[name]
 
     def get(self, name: str, key: str | None = None) -> Any:
-        """Import and return the part called ``name``.
+        """Import and return the component ``name``.
 
         Args:
             key: as for :meth:`target`.
 
         Raises:
-            ConfigError: no such part, names the nearest one; its module cannot be imported; or it
-                is not what the registry's parts are.
+            ConfigError: there is no such component, its module cannot be imported, or it has the
+                wrong type.
         """
         target = self.target(name, key)
         if ":" not in name:
             return _attribute(target)
         key = key or f"{self.kind}.name"
         module, _, attribute = target.partition(":")
-        part = import_user_attribute(module, attribute, key)
-        base, shown = _attribute(self._base), self._base.replace(":", ".")
+        component = import_user_attribute(module, attribute, key)
+        base, base_name = _attribute(self._base), self._base.replace(":", ".")
         if self._instances:
-            if not isinstance(part, base):
+            if not isinstance(component, base):
                 raise ConfigError(
-                    f"{key}: {name} is no {self.kind} but of type {type(part).__name__}; expected "
-                    f"a variable of type {shown}"
+                    f"{key}: {name} is no {self.kind} but of type {type(component).__name__}; "
+                    f"expected a variable of type {base_name}"
                 )
-        elif not (inspect.isclass(part) and issubclass(part, base)):
-            raise ConfigError(f"{key}: {name} is no {self.kind}: make it a subclass of {shown}")
-        elif missing := sorted(getattr(part, "__abstractmethods__", ())):
+        elif not (inspect.isclass(component) and issubclass(component, base)):
+            raise ConfigError(f"{key}: {name} is no {self.kind}: make it a subclass of {base_name}")
+        elif missing := sorted(getattr(component, "__abstractmethods__", ())):
             raise ConfigError(
-                f"{key}: {name} lacks {', '.join(missing)}, part of every {self.kind}; see {shown}"
+                f"{key}: {name} lacks {', '.join(missing)}, part of every {self.kind}; "
+                f"see {base_name}"
             )
-        return part
+        return component
 
 
 def _attribute(target: str) -> Any:
@@ -95,46 +96,46 @@ def import_user_attribute(module: str, attribute: str, key: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported, or does not have the attribute.
     """
-    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+    if not all(name.isidentifier() for name in (*module.split("."), attribute)):
         raise ConfigError(
             f"{key}: {module}:{attribute} names no class; expected MODULE:CLASS, such as "
             "mypkg.rewards:Mine"
         )
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _broken(module, key, error) from error
+            raise _import_error(module, key, error) from error
         raise ConfigError(
             f"{key}: no module {error.name!r}; start in the folder that holds it, or name that "
             "folder in PYTHONPATH"
         ) from None
     except RlinfError:
         raise
-    except Exception as error:  # a module of the user's may raise anything
-        raise _broken(module, key, error) from error
-    if not hasattr(found, attribute):
+    except Exception as error:  # a user's module may raise anything
+        raise _import_error(module, key, error) from error
+    if not hasattr(imported, attribute):
         raise ConfigError(
-            f"{key}: {found.__file__} has no {attribute!r}"
-            f"{did_you_mean(attribute, _defined(found))}"
+            f"{key}: {imported.__file__} has no {attribute!r}"
+            f"{did_you_mean(attribute, _public_names(imported))}"
         )
-    part = getattr(found, attribute)
-    register_user_component(f"{key}: {module}:{attribute}", found, part)
-    return part
+    component = getattr(imported, attribute)
+    register_user_component(f"{key}: {module}:{attribute}", imported, component)
+    return component
 
 
-def _broken(module: str, key: str, error: Exception) -> ConfigError:
+def _import_error(module: str, key: str, error: Exception) -> ConfigError:
     """Return the error for a module whose import fails, with the location of the failure."""
     if isinstance(error, SyntaxError):
-        where, what = f"{error.filename}, line {error.lineno}", error.msg
+        location, message = f"{error.filename}, line {error.lineno}", error.msg
     else:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where, what = f"{last.filename}, line {last.lineno}", str(error)
-    text = f"{type(error).__name__}: {what}".splitlines()[0]
-    return ConfigError(f"{key}: importing {module} failed in {where}: {text}")
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        location, message = f"{frame.filename}, line {frame.lineno}", str(error)
+    text = f"{type(error).__name__}: {message}".splitlines()[0]
+    return ConfigError(f"{key}: importing {module} failed in {location}: {text}")
 
 
-def _defined(module: ModuleType) -> list[str]:
+def _public_names(module: ModuleType) -> list[str]:
     """Return the public names that a module defines itself."""
     return [
         name

@@ -1,7 +1,7 @@
 """Streaming readers and writers of safetensors files.
 
-A file is read once, front to back, and its checksum is compared on the way
-(:mod:`rlinf.verified_io`). It is written tensor by tensor, so that nothing has to hold all of them.
+A file is read once, front to back, and its checksum is compared meanwhile
+(:mod:`rlinf.verified_io`). It is written tensor by tensor, so memory need not hold all tensors.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-"""Element types in the order of the format's own writer, last first."""
+"""Element types, in the reverse of the order in which safetensors writes them."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_PLACES = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+_DTYPE_ORDER = {dtype: index for index, dtype in enumerate(DTYPES.values())}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SafetensorsReader:
             try:
                 self.metadata, self._entries = self._header()
             except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-                self._reader.finish()  # damage is told from a file of another kind
+                self._reader.finish()  # raises ArtifactError if a committed file is damaged
                 raise SafetensorError(f"{path}: not a safetensors file ({error})") from None
         except BaseException:
             self.__exit__()
@@ -79,37 +79,38 @@ class SafetensorsReader:
         return {entry.name: tuple(entry.shape) for entry in self._entries}
 
     def tensors(
-        self, wanted: Collection[str] | Mapping[str, tuple[int, int]] | None = None
+        self, names: Collection[str] | Mapping[str, tuple[int, int]] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, or the wanted ones, once, in the order of the file.
+        """Yield all tensors, or some of them, in the order of the file.
 
-        Each tensor has memory of its own. They are verified only after the last one, when the whole
-        file has been read and compared.
+        Tensors do not share memory. They are verified only after the last one, when the whole file
+        has been read and compared.
 
         Args:
-            wanted: names; or for each name a range of rows, so that other rows take no memory.
+            names: names of the tensors; or a range of rows for each name, so that other rows take
+                no memory. None: all tensors.
 
         Raises:
             ArtifactError: the file differs from what was committed.
         """
-        rows = wanted if isinstance(wanted, Mapping) else {}
+        rows = names if isinstance(names, Mapping) else {}
         with self._reader as reader:
             for entry in self._entries:
-                if wanted is not None and entry.name not in wanted:
+                if names is not None and entry.name not in names:
                     reader.skip(entry.nbytes)
                     continue
-                before = after = 0
+                skip_before = skip_after = 0
                 shape = entry.shape
                 if entry.name in rows and shape and entry.nbytes:
-                    begin, end = rows[entry.name]
-                    each = entry.nbytes // shape[0]
-                    before, after = begin * each, (shape[0] - end) * each
-                    shape = [end - begin, *shape[1:]]
-                reader.skip(before)
+                    start, stop = rows[entry.name]
+                    row_bytes = entry.nbytes // shape[0]
+                    skip_before, skip_after = start * row_bytes, (shape[0] - stop) * row_bytes
+                    shape = [stop - start, *shape[1:]]
+                reader.skip(skip_before)
                 tensor = torch.empty(shape, dtype=entry.dtype)
                 if tensor.numel():
                     reader.read_into(tensor.view(-1).view(torch.uint8).numpy().data)
-                reader.skip(after)
+                reader.skip(skip_after)
                 yield entry.name, tensor
             reader.finish()
 
@@ -129,17 +130,17 @@ class SafetensorsReader:
         self._reader.read_into(memoryview(text))
         table = json.loads(text.decode())
         metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
-        entries, at = [], 0
-        for name, about in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = about["data_offsets"]
-            shape = [int(size) for size in about["shape"]]
-            nbytes = math.prod(shape) * DTYPES[about["dtype"]].itemsize
-            if (begin, end) != (at, at + nbytes) or min(shape, default=0) < 0:
+        entries, offset = [], 0
+        for name, info in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            start, stop = info["data_offsets"]
+            shape = [int(size) for size in info["shape"]]
+            nbytes = math.prod(shape) * DTYPES[info["dtype"]].itemsize
+            if (start, stop) != (offset, offset + nbytes) or min(shape, default=0) < 0:
                 raise ValueError(f"{name!r} is not where its shape says")
-            entries.append(_Entry(name, DTYPES[about["dtype"]], shape, nbytes))
-            at = end
-        if at != self._reader.remaining:
-            raise ValueError(f"{self._reader.remaining} bytes of tensors, {at} by its header")
+            entries.append(_Entry(name, DTYPES[info["dtype"]], shape, nbytes))
+            offset = stop
+        if offset != self._reader.remaining:
+            raise ValueError(f"{self._reader.remaining} bytes of tensors, {offset} by its header")
         return metadata, entries
 
 
@@ -150,14 +151,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StreamedState:
-    """The tensors of a network as a stream: they never exist in memory all at once.
+    """The tensors of a network as a stream, which need not be in memory at once.
 
     If several processes share the network, all of them must consume every tensor.
     """
 
     templates: Mapping[str, Tensor]
-    """A tensor of the right shape and type for every name, possibly without memory. Tied names
-    share one template."""
+    """A tensor, possibly without memory, of each name's shape and type. Tied names share one."""
     stream: Iterator[tuple[str, Tensor]]
     """Full tensors on the CPU, in any order; one per set of tied names."""
 
@@ -168,8 +168,8 @@ class StreamedState:
 
     def collect(self) -> dict[str, Tensor]:
         """Return all tensors by name; tied names share one tensor."""
-        found = {id(self.templates[name]): tensor for name, tensor in self.stream}
-        return {name: found[id(like)] for name, like in self.templates.items()}
+        by_template = {id(self.templates[name]): tensor for name, tensor in self.stream}
+        return {name: by_template[id(template)] for name, template in self.templates.items()}
 
     def drain(self) -> None:
         """Consume the remaining tensors without keeping them."""
@@ -184,33 +184,33 @@ def save_tensors(
     Args:
         names: tensors to write; tied names get a copy each.
     """
-    entries, at = dict[str, tuple[int, int]](), 0
+    entries, offset = dict[str, tuple[int, int]](), 0
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    wanted: dict[int, list[str]] = {}
-    for name in sorted(names, key=lambda name: (-_PLACES[state.templates[name].dtype], name)):
-        like = state.templates[name]
-        entries[name] = (at, at + like.nbytes)
+    names_by_template: dict[int, list[str]] = {}
+    for name in sorted(names, key=lambda name: (-_DTYPE_ORDER[state.templates[name].dtype], name)):
+        template = state.templates[name]
+        entries[name] = (offset, offset + template.nbytes)
         table[name] = {
-            "dtype": _CODES[like.dtype],
-            "shape": list(like.shape),
-            "data_offsets": [at, at + like.nbytes],
+            "dtype": _CODES[template.dtype],
+            "shape": list(template.shape),
+            "data_offsets": [offset, offset + template.nbytes],
         }
-        at += like.nbytes
-        wanted.setdefault(id(like), []).append(name)
+        offset += template.nbytes
+        names_by_template.setdefault(id(template), []).append(name)
     header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb", buffering=0) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, tensor in state.stream:
-            like = state.templates[name]
-            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+            template = state.templates[name]
+            if (tensor.dtype, tensor.shape) != (template.dtype, template.shape):
                 raise ValueError(f"{path}: {name} came as {tensor.dtype} {tuple(tensor.shape)}")
-            for other in wanted.pop(id(state.templates[name]), ()):
-                file.seek(8 + len(header) + entries[other][0])
-                left = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-                while left:
-                    left = left[file.write(left) :]
-                del left
-            del tensor  # before the next one is made
-    if wanted:
-        raise ValueError(f"{path}: {len(wanted)} tensors never came")
+            for tied_name in names_by_template.pop(id(state.templates[name]), ()):
+                file.seek(8 + len(header) + entries[tied_name][0])
+                remaining = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
+                del remaining
+            del tensor  # before the next tensor is created
+    if names_by_template:
+        raise ValueError(f"{path}: {len(names_by_template)} tensors never came")

@@ -1,4 +1,4 @@
-"""Randomness by address: (run seed, iteration, stage, sample), never by a process's history."""
+"""Random numbers that depend on (run seed, iteration, stage, sample), not on earlier draws."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def _key(seed: int, *address: int | str) -> int:
 
 
 def generator(seed: int, *address: int | str) -> np.random.Generator:
-    """Return a random generator that depends on its address alone."""
+    """Return a random generator that depends only on seed and address."""
     return np.random.Generator(np.random.Philox(key=_key(seed, *address)))
 
 
 def torch_seed(seed: int, *address: int | str) -> int:
-    """Return a 63-bit seed for ``torch.manual_seed`` from the same kind of address."""
+    """Return a 63-bit seed for ``torch.manual_seed`` that depends only on seed and address."""
     return _key(seed, *address) >> 65
 
 
@@ -35,12 +35,12 @@ def uniform_rows(
     The row of a sample depends neither on the rest of its batch nor on the worker that draws it.
 
     Args:
-        turns: int64 ``[len(samples)]``: turns of one sample have different rows; 0 by default.
+        turns: turn of each sample, int64 ``[len(samples)]``, which changes its row; default 0.
     """
     rows = np.empty((len(samples), length), dtype=np.float32)
-    numbers = samples.tolist()
+    sample_ids = samples.tolist()
     for i, (sample, turn) in enumerate(
-        zip(numbers, [0] * len(numbers) if turns is None else turns.tolist(), strict=True)
+        zip(sample_ids, [0] * len(sample_ids) if turns is None else turns.tolist(), strict=True)
     ):
         address = (iteration, stage, sample, turn) if turn else (iteration, stage, sample)
         rows[i] = generator(seed, *address).random(length, dtype=np.float32)

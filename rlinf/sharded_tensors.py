@@ -19,7 +19,7 @@ BUCKET_BYTES = 8 << 20
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor."""
-    # The import takes a second, and where nothing has made it there are none.
+    # The import takes a second; before another module has made it, no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -31,94 +31,94 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def storage_key(tensor: Tensor) -> object:
     """Return a key that is equal for several names of one tensor, such as tied weights."""
-    own = local_shard(tensor)
-    return (own.data_ptr(), own.shape, own.dtype) if own.numel() else id(tensor)
+    shard = local_shard(tensor)
+    return (shard.data_ptr(), shard.shape, shard.dtype) if shard.numel() else id(tensor)
 
 
 def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of rows of the full tensor that this process holds: begin and end.
+    """Return the range of rows, start and stop, of the full tensor that this process holds.
 
     Raises:
         ValueError: the tensor is not sharded by rows.
     """
     if not is_sharded(tensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
-    mesh, dim = _shared_by(tensor)
+    mesh, dim = _shard_dim(tensor)
     rows = tensor.shape[0]
-    each = -(-rows // mesh.size(dim))
-    begin = min(rows, mesh.get_local_rank(dim) * each)
-    return begin, min(rows, begin + each)
+    rows_per_process = -(-rows // mesh.size(dim))
+    start = min(rows, mesh.get_local_rank(dim) * rows_per_process)
+    return start, min(rows, start + rows_per_process)
 
 
 def gather_full_tensors(
     named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensors one after the other; all processes must consume every one.
+    """Yield the full tensors one after the other; all processes must consume each tensor.
 
-    Tensors that no other process shares are not copied.
+    Tensors that are not sharded over several processes are not copied.
     """
     bucket: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
-        own = tensor.detach()
-        if not is_sharded(own) or _ways(own) == 1:
-            yield name, local_shard(own)
-        elif own.nbytes > bucket_bytes:
-            yield name, _large(own)
+        detached = tensor.detach()
+        if not is_sharded(detached) or _num_shards(detached) == 1:
+            yield name, local_shard(detached)
+        elif detached.nbytes > bucket_bytes:
+            yield name, _gather_large(detached)
         else:
-            if size + own.nbytes > bucket_bytes:
-                yield from _small(bucket)
+            if size + detached.nbytes > bucket_bytes:
+                yield from _gather_bucket(bucket)
                 bucket, size = [], 0
-            bucket.append((name, own))
-            size += own.nbytes
+            bucket.append((name, detached))
+            size += detached.nbytes
     if bucket:
-        yield from _small(bucket)
+        yield from _gather_bucket(bucket)
 
 
-def _large(tensor: DTensor) -> Tensor:
-    """Gather one tensor: each process broadcasts its rows to their place.
+def _gather_large(tensor: DTensor) -> Tensor:
+    """Gather one tensor: each process broadcasts its rows into the full tensor.
 
-    Gloo's all-gather would need another full tensor of memory.
+    Gloo's all-gather would need memory for another full tensor.
     """
-    mesh, dim = _shared_by(tensor)
-    own = _bytes(local_shard(tensor))
-    whole = own.new_empty(tensor.nbytes)
-    each = _part_bytes(tensor, mesh.size(dim))
+    mesh, dim = _shard_dim(tensor)
+    local = _bytes(local_shard(tensor))
+    full = local.new_empty(tensor.nbytes)
+    shard_bytes = _shard_bytes(tensor, mesh.size(dim))
     for rank in range(mesh.size(dim)):
-        part = whole[rank * each : (rank + 1) * each]
+        shard = full[rank * shard_bytes : (rank + 1) * shard_bytes]
         if rank == mesh.get_local_rank(dim):
-            part.copy_(own)
-        if len(part):
-            torch.distributed.broadcast(part, group=mesh.get_group(dim), group_src=rank)
-    return whole.view(tensor.dtype).view(tensor.shape)
+            shard.copy_(local)
+        if len(shard):
+            torch.distributed.broadcast(shard, group=mesh.get_group(dim), group_src=rank)
+    return full.view(tensor.dtype).view(tensor.shape)
 
 
-def _small(bucket: list[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]]:
-    mesh, dim = _shared_by(bucket[0][1])
-    ways = mesh.size(dim)
-    sizes = [_part_bytes(tensor, ways) for _, tensor in bucket]
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    parts = [_bytes(local_shard(tensor)) for _, tensor in bucket]
-    own = parts[0].new_zeros(sum(sizes))
-    for start, part in zip(starts, parts, strict=True):
-        own[start : start + len(part)] = part
-    every = own.new_empty(ways, len(own))
-    torch.distributed.all_gather_single(every.view(-1), own, group=mesh.get_group(dim))
+def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]]:
+    mesh, dim = _shard_dim(bucket[0][1])
+    num_shards = mesh.size(dim)
+    sizes = [_shard_bytes(tensor, num_shards) for _, tensor in bucket]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    shards = [_bytes(local_shard(tensor)) for _, tensor in bucket]
+    local = shards[0].new_zeros(sum(sizes))
+    for start, shard in zip(starts, shards, strict=True):
+        local[start : start + len(shard)] = shard
+    gathered = local.new_empty(num_shards, len(local))
+    torch.distributed.all_gather_single(gathered.view(-1), local, group=mesh.get_group(dim))
     for start, size, (name, tensor) in zip(starts, sizes, bucket, strict=True):
-        whole = every[:, start : start + size].reshape(-1)[: tensor.nbytes]
-        yield name, whole.view(tensor.dtype).view(tensor.shape)
+        full = gathered[:, start : start + size].reshape(-1)[: tensor.nbytes]
+        yield name, full.view(tensor.dtype).view(tensor.shape)
 
 
-def _part_bytes(tensor: DTensor, ways: int) -> int:
-    """Return the bytes of the first part; as in torch.chunk, later parts may be shorter."""
-    return -(-tensor.shape[0] // ways) * tensor.shape[1:].numel() * tensor.itemsize
+def _shard_bytes(tensor: DTensor, num_shards: int) -> int:
+    """Return the bytes of the first shard; as in torch.chunk, later shards may be smaller."""
+    return -(-tensor.shape[0] // num_shards) * tensor.shape[1:].numel() * tensor.itemsize
 
 
-def _shared_by(tensor: DTensor) -> tuple[DeviceMesh, int]:
-    """Return the mesh and the dimension over which rows are sharded; other dimensions replicate.
+def _shard_dim(tensor: DTensor) -> tuple[DeviceMesh, int]:
+    """Return the mesh and its dimension over which rows are sharded; other dimensions replicate.
 
     Raises:
-        ValueError: the tensor is placed otherwise.
+        ValueError: the tensor has another placement.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -128,8 +128,8 @@ def _shared_by(tensor: DTensor) -> tuple[DeviceMesh, int]:
     return tensor.device_mesh, tensor.device_mesh.ndim - 1
 
 
-def _ways(tensor: DTensor) -> int:
-    mesh, dim = _shared_by(tensor)
+def _num_shards(tensor: DTensor) -> int:
+    mesh, dim = _shard_dim(tensor)
     return mesh.size(dim)
 
 

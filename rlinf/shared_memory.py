@@ -1,11 +1,11 @@
 """Shared-memory segments of this user: create, open, and clean up after killed processes.
 
-Nothing frees a segment in ``/dev/shm`` whose process group was killed, and two copies of a 7 B
-model are 28 GB of the node's memory. The name of a segment identifies its process. Once that has
-ended, any process of the same user may remove it; the next one does, and so does ``rlinf clean``.
+The system does not free a segment in ``/dev/shm`` when its process group is killed, and two copies
+of a 7 B model take 28 GB of the node's memory. The name of a segment identifies its process. After
+the process has ended, the user's next stage, or ``rlinf clean``, removes the segment.
 
 ``multiprocessing.shared_memory`` is not used because its resource tracker (Python < 3.13) removes
-the segment when any of the processes ends. This is the same ``mmap`` of the same kind of file.
+the segment when any of the processes ends. This module maps the same kind of file with ``mmap``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SEGMENT_NAME = re.compile(SEGMENT_PREFIX + r"(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{8,
 
 
 def new_segment_name() -> str:
-    """Return a new name for shared memory that is useless once this process has ended.
+    """Return a new name for shared memory that can be removed when this process has ended.
 
-    It is short, because servers create sockets in folders of such names, whose paths are limited to
-    107 bytes.
+    The name is short, because servers create sockets in folders with such names, and paths of
+    sockets are limited to 107 bytes.
     """
     owner = (os.getuid(), pid_namespace(), os.getpid(), own_start_time())
     return SEGMENT_PREFIX + "-".join(map(str, owner)) + f"-{secrets.token_hex(4)}"
@@ -49,13 +49,13 @@ def create_segment(name: str, size: int) -> mmap.mmap:
     _created[name] = os.getpid()
     file = os.open(SHM_FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Reserved now: writing to a full /dev/shm later would kill the process.
+        # Reserve memory now, because writing to a full /dev/shm later would kill the process.
         os.posix_fallocate(file, 0, size)
         return mmap.mmap(file, size)
     except OSError as error:
         remove_segment(name)
         raise StorageError(
-            f"{SHM_FOLDER}: no segment of {size} bytes could be made ({error}); enlarge it, or "
+            f"{SHM_FOLDER}: no segment of {size} bytes could be created ({error}); enlarge it, or "
             "free some"
         ) from None
     finally:
@@ -66,7 +66,7 @@ def attach_segment(name: str) -> mmap.mmap:
     """Map another process's segment.
 
     Raises:
-        InputError: the name is no segment's, or the file does not belong to this user alone.
+        InputError: the name is not that of a segment, or other users can access the file.
         OSError: it does not exist.
     """
     if not SEGMENT_NAME.fullmatch(name):
@@ -75,7 +75,7 @@ def attach_segment(name: str) -> mmap.mmap:
     try:
         if not is_owner_only(file):
             raise InputError(
-                f"shared memory {name!r} is not this user's alone; have its owner (user "
+                f"other users can access shared memory {name!r}; have its owner (user "
                 f"{os.fstat(file).st_uid}) remove {SHM_FOLDER / name}"
             )
         return mmap.mmap(file, 0)
@@ -85,7 +85,7 @@ def attach_segment(name: str) -> mmap.mmap:
 
 def remove_segment(name: str) -> None:
     """Remove a segment of this process; open mappings stay valid. May be called twice."""
-    if _created.pop(name, None) == os.getpid():  # not of the parent of a fork
+    if _created.pop(name, None) == os.getpid():  # not a segment of the parent before a fork
         (SHM_FOLDER / name).unlink(missing_ok=True)
 
 
@@ -95,7 +95,7 @@ def is_orphaned(name: str) -> bool:
         return True
     match = SEGMENT_NAME.fullmatch(name)
     if match is None or int(match[2]) != pid_namespace():
-        return False  # of a container with numbers of its own: they say nothing here
+        return False  # of another container, whose process ids are not valid here
     return not is_alive(int(match[3]), int(match[4]))
 
 
@@ -109,7 +109,7 @@ def orphaned_segments() -> Iterator[Path]:
     for path in SHM_FOLDER.glob(f"{SEGMENT_PREFIX}{os.getuid()}-*"):
         match = SEGMENT_NAME.match(path.name)
         if match is None or int(match[2]) != pid_namespace():
-            continue  # of a container with numbers of its own: they say nothing here
+            continue  # of another container, whose process ids are not valid here
         with contextlib.suppress(OSError):
             info = path.lstat()
             if info.st_uid == os.getuid() and not is_alive(int(match[3]), int(match[4])):

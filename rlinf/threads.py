@@ -1,7 +1,7 @@
 """Service threads: one that fails ends its process at once, with the cause.
 
-Whoever waits for such a thread would wait forever, here or in another process. A process that ended
-is noticed, named and replaced.
+Otherwise other threads and processes would wait for the failed thread forever. A process that ended
+is noticed, reported and replaced.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start_service_thread(name: str, work: Callable[[], None]) -> threading.Threa
 
 
 def exit_process(name: str, error: BaseException) -> None:
-    """Log the reason and end the process, whatever other threads are doing."""
+    """Log the reason and end the process at once, without waiting for other threads."""
     exhausted = to_resource_error(error)
     if exhausted is None:
         log.critical("the thread %r failed, so this process ends", name, exc_info=error)
@@ -51,58 +51,58 @@ def exit_process(name: str, error: BaseException) -> None:
 
 
 class BackgroundWorker:
-    """Runs one piece of work after another in a thread of its own.
+    """Runs tasks one after another in its own thread.
 
     Args:
         name: name of the thread.
-        expected: errors that the work may raise. They are logged, and the consumers read the result
-            elsewhere. Any other error is a bug and ends the process.
+        expected: errors that a task may raise. They are logged, and consumers read the result from
+            disk instead. Any other error is a bug and ends the process.
     """
 
     def __init__(self, name: str, expected: tuple[type[Exception], ...]) -> None:
         self._name, self._expected = name, expected
         self._thread = ThreadPoolExecutor(1, name)
 
-    def submit(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Enqueue a piece of work and return at once. After :meth:`close` it is ignored.
+    def submit(self, description: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Enqueue a task and return at once. After :meth:`close` tasks are ignored.
 
         Args:
-            what: description for the log if it fails.
+            description: name of the task in the log if it fails.
         """
         with contextlib.suppress(RuntimeError):  # closed
-            self._thread.submit(self._do, what, work, *arguments)
+            self._thread.submit(self._run, description, work, *arguments)
 
     def close(self, *, wait: bool = True) -> None:
-        """Start no further work."""
+        """Start no further tasks."""
         self._thread.shutdown(wait=wait, cancel_futures=True)
 
-    def _do(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, description: str, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(*arguments)
         except self._expected as error:
-            log.warning("%s: %s; it is read from disk instead", what, error)
+            log.warning("%s: %s; it is read from disk instead", description, error)
         except BaseException as error:
             if not sys.is_finalizing():
-                exit_process(f"{self._name}: {what}", error)
+                exit_process(f"{self._name}: {description}", error)
 
 
 class MalformedCounter:
     """Counts dropped messages and logs the first one.
 
     Args:
-        what: name of the receiving end, for the log.
+        receiver: name of the receiving end, for the log.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, receiver: str) -> None:
         self.count = 0
-        self._what = what
+        self._receiver = receiver
 
     def count_dropped(self, error: BaseException) -> None:
         self.count += 1
         if self.count == 1:
             log.warning(
-                "%s: dropped a message that makes no sense (%r); further ones are only counted: a "
-                "process of this run is broken or of another version",
-                self._what,
+                "%s: dropped a malformed message (%r); further ones are only counted: a process of "
+                "this run is broken or has another version",
+                self._receiver,
                 error,
             )

@@ -2,11 +2,10 @@
 
 They are errors of connections and files (``OSError``, except a missing or forbidden path), of HTTP
 and of services that are busy or unreachable, of a locked database, of device memory and
-collectives, and of worker processes that died. The error itself decides, or one that it was raised
-from; in an exception group each error must be transient.
+collectives, and of worker processes that died. An error is also transient if an error in its chain
+of causes is. In an exception group, each error must be transient.
 
-Simulator processes load this module too, with any Python from 3.9 on, so it uses the standard
-library alone.
+Simulator processes also load this module, with Python 3.9 or newer and only its standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PERMANENT_ERRORS = (
     IsADirectoryError,
     PermissionError,
 )
-"""Errors of files that another attempt would meet again, because the path is wrong."""
+"""Errors of files that another attempt would raise again, because the path is wrong."""
 TRANSIENT_HTTP_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses that may not recur (RFC 9110, 6585 and 8470)."""
 TRANSIENT_GRPC_CODES = frozenset(
@@ -39,7 +38,7 @@ SERVICE_CLIENTS = frozenset(
 )
 """Packages of service clients, whose errors need not be an ``OSError``."""
 CONNECTION_ERROR_NAMES = re.compile(r"Timeout|Connect|Network|RemoteProtocol")
-"""Pattern for the names of their connection errors."""
+"""Pattern for the class names of these packages' connection errors."""
 TRANSIENT_TORCH_ERRORS = ("OutOfMemoryError", "AcceleratorError", "distributed.DistError")
 TRANSIENT_TEXTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "gloo/transport")
 """Parts of the messages of device and network errors that PyTorch raises as RuntimeError."""
@@ -58,43 +57,46 @@ def is_transient(error: BaseException | None) -> bool:
             return False
         if isinstance(error, groups) and all(map(is_transient, error.exceptions)):
             return True
-        if isinstance(error, TRANSIENT_ERRORS) or _is_of_device(error) or _is_of_service(error):
+        is_known = isinstance(error, TRANSIENT_ERRORS)
+        if is_known or _is_device_error(error) or _is_service_error(error):
             return True
         visited.add(id(error))
         error = cause_of(error)
     return False
 
 
-def _is_of_service(error: BaseException) -> bool:
+def _is_service_error(error: BaseException) -> bool:
     """Return whether a service was busy or unreachable, or a database locked."""
-    places = (error, getattr(error, "response", None))
-    found = [getattr(place, name, None) for place in places for name in ("status_code", "status")]
-    if any(isinstance(status, int) and status in TRANSIENT_HTTP_STATUSES for status in found):
+    sources = (error, getattr(error, "response", None))
+    names = ("status_code", "status")
+    statuses = [getattr(source, name, None) for source in sources for name in names]
+    if any(isinstance(status, int) and status in TRANSIENT_HTTP_STATUSES for status in statuses):
         return True
     if isinstance(error, getattr(sys.modules.get("sqlite3"), "OperationalError", ())):
         return "is locked" in str(error)
-    ours = [c for c in type(error).__mro__ if c.__module__.partition(".")[0] in SERVICE_CLIENTS]
-    if any(CONNECTION_ERROR_NAMES.search(kind.__name__) for kind in ours):
+    classes = type(error).__mro__
+    client_classes = [c for c in classes if c.__module__.partition(".")[0] in SERVICE_CLIENTS]
+    if any(CONNECTION_ERROR_NAMES.search(cls.__name__) for cls in client_classes):
         return True
-    code = getattr(error, "code", None) if ours else None
+    code = getattr(error, "code", None) if client_classes else None
     return callable(code) and getattr(code(), "name", "") in TRANSIENT_GRPC_CODES
 
 
-def _is_of_device(error: BaseException) -> bool:
-    """Return whether PyTorch raised it for device memory, a device or a lost peer."""
+def _is_device_error(error: BaseException) -> bool:
+    """Return whether PyTorch raised the error because of device memory, a device or a lost peer."""
     if isinstance(error, RuntimeError) and any(text in str(error) for text in TRANSIENT_TEXTS):
         return True
     torch = sys.modules.get("torch")
-    return any(isinstance(error, kind) for kind in _torch_errors(torch))
+    return any(isinstance(error, cls) for cls in _torch_errors(torch))
 
 
 def _torch_errors(torch: ModuleType | None) -> list[type]:
     """Return the classes of :data:`TRANSIENT_TORCH_ERRORS` in PyTorch; none before its import."""
-    kinds = []
+    classes = []
     for name in TRANSIENT_TORCH_ERRORS:
-        found: object = torch
-        for word in name.split("."):
-            found = getattr(found, word, None)
-        if inspect.isclass(found):
-            kinds.append(found)
-    return kinds
+        attribute: object = torch
+        for part in name.split("."):
+            attribute = getattr(attribute, part, None)
+        if inspect.isclass(attribute):
+            classes.append(attribute)
+    return classes

@@ -1,10 +1,10 @@
-"""Errors of the user's own code: recognised by the traceback, and reported once.
+"""Errors of user code: recognised by the traceback, and reported once.
 
-User code is each module that the configuration names (``reward.name=mylab.rewards:Brief``), with
-the other modules of its package or, without a package, of its folder. An exception belongs to the
+User code is each module that the configuration names (``reward.name=mylab.rewards:Brief``), and the
+other modules of its package or, without a package, of its folder. An exception belongs to the
 user if its traceback has a frame of such a module. It becomes a :class:`UserCodeError`, which no
-driver retries, or a :class:`TransientUserCodeError` if :mod:`rlinf.transient_errors` says that it
-may pass.
+driver retries, or a :class:`TransientUserCodeError` if another attempt may succeed
+(:mod:`rlinf.transient_errors`).
 """
 
 from __future__ import annotations
@@ -85,24 +85,24 @@ def _is_library(module: ModuleType) -> bool:
 def to_user_code_error(error: BaseException) -> RlinfError | None:
     """Return the error to report in place of ``error`` if user code raised it, else None.
 
-    Unchanged are errors that are raised on purpose (:class:`RlinfError`), that a full disk or
-    used-up memory explains, and that end the process from outside (a signal, Ctrl-C). ``sys.exit``
-    in user code counts as an error.
+    It returns None for errors raised on purpose (:class:`RlinfError`), errors caused by a full disk
+    or exhausted memory, and errors that end the process from outside (a signal, Ctrl-C).
+    ``sys.exit`` in user code counts as an error.
     """
     if not isinstance(error, Exception | SystemExit) or isinstance(error, RlinfError):
         return None
     if not _components or to_resource_error(error) is not None:
         return None
-    steps = list(_steps(error.__traceback__))
-    first = next((step for step in steps if _is_user_code(step.tb_frame)), None)
-    if first is None:
+    entries = list(_traceback_entries(error.__traceback__))
+    user_entry = next((entry for entry in entries if _is_user_code(entry.tb_frame)), None)
+    if user_entry is None:
         return None
-    if isinstance(error, SystemExit) and _is_product(steps[-1].tb_frame):
+    if isinstance(error, SystemExit) and _is_product(entries[-1].tb_frame):
         return None  # a signal's handler ends the process
     text = next(iter(str(error).splitlines()), "")
     summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    label = _label([step.tb_frame for step in steps], first.tb_frame)
-    message = f"{label} raised {summary}\n{_traceback(error, first)}"
+    label = _label([entry.tb_frame for entry in entries], user_entry.tb_frame)
+    message = f"{label} raised {summary}\n{_traceback(error, user_entry)}"
     return (TransientUserCodeError if is_transient(error) else UserCodeError)(message)
 
 
@@ -121,20 +121,20 @@ def exit_code_and_message(error: BaseException) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def translate_user_errors() -> Iterator[None]:
-    """Raise errors of user code as :func:`to_user_code_error` reports them."""
+    """Replace errors of user code by the result of :func:`to_user_code_error`."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        found = to_user_code_error(error)
-        if found is None:
+        reported = to_user_code_error(error)
+        if reported is None:
             raise
-        raise found from None
+        raise reported from None
 
 
-def _steps(step: TracebackType | None) -> Iterator[TracebackType]:
-    while step is not None:
-        yield step
-        step = step.tb_next
+def _traceback_entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
 
 
 def _is_user_code(frame: FrameType) -> bool:
@@ -144,7 +144,7 @@ def _is_user_code(frame: FrameType) -> bool:
     return (
         file.parent in _folders
         or any(file.is_relative_to(package) for package in _packages)
-        or any(file == part.file for part in _components.values())
+        or any(file == component.file for component in _components.values())
     )
 
 
@@ -153,23 +153,23 @@ def _is_product(frame: FrameType) -> bool:
 
 
 def _label(frames: list[FrameType], first: FrameType) -> str:
-    """Return the component at work: the class of the outermost method, else that of the file."""
-    classes = [(part.attribute, part.label) for part in _components.values()]
+    """Return the running component's label: by the outermost method's class, else by the file."""
+    classes = [(component.attribute, component.label) for component in _components.values()]
     for frame in frames:
-        owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
-        kind = owner if inspect.isclass(owner) else type(owner)
+        receiver = frame.f_locals.get("self", frame.f_locals.get("cls"))
+        cls = receiver if inspect.isclass(receiver) else type(receiver)
         for attribute, label in classes:
-            if attribute in kind.__mro__:
+            if attribute in cls.__mro__:
                 return label
-    there = Path(first.f_code.co_filename)
-    labels = [part.label for part in _components.values() if part.file == there]
-    return labels[-1] if labels else f"{there}:"
+    file = Path(first.f_code.co_filename)
+    labels = [component.label for component in _components.values() if component.file == file]
+    return labels[-1] if labels else f"{file}:"
 
 
 def _traceback(error: BaseException, first: TracebackType) -> str:
-    """Return one traceback that begins at the user's line, and the cause as a line."""
-    shown = traceback.TracebackException(type(error), error, first, compact=True)
-    text = "".join(shown.format(chain=False)).rstrip()
+    """Return the traceback from the user's line on, and one line about the cause."""
+    formatted = traceback.TracebackException(type(error), error, first, compact=True)
+    text = "".join(formatted.format(chain=False)).rstrip()
     cause = cause_of(error)
     if cause is None:
         return text

@@ -1,4 +1,4 @@
-"""Verified reads: the bytes that are used are the bytes whose checksum was compared.
+"""Verified reads: exactly the bytes that are used enter the checksum.
 
 A file is read once, front to back, into memory of this process, and its checksum is computed from
 these bytes. Later changes on disk are not used, and nothing is memory-mapped. The expected checksum
@@ -22,7 +22,7 @@ from rlinf.artifacts import CommittedFile, FileEntry, committed_file
 from rlinf.errors import ArtifactError
 
 BLOCK_BYTES = 1 << 22
-"""Bytes that are hashed while they are still in the processor's cache."""
+"""Block size of reads: small enough to be hashed while it is in the processor's cache."""
 
 
 class VerifiedReader:
@@ -43,13 +43,13 @@ class VerifiedReader:
                 raise
             raise self._damage("missing") from None
         self.size = path.stat().st_size if self._commit is None else self._expected.size
-        self._state = xxhash.xxh3_128()
-        self._left = self.size
+        self._hasher = xxhash.xxh3_128()
+        self._remaining = self.size
 
     @property
     def remaining(self) -> int:
         """Number of bytes not yet read."""
-        return self._left
+        return self._remaining
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill a buffer with the next bytes; they are verified only after :meth:`finish`.
@@ -57,21 +57,21 @@ class VerifiedReader:
         Raises:
             ArtifactError, EOFError: the file ends too early.
         """
-        at = 0
-        while at < len(buffer):
-            count = self._file.readinto(buffer[at : at + BLOCK_BYTES])
+        position = 0
+        while position < len(buffer):
+            count = self._file.readinto(buffer[position : position + BLOCK_BYTES])
             if not count:
                 raise self._damage("truncated")
             if self._commit is not None:
-                self._state.update(buffer[at : at + count])
-            at += count
-        self._left -= len(buffer)
+                self._hasher.update(buffer[position : position + count])
+            position += count
+        self._remaining -= len(buffer)
 
     def skip(self, count: int) -> None:
-        """Skip bytes; they are part of the checksum all the same."""
+        """Skip bytes; they still enter the checksum."""
         if self._commit is None:
             self._file.seek(count, 1)
-            self._left -= count
+            self._remaining -= count
             return
         scratch = memoryview(bytearray(min(count, BLOCK_BYTES)))
         while count:
@@ -85,10 +85,10 @@ class VerifiedReader:
         Raises:
             ArtifactError: the bytes differ from those that were committed.
         """
-        self.skip(self._left)
+        self.skip(self._remaining)
         if self._commit is None:
             return
-        if self._file.read(1) or self._state.hexdigest() != self._expected.checksum:
+        if self._file.read(1) or self._hasher.hexdigest() != self._expected.checksum:
             raise self._damage("altered (checksum differs)")
 
     @property
@@ -134,7 +134,7 @@ def read_text(path: Path) -> str:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file; on an error, which is that of :func:`read_bytes`, the copy is removed."""
+    """Copy a file; raises like :func:`read_bytes`, and then removes the copy."""
     try:
         with VerifiedReader(source) as reader, target.open("wb") as out:
             scratch = memoryview(bytearray(min(reader.size, BLOCK_BYTES)))
@@ -168,14 +168,14 @@ def verified_temporary_copy(folder: Path, names: Collection[str]) -> Iterator[Pa
 
 
 def is_owner_only(file: int) -> bool:
-    """Whether an open file is a regular one of this user that nobody else may read or write."""
+    """Return whether an open file is a regular file of this user that no one else can access."""
     info = os.fstat(file)
-    own = info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
-    return own and stat.S_ISREG(info.st_mode)
+    is_private = info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
+    return is_private and stat.S_ISREG(info.st_mode)
 
 
 def allowed_link_targets(folder: Path) -> list[Path]:
-    """Return the folders that links may lead to: the folder, and in a cache of Hugging Face
-    (``models--*/snapshots/REVISION``) into ``blobs`` beside it."""
+    """Return the folders into which links may point: the folder itself, and ``blobs`` for a Hugging
+    Face cache (``models--*/snapshots/REVISION``)."""
     home = folder.resolve()
     return [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]

@@ -20,7 +20,7 @@ _FLOAT = re.compile(
 
 
 class _StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Safe YAML without duplicate keys, and in which ``1:30`` is no number (YAML 1.1 reads 90)."""
+    """Safe YAML loader that rejects duplicate keys and reads ``1:30`` as text (YAML 1.1: 90)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         keys = set()
@@ -49,7 +49,7 @@ def check_is_file(path: Path, key: str, error: type[InputError]) -> None:
     """Check that the path under ``key`` is a file.
 
     Raises:
-        InputError: of type ``error``; it is missing, a folder, or no regular file.
+        InputError: of type ``error``; the path is missing, a folder, or not a regular file.
     """
     path = path.expanduser()
     try:
@@ -64,12 +64,12 @@ def check_is_file(path: Path, key: str, error: type[InputError]) -> None:
         raise error(f"{key}: cannot read {path}: {reason}") from None
 
 
-def not_utf8_error(path: Path, key: str, error: type[InputError], place: int) -> InputError:
+def not_utf8_error(path: Path, key: str, error: type[InputError], position: int) -> InputError:
     """Return the error for a file that is not text, with the position of the invalid byte."""
     with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    what = "compressed (gzip); unpack it first" if packed else "not UTF-8 text"
-    return error(f"{key}: {path} is {what} (byte {place})")
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    description = "compressed (gzip); unpack it first" if is_gzip else "not UTF-8 text"
+    return error(f"{key}: {path} is {description} (byte {position})")
 
 
 def read_text(path: Path, key: str, error: type[InputError]) -> str:
@@ -102,6 +102,6 @@ def read_yaml(path: Path, key: str, error: type[InputError]) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         mark = getattr(problem, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark is not None else ""
-        what = getattr(problem, "problem", None) or getattr(problem, "reason", None) or problem
-        raise error(f"{key}: {path}{at}: not valid YAML ({what})") from None
+        location = f", line {mark.line + 1}" if mark is not None else ""
+        reason = getattr(problem, "problem", None) or getattr(problem, "reason", None) or problem
+        raise error(f"{key}: {path}{location}: not valid YAML ({reason})") from None

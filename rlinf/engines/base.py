@@ -2,8 +2,8 @@
 
 Requests and replies are records whose ``steps`` have one row per sample. This module declares their
 columns. In a shape, each letter is a size that is equal in all columns of a record; ``B`` is the
-number of rows. Records may have further columns: an engine forwards all outputs of a policy, and
-the environment stores them.
+number of rows. Records may have more columns: an engine forwards all outputs of a policy, and the
+environment stores them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ACTION_REQUEST_COLUMNS = {"sample": ColumnSpec("int64")}
 ``time`` (the step, below ``horizon``), ``horizon`` and ``temperature``."""
 ACTION_REPLY_COLUMNS = {
     "sample": ColumnSpec("int64"),  # in the order of the request, in one reply
-    # [B], or one per choice within the action: [B, K], [B, C, D].
+    # [B], or one per part of the action (a token or a dimension): [B, K], [B, C, D].
     "logprob": ColumnSpec("float32", "..."),
     "version": ColumnSpec("int64", optional=True),
 }
@@ -85,7 +85,7 @@ def check_columns(record: Record, columns: Mapping[str, ColumnSpec]) -> None:
     Raises:
         DataError: A column is missing or has another type or shape.
     """
-    sizes: dict[str, int] = {}
+    size_of_letter: dict[str, int] = {}
     for name, column in columns.items():
         array = record.steps.get(name)
         if array is None:
@@ -93,12 +93,12 @@ def check_columns(record: Record, columns: Mapping[str, ColumnSpec]) -> None:
                 continue
             raise DataError(f"record {tuple(record.identity)} has no column {name!r}")
         shape = array.shape[1:]
-        named = zip(column.shape, shape, strict=False)
-        fits = column.shape == "..." or (
+        axes = zip(column.shape, shape, strict=False)
+        has_shape = column.shape == "..." or (
             len(shape) == len(column.shape)
-            and all(sizes.setdefault(letter, size) == size for letter, size in named)
+            and all(size_of_letter.setdefault(letter, size) == size for letter, size in axes)
         )
-        if array.dtype != np.dtype(column.dtype) or not fits:
+        if array.dtype != np.dtype(column.dtype) or not has_shape:
             raise DataError(
                 f"record {tuple(record.identity)}: column {name!r} is {array.dtype} {array.shape}, "
                 f"not {column.dtype} [{', '.join(['B', *column.shape])}]"
@@ -130,7 +130,7 @@ class RequestReceiver(Protocol):
 
 @dataclass(frozen=True)
 class RolloutHooks:
-    """Callbacks that an engine calls while it generates."""
+    """Callbacks of an engine during generation."""
 
     newer_weights: Callable[[], tuple[Path, int] | None] | None = None
     """Return the folder and version of newer weights, or None. If this is set, replies have the
@@ -147,7 +147,7 @@ NO_HOOKS = RolloutHooks()
 class Engine(Component, ABC):
     """An inference engine: it answers requests with the loaded weights of a policy.
 
-    If the hooks report newer weights, generation continues with those. The random numbers of a
+    If the hooks report newer weights, generation continues with them. The random numbers of a
     sample are derived from (seed, iteration, stage, sample, turn), so they depend neither on other
     rows nor on the arrival time of the request. Batched kernels may round log-probabilities
     differently: requests that arrive at the same point give equal bytes, and requests that join a
@@ -189,7 +189,7 @@ class Engine(Component, ABC):
 
     @classmethod
     def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
-        """Check that the policy can be divided as the layout says, without loading it.
+        """Check that the policy can be sharded according to a layout, without loading it.
 
         Only engines with :attr:`supported_layouts` implement this.
 
@@ -199,13 +199,13 @@ class Engine(Component, ABC):
             key: The configuration key of the layout, for error messages.
 
         Raises:
-            ConfigError: The policy cannot be divided in this way.
+            ConfigError: The layout does not divide the policy evenly.
             DataError: The checkpoint cannot be read.
         """
 
     @classmethod
     def check_policy(cls, config: Any, policy: Any) -> None:
-        """Check that the engine computes the policy as the trainer does, without loading it.
+        """Check, without loading the policy, that the engine computes the same as the trainer.
 
         Args:
             policy: The configuration of the policy.
@@ -216,8 +216,7 @@ class Engine(Component, ABC):
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        """Return the optional packages that the stage's process needs. For each of them there is an
-        installation extra of the same name."""
+        """Return the optional packages, also names of extras, that the stage's process needs."""
         return ()
 
     @abstractmethod
@@ -230,11 +229,11 @@ class Engine(Component, ABC):
 
         Args:
             tensors: All weights by the policy's names (tied weights may be missing), in any order,
-                with any floating type and device. Each one is copied before the next is consumed.
+                with any floating type and device. Each tensor is copied before the next is read.
 
         Raises:
-            DataError: The tensors do not fit the network. The engine then has no weights until the
-                next :meth:`load`.
+            DataError: The tensors do not match the network. The engine then has no weights until
+                the next :meth:`load`.
         """
 
     @abstractmethod
@@ -276,7 +275,7 @@ class Engine(Component, ABC):
         """Free all memory, also on the device, and stop the engine's processes. Idempotent."""
 
     def load_newer_weights(self, hooks: RolloutHooks) -> bool:
-        """Load newer weights if the hooks report some. Returns whether weights were loaded."""
+        """Load newer weights if the hooks report any. Returns whether weights were loaded."""
         newer = hooks.newer_weights() if hooks.newer_weights is not None else None
         if newer is None:
             return False

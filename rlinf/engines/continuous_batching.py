@@ -26,8 +26,8 @@ from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN
 from rlinf.seeding import uniform_rows
 
 COMPACTION_THRESHOLD = 0.75
-"""The batch is compacted when at most this share of its rows is unfinished. Waiting rows are
-admitted when the remaining share of the batch is free."""
+"""The batch is compacted when at most this share of its rows is still running. Waiting rows are
+admitted when the rest of the batch is free."""
 
 
 PromptImages = Mapping[str, np.ndarray]
@@ -96,7 +96,7 @@ class BatchRow:
 
     @property
     def images(self) -> PromptImages | None:
-        """The images of the prompt, if it has some."""
+        """The images of the prompt; None if it has none."""
         steps = self.source.request.steps
         if SIZES_COLUMN not in steps:
             return None
@@ -104,7 +104,7 @@ class BatchRow:
 
     @property
     def resumed_length(self) -> int:
-        """Number of tokens that another engine generated before."""
+        """Number of tokens that another engine has already generated."""
         lengths = self.source.request.steps.get("begun_length")
         return 0 if lengths is None else int(lengths[self.index])
 
@@ -152,8 +152,8 @@ class DecodingBatch:
         """Compute the KV cache and the logits from the tokens so far."""
         counts, tokens = self.num_generated.tolist(), self.tokens.cpu().numpy()
         contexts = [
-            np.concatenate([row.prompt, line[:count]])
-            for row, line, count in zip(self.rows, tokens, counts, strict=True)
+            np.concatenate([row.prompt, generated[:count]])
+            for row, generated, count in zip(self.rows, tokens, counts, strict=True)
         ]
         images = [row.images for row in self.rows]
         self.logits, self.cache, self.attend = network.prefill(
@@ -164,43 +164,43 @@ class DecodingBatch:
 
     @property
     def remaining_tokens(self) -> int:
-        """The largest number of tokens that a row may still generate."""
+        """The maximum, over the rows, of the tokens that may still be generated."""
         return int((self.limit - self.num_generated).max())
 
     @property
     def sampling_groups(self) -> dict[SamplingParams, list[int]]:
-        """Row numbers by sampling parameters."""
+        """Row indices by sampling parameters."""
         if self._groups is None:
             self._groups = {}
             for i, row in enumerate(self.rows):
                 self._groups.setdefault(row.source.sampling_group, []).append(i)
         return self._groups
 
-    def select(self, keep: Tensor) -> None:
-        """Keep only the rows with these numbers, ``[n]``."""
-        self.rows = [self.rows[i] for i in keep.tolist()]
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows with these indices, ``[n]``."""
+        self.rows = [self.rows[i] for i in rows.tolist()]
         self._groups = None
         for name in (*ROW_TENSORS, "logits", "attend"):
-            setattr(self, name, getattr(self, name)[keep])
-        self.cache.select(keep)
+            setattr(self, name, getattr(self, name)[rows])
+        self.cache.select(rows)
 
     def append(self, other: DecodingBatch) -> None:
         """Append the rows of another batch."""
         skip = int(self.attend.any(0).int().argmax())
-        own, new = self.cache.length, other.cache.length
-        room = max(self.remaining_tokens, other.remaining_tokens)
+        old_length, other_length = self.cache.length, other.cache.length
+        free_columns = max(self.remaining_tokens, other.remaining_tokens)
         cache: Any = self.cache  # both caches have the same type: they belong to one network
-        cache.join(other.cache, skip, room)
+        cache.join(other.cache, skip, free_columns)
         length = self.cache.length
-        attend = self.attend.new_zeros(len(self) + len(other), length + room)
-        attend[: len(self), length - own + skip : length] = self.attend[:, skip:own]
-        attend[len(self) :, length - new : length] = other.attend[:, :new]
+        attend = self.attend.new_zeros(len(self) + len(other), length + free_columns)
+        attend[: len(self), length - old_length + skip : length] = self.attend[:, skip:old_length]
+        attend[len(self) :, length - other_length : length] = other.attend[:, :other_length]
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         for name in ROW_TENSORS:
-            parts = [getattr(part, name) for part in (self, other)]
-            if parts[0].dim() > 1:
-                parts = [torch.nn.functional.pad(p, (0, width - p.shape[1])) for p in parts]
-            setattr(self, name, torch.cat(parts))
+            tensors = [getattr(batch, name) for batch in (self, other)]
+            if tensors[0].dim() > 1:
+                tensors = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors]
+            setattr(self, name, torch.cat(tensors))
         self.logits = torch.cat([self.logits, other.logits])
         self.attend, self.rows, self._groups = attend, self.rows + other.rows, None
         self.has_padding = not bool(attend[:, :length].all())
@@ -211,28 +211,28 @@ class DecodingBatch:
         """Yield replies with the tokens of rows, grouped by request and first version.
 
         Args:
-            selected: bool ``[B]``, the rows to reply.
+            selected: bool ``[B]``, the rows to return.
             stopped: bool ``[B]``, whether a stop token or stop string ended the row.
             extra_columns: Optional columns to add: ``version``, ``unfinished``.
         """
-        parts: dict[tuple[BatchedRequest, int], list[int]] = {}
+        groups: dict[tuple[BatchedRequest, int], list[int]] = {}
         for i in selected.nonzero()[:, 0].tolist():
-            parts.setdefault((self.rows[i].source, self.rows[i].first_version), []).append(i)
-        for (source, first), numbers in parts.items():
-            rows = torch.tensor(numbers, device=self.num_generated.device)
+            groups.setdefault((self.rows[i].source, self.rows[i].first_version), []).append(i)
+        for (source, version), row_indices in groups.items():
+            rows = torch.tensor(row_indices, device=self.num_generated.device)
             horizon, samples = source.sampling.horizon, source.request.steps["sample"]
             steps = {
-                "sample": samples[[self.rows[i].index for i in numbers]],
+                "sample": samples[[self.rows[i].index for i in row_indices]],
                 "tokens": self.tokens[rows, :horizon].cpu().numpy(),
                 "logprobs": self.logprobs[rows, :horizon].cpu().numpy(),
                 "length": self.num_generated[rows].cpu().numpy(),
                 "stopped": stopped[rows].cpu().numpy(),
             }
             if "unfinished" in extra_columns:
-                steps["unfinished"] = np.ones(len(numbers), dtype=bool)
+                steps["unfinished"] = np.ones(len(row_indices), dtype=bool)
             if "version" in extra_columns:
                 steps["version"] = self.versions[rows, :horizon].cpu().numpy()
-            yield Record(source.request.identity, steps, info={"version": first})
+            yield Record(source.request.identity, steps, info={"version": version})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -249,7 +249,7 @@ ROW_TENSORS = (
     "running",
     "rope_shift",
 )
-"""Attributes of a batch that are tensors with one row per sample, besides those of the cache."""
+"""The tensors of a batch with one row per sample, except ``logits``, ``attend`` and the cache."""
 
 
 class ContinuousBatching:
@@ -302,13 +302,13 @@ class ContinuousBatching:
                 request.steps.get("turn"),
             )
             source = BatchedRequest(request, sampling, noise)
-            # Rows keep their order between batches, so consumers get the first samples first.
+            # Batches keep the order of the samples, so consumers get the first samples first.
             # Within a batch, rows of similar length and progress are neighbours.
             resumed = request.steps.get("begun_length", np.zeros_like(lengths))
-            batch = np.arange(len(lengths)) // self._max_num_seqs
-            order = np.lexsort((-lengths, resumed, batch))
-            self._waiting.extend(BatchRow(source, int(index)) for index in order)
-            self._num_requested += len(order)
+            batch_index = np.arange(len(lengths)) // self._max_num_seqs
+            row_order = np.lexsort((-lengths, resumed, batch_index))
+            self._waiting.extend(BatchRow(source, int(index)) for index in row_order)
+            self._num_requested += len(row_order)
 
     def _admit(self) -> None:
         """Admit waiting rows if enough of the batch is free."""
@@ -319,14 +319,14 @@ class ContinuousBatching:
             and count < min(waiting, (1 - COMPACTION_THRESHOLD) * self._max_num_seqs)
         ):
             return
-        fresh = DecodingBatch([self._waiting.popleft() for _ in range(count)], self._network)
+        admitted = DecodingBatch([self._waiting.popleft() for _ in range(count)], self._network)
         if batch is None:
-            self._batch = fresh
+            self._batch = admitted
         else:
-            batch.append(fresh)
+            batch.append(admitted)
 
     def _step(self, batch: DecodingBatch) -> Iterator[Record]:
-        """Generate one token of every row and yield the replies of rows that finish."""
+        """Generate one token for each row and yield the replies of rows that finish."""
         network, hooks = self._network, self._hooks
         chosen = self._sample_next(batch)
         stopped = torch.isin(chosen, network.stop_token_ids) | self._completes_stop_string(batch)
@@ -339,15 +339,15 @@ class ContinuousBatching:
                 self._batch = None
                 return
             if remaining <= COMPACTION_THRESHOLD * len(batch):
-                keep = batch.running.nonzero()[:, 0]
-                batch.select(keep)
-                chosen = chosen[keep]
+                running_rows = batch.running.nonzero()[:, 0]
+                batch.select(running_rows)
+                chosen = chosen[running_rows]
         if hooks.should_abort is not None:
             remaining = len(self._waiting) + int(batch.running.sum())
             if hooks.should_abort(remaining, self._num_requested):
-                none = torch.zeros_like(batch.running)
+                none_stopped = torch.zeros_like(batch.running)
                 yield from batch.build_replies(
-                    batch.running, none, "unfinished", *self._extra_columns
+                    batch.running, none_stopped, "unfinished", *self._extra_columns
                 )
                 self._batch = None
                 return
@@ -363,23 +363,23 @@ class ContinuousBatching:
 
     def _sample_next(self, batch: DecodingBatch) -> Tensor:
         """Sample and store the next token ``[B]`` of every row, including finished rows."""
-        # A finished row writes to its last position again.
-        place = torch.minimum(batch.num_generated, batch.limit - 1)[:, None]
-        noise = batch.noise.gather(1, place)[:, 0]
+        # Finished rows overwrite their last position.
+        position = torch.minimum(batch.num_generated, batch.limit - 1)[:, None]
+        noise = batch.noise.gather(1, position)[:, 0]
         if len(batch.sampling_groups) == 1:
             (settings,) = batch.sampling_groups
             chosen, logprobs = self._draw(settings, batch.logits, noise, batch.num_generated)
         else:
             chosen, logprobs = torch.empty_like(batch.num_generated), torch.empty_like(noise)
-            for settings, numbers in batch.sampling_groups.items():
-                rows = torch.tensor(numbers, device=noise.device)
+            for settings, row_indices in batch.sampling_groups.items():
+                rows = torch.tensor(row_indices, device=noise.device)
                 chosen[rows], logprobs[rows] = self._draw(
                     settings, batch.logits[rows], noise[rows], batch.num_generated[rows]
                 )
-        batch.tokens.scatter_(1, place, chosen[:, None])
-        batch.logprobs.scatter_(1, place, logprobs[:, None])
+        batch.tokens.scatter_(1, position, chosen[:, None])
+        batch.logprobs.scatter_(1, position, logprobs[:, None])
         if self._extra_columns:
-            batch.versions.scatter_(1, place, torch.full_like(place, self._network.version))
+            batch.versions.scatter_(1, position, torch.full_like(position, self._network.version))
         batch.num_generated += batch.running
         batch.position += batch.running
         return chosen
@@ -396,16 +396,17 @@ class ContinuousBatching:
         return sample_tokens(logits, noise, settings, forbidden)
 
     def _completes_stop_string(self, batch: DecodingBatch) -> Tensor:
-        """Return which rows ``[B]`` have a last token that completes a stop string."""
+        """Return, bool ``[B]``, whether the last token of each row completes a stop string."""
         completed = torch.zeros_like(batch.running)
-        numbers = [i for i, row in enumerate(batch.rows) if row.source.sampling.stop]
-        if numbers:
-            tokens, counts = batch.tokens[numbers].tolist(), batch.num_generated[numbers].tolist()
-            for i, line, count in zip(numbers, tokens, counts, strict=True):
+        row_indices = [i for i, row in enumerate(batch.rows) if row.source.sampling.stop]
+        if row_indices:
+            tokens = batch.tokens[row_indices].tolist()
+            counts = batch.num_generated[row_indices].tolist()
+            for i, generated, count in zip(row_indices, tokens, counts, strict=True):
                 sampling, network = batch.rows[i].source.sampling, self._network
                 if count >= sampling.min_tokens:
                     ids = network.stop_ids(sampling.stop)
                     completed[i] = completes_stop_string(
-                        line[:count], sampling.stop, network.decode, ids
+                        generated[:count], sampling.stop, network.decode, ids
                     )
         return completed

@@ -1,4 +1,4 @@
-"""The engine for policies that compute actions in one forward pass: batches, noise, versions."""
+"""The engine for policies that compute an action in one forward pass."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rlinf.models.device import DeviceName, local_device
 from rlinf.seeding import generator
 
 BATCH_MULTIPLE = 8
-"""Batches are padded to a multiple of this. Matrix products round the rows of incomplete tiles
-differently, so an action would depend on the batch size."""
+"""Batches are padded to a multiple of this size. Otherwise actions would depend on the batch size,
+because matmuls round the rows of incomplete tiles differently."""
 
 
 class DirectConfig(Section):
@@ -58,12 +58,11 @@ class DirectEngine(OffloadableTensors, Engine):
         self.device = local_device(config.device)
         self._policy: Any = None
         self._noise: dict[int, np.ndarray] = {}
-        self._address: tuple[Any, ...] = ()
+        self._noise_key: tuple[Any, ...] = ()
 
     def load(self, folder: Path, version: int) -> None:
         self.close()  # free the old weights first
-        # Not in inference mode, also while samples are running, because inference tensors cannot
-        # be overwritten by later weights.
+        # Not in inference mode, because later weights could not overwrite inference tensors.
         with torch.inference_mode(False):
             self._policy = self._class.load(folder, self._policy_config)
             move_to_device(self._policy.module.eval(), self.device)
@@ -114,16 +113,16 @@ class DirectEngine(OffloadableTensors, Engine):
         step by step would be slower than a small network.
         """
         horizon, time = int(request.info["horizon"]), int(request.info["time"])
-        address = (seed, request.identity.iteration, stage, horizon)
-        if address != self._address:
-            self._noise, self._address = {}, address
+        key = (seed, request.identity.iteration, stage, horizon)
+        if key != self._noise_key:
+            self._noise, self._noise_key = {}, key
         rows = []
         for sample in request.steps["sample"].tolist():
-            table = self._noise.get(sample)
-            if table is None:
-                random = generator(seed, request.identity.iteration, stage, sample)
-                table = self._noise[sample] = self._policy.draw_noise(random, horizon)
-            rows.append(table[time])
+            sample_noise = self._noise.get(sample)
+            if sample_noise is None:
+                rng = generator(seed, request.identity.iteration, stage, sample)
+                sample_noise = self._noise[sample] = self._policy.draw_noise(rng, horizon)
+            rows.append(sample_noise[time])
         return np.stack(rows)
 
     def _pad(self, column: np.ndarray) -> Tensor:

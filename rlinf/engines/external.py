@@ -110,8 +110,9 @@ class ExternalEngine(Engine):
     def stop_token_ids_for(self, request: SegmentRequest) -> set[int]:
         """Return the ids of tokens at which the external engine must stop a segment.
 
-        Stop strings may appear before ``min_tokens``, stop tokens may not. So special tokens that
-        are stop strings are checked by :mod:`rlinf.engines.resumable` alone if ``min_tokens`` > 0.
+        The external engine forbids stop tokens before ``min_tokens``, but stop strings may appear.
+        So, if ``min_tokens`` > 0, only :mod:`rlinf.engines.resumable` checks special tokens that
+        are stop strings.
         """
         return {
             *self.stop_token_ids,
@@ -132,13 +133,13 @@ class ExternalEngine(Engine):
             )
 
     def _read_model(self, model: Path) -> None:
-        """Read the limits, the tokenizer and the weight names of a model, without its weights."""
+        """Read the limits, the tokenizer and the weight names of a model, but not its weights."""
         config = self._policy_config
         module = inspect_module(model, config)
         self._text_config = module.config.get_text_config()
         hf_folder = HFFolder.from_config(config, model)
-        own = hf_folder.max_model_len(config.max_model_len)
-        self._max_model_len = self._config.max_model_len or own or DEFAULT_MODEL_LEN
+        model_limit = hf_folder.max_model_len(config.max_model_len)
+        self._max_model_len = self._config.max_model_len or model_limit or DEFAULT_MODEL_LEN
         self.chat_format = hf_folder.chat_format
         self.stop_token_ids = frozenset() if self._config.ignore_eos else hf_folder.stop_token_ids
         self._exporter = CheckpointExporter(module)

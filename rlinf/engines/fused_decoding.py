@@ -1,13 +1,13 @@
 """Fast decoding of one token per row on CPUs: fused layers and attention for a single query.
 
-The library's modules need about sixty operations per layer, whose overhead equals the arithmetic of
-small models on CPUs. :class:`FusedDecodeStep` uses one product for queries, keys and values and one
-for gate and up. The module's weights become views of the joined weights, so both share memory.
+A layer of ``transformers`` runs about sixty operations, whose overhead on CPUs takes as long as the
+arithmetic of a small model. :class:`FusedDecodeStep` uses one matmul for queries, keys and values,
+and one for the gate and up projections. The module's weights become views of the joined weights.
 
-:func:`decode_attention` uses two batched products per group of heads that share keys. torch's fused
-kernel is optimized for long queries; for a single query most of its time is overhead per head. The
-products are about twice as fast at 24 to 40 cached positions. The attention function adds the
-sliding window of a layer to the mask, because the engine creates one mask for all layers.
+:func:`decode_attention` uses two batched matmuls per KV head. torch's fused kernel is optimized for
+long queries; for a single query most of its time is overhead per head. The matmuls are about twice
+as fast at 24 to 40 cached positions. The function that :func:`use_decode_attention` registers adds
+each layer's sliding window to the mask, because the engine creates one mask for all layers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def apply_sliding_window(
 
     Args:
         mask: bool ``[B, 1, queries, keys]``, true where visible; None: all columns. The tokens of a
-            row are in consecutive columns, and the queries are the last ones.
+            row are in consecutive columns, and the queries are the last tokens.
         queries: Number of queries.
         keys: Number of keys.
         window: Number of tokens that a token sees, including itself; None: all.
@@ -77,8 +77,8 @@ def apply_sliding_window(
         return mask
     device = None if mask is None else mask.device
     columns = torch.arange(keys, device=device)
-    near = columns > columns[keys - queries :, None] - window
-    return near if mask is None else mask & near
+    in_window = columns > columns[keys - queries :, None] - window
+    return in_window if mask is None else mask & in_window
 
 
 def decode_attention(
@@ -96,13 +96,14 @@ def decode_attention(
     Returns:
         ``[B, 1, H, D]``.
     """
-    rows, heads, _, width = query.shape
-    groups = key.shape[1]
-    scale = width**-0.5 if scaling is None else scaling
-    scores = (query * scale).view(rows, groups, heads // groups, width) @ key.transpose(-1, -2)
+    rows, heads, _, head_dim = query.shape
+    kv_heads = key.shape[1]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    grouped = (query * scale).view(rows, kv_heads, heads // kv_heads, head_dim)
+    scores = grouped @ key.transpose(-1, -2)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ value).view(rows, 1, heads, width)
+    return (scores.softmax(-1) @ value).view(rows, 1, heads, head_dim)
 
 
 FUSED_FAMILIES = {"llama", "qwen2", "qwen3"}
@@ -119,19 +120,19 @@ class FusedDecodeStep:
     @classmethod
     def from_module(cls, module: Any) -> FusedDecodeStep | None:
         """Create the step for a module with standard layers on a CPU, otherwise return None."""
-        return cls(module) if _suits(module) else None
+        return cls(module) if _is_supported(module) else None
 
     @property
     def is_valid(self) -> bool:
-        """Whether the module still uses the joined weights, neither replaced nor sharded."""
+        """Whether the module's weights are still views of the joined weights, and not sharded."""
         return not any(is_sharded(p) for p in self._network.parameters()) and all(
-            layer.joined for layer in self._layers
+            layer.shares_weights for layer in self._layers
         )
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
     ) -> Tensor:
-        """Return logits ``[B, V]`` after ``tokens`` ``[B, 1]`` and add them to the cache.
+        """Add ``tokens`` to the cache and return the logits ``[B, V]`` after them.
 
         Args:
             tokens: ``[B, 1]``.
@@ -142,11 +143,11 @@ class FusedDecodeStep:
         network = self._network
         hidden = F.embedding(tokens[:, 0], network.embed_tokens.weight)
         cos, sin = network.rotary_emb(hidden, positions)
-        # Rotation swaps the halves and negates the first one; the sine includes the sign.
+        # ``rotate_half`` swaps the halves and negates the first; here the sine includes the sign.
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        for number, layer in enumerate(self._layers):
-            hidden = layer(hidden, cos, sin, mask, cache, number)
+        for layer_index, layer in enumerate(self._layers):
+            hidden = layer(hidden, cos, sin, mask, cache, layer_index)
         hidden = _normed(hidden, network.norm)
         return onednn_linear(hidden, self._head.weight, self._head.bias)
 
@@ -154,21 +155,22 @@ class FusedDecodeStep:
 class _Layer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._before, self._after = layer.input_layernorm, layer.post_attention_layernorm
-        self._joined, self._bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._gates, _ = _join(mlp.gate_proj, mlp.up_proj)
-        self._out, self._down = attention.o_proj, mlp.down_proj
-        self._norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self._first = (attention.q_proj, mlp.gate_proj)
-        self._width, self._scaling = attention.head_dim, attention.scaling
-        self._heads = attention.q_proj.out_features // self._width
-        self._kv_heads = attention.k_proj.out_features // self._width
+        self._attention_norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self._qkv_weight, self._qkv_bias = _join(*projections)
+        self._gate_up_weight, _ = _join(mlp.gate_proj, mlp.up_proj)
+        self._o_proj, self._down_proj = attention.o_proj, mlp.down_proj
+        self._qk_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._first_projections = (attention.q_proj, mlp.gate_proj)
+        self._head_dim, self._scaling = attention.head_dim, attention.scaling
+        self._heads = attention.q_proj.out_features // self._head_dim
+        self._kv_heads = attention.k_proj.out_features // self._head_dim
 
     @property
-    def joined(self) -> bool:
+    def shares_weights(self) -> bool:
         """Whether the module's weights are still views of the joined weights."""
-        both = zip(self._first, (self._joined, self._gates), strict=True)
-        return all(own.weight.data_ptr() == joined.data_ptr() for own, joined in both)
+        pairs = zip(self._first_projections, (self._qkv_weight, self._gate_up_weight), strict=True)
+        return all(first.weight.data_ptr() == weight.data_ptr() for first, weight in pairs)
 
     def __call__(
         self,
@@ -177,26 +179,28 @@ class _Layer:
         sin: Tensor,
         mask: Tensor | None,
         cache: KeyValueCache,
-        number: int,
+        layer_index: int,
     ) -> Tensor:
         rows, heads, kv_heads = len(hidden), self._heads, self._kv_heads
-        projected = onednn_linear(_normed(hidden, self._before), self._joined, self._bias)
-        projected = projected.view(rows, heads + 2 * kv_heads, self._width)
+        normed = _normed(hidden, self._attention_norm)
+        projected = onednn_linear(normed, self._qkv_weight, self._qkv_bias)
+        projected = projected.view(rows, heads + 2 * kv_heads, self._head_dim)
         rotated = projected[:, : heads + kv_heads]
-        if self._norms[0] is not None:
-            parts = rotated[:, :heads], rotated[:, heads:]
-            rotated = torch.cat(
-                [_normed(part, norm) for part, norm in zip(parts, self._norms, strict=True)], dim=1
-            )
-        swapped = rotated.roll(self._width // 2, dims=-1)
+        if self._qk_norms[0] is not None:
+            query_norm, key_norm = self._qk_norms
+            query, key = rotated[:, :heads], rotated[:, heads:]
+            rotated = torch.cat([_normed(query, query_norm), _normed(key, key_norm)], dim=1)
+        swapped = rotated.roll(self._head_dim // 2, dims=-1)
         rotated = torch.addcmul(rotated * cos, swapped, sin)
         keys, values = cache.update(
-            rotated[:, heads:, None], projected[:, heads + kv_heads :, None], number
+            rotated[:, heads:, None], projected[:, heads + kv_heads :, None], layer_index
         )
         attended = decode_attention(rotated[:, :heads, None], keys, values, mask, self._scaling)
-        hidden = hidden + onednn_linear(attended.view(rows, -1), self._out.weight, self._out.bias)
-        gate, up = onednn_linear(_normed(hidden, self._after), self._gates, None).chunk(2, dim=-1)
-        return hidden + onednn_linear(F.silu(gate) * up, self._down.weight, None)
+        out = self._o_proj
+        hidden = hidden + onednn_linear(attended.view(rows, -1), out.weight, out.bias)
+        gate_up = onednn_linear(_normed(hidden, self._mlp_norm), self._gate_up_weight, None)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return hidden + onednn_linear(F.silu(gate) * up, self._down_proj.weight, None)
 
 
 def _normed(hidden: Tensor, norm: Any) -> Tensor:
@@ -204,31 +208,31 @@ def _normed(hidden: Tensor, norm: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _join(*parts: Any) -> tuple[Tensor, Tensor | None]:
+def _join(*linears: Any) -> tuple[Tensor, Tensor | None]:
     """Concatenate weights and biases of linear layers; the layers' parameters become views."""
-    joined = torch.cat([part.weight for part in parts])
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    joined = torch.cat([linear.weight for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     start = 0
-    for part in parts:
-        stop = start + part.out_features
-        part.weight.data = joined[start:stop]
+    for linear in linears:
+        stop = start + linear.out_features
+        linear.weight.data = joined[start:stop]
         if bias is not None:
-            part.bias.data = bias[start:stop]
+            linear.bias.data = bias[start:stop]
         start = stop
     return joined, bias
 
 
-def _suits(module: Any) -> bool:
+def _is_supported(module: Any) -> bool:
     settings: Any = getattr(module, "config", None)
     if getattr(settings, "model_type", None) not in FUSED_FAMILIES:
         return False
-    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    ordinary = all(type(part) in (nn.Linear, OneDNNLinear) for part in linear)
-    kinds = set(getattr(settings, "layer_types", None) or ["full_attention"])
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    has_known_linears = all(type(linear) in (nn.Linear, OneDNNLinear) for linear in linears)
+    layer_types = set(getattr(settings, "layer_types", None) or ["full_attention"])
     return (
-        ordinary
-        and kinds == {"full_attention"}
+        has_known_linears
+        and layer_types == {"full_attention"}
         and settings.hidden_act == "silu"
         and not getattr(settings, "mlp_bias", False)
-        and all(part.weight.device.type == "cpu" for part in linear)
+        and all(linear.weight.device.type == "cpu" for linear in linears)
     )

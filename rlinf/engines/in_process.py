@@ -2,8 +2,8 @@
 
 The stage then uses their interpreter (``engine.python``).
 
-The thread that iterates over the replies also steps the backend, so batches are composed in the
-same way each time. All weights, also the first ones, are copied tensor by tensor into the memory of
+The thread that iterates over the replies also steps the backend, so the composition of batches is
+reproducible. All weights, also the first ones, are copied tensor by tensor into the memory of
 the backend. Process-wide changes made at start-up are undone; see :func:`restore_process_state`.
 """
 
@@ -43,8 +43,8 @@ class InProcessEngine(ExternalEngine):
         super().__init__(config, policy, policy_config)
         self.backend: Any = None
         """The engine object of vLLM or SGLang; None if no model is loaded."""
-        self._network: dict[str, bytes] = {}
-        """The files beside the weights of the loaded model, by name."""
+        self._files: dict[str, bytes] = {}
+        """Contents of the loaded model's files except weights, by name."""
         self._asleep = self._owns_group = False
 
     # Implemented by subclasses.
@@ -80,7 +80,7 @@ class InProcessEngine(ExternalEngine):
 
     @contextlib.contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Close the engine if the block raises, because requests would be half processed."""
+        """Close the engine if the block raises, because requests may then be half processed."""
         try:
             with force_eager_on_cpu(self.device):
                 yield
@@ -92,22 +92,22 @@ class InProcessEngine(ExternalEngine):
 
     def load(self, folder: Path, version: int) -> None:
         self.version = -1
-        network = {name: bytes(read_bytes(folder / name)) for name in non_weight_files(folder)}
-        if self.backend is None or network != self._network:
+        files = {name: bytes(read_bytes(folder / name)) for name in non_weight_files(folder)}
+        if self.backend is None or files != self._files:
             self.close()  # free the old weights first
             self._read_model(folder)
             try:
-                with verified_temporary_copy(folder, non_weight_files(folder)) as small:
-                    self._start(small)
+                with verified_temporary_copy(folder, non_weight_files(folder)) as model:
+                    self._start(model)
             except BaseException:
                 self.close()  # it may be partly initialized
-                self._network = {}
+                self._files = {}
                 raise
             finally:
                 gc.unfreeze()  # some backends freeze all objects of the process
-            self._network = network
-        module, where = load_meta_module(folder, self._policy_config), f"model.path: {folder}"
-        tensors = iter_weights(module, folder, where)
+            self._files = files
+        module, context = load_meta_module(folder, self._policy_config), f"model.path: {folder}"
+        tensors = iter_weights(module, folder, context)
         # Without a module the tensors already have the names of the checkpoint.
         self._load_tensors(tensors if module is None else self._export(tensors))
         self.version = version
@@ -123,9 +123,9 @@ class InProcessEngine(ExternalEngine):
         self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        most = self._config.max_num_seqs
+        max_concurrent = self._config.max_num_seqs
         return ResumableGeneration(
-            self, self.create_decoder(), requests, seed, stage, hooks, most
+            self, self.create_decoder(), requests, seed, stage, hooks, max_concurrent
         ).iter_replies()
 
     def group_sizes(self) -> dict[str, MemorySize]:
@@ -160,8 +160,8 @@ class InProcessEngine(ExternalEngine):
             self._owns_group = False
 
     def _start(self, model: Path) -> None:
-        several = self.world.size > 1
-        if several and dist.is_initialized():
+        is_distributed = self.world.size > 1
+        if is_distributed and dist.is_initialized():
             name = self._name()
             raise ConfigError(
                 f"engine.name: {name} cannot share a process with a trainer of "
@@ -170,7 +170,7 @@ class InProcessEngine(ExternalEngine):
             )
         # The backend uses the existing process group, and a trainer in this process finds it too.
         ProcessGroupInfo().init_process_group(self.device.type)
-        self._owns_group = several
+        self._owns_group = is_distributed
         torch.set_num_threads(self._config.threads)
         try:
             with preserve_process_group():
@@ -183,7 +183,7 @@ class InProcessEngine(ExternalEngine):
 
     def _export(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert the network's tensors to the names and shapes of Hugging Face checkpoints."""
-        # Copies, because the backend holds some tensors until it can join them with others.
+        # Copies, because the backend keeps some tensors until it can concatenate them with others.
         return self._exporter.export(tensors, self.device, copy=True)
 
     def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -223,7 +223,8 @@ def restore_process_state(
         variables: Environment variables for the start-up.
         persistent_prefix: Variables with this prefix stay set, because they are read later.
     """
-    set_threads, before, root = torch.set_num_threads, dict(os.environ), logging.getLogger()
+    set_threads, old_env = torch.set_num_threads, dict(os.environ)
+    root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []  # so that the backend cannot close them
     os.environ.update(variables)
@@ -234,10 +235,10 @@ def restore_process_state(
         torch.set_num_threads = set_threads
         root.handlers[:] = handlers
         root.setLevel(level)
-        changed = [name for name, value in os.environ.items() if before.get(name) != value]
-        for name in {*changed, *before} - {n for n in changed if n.startswith(persistent_prefix)}:
-            if name in before:
-                os.environ[name] = before[name]
+        changed = [name for name, value in os.environ.items() if old_env.get(name) != value]
+        for name in {*changed, *old_env} - {n for n in changed if n.startswith(persistent_prefix)}:
+            if name in old_env:
+                os.environ[name] = old_env[name]
             else:
                 del os.environ[name]
 

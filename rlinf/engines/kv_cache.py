@@ -1,10 +1,10 @@
 """KV caches of the transformers engine: one padded buffer, or groups of rows of equal length.
 
-Left padding is harmless only if attention is the sole operation that mixes tokens. Recurrent layers
+Left padding is correct only if attention is the only operation that mixes tokens. Recurrent layers
 (Mamba, linear attention, short convolutions), position biases (ALiBi) and chunked attention would
 read the padding. For such families, rows of equal length form a group without padding, so a sample
 depends only on its own tokens. Groups use the cache classes of ``transformers``; families without
-such a cache read all tokens again for each new token.
+such a cache compute all tokens again for each new token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KeyValueCache:
         """Append ``[B, heads, n, head_dim]`` to a layer and return all its keys and values."""
         if layer == len(self._layers):
             shape = (*keys.shape[:2], self._capacity, keys.shape[3])
-            self._layers.append((_columns(keys.new_empty, shape), values.new_empty(shape)))
+            self._layers.append((_new_buffer(keys.new_empty, shape), values.new_empty(shape)))
         stored_keys, stored_values = self._layers[layer]
         stop = self.length + keys.shape[2]
         stored_keys[:, :, self.length : stop] = keys
@@ -51,17 +51,17 @@ class KeyValueCache:
         return stored_keys[:, :, :stop], stored_values[:, :, :stop]
 
     def advance(self, count: int) -> None:
-        """Count ``count`` more columns as stored, after all layers have them."""
+        """Increase the number of stored columns, after all layers were updated."""
         self.length += count
 
     def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) the rows with these numbers."""
-        for number, (keys, values) in enumerate(self._layers):
+        """Keep (or repeat) the rows with these indices."""
+        for layer, (keys, values) in enumerate(self._layers):
             shape = (len(rows), *keys.shape[1:])
-            selected = _columns(keys.new_empty, shape), values.new_empty(shape)
+            selected = _new_buffer(keys.new_empty, shape), values.new_empty(shape)
             for out, stored in zip(selected, (keys, values), strict=True):
                 out[:, :, : self.length] = stored[rows, :, : self.length]
-            self._layers[number] = selected
+            self._layers[layer] = selected
 
     def join(self, other: KeyValueCache, skip: int, free_columns: int) -> None:
         """Append the rows of another cache; the shorter rows are padded with zeros on the left.
@@ -72,24 +72,24 @@ class KeyValueCache:
         """
         length = max(self.length - skip, other.length)
 
-        def joined(out: Tensor, own: Tensor, new: Tensor) -> Tensor:
-            out[: len(own), :, length - self.length + skip : length] = own[:, :, skip : self.length]
-            out[len(own) :, :, length - other.length : length] = new[:, :, : other.length]
+        def fill(out: Tensor, old: Tensor, new: Tensor) -> Tensor:
+            out[: len(old), :, length - self.length + skip : length] = old[:, :, skip : self.length]
+            out[len(old) :, :, length - other.length : length] = new[:, :, : other.length]
             return out
 
-        for number, ((keys, values), (more_keys, more_values)) in enumerate(
+        for layer, ((keys, values), (other_keys, other_values)) in enumerate(
             zip(self._layers, other._layers, strict=True)
         ):
             shape = (
-                len(keys) + len(more_keys),
+                len(keys) + len(other_keys),
                 keys.shape[1],
                 length + free_columns,
                 keys.shape[3],
             )
-            # Zeros, because columns without attention must be finite, too.
-            self._layers[number] = (
-                joined(_columns(keys.new_zeros, shape), keys, more_keys),
-                joined(values.new_zeros(shape), values, more_values),
+            # Zeros, because masked columns must be finite, too.
+            self._layers[layer] = (
+                fill(_new_buffer(keys.new_zeros, shape), keys, other_keys),
+                fill(values.new_zeros(shape), values, other_values),
             )
         self.length, self._capacity = length, length + free_columns
 
@@ -101,10 +101,10 @@ class KeyValueCache:
         return len(self._layers)
 
 
-def _columns(create: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor ``[B, heads, n, D]`` whose columns n are contiguous."""
-    rows, heads, columns, width = shape
-    return create((rows, heads, width, columns)).transpose(2, 3)
+def _new_buffer(create: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Create a tensor ``[B, heads, n, D]`` in which dimension n is contiguous."""
+    rows, heads, columns, head_dim = shape
+    return create((rows, heads, head_dim, columns)).transpose(2, 3)
 
 
 FAMILIES_WITHOUT_CACHE = {
@@ -113,7 +113,7 @@ FAMILIES_WITHOUT_CACHE = {
     *("minimax", "recurrent_gemma", "xlstm"),
 }
 """Families that derive positions from non-padding tokens, and families that do not use the common
-cache classes of the library."""
+cache classes of ``transformers``."""
 CACHED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Layer types that :class:`KeyValueCache` supports."""
 
@@ -131,38 +131,38 @@ def supports_padding(settings: Any) -> bool:
 class EqualLengthRows:
     """A group of rows of equal length.
 
-    ``rows`` ``[n]`` are their row numbers in the batch, ``tokens`` ``[n, L]`` all their tokens.
+    ``rows`` ``[n]`` are their row indices in the batch, ``tokens`` ``[n, L]`` all their tokens.
     """
 
     rows: Tensor
     tokens: Tensor
     cache: Any
 
-    def select(self, which: Tensor, rows: Tensor) -> None:
-        """Keep (or repeat) rows ``[m]`` of the group, with new row numbers in the batch."""
-        self.rows, self.tokens = rows, self.tokens[which]
+    def select(self, indices: Tensor, rows: Tensor) -> None:
+        """Keep (or repeat) rows ``[m]`` of the group, with new row indices in the batch."""
+        self.rows, self.tokens = rows, self.tokens[indices]
         if self.cache is not None:
-            self.cache.reorder_cache(which)
+            self.cache.reorder_cache(indices)
 
 
 class EqualLengthCache:
-    """The cache of a batch as groups of equal length; ``length`` is that of the longest row."""
+    """The cache of a batch, in groups of equal length; ``length`` is that of the longest row."""
 
     def __init__(self, groups: list[EqualLengthRows], size: int, length: int) -> None:
         self._size, self.length = size, length
         self.groups = groups
 
     def select(self, rows: Tensor) -> None:
-        """Keep the rows with these numbers ``[n]``, each at most once."""
-        place = torch.full((self._size,), -1, device=rows.device)
-        place[rows] = torch.arange(len(rows), device=rows.device)
+        """Keep the rows with these indices ``[n]``, each at most once."""
+        new_index = torch.full((self._size,), -1, device=rows.device)
+        new_index[rows] = torch.arange(len(rows), device=rows.device)
         for group in self.groups:
-            places = place[group.rows]
-            which = (places >= 0).nonzero()[:, 0]
-            if len(which) < len(places):
-                group.select(which, places[which])
+            new_rows = new_index[group.rows]
+            kept = (new_rows >= 0).nonzero()[:, 0]
+            if len(kept) < len(new_rows):
+                group.select(kept, new_rows[kept])
             else:
-                group.rows = places
+                group.rows = new_rows
         self.groups = [group for group in self.groups if len(group.rows)]
         self._size = len(rows)
 
@@ -175,7 +175,7 @@ class EqualLengthCache:
         self.length = max(self.length - skip, other.length)
 
     def advance(self, count: int) -> None:
-        """Count ``count`` more columns as stored."""
+        """Increase the length by ``count`` tokens."""
         self.length += count
 
 
@@ -185,9 +185,10 @@ class EqualLengthNetwork:
     def __init__(self, module: Any) -> None:
         self._module = module
         names = inspect.signature(module.forward).parameters
-        caches = [name for name in ("past_key_values", "cache_params") if name in names]
+        cache_names = [name for name in ("past_key_values", "cache_params") if name in names]
         family = module.config.model_type
-        self._cache_name = caches[0] if caches and family not in FAMILIES_WITHOUT_CACHE else None
+        has_cache = bool(cache_names) and family not in FAMILIES_WITHOUT_CACHE
+        self._cache_name = cache_names[0] if has_cache else None
         self._has_logits_to_keep = "logits_to_keep" in names
         self._has_position_ids = "position_ids" in names
 
@@ -204,35 +205,36 @@ class EqualLengthNetwork:
         """
         by_length: dict[int, dict[bytes, list[int]]] = {}
         for i, context in enumerate(contexts):
-            same = by_length.setdefault(len(context), {})
-            same.setdefault(np.ascontiguousarray(context, np.int64).tobytes(), []).append(i)
-        groups, parts, order = list[EqualLengthRows](), list[Tensor](), list[int]()
+            distinct = by_length.setdefault(len(context), {})
+            distinct.setdefault(np.ascontiguousarray(context, np.int64).tobytes(), []).append(i)
+        groups, logits_by_group, order = list[EqualLengthRows](), list[Tensor](), list[int]()
         for distinct in by_length.values():
             tokens = np.stack([np.frombuffer(key, np.int64) for key in distinct])
-            rows = [i for numbers in distinct.values() for i in numbers]
-            which = [k for k, numbers in enumerate(distinct.values()) for _ in numbers]
-            places = torch.tensor(rows, device=device)
-            group = EqualLengthRows(places, torch.from_numpy(tokens).to(device), self._new_cache())
+            rows = [i for repeats in distinct.values() for i in repeats]
+            source_rows = [k for k, repeats in enumerate(distinct.values()) for _ in repeats]
+            row_indices = torch.tensor(rows, device=device)
+            distinct_tokens = torch.from_numpy(tokens).to(device)
+            group = EqualLengthRows(row_indices, distinct_tokens, self._new_cache())
             logits = self._run(group, group.tokens)
-            chosen = torch.tensor(which, device=device)
-            group.select(chosen, places)
+            context_indices = torch.tensor(source_rows, device=device)
+            group.select(context_indices, row_indices)
             groups.append(group)
-            parts.append(logits[chosen])
+            logits_by_group.append(logits[context_indices])
             order += rows
-        logits = torch.empty_like(torch.cat(parts))
-        logits[torch.tensor(order, device=device)] = torch.cat(parts)
+        logits = torch.empty_like(torch.cat(logits_by_group))
+        logits[torch.tensor(order, device=device)] = torch.cat(logits_by_group)
         return logits, EqualLengthCache(groups, len(contexts), max(map(len, contexts)))
 
     def step(self, tokens: Tensor, cache: EqualLengthCache) -> Tensor:
         """Return logits ``[B, V]`` float32 after one more token of each row, ``[B, 1]``."""
         logits: Tensor | None = None
         for group in cache.groups:
-            new = tokens[group.rows]
-            group.tokens = torch.cat([group.tokens, new], dim=1)
-            part = self._run(group, new if group.cache is not None else group.tokens)
+            new_tokens = tokens[group.rows]
+            group.tokens = torch.cat([group.tokens, new_tokens], dim=1)
+            group_logits = self._run(group, new_tokens if group.cache is not None else group.tokens)
             if logits is None:
-                logits = part.new_zeros(len(tokens), part.shape[1])
-            logits[group.rows] = part
+                logits = group_logits.new_zeros(len(tokens), group_logits.shape[1])
+            logits[group.rows] = group_logits
         assert logits is not None
         cache.advance(1)
         return logits
@@ -250,8 +252,8 @@ class EqualLengthNetwork:
             if self._has_position_ids and group.cache is not None:
                 # Some families count positions from 0 in each call.
                 stop = group.tokens.shape[1]
-                places = torch.arange(stop - tokens.shape[1], stop, device=tokens.device)
-                options["position_ids"] = places.expand(len(tokens), -1)
+                positions = torch.arange(stop - tokens.shape[1], stop, device=tokens.device)
+                options["position_ids"] = positions.expand(len(tokens), -1)
         if self._has_logits_to_keep:
             options["logits_to_keep"] = 1
         logits: Tensor = self._module(input_ids=tokens, **options).logits[:, -1].float()

@@ -1,8 +1,8 @@
-"""Replicas: several equal servers of one engine, and the router that distributes requests.
+"""Replicas: identical servers of one engine, and the router that distributes requests.
 
 A server caches the keys and values of prefixes. The samples of a group share their prompt, and the
 turns of a dialogue share the earlier turns. So the router sends a request to the server that has
-its prefix, unless that server is too busy. Each server is restarted on its own when it dies.
+its prefix, unless that server is too busy. A server that dies is restarted while others run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnava
 log = logging.getLogger(__name__)
 
 PREFIX_BLOCK = 16
-"""Granularity of prefixes, tokens; the full length of a request is a prefix, too."""
+"""Granularity of prefixes, tokens. The full request is a prefix, too."""
 MIN_PREFIX_SHARE = 0.5
-"""A cached prefix counts only if it is at least this share of a request. Otherwise a common system
+"""A cached prefix matters only if it is at least this share of a request. Otherwise a common system
 message would send all requests to one server."""
 MAX_PREFIXES = 1 << 18
 """Number of prefixes to remember; the least recently used ones are evicted."""
@@ -35,8 +35,8 @@ class PrefixRouter:
         """
         Args:
             count: Number of servers.
-            max_load_imbalance: How many more requests than the least loaded server the server with
-                the prefix may have.
+            max_load_imbalance: Maximum number of requests that the server with the prefix may have
+                in excess of the least loaded server.
         """
         self._lock, self._max_imbalance = threading.Lock(), max_load_imbalance
         self.loads = [0] * count
@@ -44,60 +44,61 @@ class PrefixRouter:
         self._server_of_prefix: OrderedDict[int, int] = OrderedDict()
 
     def assign(self, tokens: Sequence[int], usable: Collection[int]) -> int:
-        """Return the index of the server for a request and count the request as running there.
+        """Choose the server for a request, add the request to its load, and return its index.
 
         Args:
             tokens: The context tokens of the request.
             usable: Indices of the running servers; at least one.
         """
         with self._lock:
-            marks = list(_prefix_hashes(tokens))
-            least = min(usable, key=lambda number: (self.loads[number], number))
-            chosen = self._server_with_prefix(marks, len(tokens), usable)
-            if chosen is None or self.loads[chosen] - self.loads[least] > self._max_imbalance:
-                chosen = least
-            self._remember(marks, chosen)
+            prefixes = list(_prefix_hashes(tokens))
+            idlest = min(usable, key=lambda index: (self.loads[index], index))
+            chosen = self._server_with_prefix(prefixes, len(tokens), usable)
+            if chosen is None or self.loads[chosen] - self.loads[idlest] > self._max_imbalance:
+                chosen = idlest
+            self._remember(prefixes, chosen)
             self.loads[chosen] += 1
             return chosen
 
-    def release(self, number: int, tokens: Sequence[int] = ()) -> None:
-        """Count a request as finished; the server has cached these tokens."""
+    def release(self, server: int, tokens: Sequence[int] = ()) -> None:
+        """Remove a finished request from the load; the server has cached ``tokens``."""
         with self._lock:
-            self.loads[number] -= 1
-            self._remember(list(_prefix_hashes(tokens)), number)
+            self.loads[server] -= 1
+            self._remember(list(_prefix_hashes(tokens)), server)
 
-    def forget(self, number: int | None = None) -> None:
+    def forget(self, server: int | None = None) -> None:
         """Forget the cached prefixes of a server; None: of all servers."""
         with self._lock:
-            for mark in [m for m, at in self._server_of_prefix.items() if number in (None, at)]:
-                del self._server_of_prefix[mark]
+            servers = self._server_of_prefix
+            for prefix in [p for p, cached_by in servers.items() if server in (None, cached_by)]:
+                del servers[prefix]
 
     def _server_with_prefix(
-        self, marks: Sequence[tuple[int, int]], length: int, usable: Collection[int]
+        self, prefixes: Sequence[tuple[int, int]], length: int, usable: Collection[int]
     ) -> int | None:
-        for covered, mark in reversed(marks):
-            if covered < MIN_PREFIX_SHARE * length:
+        for prefix_length, prefix in reversed(prefixes):
+            if prefix_length < MIN_PREFIX_SHARE * length:
                 return None
-            holder = self._server_of_prefix.get(mark)
-            if holder in usable:
-                return holder
+            server = self._server_of_prefix.get(prefix)
+            if server in usable:
+                return server
         return None
 
-    def _remember(self, marks: Sequence[tuple[int, int]], number: int) -> None:
-        for _, mark in marks:
-            self._server_of_prefix[mark] = number
-            self._server_of_prefix.move_to_end(mark)
+    def _remember(self, prefixes: Sequence[tuple[int, int]], server: int) -> None:
+        for _, prefix in prefixes:
+            self._server_of_prefix[prefix] = server
+            self._server_of_prefix.move_to_end(prefix)
         while len(self._server_of_prefix) > MAX_PREFIXES:
             self._server_of_prefix.popitem(last=False)
 
 
 def _prefix_hashes(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the length and the hash of each prefix, shortest first."""
-    mark = 0
+    """Yield length and hash of each prefix, shortest first."""
+    prefix = 0
     for start in range(0, len(tokens), PREFIX_BLOCK):
         block = tokens[start : start + PREFIX_BLOCK]
-        mark = hash((mark, *block))
-        yield start + len(block), mark
+        prefix = hash((prefix, *block))
+        yield start + len(block), prefix
 
 
 class Replicas:
@@ -117,7 +118,7 @@ class Replicas:
         Args:
             count: Number of servers.
             max_load_imbalance: See :class:`PrefixRouter`.
-            start_server: Starts the server with an index.
+            start_server: Starts the server with the given index.
             wait_server: Waits until a server is ready; raises ServerError.
         """
         self.router = PrefixRouter(count, max_load_imbalance)
@@ -129,8 +130,8 @@ class Replicas:
         self._pending: dict[int, ServerProcess] = {}
         """Servers that are not ready yet."""
         self._starting: dict[int, threading.Thread] = {}
-        self._failed: ServerError | None = None
-        self._last: ServerProcess | None = None
+        self._restart_error: ServerError | None = None
+        self._last_dead: ServerProcess | None = None
         self._count = count
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ class Replicas:
     def running(self) -> list[ServerProcess]:
         """The running servers, by index."""
         with self._lock:
-            return [self._running[number] for number in sorted(self._running)]
+            return [self._running[index] for index in sorted(self._running)]
 
     def request(
         self, tokens: Sequence[int], route: str, body: Any, read: Callable[[Any], Sequence[int]]
@@ -149,7 +150,7 @@ class Replicas:
 
         Args:
             tokens: The context tokens of the request, for routing.
-            read: Returns the new tokens of a response.
+            read: Function that returns the new tokens of a response.
 
         Raises:
             ServerUnavailable: The server died, or no server is running.
@@ -158,8 +159,8 @@ class Replicas:
         with self._lock:
             if not self._running:
                 raise ServerUnavailable("no server is running")
-            number = self.router.assign(tokens, self._running.keys())
-            process = self._running[number]
+            index = self.router.assign(tokens, self._running.keys())
+            process = self._running[index]
         cached: Sequence[int] = ()
         try:
             response = process.post(route, body, check_heartbeat=True)
@@ -168,11 +169,11 @@ class Replicas:
         except ServerUnavailable:
             with self._lock:
                 # A later server with this index is not affected.
-                if self._running.get(number) is process:
-                    self._dead[number] = self._last = self._running.pop(number)
+                if self._running.get(index) is process:
+                    self._dead[index] = self._last_dead = self._running.pop(index)
             raise
         finally:
-            self.router.release(number, cached)
+            self.router.release(index, cached)
 
     def for_each(self, work: Callable[[ServerProcess], None]) -> None:
         """Call a function for each running server; :meth:`restart_failed` handles dead ones."""
@@ -196,15 +197,15 @@ class Replicas:
         self._stop_dead()
         self.router.forget()
 
-        def serve(number: int) -> None:
-            process = self._running.get(number)
+        def serve(index: int) -> None:
+            process = self._running.get(index)
             if process is not None and update is not None:
                 try:
                     update(process)
                     return
                 except ServerUnavailable:
                     process.close()
-            self._launch(number)
+            self._launch(index)
 
         try:
             with ThreadPoolExecutor(self._count, "replica") as pool:
@@ -221,19 +222,19 @@ class Replicas:
         Raises:
             ServerError: No server is running, and none starts.
         """
-        for number in self._stop_dead():
-            self.router.forget(number)
+        for index in self._stop_dead():
+            self.router.forget(index)
             thread = threading.Thread(
-                target=self._restart, args=(number,), name=f"replica-{number}", daemon=True
+                target=self._restart, args=(index,), name=f"replica-{index}", daemon=True
             )
             with self._lock:
-                self._starting[number] = thread
+                self._starting[index] = thread
             thread.start()
         while not self.running:
             with self._lock:
                 threads = list(self._starting.values())
             if not threads:
-                raise self._failed or ServerError("no server is running")
+                raise self._restart_error or ServerError("no server is running")
             threads[0].join()
 
     def wait_ready(self) -> None:
@@ -247,16 +248,16 @@ class Replicas:
 
     def log_tail(self) -> str:
         """Return the end of the log of the server that died last."""
-        if self._last is None:
+        if self._last_dead is None:
             return ""
-        return self._last.log_tail()
+        return self._last_dead.log_tail()
 
     def close(self) -> None:
         """Stop all servers. Idempotent."""
         with self._lock:
             pending = list(self._pending.values())
         for process in pending:
-            process.close()  # a thread that waits for it then returns
+            process.close()  # ends the thread that waits for the server
         self.wait_ready()
         self._stop_dead()
         for process in self.running:
@@ -272,30 +273,30 @@ class Replicas:
             process.close()
         return sorted(dead)
 
-    def _launch(self, number: int) -> None:
-        process = self._start_server(number)
+    def _launch(self, index: int) -> None:
+        process = self._start_server(index)
         with self._lock:
-            self._pending[number] = process
+            self._pending[index] = process
         try:
             self._wait_server(process)
             with self._lock:
-                self._running[number] = process
+                self._running[index] = process
         except BaseException:
             process.close()
             raise
         finally:
             with self._lock:
-                del self._pending[number]
+                del self._pending[index]
 
-    def _restart(self, number: int) -> None:
+    def _restart(self, index: int) -> None:
         try:
-            self._launch(number)
+            self._launch(index)
         except ServerError as error:
-            log.warning("server %d of %d did not restart: %s", number, self._count, error)
-            self._failed = error
-        except Exception as error:  # raised in the thread that waits
-            self._failed = ServerError(f"server {number} did not restart: {error!r}")
-            log.warning("%s", self._failed)
+            log.warning("server %d of %d did not restart: %s", index, self._count, error)
+            self._restart_error = error
+        except Exception as error:  # restart_failed raises it in the waiting thread
+            self._restart_error = ServerError(f"server {index} did not restart: {error!r}")
+            log.warning("%s", self._restart_error)
         finally:
             with self._lock:
-                del self._starting[number]
+                del self._starting[index]

@@ -2,8 +2,8 @@
 
 A segment is the part of a sample that one request to the external engine adds. Usually it is the
 full sample. If newer weights arrive or the sample was aborted before, the next segment continues
-where the last one was cut off. So the weight version of each token is known without support by the
-external engine, and keys and values of older weights are computed again. If a server dies, its
+after the last token. So the weight version of each token is known without support by the external
+engine, and keys and values of older weights are computed again. If a server dies, its
 segments are requested again with the same seed.
 """
 
@@ -33,9 +33,9 @@ class SegmentRequest:
     context_tokens: list[int]
     """The prompt and all tokens generated so far."""
     max_tokens: int
-    """Largest number of new tokens; replaces ``sampling.horizon``."""
+    """Maximum number of new tokens; replaces ``sampling.horizon``."""
     min_tokens: int
-    """New tokens before stop tokens and stop strings apply; replaces ``sampling.min_tokens``."""
+    """New tokens that must precede any stop; replaces ``sampling.min_tokens``."""
     seed: int
     sampling: SamplingParams
     """The sampling parameters of the original request."""
@@ -76,11 +76,11 @@ class SegmentDecoder(Protocol):
         """Start generating a segment."""
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        """Return the segments, or their errors, that finished since the last call; after a short
-        wait the list may be empty."""
+        """Return the segments, or their errors, that finished since the last call. The call waits
+        briefly and may return an empty list."""
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        """Abort all running segments and yield the tokens that each one has."""
+        """Abort all running segments and yield each with the tokens that it has so far."""
 
     def close(self) -> None:
         """Release all resources; no segment is running."""
@@ -122,13 +122,13 @@ class ResumableSample:
         steps = request.steps
         prompt = steps["prompt"][self.index, : steps["prompt_length"][self.index]]
         turn = int(steps["turn"][self.index]) if "turn" in steps else 0
-        address = (request.identity.iteration, stage, int(steps["sample"][self.index]), turn)
+        seed_key = (request.identity.iteration, stage, int(steps["sample"][self.index]), turn)
         return SegmentRequest(
             context_tokens=[*prompt.tolist(), *self.tokens],
             max_tokens=sampling.horizon - count,
             min_tokens=max(0, sampling.min_tokens - count),
-            # With the seed of the first segment, a later one would reuse its random numbers.
-            seed=torch_seed(self.source.seed, *address, *([count] if count else [])),
+            # With the same seed, a later segment would reuse the first one's random numbers.
+            seed=torch_seed(self.source.seed, *seed_key, *([count] if count else [])),
             sampling=sampling,
         )
 
@@ -140,7 +140,7 @@ class ResumableSample:
         Raises:
             DataError: The context of the external engine is too small for the request.
         """
-        sampling, before = self.source.sampling, len(self.tokens)
+        sampling, old_count = self.source.sampling, len(self.tokens)
         self.tokens += segment.tokens
         self.logprobs += segment.logprobs
         self.stopped = segment.finish_reason == "stop"
@@ -148,15 +148,15 @@ class ResumableSample:
             # The external engine does not see a stop string that begins in an earlier segment or
             # contains a special token.
             ids = engine.stop_ids(sampling.stop)
-            for count in range(max(before + 1, sampling.min_tokens), len(self.tokens) + 1):
+            for count in range(max(old_count + 1, sampling.min_tokens), len(self.tokens) + 1):
                 if completes_stop_string(self.tokens[:count], sampling.stop, engine.decode, ids):
                     self.stopped = True
                     del self.tokens[count:], self.logprobs[count:]
                     break
-        self.versions += [version] * (len(self.tokens) - before)
+        self.versions += [version] * (len(self.tokens) - old_count)
         # An aborted segment may end with a stop token, too.
-        last = self.tokens[-1] if self.tokens else None
-        ended = last in engine.stop_token_ids and len(self.tokens) > sampling.min_tokens
+        last_token = self.tokens[-1] if self.tokens else None
+        ended = last_token in engine.stop_token_ids and len(self.tokens) > sampling.min_tokens
         self.stopped = self.stopped or ended
         if (
             segment.finish_reason == "length"
@@ -205,12 +205,12 @@ class ResumableGeneration:
                     decoder.submit(sample, sample.next_request(self._stage))
                 if not len(decoder):
                     return
-                done = [
+                complete = [
                     sample
                     for sample, segment in decoder.poll_finished()
                     if self._add(sample, segment)
                 ]
-                yield from self._build_replies(done)
+                yield from self._build_replies(complete)
                 if len(decoder):
                     yield from self._call_hooks()
         finally:
@@ -262,13 +262,13 @@ class ResumableGeneration:
             sample for sample, segment in self._decoder.abort_all() if self._add(sample, segment)
         ]
 
-    def _build_replies(self, samples: list[ResumableSample], *names: str) -> Iterator[Record]:
+    def _build_replies(self, samples: list[ResumableSample], *columns: str) -> Iterator[Record]:
         """Yield replies with the tokens of samples, grouped by request and first version."""
-        parts: dict[tuple[SegmentedRequest, int], list[ResumableSample]] = {}
+        groups: dict[tuple[SegmentedRequest, int], list[ResumableSample]] = {}
         for sample in samples:
-            first = sample.versions[0] if sample.versions else self._engine.version
-            parts.setdefault((sample.source, first), []).append(sample)
-        for (source, first), group in parts.items():
+            version = sample.versions[0] if sample.versions else self._engine.version
+            groups.setdefault((sample.source, version), []).append(sample)
+        for (source, version), group in groups.items():
             shape = (len(group), source.sampling.horizon)
             steps = {
                 "sample": source.request.steps["sample"][[sample.index for sample in group]],
@@ -277,7 +277,7 @@ class ResumableGeneration:
                 "length": np.array([len(sample.tokens) for sample in group]),
                 "stopped": np.array([sample.stopped for sample in group]),
             }
-            if "unfinished" in names:
+            if "unfinished" in columns:
                 steps["unfinished"] = np.ones(len(group), dtype=bool)
             if "version" in self._extra_columns:
                 steps["version"] = np.full(shape, self._engine.version)
@@ -287,4 +287,4 @@ class ResumableGeneration:
                 steps["logprobs"][row, :count] = sample.logprobs
                 if "version" in steps:
                     steps["version"][row, :count] = sample.versions
-            yield Record(source.request.identity, steps, info={"version": first})
+            yield Record(source.request.identity, steps, info={"version": version})

@@ -1,7 +1,7 @@
 """Engines that run vLLM or SGLang servers in processes with their own interpreter.
 
 The stage's process only sends requests. A private folder in ``/dev/shm`` holds copies of the model
-files, which are verified while they are copied. They stay there as long as they are served, so a
+files, which are verified while they are copied. The copies stay while they are served, so a
 server that dies can be restarted. The folder also holds the servers' sockets.
 """
 
@@ -61,7 +61,7 @@ DECODER_POLL_S = 0.005
 MAX_SERVER_LOSSES = 3
 """Number of servers that may die while they generate the same sample before the run fails."""
 ABORT_INTERVAL_S = 0.05
-"""Interval at which aborts are repeated, because a request that just arrives misses one."""
+"""Interval at which aborts are repeated, because an abort misses requests still in transit."""
 
 
 class SegmentServers(Protocol):
@@ -76,7 +76,7 @@ class SegmentServers(Protocol):
         """
 
     def abort(self) -> None:
-        """Abort all running segments; each request returns the tokens that it has."""
+        """Abort all running segments; each request returns the tokens that it has so far."""
 
     def restart_failed(self) -> None:
         """Restart servers that died. Raises ServerError if no server runs or starts."""
@@ -95,15 +95,15 @@ class ConcurrentDecoder:
             queue.SimpleQueue()
         )
         self._threads = self._running = 0
-        self._died = False
+        self._has_dead_server = False
 
     def __len__(self) -> int:
         return self._running
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
-        if self._died:
+        if self._has_dead_server:
             # Other segments of the dead server fail by themselves; those of other servers go on.
-            self._died = False
+            self._has_dead_server = False
             self._servers.restart_failed()
         self._running += 1
         if self._threads < self._running:
@@ -141,11 +141,11 @@ class ConcurrentDecoder:
     def _receive(
         self, sample: ResumableSample, segment: GeneratedSegment | Exception
     ) -> tuple[ResumableSample, GeneratedSegment | Exception]:
-        """Return the result of a thread; if its server died, an empty segment."""
+        """Process a thread's result: if its server died, return an empty segment instead."""
         self._running -= 1
         if not isinstance(segment, ServerUnavailable):
             return sample, segment
-        self._died = True
+        self._has_dead_server = True
         sample.server_losses += 1
         if sample.server_losses < MAX_SERVER_LOSSES:
             return sample, GeneratedSegment([], [], "abort")
@@ -247,7 +247,7 @@ class ServerEngine(ExternalEngine):
 
     @abstractmethod
     def abort_requests(self, process: ServerProcess) -> None:
-        """Abort all requests of a server; each one returns the tokens that it has."""
+        """Abort all requests of a server; each returns the tokens that it has so far."""
 
     def on_server_ready(self, process: ServerProcess) -> None:
         """Prepare a server that is ready, before its first request."""
@@ -275,8 +275,8 @@ class ServerEngine(ExternalEngine):
             return
         model = self._shm_folder() / "model"
         self._servers.wait_ready()  # a starting server reads the old files
-        same = bool(self._servers.running) and _same_files(folder, model)
-        if not same:
+        is_same_model = bool(self._servers.running) and _same_files(folder, model)
+        if not is_same_model:
             self._servers.close()
             shutil.rmtree(model, ignore_errors=True)
             model.mkdir()
@@ -286,9 +286,9 @@ class ServerEngine(ExternalEngine):
         # One file at a time, so that old and new weights are never in memory together.
         for path in weight_files(folder):
             copy_file(path, model / path.name)
-        if not same:
+        if not is_same_model:
             self._read_model(model)
-        self._serve(version, update=same)
+        self._serve(version, update=is_same_model)
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
@@ -320,7 +320,7 @@ class ServerEngine(ExternalEngine):
         self._finish_batch()
 
     def _finish_batch(self) -> None:
-        """Return the GPUs to the processes that share the server, after a batch."""
+        """Return the GPUs to the ranks of the replica after a batch."""
         if self.world.layout.tp == 1:
             return
         if self.can_sleep:
@@ -391,9 +391,9 @@ class ServerEngine(ExternalEngine):
         """Serve the weights in the folder.
 
         Args:
-            update: If true, running servers load them; if false, all servers are restarted.
+            update: If true, running servers load the weights; if false, all servers restart.
         """
-        asleep, self._asleep = self._asleep, False
+        was_asleep, self._asleep = self._asleep, False
         self._replica_barrier()  # the other processes have freed their GPUs
         self.version = version
         if not self.world.is_primary:
@@ -402,29 +402,30 @@ class ServerEngine(ExternalEngine):
         model = self._shm_folder() / "model"
 
         def read(process: ServerProcess) -> None:
-            if asleep:
+            if was_asleep:
                 self.wake(process)
             self.update_weights(process, model, version)
 
         self._servers.start(read if update else None)
         self.version = version
 
-    def _start_server(self, number: int) -> ServerProcess:
+    def _start_server(self, server_index: int) -> ServerProcess:
         """Start a server process.
 
         Args:
-            number: Index of the server within the replica.
+            server_index: Index of the server within the replica.
         """
         folder, config = self._shm_folder(), self._config
-        model, socket = folder / "model", folder / f"http-{number}"
+        model, socket = folder / "model", folder / f"http-{server_index}"
         socket.unlink(missing_ok=True)
-        logs, several = self.log_folder or folder, f"-{number}" if config.replicas > 1 else ""
-        own = {}
+        logs = self.log_folder or folder
+        log_suffix = f"-{server_index}" if config.replicas > 1 else ""
+        gpu_environment = {}
         if self.device.type == "cuda":
             world = self.world
-            own = {
+            gpu_environment = {
                 CUDA_VISIBLE_DEVICES: server_gpus(
-                    world.local_rank, number, config.replicas, world.layout.tp
+                    world.local_rank, server_index, config.replicas, world.layout.tp
                 )
             }
         return ServerProcess(
@@ -436,14 +437,14 @@ class ServerEngine(ExternalEngine):
                 "PYTHONPATH": str(PLUGIN_FOLDER),
                 "OMP_NUM_THREADS": str(config.threads),
                 "HF_HUB_OFFLINE": "1",
-                # All processes are on this node. For NCCL, "lo" without "=" would be a prefix.
+                # All processes are on this node. NCCL takes a name without "=" as a prefix.
                 "GLOO_SOCKET_IFNAME": "lo",
                 "NCCL_SOCKET_IFNAME": "=lo",
-                **own,
+                **gpu_environment,
                 **self.server_environment(socket),
             },
             socket,
-            logs / f"{type(self).__name__}-{os.uname().nodename}-{os.getpid()}{several}.log",
+            logs / f"{type(self).__name__}-{os.uname().nodename}-{os.getpid()}{log_suffix}.log",
             config.request_timeout_s,
             self.heartbeat_route,
             config.heartbeat_timeout_s,
@@ -467,9 +468,9 @@ class ServerEngine(ExternalEngine):
         return self._folder
 
 
-def _same_files(folder: Path, other: Path) -> bool:
+def _same_files(folder: Path, other_folder: Path) -> bool:
     """Return whether two folders have equal files beside the weights (network and tokenizer)."""
     names = non_weight_files(folder)
-    return names == non_weight_files(other) and all(
-        filecmp.cmp(folder / name, other / name, shallow=False) for name in names
+    return names == non_weight_files(other_folder) and all(
+        filecmp.cmp(folder / name, other_folder / name, shallow=False) for name in names
     )

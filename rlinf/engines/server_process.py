@@ -28,7 +28,7 @@ from rlinf.errors import DataError, RlinfError
 
 POLL_S = 0.1
 LIVENESS_INTERVAL_S = 10.0
-"""Time without a response after which the server is probed, and interval between probes."""
+"""Time without a response before the server is probed, and interval between probes."""
 LIVENESS_TIMEOUT_S = 30.0
 """Timeout of one probe. SGLang needs 20 s to report a failure."""
 LOG_TAIL_LINES = 15
@@ -43,7 +43,7 @@ class ServerUnavailable(Exception):
     """A request got no response, because the server or its engine died."""
 
 
-class _Local(http.client.HTTPConnection):
+class _UnixHTTPConnection(http.client.HTTPConnection):
     """An HTTP connection over a Unix domain socket."""
 
     def __init__(self, path: Path, timeout: float) -> None:
@@ -89,22 +89,23 @@ class ServerProcess:
         """Times of the last response and of the first failed probe since then."""
         self._thread_local = threading.local()
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._begin = log.stat().st_size if log.exists() else 0
-        reading, self._pipe = os.pipe()
+        self._log_start = log.stat().st_size if log.exists() else 0
+        launcher = str(Path(server_launcher.__file__))
+        reader, self._pipe = os.pipe()
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         with log.open("ab") as stream:
             try:
                 self._process = subprocess.Popen(
-                    [python, str(Path(server_launcher.__file__)), str(reading), module, *arguments],
+                    [python, launcher, str(reader), module, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=stream,
-                    pass_fds=[reading],
+                    pass_fds=[reader],
                     start_new_session=True,
                     env={**inherited, **process_tuning.child_environment(), **environment},
                 )
             finally:
-                os.close(reading)
+                os.close(reader)
         self.pid = self._process.pid
         self._kill = weakref.finalize(self, _kill, self._process, self._pipe)
 
@@ -114,14 +115,14 @@ class ServerProcess:
         Raises:
             ServerError: The server exited or did not answer by the deadline.
         """
-        until = time.monotonic() + deadline_s
+        deadline = time.monotonic() + deadline_s
         while True:
             if not self.is_alive:
                 self._fail(f"ended with exit code {self._process.returncode} before it was ready")
             with contextlib.suppress(ServerUnavailable):
-                self.get(route, min(LIVENESS_TIMEOUT_S, max(POLL_S, until - time.monotonic())))
+                self.get(route, min(LIVENESS_TIMEOUT_S, max(POLL_S, deadline - time.monotonic())))
                 return
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 self.close()
                 self._fail(f"did not answer within {deadline_s:g} s")
             time.sleep(POLL_S)
@@ -138,8 +139,8 @@ class ServerProcess:
             timeout_s: Timeout on a separate connection; None: use the default.
         """
         if timeout_s is None:
-            return self._request("GET", route, None, watched=False)
-        connection = _Local(self._socket_path, timeout_s)
+            return self._request("GET", route, None, check_heartbeat=False)
+        connection = _UnixHTTPConnection(self._socket_path, timeout_s)
         try:
             connection.request("GET", route)
             response = connection.getresponse()
@@ -159,7 +160,7 @@ class ServerProcess:
             DataError: The server rejected the request.
             ServerUnavailable: No response came.
         """
-        return self._request("POST", route, body, watched=check_heartbeat)
+        return self._request("POST", route, body, check_heartbeat=check_heartbeat)
 
     def close(self) -> None:
         """Kill the server with its process group. Idempotent."""
@@ -168,40 +169,41 @@ class ServerProcess:
     def log_tail(self) -> str:
         """Return the last lines of the log."""
         with self._log.open("rb") as file:
-            file.seek(self._begin)
+            file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()
         # A crash is often logged before many lines of the shutdown.
-        first = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
-        last = lines[-LOG_TAIL_LINES:]
-        causes = [] if first is None else [x for x in lines[first:-LOG_TAIL_LINES] if "Error:" in x]
-        return "\n".join([*causes[-3:], *last])
+        start = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
+        tail = lines[-LOG_TAIL_LINES:]
+        traceback = [] if start is None else lines[start:-LOG_TAIL_LINES]
+        errors = [line for line in traceback if "Error:" in line]
+        return "\n".join([*errors[-3:], *tail])
 
-    def _fail(self, what: str) -> None:
-        raise ServerError(f"the server {what}; the end of its log {self._log}:\n{self.log_tail()}")
+    def _fail(self, problem: str) -> None:
+        raise ServerError(f"the server {problem}; end of its log {self._log}:\n{self.log_tail()}")
 
-    def _request(self, method: str, route: str, body: Any, *, watched: bool) -> Any:
+    def _request(self, method: str, route: str, body: Any, *, check_heartbeat: bool) -> Any:
         headers = {"Content-Type": "application/json"}
-        text = None if body is None else json.dumps(body)
-        connection, used = getattr(self._thread_local, "connection", None), True
+        payload = None if body is None else json.dumps(body)
+        connection, is_reused = getattr(self._thread_local, "connection", None), True
         if connection is None:
-            connection, used = _Local(self._socket_path, self._timeout_s), False
+            connection, is_reused = _UnixHTTPConnection(self._socket_path, self._timeout_s), False
             self._thread_local.connection = connection
         while True:
             try:
-                connection.request(method, route, text, headers)
-                if watched:
+                connection.request(method, route, payload, headers)
+                if check_heartbeat:
                     self._wait_response(connection.sock)
                 response = connection.getresponse()
-                answer = response.read()
+                content = response.read()
                 break
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 # Servers close idle connections; a dead server accepts no new connection.
-                if not used or isinstance(error, TimeoutError):
+                if not is_reused or isinstance(error, TimeoutError):
                     raise ServerUnavailable(f"{route}: {error or type(error).__name__}") from None
-                used = False
+                is_reused = False
         self._last_response, self._first_failure = time.monotonic(), math.inf
-        return _parse_response(route, response.status, answer)
+        return _parse_response(route, response.status, content)
 
     def _wait_response(self, connection: socket.socket) -> None:
         """Wait until a response begins.
@@ -209,25 +211,25 @@ class ServerProcess:
         Raises:
             TimeoutError: There was no response.
         """
-        ready, until = select.poll(), time.monotonic() + self._timeout_s
-        ready.register(connection, select.POLLIN)
-        while not ready.poll(1000 * min(LIVENESS_INTERVAL_S, self._timeout_s)):
-            if time.monotonic() > until:
+        poller, deadline = select.poll(), time.monotonic() + self._timeout_s
+        poller.register(connection, select.POLLIN)
+        while not poller.poll(1000 * min(LIVENESS_INTERVAL_S, self._timeout_s)):
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {self._timeout_s:g} s")
             self._probe()
 
     def _probe(self) -> None:
-        """Probe the server, in one thread for all waiting requests; they fail if it is killed."""
+        """Probe the server, in one thread at a time. If it is killed, all requests fail."""
         if not self._probe_lock.acquire(blocking=False):
             return
         try:
-            began = time.monotonic()
-            if began - self._last_response < LIVENESS_INTERVAL_S:
+            start = time.monotonic()
+            if start - self._last_response < LIVENESS_INTERVAL_S:
                 return
             try:
                 self.get(self._heartbeat_route, min(LIVENESS_TIMEOUT_S, self._heartbeat_timeout_s))
             except ServerUnavailable:
-                self._first_failure = min(self._first_failure, began)
+                self._first_failure = min(self._first_failure, start)
             else:
                 self._last_response, self._first_failure = time.monotonic(), math.inf
             if (
@@ -242,21 +244,21 @@ class ServerProcess:
             self._probe_lock.release()
 
 
-def _parse_response(route: str, status: int, answer: bytes) -> Any:
+def _parse_response(route: str, status: int, content: bytes) -> Any:
     """Return the content of a response; raises as :meth:`ServerProcess.post`."""
     if status >= 500:
-        raise ServerUnavailable(f"{route}: {status} {answer[:300].decode(errors='replace')}")
+        raise ServerUnavailable(f"{route}: {status} {content[:300].decode(errors='replace')}")
     if status >= 400:
-        reason = answer[:1000].decode(errors="replace")
+        reason = content[:1000].decode(errors="replace")
         raise DataError(f"the server rejects {route} ({status}): {reason}")
     try:
-        return json.loads(answer) if answer.strip() else None
+        return json.loads(content) if content.strip() else None
     except ValueError:
-        return answer.decode(errors="replace")
+        return content.decode(errors="replace")
 
 
 def _kill(process: subprocess.Popen[bytes], pipe: int) -> None:
-    """Kill a server's process group, even if its main process has exited."""
+    """Kill a server's process group, even if its main process has already exited."""
     server_launcher.kill_group(process.pid)
     process.wait()
     os.close(pipe)

@@ -24,14 +24,14 @@ from rlinf.engines.server_process import ServerProcess
 from rlinf.errors import ConfigError
 
 SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_sglang",)
-"""Modules that other processes run; they count for the identity of outputs."""
+"""Modules that other processes run; they are part of the identity of outputs."""
 MEMORY_TAGS = ["kv_cache", "weights"]
 """SGLang's names of the memory that sleeping frees."""
 CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"
 """Folder with stubs of packages, for CPUs."""
 CONTEXT_MARGIN = 8
-"""Tokens to add to SGLang's context length. SGLang accepts prompts up to six tokens below it and
-cuts responses two tokens below it, which would look like their end."""
+"""Tokens to add to SGLang's context length. SGLang accepts prompts of up to six tokens less, and
+truncates responses two tokens before it, which would look like their end."""
 ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for CONTEXT_MARGIN
 """Environment variables of every process that imports SGLang."""
 
@@ -49,26 +49,27 @@ class SGLangCacheEngine(ExternalEngine):
     def kv_cache_bytes(self) -> int:
         """Return the size of the KV cache on each GPU, bytes.
 
-        Each token needs 2 x layers x key-value heads of this GPU x head size numbers.
+        Each token has keys and values: 2 x layers x key-value heads of this GPU x head size.
         """
         config = self._text_config
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        values = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
+        vectors = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
         itemsize: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(self._config.max_total_tokens * values * head_size * itemsize)
+        return int(self._config.max_total_tokens * vectors * head_size * itemsize)
 
     def _read_model(self, model: Path) -> None:
         super()._read_model(model)
-        length, cached = self._config.max_model_len, self._config.max_total_tokens - CONTEXT_MARGIN
-        if cached < (length or 1):
+        length = self._config.max_model_len
+        max_cached = self._config.max_total_tokens - CONTEXT_MARGIN
+        if max_cached < (length or 1):
             raise ConfigError(
                 f"engine.max_total_tokens: {self._config.max_total_tokens} hold no sample of "
                 f"{length or 1} tokens and {CONTEXT_MARGIN} more; raise it, or lower "
                 "engine.max_model_len"
             )
-        self._max_model_len = min(self._max_model_len, cached)
+        self._max_model_len = min(self._max_model_len, max_cached)
 
 
 class SGLangConfig(SGLangCacheConfig, ServerConfig):
@@ -91,23 +92,23 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
         return [
             *sglang_args(self, model, context),
             *("--port", str(port), "--skip-server-warmup", "--log-level-http", "warning"),
-            # Without it an idle scheduler occupies a CPU core.
+            # Otherwise an idle scheduler occupies a CPU core.
             "--sleep-on-idle",
         ]
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:
-        # A new file for each start, because a dead server's file would be read as answers.
+        # A new file for each start, because torch would read a dead server's file as messages.
         rendezvous = socket.with_name(f"rendezvous-{uuid.uuid4().hex}")
-        always = {
+        variables = {
             **ENVIRONMENT,
             "RLINF_SOCKET": str(socket),
-            # Otherwise a store of torch listens at an open port of all network interfaces.
+            # Otherwise a torch store listens on all network interfaces.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
         }
         if self.device.type != "cpu":
-            return always
-        own = cpu_environment(self.world.layout.tp, self._config.threads)
-        return {**always, **own, "PYTHONPATH": f"{PLUGIN_FOLDER}:{CPU_STUBS}"}
+            return variables
+        cpu_variables = cpu_environment(self.world.layout.tp, self._config.threads)
+        return {**variables, **cpu_variables, "PYTHONPATH": f"{PLUGIN_FOLDER}:{CPU_STUBS}"}
 
     def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
         body = {
@@ -196,6 +197,6 @@ def core_binding(processes: int, threads: int) -> str:
 
     Without this setting SGLang allows only as many processes as NUMA nodes.
     """
-    free = itertools.cycle(sorted(os.sched_getaffinity(0)))
-    each = (itertools.islice(free, threads) for _ in range(processes))
-    return "|".join(",".join(map(str, sorted(set(own)))) for own in each)
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    core_sets = (itertools.islice(cores, threads) for _ in range(processes))
+    return "|".join(",".join(map(str, sorted(set(core_set)))) for core_set in core_sets)

@@ -44,7 +44,7 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
         variables = dict(ENVIRONMENT)
         if self.device.type == "cpu":
             variables |= cpu_environment(1, self._config.threads)
-        words = [
+        arguments = [
             *sglang_args(self, model, self._max_model_len),
             *("--load-format", "dummy", "--log-level", "error", "--disable-overlap-schedule"),
             *(["--enable-weights-cpu-backup"] if self.can_sleep else []),
@@ -55,13 +55,12 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
             if self.can_sleep:
                 from torch_memory_saver import torch_memory_saver
 
-                # The other mode needs a preloaded library. The mode can be set only before the
-                # first start.
+                # The default mode needs a preloaded library. It can be set only before the start.
                 if torch_memory_saver._impl is None:
                     torch_memory_saver.hook_mode = "torch"
             from rlinf.engines.engine_plugins.sglang_scheduler import create_scheduler
 
-            self.backend = create_scheduler(words, self.device.index or 0)
+            self.backend = create_scheduler(arguments, self.device.index or 0)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.backend.rlinf_load_weights(tensors)
@@ -105,14 +104,14 @@ class SGLangStepDecoder:
         with self._engine.close_on_error():
             finished = self._engine.backend.step()
         return [
-            (self._running.pop(name), segment_of(request)) for name, request in finished.items()
+            (self._running.pop(name), to_segment(request)) for name, request in finished.items()
         ]
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
         backend, running, self._running = self._engine.backend, self._running, {}
         if running and backend is not None:
             requests = backend.rlinf_requests
-            segments = [(sample, segment_of(requests[name])) for name, sample in running.items()]
+            segments = [(sample, to_segment(requests[name])) for name, sample in running.items()]
             with self._engine.close_on_error():
                 backend.rlinf_abort_all()
             yield from segments
@@ -121,7 +120,7 @@ class SGLangStepDecoder:
         """Do nothing: there are no resources."""
 
 
-def segment_of(request: Any) -> GeneratedSegment | Exception:
+def to_segment(request: Any) -> GeneratedSegment | Exception:
     """Return the tokens of an SGLang request as a segment, or the error of a rejected request."""
     reason = request.finished_reason
     finish = {"type": "abort"} if reason is None else reason.to_json()
@@ -133,5 +132,5 @@ def segment_of(request: Any) -> GeneratedSegment | Exception:
 
 
 if importlib.util.find_spec("sglang") and not torch.cuda.is_available():
-    # Before another module, such as transformers, imports the packages that the stubs replace.
+    # Must precede imports, for example by transformers, of the packages that the stubs replace.
     sys.path.insert(0, str(CPU_STUBS))

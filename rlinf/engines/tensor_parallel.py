@@ -18,7 +18,7 @@ from rlinf.errors import ConfigError
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 BARRIER_TIMEOUT = timedelta(days=30)
-"""Longest time of a batch. A failed process closes its connection, which ends the wait earlier."""
+"""Maximum duration of a batch. The wait ends earlier if a process fails and disconnects."""
 
 
 class ReplicaGroup:
@@ -44,8 +44,8 @@ def check_attention_heads(
 ) -> None:
     """Check that the attention heads can be divided over a number of ranks.
 
-    All ranks have equally many query heads. Key-value heads are divided too; if there are fewer of
-    them than ranks, each one is replicated equally often.
+    All ranks have the same number of query heads. Key-value heads are divided too; if there are
+    fewer than ranks, each is replicated the same number of times.
 
     Args:
         settings: The text config of the model, with the field names of transformers.
@@ -53,21 +53,21 @@ def check_attention_heads(
         key: The configuration key of the layout, for the error message.
 
     Raises:
-        ConfigError: They cannot; the message lists possible sizes.
+        ConfigError: The number is not possible; the message lists possible ones.
     """
     if size == 1:
         return
     heads = settings.num_attention_heads
-    shared = getattr(settings, "num_key_value_heads", None) or heads
+    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
 
-    def able(size: int) -> bool:
-        return heads % size == 0 and (shared % size == 0 or size % shared == 0)
+    def can_divide(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
-    if not able(size):
-        numbers = ", ".join(str(n) for n in range(1, heads + 1) if able(n))
+    if not can_divide(size):
+        choices = ", ".join(str(n) for n in range(1, heads + 1) if can_divide(n))
         raise ConfigError(
             f"{key}.tp: {size} processes cannot divide the {heads} attention heads of the model, "
-            f"{shared} of keys and values; choose one of {numbers}"
+            f"{kv_heads} of keys and values; choose one of {choices}"
         )
 
 
@@ -75,7 +75,7 @@ def server_gpus(local_rank: int, server_index: int, num_servers: int, gpus_per_s
     """Return the GPUs of one server in the format of CUDA_VISIBLE_DEVICES.
 
     Args:
-        local_rank: Of the process that starts the server; ranks of a replica are neighbours.
+        local_rank: Local rank of the starting process; the ranks of a replica are adjacent.
         server_index: Index of the server within the replica.
         num_servers: Servers of the replica, and GPUs of each of its ranks.
         gpus_per_server: GPUs of the server, and ranks of the replica.

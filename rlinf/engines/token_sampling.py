@@ -36,7 +36,7 @@ def sample_tokens(
             truncate_distribution(weights, sampling) if sampling.truncates_distribution else weights
         ).cumsum(-1)
         total = cumulative[:, -1:]
-        # Rounding up to the total would skip all tokens.
+        # A threshold rounded up to the total would be beyond the last token.
         threshold = torch.minimum(
             noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
         )
@@ -52,10 +52,10 @@ def truncate_distribution(weights: Tensor, sampling: SamplingParams) -> Tensor:
     if 0 < sampling.top_k < size:
         remaining = remaining.where(remaining >= remaining.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1:
-        ordered, order = remaining.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(before < sampling.top_p * remaining.sum(-1, keepdim=True), 0.0)
-        remaining = torch.zeros_like(remaining).scatter_(-1, order, ordered)
+        ordered, indices = remaining.sort(dim=-1, descending=True, stable=True)
+        preceding = ordered.cumsum(-1) - ordered
+        ordered = ordered.where(preceding < sampling.top_p * remaining.sum(-1, keepdim=True), 0.0)
+        remaining = torch.zeros_like(remaining).scatter_(-1, indices, ordered)
     if sampling.min_p > 0:
         remaining = remaining.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0.0)
     return remaining
@@ -69,8 +69,8 @@ def completes_stop_string(
 ) -> bool:
     """Return whether a stop string ends in the last token of a sample.
 
-    Only as many of the last tokens are decoded as necessary: a token has at least one byte, unless
-    it is special.
+    Only the necessary number of last tokens is decoded: a token has at least one byte, unless it is
+    special.
 
     Args:
         tokens: The tokens of the sample.
@@ -80,16 +80,16 @@ def completes_stop_string(
     """
     if tokens[-1] in stop_ids:
         return True
-    most = max(len(stop.encode()) for stop in stops)
-    window = most + 8
+    max_bytes = max(len(stop.encode()) for stop in stops)
+    window = max_bytes + 8
     while True:
         tail = tokens[-window:]
-        text, before = decode(tail), decode(tail[:-1])
+        text, old_text = decode(tail), decode(tail[:-1])
         # Find the first changed character, because an incomplete character may change, too.
-        pairs = enumerate(zip(before, text, strict=False))
-        new = next((i for i, (old, now) in pairs if old != now), len(before))
-        if any(0 <= text.rfind(stop) > new - len(stop) for stop in stops):
+        pairs = enumerate(zip(old_text, text, strict=False))
+        first_change = next((i for i, (old, new) in pairs if old != new), len(old_text))
+        if any(0 <= text.rfind(stop) > first_change - len(stop) for stop in stops):
             return True
-        if window >= len(tokens) or len(before) >= most:
+        if window >= len(tokens) or len(old_text) >= max_bytes:
             return False
         window *= 2

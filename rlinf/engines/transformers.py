@@ -1,4 +1,4 @@
-"""The engine that decodes with ``transformers`` models, written for small models and CPUs.
+"""The engine that decodes with ``transformers`` models, made for small models and CPUs.
 
 Each distinct prompt is computed once, and all samples of its group share its keys and values. The
 KV cache is allocated once. Log-probabilities come from the forward pass that samples the token.
@@ -155,7 +155,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         Args:
             contexts: Token ids of each row.
             free_columns: Free columns of the cache.
-            images: Images of each row, if there are some.
+            images: Images of each row, if there are any.
 
         Returns:
             Logits ``[B, V]`` of the next tokens, the cache, and a mask bool
@@ -166,20 +166,19 @@ class TransformersEngine(OffloadableTensors, Engine):
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
         if self._equal_length is not None:
-            first, groups = self._equal_length.prefill(contexts, self.device)
+            next_logits, groups = self._equal_length.prefill(contexts, self.device)
             starts = torch.from_numpy(width - lengths).to(self.device)[:, None]
             columns = torch.arange(width + free_columns, device=self.device)
-            return first, groups, (columns >= starts) & (columns < width)
-        # A key has the length, because the padding 0 is also an ordinary token, and the number of
-        # the first row with the same images.
+            return next_logits, groups, (columns >= starts) & (columns < width)
+        # A key is the length (because the padding 0 is also an ordinary token), the index of the
+        # first row with the same images, and the tokens.
         keys = np.zeros((len(contexts), 2 + width), dtype=np.int64)
         first_rows: dict[bytes, int] = {}
-        for i, (line, context) in enumerate(zip(keys, contexts, strict=True)):
-            line[0], line[2 : 2 + len(context)] = len(context), context
-            if images and (own := images[i]) is not None:
-                line[1] = first_rows.setdefault(
-                    own[SIZES_COLUMN].tobytes() + own[PIXELS_COLUMN].tobytes(), i
-                )
+        for i, (key, context) in enumerate(zip(keys, contexts, strict=True)):
+            key[0], key[2 : 2 + len(context)] = len(context), context
+            if images and (row_images := images[i]) is not None:
+                content = row_images[SIZES_COLUMN].tobytes() + row_images[PIXELS_COLUMN].tobytes()
+                key[1] = first_rows.setdefault(content, i)
         distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
         sizes = distinct[:, 0]
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
@@ -191,8 +190,8 @@ class TransformersEngine(OffloadableTensors, Engine):
         positions = (column - (width - size)[:, None]).clamp(min=0)
         cache = KeyValueCache(width + free_columns)
         if self._images is not None:
-            used = [images[number] if images else None for number in distinct[:, 1].tolist()]
-            positions, extra = self._image_inputs(distinct[:, 2:], sizes, used, width)
+            distinct_images = [images[row] if images else None for row in distinct[:, 1].tolist()]
+            positions, extra = self._image_inputs(distinct[:, 2:], sizes, distinct_images, width)
         else:
             extra = {}
         logits = self.forward(
@@ -222,23 +221,24 @@ class TransformersEngine(OffloadableTensors, Engine):
         positions = np.zeros((3, len(contexts), width), np.int64)
         arrays, sizes = list[np.ndarray](), list[np.ndarray]()
         for i, (context, count) in enumerate(zip(contexts, lengths.tolist(), strict=True)):
-            own = images[i] or {}
-            sizes.append(image_sizes(own))
-            arrays += unpack_images(own)
+            row_images = images[i] or {}
+            sizes.append(image_sizes(row_images))
+            arrays += unpack_images(row_images)
             positions[:, i, width - count :] = processor.rope_positions(context[:count], sizes[-1])
-        extra: dict[str, Tensor] = {}
+        extra_inputs: dict[str, Tensor] = {}
         if arrays:
             patches = np.concatenate([processor.to_patches(image) for image in arrays])
-            extra["pixel_values"] = torch.from_numpy(patches).to(self.device)
+            extra_inputs["pixel_values"] = torch.from_numpy(patches).to(self.device)
             grids = torch.from_numpy(processor.patch_grids(np.concatenate(sizes)))
-            extra["image_grid_thw"] = grids.to(self.device)
-        return torch.from_numpy(positions).to(self.device), extra
+            extra_inputs["image_grid_thw"] = grids.to(self.device)
+        return torch.from_numpy(positions).to(self.device), extra_inputs
 
     def rope_shift(self, images: Sequence[PromptImages | None]) -> Tensor:
         """Return the offset of rotary positions behind the images of each row, int64 ``[B]``."""
+        processor = self._images
         shifts = [
-            0 if own is None or self._images is None else self._images.rope_shift(image_sizes(own))
-            for own in images
+            0 if item is None or processor is None else processor.rope_shift(image_sizes(item))
+            for item in images
         ]
         return torch.tensor(shifts, dtype=torch.int64, device=self.device)
 
@@ -250,7 +250,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         cache: KeyValueCache | EqualLengthCache,
         extra_inputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Return logits ``[B, V]`` float32 after the last of ``tokens``; adds them to the cache.
+        """Add ``tokens`` to the cache and return the logits ``[B, V]`` float32 after the last one.
 
         Args:
             tokens: ``[B, n]``.

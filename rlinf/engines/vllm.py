@@ -17,7 +17,7 @@ from rlinf.engines.server import ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
 
 SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_vllm",)
-"""Modules that other processes run; they count for the identity of outputs."""
+"""Modules that other processes run; they are part of the identity of outputs."""
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension supports only the first model runner
     "VLLM_NO_USAGE_STATS": "1",
@@ -55,17 +55,17 @@ class VLLMEngine(ServerEngine):
         ]
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:
-        always = {
+        variables = {
             **ENVIRONMENT,
             "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weights, aborts and caches
             "VLLM_RPC_BASE_PATH": str(socket.parent),
         }
         if self.device.type != "cpu":
-            return always
-        return {**always, "TORCH_COMPILE_DISABLE": "1"}
+            return variables
+        return {**variables, "TORCH_COMPILE_DISABLE": "1"}
 
     def on_server_ready(self, process: ServerProcess) -> None:
-        _call(process, "rlinf_setup", watched=True)
+        _call(process, "rlinf_setup", check_heartbeat=True)
 
     def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
         body = {
@@ -78,8 +78,8 @@ class VLLMEngine(ServerEngine):
         (choice,) = values["choices"]
         tokens = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
-        end = choice["finish_reason"]
-        return GeneratedSegment(tokens, [entry["logprob"] for entry in content], end)
+        finish_reason = choice["finish_reason"]
+        return GeneratedSegment(tokens, [entry["logprob"] for entry in content], finish_reason)
 
     def abort_requests(self, process: ServerProcess) -> None:
         process.post("/abort_requests", {"request_ids": []}, check_heartbeat=True)
@@ -97,10 +97,10 @@ class VLLMEngine(ServerEngine):
         process.post("/update_weight_version", {"new_version": str(version)})
 
 
-def _call(process: ServerProcess, method: str, *arguments: str, watched: bool = False) -> None:
+def _call(process: ServerProcess, method: str, *args: str, check_heartbeat: bool = False) -> None:
     """Call a method of the worker extension in each worker of a server."""
-    body = {"method": method, "args": list(arguments)}
-    process.post("/collective_rpc", body, check_heartbeat=watched)
+    body = {"method": method, "args": list(args)}
+    process.post("/collective_rpc", body, check_heartbeat=check_heartbeat)
 
 
 def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:

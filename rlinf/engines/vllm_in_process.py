@@ -37,7 +37,7 @@ class VLLMInProcessEngine(InProcessEngine):
             from vllm.v1.engine.llm_engine import LLMEngine
 
             parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-            words = [
+            arguments = [
                 *vllm_args(self, model, self._max_model_len),
                 *("--load-format", "dummy", "--disable-log-stats", "--no-use-tqdm-on-load"),
                 *(
@@ -46,7 +46,7 @@ class VLLMInProcessEngine(InProcessEngine):
                 ),
                 *self._config.extra_args,
             ]
-            args = EngineArgs.from_cli_args(parser.parse_args(words))
+            args = EngineArgs.from_cli_args(parser.parse_args(arguments))
             self.backend = LLMEngine.from_engine_args(args)
             self.backend.collective_rpc("rlinf_setup")
         # Each update would log that layers without weights were not loaded.
@@ -95,10 +95,9 @@ class VLLMStepDecoder:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self._engine.check_length(request)
-        kind = RequestOutputKind.DELTA
         params = SamplingParams(
             **vllm_sampling_params(request, self._engine.stop_token_ids_for(request)),
-            output_kind=kind,
+            output_kind=RequestOutputKind.DELTA,
         )
         self._count += 1
         name = str(self._count)
@@ -110,22 +109,22 @@ class VLLMStepDecoder:
         with self._engine.close_on_error():
             outputs = self._engine.backend.step()
         for output in outputs:
-            own, (choice,) = self._running[output.request_id], output.outputs
-            own.tokens += choice.token_ids
+            running, (choice,) = self._running[output.request_id], output.outputs
+            running.tokens += choice.token_ids
             pairs = zip(choice.token_ids, choice.logprobs, strict=True)
-            own.logprobs += [entry[token].logprob for token, entry in pairs]
+            running.logprobs += [entry[token].logprob for token, entry in pairs]
             if output.finished:
                 del self._running[output.request_id]
-                segment = GeneratedSegment(own.tokens, own.logprobs, choice.finish_reason)
-                finished.append((own.sample, segment))
+                segment = GeneratedSegment(running.tokens, running.logprobs, choice.finish_reason)
+                finished.append((running.sample, segment))
         return finished
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
         running, self._running = self._running, {}
         if running and self._engine.backend is not None:
             self._engine.backend.abort_request([*running])
-        for one in running.values():
-            yield one.sample, GeneratedSegment(one.tokens, one.logprobs, "abort")
+        for segment in running.values():
+            yield segment.sample, GeneratedSegment(segment.tokens, segment.logprobs, "abort")
 
     def close(self) -> None:
         """Do nothing: there are no resources."""

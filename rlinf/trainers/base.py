@@ -20,9 +20,8 @@ from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.safetensors_io import StreamedState
 
 Loss = tuple[Tensor, dict[str, Tensor]]
-"""A loss with gradients, and metrics. Metrics are sums, which are added over micro-batches and
-processes; of those whose name ends in :data:`MAX_SUFFIX` the maximum is taken, and they are 0 or
-more."""
+"""A loss with gradients, and metrics. Metrics are summed over micro-batches and processes. If the
+name ends in :data:`MAX_SUFFIX`, the maximum is taken instead; such metrics must not be negative."""
 MAX_SUFFIX = "_max"
 LossFunction = Callable[[Policy, Batch, list[StepSpan]], Loss]
 """Function that returns the loss of a micro-batch, from the policy, its inputs on the policy's
@@ -33,12 +32,12 @@ BatchLoss = Callable[[Policy, Batch], Loss]
 
 
 def is_max_metric(metric: str) -> bool:
-    """Return whether the maximum of a metric's parts is taken, instead of their sum."""
+    """Return whether parts of a metric are combined by their maximum instead of their sum."""
     return metric.endswith(MAX_SUFFIX)
 
 
 def merge_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Add the metrics of a part of a minibatch to those of other parts."""
+    """Merge the metrics of a part of a minibatch into ``sums``."""
     for name, part in parts.items():
         if is_max_metric(name) and name in sums:
             sums[name] = torch.maximum(sums[name], part)
@@ -63,7 +62,7 @@ def loss_from_steps(
 
 
 class Trainer(ABC):
-    """Owns a policy's weights, sharded over the processes of a group, and their optimizer.
+    """A policy's weights, sharded over the processes of a group, and their optimizer.
 
     Every process makes the same calls with the same trajectories in the same order; calls may be
     collective unless stated otherwise. The split of a minibatch over processes and micro-batches
@@ -87,7 +86,7 @@ class Trainer(ABC):
     def __init__(
         self, policy: Policy, config: Any, optimizer: OptimizerSection, world: ProcessGroupInfo
     ) -> None:
-        """Take ownership of a policy, with a fresh optimizer.
+        """Take ownership of a policy, and create its optimizer.
 
         Args:
             policy: with several processes, the result of :meth:`Policy.outline`, so that no process
@@ -96,8 +95,7 @@ class Trainer(ABC):
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        """Return the optional packages that the trainer imports. Extras of the same names install
-        them."""
+        """Return the optional packages that the trainer imports, which are also names of extras."""
         return ()
 
     @classmethod
@@ -111,7 +109,7 @@ class Trainer(ABC):
         processes: int,
         key: str,
     ) -> None:
-        """Check that the trainer can train a model over so many processes, without creating either.
+        """Check that the trainer can train a model on so many processes, without creating either.
 
         Args:
             model: the options of the policy.
@@ -146,22 +144,22 @@ class Trainer(ABC):
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Add the gradient of some samples to that of the next :meth:`update`.
+        """Add the gradient of some samples to the gradient for the next :meth:`update`.
 
-        If it fails, nothing is accumulated.
+        If this fails, all accumulated gradients are discarded.
 
         Args:
             trajectories: the same on every process.
-            loss: its sums over micro-batches of all processes are the loss of these samples.
+            loss: summed over the micro-batches of all processes, it is the loss of these samples.
                 Several threads may call it at once.
-            row_groups: groups of rows that the loss needs in one micro-batch, unsplit, each row
-                once. None: every row is independent.
+            row_groups: groups of rows that the loss needs in one micro-batch, unsplit; every row is
+                in one group. None: rows are independent.
         """
 
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
         """Add the gradient of prepared inputs, which need neither splitting nor padding.
 
-        This is for many small steps, because it computes only the loss and its gradient.
+        Use it for many small steps: it has no overhead besides the loss and its gradient.
 
         Args:
             batch: tensors of any shapes; they are moved to the device.
@@ -186,12 +184,12 @@ class Trainer(ABC):
         groups: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """Step the optimizer on the accumulated gradient, and discard that.
+        """Step the optimizer on the accumulated gradient, and discard the gradient.
 
         Args:
             lr: learning rate, of all parameters or by parameter group.
-            groups: parameter groups to change. Weights and moments of other groups stay, and their
-                gradient is discarded too.
+            groups: parameter groups to change. Weights and moments of other groups are unchanged,
+                and their gradient is discarded too.
             scale: factor of gradient and metrics, for losses that were summed before the weight of
                 the whole batch was known.
             check: receives the metrics before any weight changes; an exception that it raises
@@ -220,7 +218,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
-        """Return a copy of the state that :meth:`save` writes, this process's part, on the CPU."""
+        """Return a copy, on the CPU, of this process's part of what :meth:`save` writes."""
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
@@ -249,14 +247,14 @@ class Trainer(ABC):
         """
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Load weights from a policy's folder whose :attr:`Policy.by_rows` is true. Each process
-        reads only the rows that it needs."""
+        """Load weights from the folder of a policy whose :attr:`Policy.by_rows` is true. Each
+        process reads only the rows that it needs."""
         self.policy.load_weights(folder)
 
     @abstractmethod
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
-        """Return all weights, unsharded, on CPU, one after the other, so that no process holds them
-        all.
+        """Return all weights, unsharded and on CPU, one after the other, so that no process needs
+        memory for all.
 
         Args:
             copy: never return the trainer's own tensors.

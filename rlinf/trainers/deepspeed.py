@@ -6,8 +6,8 @@ Splitting batches, summing losses and clipping gradients work as in every traine
 checkpoint files are the same. A run may therefore change between trainers at a checkpoint.
 
 DeepSpeed keeps the float32 weights in flat tensors, each with a process's shard of a parameter
-group. A parameter's elements are contiguous in one of them. The classes below read them from the
-optimizers of DeepSpeed 0.19, which have no interface for this.
+group. A parameter's elements are contiguous in one flat tensor. The classes below read the flat
+tensors from the optimizers of DeepSpeed 0.19, which have no interface for this.
 """
 
 from __future__ import annotations
@@ -38,22 +38,26 @@ from rlinf.trainers.optimizer import GROUP_KEY, create_optimizer, init_optimizer
 
 @dataclass(frozen=True)
 class ZeroFragment:
-    """A process's elements of one parameter; possibly none."""
+    """The contiguous elements of one parameter that a process has; possibly none."""
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
     """Shape of the full parameter."""
     flat_index: int
-    """Index of the flat tensor that contains them."""
+    """Index of the flat tensor that contains the elements."""
     flat_start: int
-    """Their position in the flat tensor."""
+    """Offset of the elements in the flat tensor."""
     param_start: int
-    """Their position in the parameter."""
+    """Offset of the elements in the parameter."""
     count: int
+
+    @property
+    def param_slice(self) -> slice:
+        return slice(self.param_start, self.param_start + self.count)
 
 
 class ZeroOptimizer(ABC):
-    """Interface to the memory of DeepSpeed's optimizer of one ZeRO stage."""
+    """Interface to the tensors of DeepSpeed's optimizer, by ZeRO stage."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -64,9 +68,8 @@ class ZeroOptimizer(ABC):
         """The flat tensors of float32 weights."""
 
     @abstractmethod
-    def param_group_of(self, flat: int) -> int:
-        """Return the index of the torch optimizer's parameter group that a flat tensor belongs
-        to."""
+    def param_group_of(self, flat_index: int) -> int:
+        """Return the index of a flat tensor's parameter group in the torch optimizer."""
 
     @abstractmethod
     def fragments(self) -> Iterator[ZeroFragment]:
@@ -76,11 +79,11 @@ class ZeroOptimizer(ABC):
     def reduce_gradients(self) -> None:
         """Complete the accumulated gradient; collective."""
 
-    def gradients(self, flat: int) -> list[Tensor]:
+    def gradients(self, flat_index: int) -> list[Tensor]:
         """Return the reduced gradient of a flat tensor, in parts."""
         if self.is_offloaded:
-            return [self.flat_weights[flat].grad]  # type: ignore[list-item]
-        return list(self.optimizer.averaged_gradients[flat])
+            return [self.flat_weights[flat_index].grad]  # type: ignore[list-item]
+        return list(self.optimizer.averaged_gradients[flat_index])
 
     @property
     @abstractmethod
@@ -111,18 +114,19 @@ class ZeroStage12Optimizer(ZeroOptimizer):
     def flat_weights(self) -> list[Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
 
-    def param_group_of(self, flat: int) -> int:
-        return flat
+    def param_group_of(self, flat_index: int) -> int:
+        return flat_index
 
     def fragments(self) -> Iterator[ZeroFragment]:
-        for number, group in enumerate(self.optimizer.bit16_groups):
+        for flat_index, group in enumerate(self.optimizer.bit16_groups):
             for parameter in group:
-                shape, at = tuple(parameter.shape), parameter._hp_mapping
-                if at is None:
-                    yield ZeroFragment(parameter, shape, number, 0, 0, 0)
+                shape, mapping = tuple(parameter.shape), parameter._hp_mapping
+                if mapping is None:
+                    yield ZeroFragment(parameter, shape, flat_index, 0, 0, 0)
                     continue
-                there, here = at.hp_fragment_address, at.lp_fragment_address
-                yield ZeroFragment(parameter, shape, number, there.start, here.start, here.numel)
+                flat_start = mapping.hp_fragment_address.start
+                start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                yield ZeroFragment(parameter, shape, flat_index, flat_start, start, count)
 
     def reduce_gradients(self) -> None:
         if self.optimizer.partition_gradients:
@@ -149,8 +153,8 @@ class ZeroStage12Optimizer(ZeroOptimizer):
         zero = self.optimizer
         zero.zero_grad(set_to_none=True)
         zero._release_preflattened_grad_buffers()
-        for number in range(len(zero.bit16_groups)):
-            zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+        for index in range(len(zero.bit16_groups)):
+            zero.averaged_gradients[index] = zero.all_grad_tensors[index] = None
         zero.params_already_reduced = [False] * len(zero.params_already_reduced)
         for bucket in zero.ipg_buckets.values():
             bucket.clear()
@@ -166,8 +170,8 @@ class ZeroStage12Optimizer(ZeroOptimizer):
 
     def sync_model_weights(self) -> None:
         self.optimizer.update_lp_params()
-        for number in range(len(self.optimizer.bit16_groups)):
-            self.optimizer._update_model_bit16_weights(number)
+        for index in range(len(self.optimizer.bit16_groups)):
+            self.optimizer._update_model_bit16_weights(index)
 
 
 class ZeroStage3Optimizer(ZeroOptimizer):
@@ -177,16 +181,17 @@ class ZeroStage3Optimizer(ZeroOptimizer):
     def flat_weights(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
-    def param_group_of(self, flat: int) -> int:
-        return int(self.optimizer.sub_group_to_group_id[flat])
+    def param_group_of(self, flat_index: int) -> int:
+        return int(self.optimizer.sub_group_to_group_id[flat_index])
 
     def fragments(self) -> Iterator[ZeroFragment]:
         zero = self.optimizer
         for parameter in (p for group in zero.fp16_groups for p in group):
-            flat, begin, size = zero.grad_position[zero.get_param_id(parameter)]
+            flat_index, flat_start, size = zero.grad_position[zero.get_param_id(parameter)]
             start = zero._get_param_partition_rank(parameter) * size
             count = max(0, min(size, parameter.ds_numel - start))
-            yield ZeroFragment(parameter, tuple(parameter.ds_shape), flat, begin, start, count)
+            shape = tuple(parameter.ds_shape)
+            yield ZeroFragment(parameter, shape, flat_index, flat_start, start, count)
 
     def reduce_gradients(self) -> None:
         self.optimizer.finalize_gradient_accumulation_boundary()
@@ -218,8 +223,8 @@ class ZeroStage3Optimizer(ZeroOptimizer):
     def sync_model_weights(self) -> None:
         zero = self.optimizer
         zero._partition_all_parameters()
-        for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+        for index in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
@@ -229,17 +234,17 @@ class ZeroStage3Optimizer(ZeroOptimizer):
             PartitionedParameterCoordinator,
         )
 
-        # Each pass leaves its root on the stack, and a failed pass the modules that it was in.
+        # Each pass leaves its root module on the stack; a failed pass also the modules it was in.
         released = set(root.modules())
         STACK[:] = [module for module in STACK if module not in released]
-        # The cache of this method belongs to the class and keeps every engine that used it.
+        # This method's cache belongs to the class and keeps every engine that called it alive.
         method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
-def global_grad_norm(parts: list[Tensor]) -> Tensor:
-    """Return the Euclidean norm over all processes of a gradient that each has a part of."""
-    squares = nn.utils.get_total_norm(parts).square()
+def global_grad_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the Euclidean norm of a gradient of which each process has a part; collective."""
+    squares = nn.utils.get_total_norm(gradients).square()
     torch.distributed.all_reduce(squares)
     return squares.sqrt()
 
@@ -260,14 +265,14 @@ class DeepSpeedConfig(MinibatchTrainerConfig):
 
 
 STAGE_3_WITH_LORA = (
-    "3 shares out weights that are trained, and here not all are (trainer.lora); choose 1 or 2"
+    "3 shards only weights that are trained, but trainer.lora freezes some; choose 1 or 2"
 )
 
 
 def _check_options(config: DeepSpeedConfig) -> None:
     """
     Raises:
-        ConfigError: two of them do not go together.
+        ConfigError: two options are incompatible.
     """
     if config.offload_param and config.zero_stage != 3:
         raise ConfigError(
@@ -286,7 +291,7 @@ def _check_options(config: DeepSpeedConfig) -> None:
 def _check_stacks(policy: Policy) -> None:
     """
     Raises:
-        ConfigError: it has several networks.
+        ConfigError: the policy has several networks.
     """
     if len(policy.block_stacks()) > 1:
         raise ConfigError(
@@ -296,8 +301,7 @@ def _check_stacks(policy: Policy) -> None:
 
 
 class _Root(nn.Module):
-    """Module that DeepSpeed calls instead of the network, because losses call the network in their
-    own way."""
+    """Module that DeepSpeed calls in place of the network; losses pass a function that calls it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -308,7 +312,7 @@ class _Root(nn.Module):
 
 
 class DeepSpeedTrainer(MinibatchTrainer):
-    """Owns DeepSpeed's engine of a policy's module."""
+    """Trainer with DeepSpeed's engine of a policy's module."""
 
     Config = DeepSpeedConfig
     config: DeepSpeedConfig
@@ -347,26 +351,26 @@ class DeepSpeedTrainer(MinibatchTrainer):
             raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
         require_package("deepspeed", "deepspeed", "trainer=deepspeed")
         world.init_process_group(self.device.type)
-        self._outline = copy.deepcopy(policy.module) if _empty(policy.module) else None
-        if self._outline is not None:
+        self._meta_module = copy.deepcopy(policy.module) if _is_meta(policy.module) else None
+        if self._meta_module is not None:
             move_buffers(policy.module, self.device)
             allocate_parameters(policy.module, self.device)
             policy.load_weights()
         move_to_device(policy.module, self.device)
-        self._types = {name: t.dtype for name, t in _named(policy.module).items()}
+        self._types = {name: t.dtype for name, t in _tensors(policy.module).items()}
         super()._reset_adapters()
         self.optimizer = create_optimizer(policy, optimizer)
-        self._chosen: set[str] = {group[GROUP_KEY] for group in self.optimizer.param_groups}
-        self._engine = self._start()
+        self._groups_to_step: set[str] = {group[GROUP_KEY] for group in self.optimizer.param_groups}
+        self._engine = self._create_engine()
         self._zero: ZeroOptimizer = (
             ZeroStage3Optimizer if config.zero_stage == 3 else ZeroStage12Optimizer
         )(self._engine.optimizer)
-        self._fragments = {id(part.parameter): part for part in self._zero.fragments()}
-        self._compute_by(1)
+        self._fragments = {id(fragment.parameter): fragment for fragment in self._zero.fragments()}
+        self._create_threads(1)
 
-    def _start(self) -> Any:
+    def _create_engine(self) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
-        # DeepSpeed reads this; everything else comes from the existing process group.
+        # DeepSpeed reads this variable; all else comes from the existing process group.
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         import deepspeed
@@ -378,7 +382,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 "its instructions, which this one has not; set trainer.param_dtype=bfloat16, or "
                 "choose trainer=fsdp or trainer=megatron"
             )
-        # This op is for inference on CPUs, and compiling it takes a minute or two.
+        # This op is only for inference on CPUs, and compiling it takes a minute or two.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
@@ -387,12 +391,12 @@ class DeepSpeedTrainer(MinibatchTrainer):
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         # DeepSpeed accepts only even sizes.
         count = sum(p.numel() for p in self.policy.module.parameters())
-        unit = min(MAX_BUCKET_ELEMENTS, count + count % 2)
+        bucket_size = min(MAX_BUCKET_ELEMENTS, count + count % 2)
         zero: dict[str, Any] = {
             "stage": self.config.zero_stage,
             "overlap_comm": False,
-            "reduce_bucket_size": unit,
-            "allgather_bucket_size": unit,
+            "reduce_bucket_size": bucket_size,
+            "allgather_bucket_size": bucket_size,
         }
         if self.config.offload_optimizer:
             zero["offload_optimizer"] = offload
@@ -447,160 +451,161 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return metrics_out
 
     def discard_gradients(self) -> None:
-        self._sums = None
+        self._metric_sums = None
         self._zero.discard_gradients()
 
     @torch.no_grad()
-    def _leave_out(self, chosen: Collection[str]) -> None:
-        self._chosen = set(chosen)
-        self._begin()
+    def _select_groups(self, groups: Collection[str]) -> None:
+        self._groups_to_step = set(groups)
+        self._init_moments()
         self._zero.reduce_gradients()
 
-    def _parts(self, groups: Collection[str]) -> list[Tensor]:
-        """Return the reduced gradient of the chosen parameters in some groups."""
+    def _reduced_gradients(self, groups: Collection[str]) -> list[Tensor]:
+        """Return the reduced gradient of the parameters that the step changes, in some groups."""
         return [
             gradient
-            for number in range(len(self._zero.flat_weights))
-            if self._group(number) in self._chosen.intersection(groups)
-            for gradient in self._zero.gradients(number)
+            for flat_index in range(len(self._zero.flat_weights))
+            if self._group_of(flat_index) in self._groups_to_step.intersection(groups)
+            for gradient in self._zero.gradients(flat_index)
         ]
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        return float(global_grad_norm([part.float() for part in self._parts(groups)]))
+        return float(
+            global_grad_norm([gradient.float() for gradient in self._reduced_gradients(groups)])
+        )
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
         for group, scale in scales.items():
-            for gradient in self._parts([group]) if scale != 1 else ():
+            for gradient in self._reduced_gradients([group]) if scale != 1 else ():
                 gradient.mul_(scale)
         excluded: list[tuple[Tensor, Tensor | None]] = []
 
-        def before(optimizer: Any, *_: Any) -> None:
+        def exclude_groups(optimizer: Any, *_: Any) -> None:
             for group in optimizer.param_groups:
-                if group[GROUP_KEY] not in self._chosen:
+                if group[GROUP_KEY] not in self._groups_to_step:
                     for flat in group["params"]:
                         excluded.append((flat, flat.grad))
                         flat.grad = None
 
-        # The optimizer skips a tensor without a gradient, whose moments stay.
-        hook = self.optimizer.register_step_pre_hook(before)
+        # The optimizer skips tensors without a gradient and keeps their moments.
+        hook = self.optimizer.register_step_pre_hook(exclude_groups)
         try:
             self._zero.optimizer.step()
         finally:
             hook.remove()
         if self._zero.is_offloaded:  # its gradient buffer is permanent
-            for flat, own in excluded:
-                flat.grad = own
+            for flat, saved_gradient in excluded:
+                flat.grad = saved_gradient
 
-    def _group(self, flat: int) -> str:
-        name: str = self.optimizer.param_groups[self._zero.param_group_of(flat)][GROUP_KEY]
+    def _group_of(self, flat_index: int) -> str:
+        name: str = self.optimizer.param_groups[self._zero.param_group_of(flat_index)][GROUP_KEY]
         return name
 
-    def _begin(self) -> None:
-        """Create moments, as before any step."""
+    def _init_moments(self) -> None:
+        """Create the moments that do not exist yet, as before the first step."""
         for flat in self._zero.flat_weights:
-            init_optimizer_state(self.optimizer, flat, self._moments)
+            init_optimizer_state(self.optimizer, flat, self._moment_names)
 
     def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._closed:
             return {}
-        own = [*_named(self.policy.module).values(), *self.policy.module.parameters()]
-        weights = [t.ds_tensor if hasattr(t, "ds_tensor") else t for t in own]
-        weights += [t for t in own if hasattr(t, "ds_tensor") and t.numel()]
+        tensors = [*_tensors(self.policy.module).values(), *self.policy.module.parameters()]
+        weights = [t.ds_tensor if hasattr(t, "ds_tensor") else t for t in tensors]
+        weights += [t for t in tensors if hasattr(t, "ds_tensor") and t.numel()]
         weights = [t.detach() for t in weights]
         flats = self._zero.flat_weights
-        to_come = [torch.empty_like(flat, device="meta") for flat in flats]
+        placeholders = [torch.empty_like(flat, device="meta") for flat in flats]
         moments: list[Tensor] = []
         if not self._zero.is_offloaded:
             moments += flats
-            for flat, empty in zip(flats, to_come, strict=True):
+            for flat, placeholder in zip(flats, placeholders, strict=True):
                 state = self.optimizer.state.get(flat)
-                moments += state.values() if state else [empty] * len(self._moments)
+                moments += state.values() if state else [placeholder] * len(self._moment_names)
         return {
             "weights": weights,
-            "gradients": self._zero.gradient_buffers() or to_come,
+            "gradients": self._zero.gradient_buffers() or placeholders,
             "optimizer": moments,
         }
 
     def load(self, folder: Path) -> None:
         state = self._state()
         steps = state["optimizer"]["state"]
-        # A flat tensor has one step count. Other trainers count fewer for unused parameters.
-        counts = {name: torch.zeros(()) for name, parts in steps.items() if "step" in parts}
+        # One step count per flat tensor; other trainers may have counted fewer for some parameters.
+        counts = {name: torch.zeros(()) for name, tensors in steps.items() if "step" in tensors}
         for name, count in counts.items():
             steps[name]["step"] = count
-        sharded_checkpoint.read_shards(folder, state, self._places)
+        sharded_checkpoint.read_shards(folder, state, self._placements)
         named = dict(self.policy.module.named_parameters())
-        for number, flat in enumerate(self._zero.flat_weights):
+        for flat_index, flat in enumerate(self._zero.flat_weights):
             flat_counts = [
                 count
                 for name, count in counts.items()
-                if self._fragments[id(named[name])].flat_index == number
+                if self._fragments[id(named[name])].flat_index == flat_index
             ]
             if flat_counts:
                 self.optimizer.state[flat]["step"].copy_(max(flat_counts))
         self._zero.sync_model_weights()
 
     @torch.no_grad()
-    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        named = _named(self.policy.module)
-        own = self._own(named.items())
+    def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        named = _tensors(self.policy.module)
+        local_parts = self._local_parts(named.items())
         loaded = set[int]()
         for name, tensor in tensors:
-            if name not in own or _shape(named[name]) != tensor.shape:
+            if name not in local_parts or _shape(named[name]) != tensor.shape:
                 raise weight_mismatch(name, 1)
             loaded.add(id(named[name]))
-            place, part = self._places.get(f"model/{name}"), own[name]
-            if place is None:
+            placement, part = self._placements.get(f"model/{name}"), local_parts[name]
+            if placement is None:
                 part.copy_(tensor)
             else:
-                part.copy_(tensor.reshape(-1)[place.start : place.start + len(part)])
+                part.copy_(tensor.reshape(-1)[placement.start : placement.start + len(part)])
         missing = [name for name, tensor in named.items() if id(tensor) not in loaded]
         if missing:
             raise weight_mismatch(missing[0], len(missing))
         self._zero.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Load weights from a policy's folder. Each process reads all of it once and keeps its
-        part."""
+        """Load weights from a policy's folder. Each process reads all and keeps its part."""
         twin = copy.copy(self.policy)
-        assert self._outline is not None
-        twin.module = copy.deepcopy(self._outline)
+        assert self._meta_module is not None
+        twin.module = copy.deepcopy(self._meta_module)
         allocate_parameters(twin.module, torch.device("cpu"))
         twin.load_weights(folder)
         self.load_weights(twin.module.state_dict().items())
 
-    def _like(self, name: str, tensor: Tensor) -> Tensor:
+    def _template(self, name: str, tensor: Tensor) -> Tensor:
         return torch.empty(_shape(tensor), dtype=self._types[name], device="meta")
 
     @torch.no_grad()
-    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:
-            part, dtype = self._fragments.get(id(tensor)), self._types.get(name, torch.float32)
-            if part is None or (self.config.zero_stage < 3 and tensor.dtype == dtype):
+            fragment, dtype = self._fragments.get(id(tensor)), self._types.get(name, torch.float32)
+            if fragment is None or (self.config.zero_stage < 3 and tensor.dtype == dtype):
                 yield name, tensor.detach()
                 continue
-            full = torch.zeros(part.shape, device=self.device)
-            full.view(-1)[part.param_start : part.param_start + part.count] = self._view(part, None)
+            full = torch.zeros(fragment.shape, device=self.device)
+            full.view(-1)[fragment.param_slice] = self._view(fragment, None)
             torch.distributed.all_reduce(full)
             yield name, full.to(dtype)
 
-    def _view(self, part: ZeroFragment, moment: str | None) -> Tensor:
-        """Return a fragment of the float32 weights, or of one of their moments."""
-        flat = self._zero.flat_weights[part.flat_index]
+    def _view(self, fragment: ZeroFragment, moment: str | None) -> Tensor:
+        """Return a view of a fragment of the float32 weights, or of a moment."""
+        flat = self._zero.flat_weights[fragment.flat_index]
         if moment is not None:
             flat = self.optimizer.state[flat][moment]
-        return flat.detach()[part.flat_start : part.flat_start + part.count]
+        return flat.detach()[fragment.flat_start : fragment.flat_start + fragment.count]
 
-    def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _local_parts(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return this process's parts of some tensors of the module, by name."""
         parts = {}
         for name, tensor in named:
-            part = self._fragments.get(id(tensor))
-            parts[name] = tensor.detach() if part is None else self._view(part, None)
-            if part is not None:
-                self._places[f"model/{name}"] = sharded_checkpoint.ShardPlacement(
-                    part.shape, part.param_start
+            fragment = self._fragments.get(id(tensor))
+            parts[name] = tensor.detach() if fragment is None else self._view(fragment, None)
+            if fragment is not None:
+                self._placements[f"model/{name}"] = sharded_checkpoint.ShardPlacement(
+                    fragment.shape, fragment.param_start
                 )
         return parts
 
@@ -608,44 +613,43 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def _reset_adapters(self) -> None:
         super()._reset_adapters()
         if self._adapters is not None:  # stages 1 and 2, which have full parameters
-            for part in self._fragments.values():
-                own = part.parameter.view(-1)[part.param_start : part.param_start + part.count]
-                self._view(part, None).copy_(own)
+            for fragment in self._fragments.values():
+                initial = fragment.parameter.view(-1)[fragment.param_slice]
+                self._view(fragment, None).copy_(initial)
 
     def _state(self) -> dict[str, Any]:
-        self._begin()
+        self._init_moments()
         state: dict[str, Any] = {}
         for name, parameter in self.policy.module.named_parameters():
-            if (part := self._fragments.get(id(parameter))) is None:
+            if (fragment := self._fragments.get(id(parameter))) is None:
                 continue
-            state[name] = {moment: self._view(part, moment) for moment in self._moments}
-            for moment in self._moments:
-                place = sharded_checkpoint.ShardPlacement(part.shape, part.param_start)
-                self._places[f"optimizer/state/{name}/{moment}"] = place
-            own = self.optimizer.state[self._zero.flat_weights[part.flat_index]]
-            if "step" in own:
-                state[name]["step"] = own["step"]
-        named = (
-            _named(self.policy.module) if self._adapters is None else self._adapters.parameters()
-        )
-        model = self._own(dict(named).items())
-        return {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
+            state[name] = {moment: self._view(fragment, moment) for moment in self._moment_names}
+            for moment in self._moment_names:
+                placement = sharded_checkpoint.ShardPlacement(fragment.shape, fragment.param_start)
+                self._placements[f"optimizer/state/{name}/{moment}"] = placement
+            flat_state = self.optimizer.state[self._zero.flat_weights[fragment.flat_index]]
+            if "step" in flat_state:
+                state[name]["step"] = flat_state["step"]
+        adapters = self._adapters
+        named = _tensors(self.policy.module) if adapters is None else adapters.parameters()
+        model = self._local_parts(dict(named).items())
+        return {"model": model, "optimizer": {"state": state}, **self._loss_scaler.state()}
 
     def _release(self) -> None:
         self.optimizer.state.clear()
         self._engine.destroy()
         self._zero.release(self._engine.module)
-        self._outline, self._fragments = None, {}
+        self._meta_module, self._fragments = None, {}
         del self._engine, self._zero
 
 
-_named = functools.partial(nn.Module.state_dict, keep_vars=True)
-"""Return a module's parameters and buffers by all their names; tied ones are the same tensor."""
+_tensors = functools.partial(nn.Module.state_dict, keep_vars=True)
+"""Return a module's parameters and buffers by all their names; tied names have one tensor."""
 
 
 def _shape(tensor: Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _empty(module: nn.Module) -> bool:
+def _is_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Training with fully sharded data parallelism (FSDP2). One process is the trivial case."""
+"""Training with fully sharded data parallelism (FSDP2), or in one process without sharding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FSDPConfig(MinibatchTrainerConfig):
 
 
 class FSDPTrainer(MinibatchTrainer):
-    """Owns the sharded module and its optimizer."""
+    """Trainer with FSDP2: a sharded module and its optimizer."""
 
     Config = FSDPConfig
     supports_batches = True
@@ -61,17 +61,17 @@ class FSDPTrainer(MinibatchTrainer):
     ) -> None:
         super().__init__(policy, config, optimizer, world)
         self._root: Any = None
-        kind = self.device.type
-        sharded = world.size > 1 or config.param_dtype != "float32"
-        if sharded:
-            world.init_process_group(kind)
+        device_type = self.device.type
+        is_sharded = world.size > 1 or config.param_dtype != "float32"
+        if is_sharded:
+            world.init_process_group(device_type)
             self._shard(policy)
         else:
             move_to_device(policy.module, self.device)
         self._reset_adapters()
-        side_by_side = kind == "cpu" and not sharded
-        self._compute_by(config.cpu_threads if side_by_side else 1)
-        self._torch_threads = 1 if side_by_side else config.cpu_threads
+        is_threaded = device_type == "cpu" and not is_sharded
+        self._create_threads(config.cpu_threads if is_threaded else 1)
+        self._torch_threads = 1 if is_threaded else config.cpu_threads
         self.optimizer = create_optimizer(policy, optimizer)
 
     @classmethod
@@ -91,19 +91,19 @@ class FSDPTrainer(MinibatchTrainer):
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
         if self.world.size > 1:
             raise ConfigError(
-                "plan.stages.train: one process learns from batches of transitions; leave out what "
-                "gives the stage more"
+                "plan.stages.train: only one process can train on batches of transitions; remove "
+                "the keys that give the stage more"
             )
         torch.set_num_threads(self._torch_threads)
-        self._sums = self._sums or {}
+        self._metric_sums = self._metric_sums or {}
         if not self.policy.module.training:
             self.policy.module.train()
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         try:
             metrics = self._backward(
-                lambda: loss(self.policy, inputs), self._scaling.value, last=True
+                lambda: loss(self.policy, inputs), self._loss_scaler.value, last=True
             )
-            merge_metrics(self._sums, metrics)
+            merge_metrics(self._metric_sums, metrics)
         except BaseException:
             self.discard_gradients()
             raise
@@ -111,8 +111,8 @@ class FSDPTrainer(MinibatchTrainer):
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        if self._root is not None and self._in_one:
-            # A model of one unit is gathered and reduced once for all micro-batches.
+        if self._root is not None and self._is_single_unit:
+            # A model that is one FSDP unit is gathered and reduced once for all micro-batches.
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
         value, metrics = loss()
@@ -120,9 +120,9 @@ class FSDPTrainer(MinibatchTrainer):
         return {"loss": value.detach(), **metrics}
 
     def discard_gradients(self) -> None:
-        self._sums = None
+        self._metric_sums = None
         # In every replica, because a failed attempt may have left gradients in any of them.
-        for policy in self._lanes.replicas:
+        for policy in self._threads.replicas:
             for parameter in self._parameters(policy):
                 parameter.grad = None
 
@@ -135,9 +135,9 @@ class FSDPTrainer(MinibatchTrainer):
 
     @torch.no_grad()
     def tensor_groups(self) -> dict[str, list[Tensor]]:
-        """Return the tensors on the device; of a sharded module this rank's shards.
+        """Return the tensors on the device; if the module is sharded, this rank's shards.
 
-        See :class:`rlinf.device_memory.Offloadable`. FSDP frees its gathered parameters for this.
+        See :class:`rlinf.device_memory.Offloadable`. The call makes FSDP free gathered parameters.
         """
         if self._closed:
             return {}
@@ -146,15 +146,15 @@ class FSDPTrainer(MinibatchTrainer):
             weights += [local_shard(parameter) for _, parameter in self._adapters.parameters()]
         gradients, moments = list[Tensor](), list[Tensor]()
         for parameter in self._parameters(self.policy):
-            to_come = torch.empty_like(local_shard(parameter), device="meta")
-            gradients.append(to_come if parameter.grad is None else local_shard(parameter.grad))
+            placeholder = torch.empty_like(local_shard(parameter), device="meta")
+            gradients.append(placeholder if parameter.grad is None else local_shard(parameter.grad))
             if self.config.offload_optimizer:
                 continue
             state = self.optimizer.state.get(parameter)
             moments += (
                 [local_shard(t) for t in state.values()]
                 if state
-                else [to_come] * len(self._moments)
+                else [placeholder] * len(self._moment_names)
             )
         return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
@@ -173,11 +173,11 @@ class FSDPTrainer(MinibatchTrainer):
         if self.config.offload_optimizer:
             move_optimizer_state(self.optimizer, set(self._parameters(self.policy)), HOST_DEVICE)
 
-    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Requesting the module's state frees the parameters gathered for the last pass.
         copy_weights(self.policy.module, tensors)
 
-    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return gather_full_tensors(named)
 
     def _release(self) -> None:
@@ -190,17 +190,17 @@ class FSDPTrainer(MinibatchTrainer):
 
         if self._adapters is not None:
             self.policy.module.state_dict()  # frees gathered parameters
-            own = dict(self._adapters.parameters())
-            for parameter in own.values():
-                init_optimizer_state(self.optimizer, parameter, self._moments)
-            states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
-            return {"model": own, "optimizer": {"state": states}, **self._scaling.state()}
-        # Without state, torch would do a step of its own, which counts as a step.
+            adapters = dict(self._adapters.parameters())
+            for parameter in adapters.values():
+                init_optimizer_state(self.optimizer, parameter, self._moment_names)
+            states = {name: self.optimizer.state[parameter] for name, parameter in adapters.items()}
+            return {"model": adapters, "optimizer": {"state": states}, **self._loss_scaler.state()}
+        # Without state, ``get_state_dict`` would do an optimizer step, and count it.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                init_optimizer_state(self.optimizer, parameter, self._moments)
+                init_optimizer_state(self.optimizer, parameter, self._moment_names)
         model, optimizer = get_state_dict(self.policy.module, self.optimizer)
-        return {"model": model, "optimizer": optimizer, **self._scaling.state()}
+        return {"model": model, "optimizer": optimizer, **self._loss_scaler.state()}
 
     def _shard(self, policy: Policy) -> None:
         # Imported only for sharded trainers, because it takes a second.
@@ -211,9 +211,9 @@ class FSDPTrainer(MinibatchTrainer):
         size = self.world.size
         _check_replicas(self.config, size, "a stage")
         mesh = create_mesh(self.device, size, self.config.dp_replicate if size > 1 else 1)
-        self._copy, *part = shard_coordinates(mesh)
-        self._part = (part[0], part[1])
-        self._root, self._in_one = apply_fsdp(
+        self._replica_index, *shard = shard_coordinates(mesh)
+        self._shard_coords = (shard[0], shard[1])
+        self._root, self._is_single_unit = apply_fsdp(
             policy,
             mesh,
             self.device,
@@ -226,9 +226,8 @@ class FSDPTrainer(MinibatchTrainer):
         )
 
     def _parameters(self, policy: Policy) -> list[nn.Parameter]:
-        """Return the parameters of a replica. Of a sharded module these are always the shards, with
-        the gradients: after a forward pass without a backward pass, its own parameters are still
-        the gathered ones."""
+        """Return the parameters of a replica; if the module is sharded, always the shards, which
+        have the gradients. After a forward pass alone, ``module.parameters()`` are gathered."""
         if policy is not self.policy:
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -246,13 +245,13 @@ class FSDPTrainer(MinibatchTrainer):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
+def _check_replicas(config: FSDPConfig, processes: int, stage: str) -> None:
     """
     Raises:
-        ConfigError: several processes cannot have as many copies of the model.
+        ConfigError: the number of processes is not a multiple of the number of replicas.
     """
     if processes > 1 and processes % config.dp_replicate:
         raise ConfigError(
             f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} "
-            f"processes of {where}; give a divisor, or 1 for one model replica over all processes"
+            f"processes of {stage}; give a divisor, or 1 for one model replica over all processes"
         )

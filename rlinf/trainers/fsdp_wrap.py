@@ -1,5 +1,4 @@
-"""Shard a policy's parameters over processes with FSDP2. Parameters get memory only after
-sharding."""
+"""Shard a policy's parameters over processes with FSDP2; parameters get memory after sharding."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from rlinf.models.base import Policy
 
 
 def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Return the device mesh: processes in order, or with ``replicas`` above one a table with one
-    model replica per row."""
+    """Return the device mesh; with several replicas it is 2D, with one replica per row."""
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     shape, names = (replicas, processes // replicas), ("replicate", "shard")
@@ -36,11 +34,11 @@ def apply_fsdp(
     """Shard a policy's module. Parameters without memory get this process's shard of it.
 
     Returns:
-        The root, and whether it is the only FSDP unit.
+        The root module, and whether it is the only FSDP unit.
     """
     module = policy.module
-    empty = any(parameter.is_meta for parameter in module.parameters())
-    if empty:
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    if is_meta:
         move_buffers(module, device)
     else:
         move_to_device(module, device)
@@ -50,31 +48,30 @@ def apply_fsdp(
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
         )
-    # The root's parameters are needed again as soon as the backward pass begins.
+    # The backward pass needs the root's parameters first, so they stay gathered.
     root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    if empty:
+    if is_meta:
         allocate_parameters(module, device)
-        # This makes FSDP read its parameters again and pad them, before they are loaded.
+        # ``_apply`` makes FSDP read its parameters again and pad them, before they are loaded.
         module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
         policy.load_weights()
     return root, not units
 
 
 def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
-    """Return this process's replica, its shard of that, and the number of shards."""
-    copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
-    return copy, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    """Return the indices of this process's replica and shard, and the number of shards."""
+    replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+    return replica, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
-def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
-    """Group adjacent blocks until they have ``least`` bytes. Return no unit if all blocks together
-    have fewer."""
+def _units(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
+    """Group adjacent blocks into units of at least ``min_bytes``; none if the total is less."""
     units: list[list[nn.Module]] = []
-    size = least
+    size = min_bytes
     for block in blocks:
-        if size >= least:
+        if size >= min_bytes:
             units.append([])
             size = 0
         units[-1].append(block)
         size += sum(p.nbytes for p in block.parameters())
-    return units if len(units) > 1 or size >= least else []
+    return units if len(units) > 1 or size >= min_bytes else []

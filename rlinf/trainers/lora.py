@@ -1,8 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through PEFT. Only the adapters are trained.
 
-The adapters belong to the trainer. Its checkpoints contain them and their moments. Everybody else,
-an engine or a policy folder, receives the network's weights with the adapters merged in, under
-their usual names.
+The adapters belong to the trainer. Its checkpoints contain them and their moments. Engines and
+policy folders receive the network's weights with the adapters merged in, under their usual names.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class LoRAConfig(Section):
 
 
 class LoRAAdapters:
-    """The adapters of a module. ``named_parameters`` contains them, and the state dict does not."""
+    """The adapters of a module. Its ``named_parameters`` have them; its state dict does not."""
 
     def __init__(self, policy: Policy, settings: LoRAConfig) -> None:
         """
@@ -48,24 +47,24 @@ class LoRAAdapters:
         require_package("peft", "peft", "trainer.lora")
         from peft import LoraConfig, inject_adapter_in_model
 
-        targets = list(settings.target_modules) or _linear(policy)
+        targets = list(settings.target_modules) or _linears_in_blocks(policy)
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
             target_modules=targets,
         )
-        empty = any(parameter.is_meta for parameter in policy.module.parameters())
-        inject_adapter_in_model(config, policy.module, ADAPTER_NAME, low_cpu_mem_usage=empty)
+        is_meta = any(parameter.is_meta for parameter in policy.module.parameters())
+        inject_adapter_in_model(config, policy.module, ADAPTER_NAME, low_cpu_mem_usage=is_meta)
         self._policy = policy
         self.scale = settings.alpha / settings.rank
-        layers = dict(_layers(policy.module))
+        layers = dict(_lora_layers(policy.module))
         self._names = list(layers)
         for layer in layers.values():
-            layer.register_state_dict_post_hook(_plain)
+            layer.register_state_dict_post_hook(_rename_to_base)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the adapters by name; of a sharded module this rank's rows, once its state dict was
-        requested."""
+        """Yield the adapters by name. If the module is sharded, they are this rank's rows, provided
+        that its state dict was requested before."""
         for name, parameter in self._policy.module.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
@@ -74,24 +73,24 @@ class LoRAAdapters:
     def reset(self) -> None:
         """Reset the adapters; see :func:`initial_factor`."""
         for name, parameter in self.parameters():
-            begin, end = local_rows(parameter)
-            local_shard(parameter).copy_(initial_factor(name, parameter.shape)[begin:end])
+            start, stop = local_rows(parameter)
+            local_shard(parameter).copy_(initial_factor(name, parameter.shape)[start:stop])
 
     def weight_merger(self, factors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
-        """Return a function that merges the adapters into a weight, given by its usual name.
+        """Return a function that merges the adapters into a weight, given its usual name.
 
         Args:
-            whole: the adapters, unsharded.
+            factors: the adapters, unsharded, by name.
         """
-        adapted = {f"{name}.weight": name for name in self._names}
+        layers_by_weight = {f"{name}.weight": name for name in self._names}
 
-        def merged(name: str, weight: Tensor) -> Tensor:
-            if (layer := adapted.get(name)) is None:
+        def merge(name: str, weight: Tensor) -> Tensor:
+            if (layer := layers_by_weight.get(name)) is None:
                 return weight
-            one, other = (factors[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
-            return (weight + self.scale * (one @ other)).to(weight.dtype)
+            b, a = (factors[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
+            return (weight + self.scale * (b @ a)).to(weight.dtype)
 
-        return merged
+        return merge
 
 
 def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAConfig) -> None:
@@ -102,29 +101,30 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
             yet.
 
     Raises:
-        ConfigError: names the target.
+        ConfigError: one of these does not hold; the message names the target.
     """
     if not (cls if policy is None else policy).supports_lora:
         raise ConfigError(
-            f"trainer.lora: {cls.__name__} has parts that adapters would not train; "
+            f"trainer.lora: {cls.__name__} has parts that adapters do not train; "
             "train all weights (trainer.lora=null)"
         )
     if policy is None:
         return
-    key, parts = "trainer.lora.target_modules", dict(policy.module.named_modules())
-    users = Counter(id(w) for _, w in policy.module.named_parameters(remove_duplicate=False))
-    for target in settings.target_modules or _linear(policy):
-        named = [name for name in parts if name == target or name.endswith(f".{target}")]
+    key, modules = "trainer.lora.target_modules", dict(policy.module.named_modules())
+    weight_users = Counter(id(w) for _, w in policy.module.named_parameters(remove_duplicate=False))
+    for target in settings.target_modules or _linears_in_blocks(policy):
+        named = [name for name in modules if name == target or name.endswith(f".{target}")]
         if not named:
-            known = {n.rpartition(".")[2] for n, m in parts.items() if isinstance(m, nn.Linear)}
-            raise ConfigError(f"{key}: {target!r} is nowhere{did_you_mean(target, known)}")
+            linears = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+            hint = did_you_mean(target, {name.rpartition(".")[2] for name in linears})
+            raise ConfigError(f"{key}: {target!r} is not in the model{hint}")
         for name in named:
-            if not isinstance(base := parts[name], nn.Linear):
+            if not isinstance(module := modules[name], nn.Linear):
                 raise ConfigError(
-                    f"{key}: {name} is a {type(base).__name__}; adapters are merged into linear "
-                    "layers alone"
+                    f"{key}: {name} is a {type(module).__name__}; adapters support only linear "
+                    "layers"
                 )
-            if users[id(base.weight)] > 1:
+            if weight_users[id(module.weight)] > 1:
                 raise ConfigError(
                     f"{key}: {name} shares its weight with another layer, so nothing can be merged "
                     "into it; leave it out"
@@ -134,7 +134,7 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
 @torch.no_grad()
 def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
     """Return the initial value of an adapter's factor: random numbers in A, the same in every
-    process and run, and zeros in B, so that the network's output is unchanged.
+    process and run, and zeros in B, so that the network's output is unchanged at first.
 
     Returns:
         The full factor, float32.
@@ -143,23 +143,23 @@ def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
         return torch.zeros(*shape)
     seed = hashlib.blake2b(name.encode(), digest_size=8).digest()
     random = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
-    bound = shape[1] ** -0.5  # as nn.Linear begins
+    bound = shape[1] ** -0.5  # like the initial weights of nn.Linear
     return torch.empty(*shape).uniform_(-bound, bound, generator=random)
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
-    return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, LoraLayer))
 
 
-def _linear(policy: Policy) -> list[str]:
+def _linears_in_blocks(policy: Policy) -> list[str]:
     """Return the full names of the linear layers inside the blocks."""
-    inside = {id(part) for block in policy.blocks() for part in block.modules()}
+    inside = {id(submodule) for block in policy.blocks() for submodule in block.modules()}
     names = [
         name
-        for name, part in policy.module.named_modules()
-        if isinstance(part, nn.Linear) and id(part) in inside
+        for name, submodule in policy.module.named_modules()
+        if isinstance(submodule, nn.Linear) and id(submodule) in inside
     ]
     if not names:
         raise ConfigError(
@@ -169,8 +169,8 @@ def _linear(policy: Policy) -> list[str]:
     return names
 
 
-def _plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Rename a layer's state to the names that it has without an adapter."""
+def _rename_to_base(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Rename a layer's state to its names without an adapter, and leave out the adapter."""
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if name.startswith("base_layer."):

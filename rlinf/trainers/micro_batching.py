@@ -16,11 +16,12 @@ class MicroBatches:
     """The micro-batches of one thread of this rank.
 
     All ranks run the same number of micro-batches, because collectives must match. A rank with
-    fewer repeats a small row with ``is_real`` false and weight zero. A single process adds no such
-    row.
+    fewer repeats a small row, with ``is_real`` false and weight 0. A single process has no such
+    micro-batches.
     """
 
-    batches: list[list[StepSpan]]
+    spans: list[list[StepSpan]]
+    """The spans of each micro-batch, one per row."""
     is_real: list[bool]
 
 
@@ -37,26 +38,26 @@ def split_micro_batches(
 ) -> list[MicroBatches]:
     """Return the micro-batches of each thread of a rank.
 
-    Every rank computes the shares of all ranks and so knows how many micro-batches they run.
+    Every rank computes the parts of all ranks, and so knows how many micro-batches each runs.
 
     Args:
         row_groups: groups of rows that must be in one micro-batch, unsplit. None: rows are
-            independent, and are split into spans where the policy's steps are independent. Rows
-            that share a prompt are then placed together.
+            independent, and are split into spans if the policy's steps are independent. Rows with
+            a common prompt are then placed together.
         max_tokens: maximum number of positions of a micro-batch.
         padded: whether rows are padded to the longest of their micro-batch.
         speeds: relative speeds of the ranks.
 
     Raises:
-        ValueError: a row is missing in ``row_groups``, or is there twice.
+        ValueError: a row is missing in ``row_groups``, or is in it twice.
     """
+    thread_speeds = [speed for speed in speeds for _ in range(num_threads)]
     if row_groups is None:
-        workers = [speed for speed in speeds for _ in range(num_threads)]
-        units = _units(policy, trajectories, max_tokens, workers)
+        units = _units(policy, trajectories, max_tokens, thread_speeds)
     else:
         units = [list(unit) for unit in row_groups]
     if sorted(row for unit in units for row in unit) != list(range(len(trajectories))):
-        raise ValueError("each row has to be in one micro-batch")
+        raise ValueError("each row must be in one micro-batch")
     pieces, unit_piece_ids = list[list[StepSpan]](), list[list[int]]()
     for unit in units:
         unsplit = [StepSpan(row, 0, len(trajectories[row])) for row in unit]
@@ -65,70 +66,70 @@ def split_micro_batches(
         )
         unit_piece_ids.append(list(range(len(pieces), len(pieces) + len(unit_pieces))))
         pieces += unit_pieces
-    widest = max(map(len, pieces), default=1)
+    max_rows = max(map(len, pieces), default=1)
     costs = []
     for piece in pieces:
         parts = [trajectories[row].slice_steps(start, stop) for row, start, stop in piece]
         # An upper bound of the padded size: the number of rows times the largest cost.
-        size = widest * max(map(policy.num_tokens, parts)) if padded else _packed(policy, parts)
-        costs.append(size)
+        longest = max(map(policy.num_tokens, parts))
+        costs.append(max_rows * longest if padded else _packed_size(policy, parts))
     # One process gets all spans of a trajectory, because it reports the outputs to others.
-    totals = [sum(costs[piece] for piece in numbers) for numbers in unit_piece_ids]
-    assigned = [
-        [piece for unit in items for piece in unit_piece_ids[unit]]
-        for items in balance_costs(totals, [speed for speed in speeds for _ in range(num_threads)])
+    unit_costs = [sum(costs[piece] for piece in piece_ids) for piece_ids in unit_piece_ids]
+    thread_pieces = [
+        [piece for unit in units_of_thread for piece in unit_piece_ids[unit]]
+        for units_of_thread in balance_costs(unit_costs, thread_speeds)
     ]
 
     def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
-        return [[span for item in items for span in pieces[item]] for items in batches]
+        return [[span for piece in batch for span in pieces[piece]] for batch in batches]
 
-    cuts = [pack_microbatches(costs, items, max_tokens, padded=padded) for items in assigned]
+    thread_batches = [
+        pack_microbatches(costs, piece_ids, max_tokens, padded=padded)
+        for piece_ids in thread_pieces
+    ]
     if len(speeds) == 1:
-        return [
-            MicroBatches(spans(batches_of_rank), [True] * len(batches_of_rank))
-            for batches_of_rank in cuts
-        ]
-    count = max(1, *map(len, cuts))
+        return [MicroBatches(spans(b), [True] * len(b)) for b in thread_batches]
+    count = max(1, *map(len, thread_batches))
     out = []
-    for items in assigned[rank * num_threads :][:num_threads]:
+    for piece_ids in thread_pieces[rank * num_threads :][:num_threads]:
         # Ranks wait for each other at every micro-batch, so micro-batches are of even size.
-        batches_of_rank = even_microbatches(costs, items, count, max_tokens, padded=padded)
-        num_fillers = count - len(batches_of_rank)
-        filler = [min(items, key=lambda i: costs[i])] if items else [0]
-        real = [True] * len(batches_of_rank) + [False] * num_fillers
-        out.append(MicroBatches(spans(batches_of_rank + [filler] * num_fillers), real))
+        batches = even_microbatches(costs, piece_ids, count, max_tokens, padded=padded)
+        num_fillers = count - len(batches)
+        filler = [min(piece_ids, key=lambda i: costs[i])] if piece_ids else [0]
+        is_real = [True] * len(batches) + [False] * num_fillers
+        out.append(MicroBatches(spans(batches + [filler] * num_fillers), is_real))
     return out
 
 
-def _packed(policy: Policy, trajectories: Sequence[Trajectory]) -> int:
-    """Return the number of positions of trajectories in one packed sequence."""
-    shared = [policy.shared_prefix(trajectory) for trajectory in trajectories]
-    own = sum(map(policy.num_tokens, trajectories)) - sum(length for _, length in shared)
-    return own + sum(dict(shared).values())
+def _packed_size(policy: Policy, trajectories: Sequence[Trajectory]) -> int:
+    """Return the number of positions of trajectories that are packed into one sequence."""
+    prefixes = [policy.shared_prefix(trajectory) for trajectory in trajectories]
+    unshared = sum(map(policy.num_tokens, trajectories)) - sum(length for _, length in prefixes)
+    return unshared + sum(dict(prefixes).values())
 
 
 def _units(
-    policy: Policy, trajectories: Sequence[Trajectory], budget: int, workers: Sequence[float]
+    policy: Policy, trajectories: Sequence[Trajectory], max_tokens: int, workers: Sequence[float]
 ) -> list[list[int]]:
-    """Group rows that share a prompt, unless a worker would become slower by it."""
-    shared = [policy.shared_prefix(trajectory) for trajectory in trajectories]
-    if not any(length for _, length in shared):
+    """Group rows with a common prompt, unless this would slow down the slowest worker."""
+    prefixes = [policy.shared_prefix(trajectory) for trajectory in trajectories]
+    if not any(length for _, length in prefixes):
         return [[row] for row in range(len(trajectories))]
     costs = [policy.num_tokens(trajectory) for trajectory in trajectories]
     groups: dict[object, list[int]] = {}
-    for row, (key, length) in enumerate(shared):
+    for row, (key, length) in enumerate(prefixes):
         groups.setdefault(key if length else row, []).append(row)
 
     def size(rows: Sequence[int]) -> int:
-        parts = dict(shared[row] for row in rows)
-        return sum(costs[row] - shared[row][1] for row in rows) + sum(parts.values())
+        prefix_lengths = dict(prefixes[row] for row in rows)
+        return sum(costs[row] - prefixes[row][1] for row in rows) + sum(prefix_lengths.values())
 
-    def split(most: int) -> list[list[int]]:
+    def split(limit: int) -> list[list[int]]:
         units = []
         for rows in groups.values():
             unit: list[int] = []
             for row in rows:
-                if unit and size([*unit, row]) > most:
+                if unit and size([*unit, row]) > limit:
                     units.append(unit)
                     unit = []
                 unit.append(row)
@@ -137,22 +138,22 @@ def _units(
 
     def slowest(units: list[list[int]]) -> float:
         assigned = balance_costs([size(unit) for unit in units], workers)
-        rows = [[row for number in numbers for row in units[number]] for numbers in assigned]
-        return max(size(mine) / speed for mine, speed in zip(rows, workers, strict=True))
+        worker_rows = [[row for unit in unit_ids for row in units[unit]] for unit_ids in assigned]
+        return max(size(rows) / speed for rows, speed in zip(worker_rows, workers, strict=True))
 
     if len(workers) == 1:
-        return split(budget)
-    share = sum(map(size, groups.values())) // len(workers)
-    # Whole groups first, because every worker with a part of a group computes the shared prompt.
-    ways = [split(min(budget, most)) for most in (budget, share, share // 2, share // 4)]
-    return min(ways, key=slowest)
+        return split(max_tokens)
+    even_share = sum(map(size, groups.values())) // len(workers)
+    # Prefer large units, because every worker with a part of a group computes the shared prompt.
+    limits = (max_tokens, even_share, even_share // 2, even_share // 4)
+    candidates = [split(min(max_tokens, limit)) for limit in limits]
+    return min(candidates, key=slowest)
 
 
 def _pieces(
     policy: Policy, trajectories: Sequence[Trajectory], unit: Sequence[int], budget: int
 ) -> list[list[StepSpan]]:
-    """Split a unit into parts that are evaluated at once: all of it, or spans where its steps are
-    independent."""
+    """Split a unit into pieces to evaluate: spans if steps are independent, else all of it."""
     if len(unit) > 1 or not policy.has_independent_steps:
         return [[StepSpan(row, 0, len(trajectories[row])) for row in unit]]
     row, length = unit[0], len(trajectories[unit[0]])

@@ -1,13 +1,14 @@
 """The common part of trainers, independent of how they shard weights.
 
-A minibatch is a list of trajectories that every rank knows. Ranks take shares of it in proportion
-to their speed and split them into micro-batches of limited size. The weight of every step is fixed
-for the whole minibatch in advance, so the summed gradient does not depend on the split.
+A minibatch is a list of trajectories that every rank knows. Each rank takes a part in proportion to
+its speed and splits it into micro-batches of limited size. The weight of each step is fixed for the
+whole minibatch in advance, so the summed gradient does not depend on the split.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import abstractmethod
 from collections import defaultdict
@@ -40,7 +41,7 @@ from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 
 
 def enable_gradient_checkpointing(policy: Policy) -> None:
-    """Keep only the inputs of a policy's blocks for the backward pass.
+    """Keep only the inputs of a policy's blocks, and recompute the rest in the backward pass.
 
     Raises:
         ConfigError: the policy names no blocks.
@@ -49,10 +50,10 @@ def enable_gradient_checkpointing(policy: Policy) -> None:
     if not blocks:
         raise ConfigError(
             f"trainer.gradient_checkpointing: {type(policy).__name__} names no blocks whose "
-            "activations could be computed again; set it to false"
+            "activations could be recomputed; set it to false"
         )
     for block in blocks:
-        # Inside the block's own call, so that FSDP's hooks run once.
+        # Inside the block's call, so that FSDP's hooks run only once.
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
@@ -86,12 +87,12 @@ class MinibatchTrainerConfig(Section):
 
 
 class MinibatchTrainer(OffloadableTensors, Trainer):
-    """Computes losses and gradients. Subclasses decide where weights and moments are."""
+    """Computes losses and gradients. Subclasses implement sharding and the optimizer step."""
 
     config: MinibatchTrainerConfig
     optimizer: torch.optim.Optimizer
     """Optimizer that :meth:`_step` uses; its groups are those of :func:`create_optimizer`."""
-    _lanes: ThreadedDataParallel
+    _threads: ThreadedDataParallel
 
     def __init__(
         self,
@@ -101,36 +102,36 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         world: ProcessGroupInfo,
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
-        self._sums: dict[str, Any] | None = None
+        self._metric_sums: dict[str, Any] | None = None
         """Sums of metrics of the accumulated gradient; None: nothing is accumulated."""
-        self._spare: dict[str, Tensor] = {}
-        """Memory of an earlier snapshot, for the next one."""
-        self._copy, self._part = 0, (world.rank, world.size)
-        """Model replica of this process, and its part (rank, number of parts)."""
-        self._places: dict[str, sharded_checkpoint.ShardPlacement] = {}
-        """Placements of this process's parts of tensors that do not know theirs."""
+        self._reusable_memory: dict[str, Tensor] = {}
+        """Memory of an earlier snapshot, which the next snapshot reuses."""
+        self._replica_index, self._shard_coords = 0, (world.rank, world.size)
+        """Model replica of this process; and its shard of it (rank, number of shards)."""
+        self._placements: dict[str, sharded_checkpoint.ShardPlacement] = {}
+        """Placements of this process's parts of tensors, except for DTensors, which know theirs."""
         self._closed = False
-        alone = {
+        group_clips = {
             name: clip
             for name, clip in optimizer.group_clip_grad.items()
             if name in policy.parameter_groups
         }
-        rest = [name for name in policy.parameter_groups if name not in alone]
-        self._clips = [([name], clip) for name, clip in alone.items()]
+        other_groups = [name for name in policy.parameter_groups if name not in group_clips]
+        self._clip_groups = [([name], clip) for name, clip in group_clips.items()]
         """Parameter groups whose gradients are clipped together, with the maximum norm."""
-        if rest:
-            self._clips.insert(0, (rest, optimizer.clip_grad))
-        self._moments = MOMENT_NAMES[optimizer.name]
+        if other_groups:
+            self._clip_groups.insert(0, (other_groups, optimizer.clip_grad))
+        self._moment_names = MOMENT_NAMES[optimizer.name]
         self._torch_threads = config.cpu_threads
         self.device = local_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._packs = policy.supports_packing if config.packing is None else config.packing
-        if self._packs:
+        self._is_packed = policy.supports_packing if config.packing is None else config.packing
+        if self._is_packed:
             policy.enable_packing(self.device, getattr(torch, config.param_dtype))
-        self._scaling = LossScaler()
+        self._loss_scaler = LossScaler()
         if config.param_dtype == "float16":
-            self._scaling = LossScaler(config.initial_loss_scale, config.loss_scale_window)
+            self._loss_scaler = LossScaler(config.initial_loss_scale, config.loss_scale_window)
         self._adapters = None if config.lora is None else LoRAAdapters(policy, config.lora)
 
     @classmethod
@@ -153,13 +154,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         if config.lora is not None:
             check_lora_targets(policy, policy.meta_from_config(model), config.lora)
 
-    def _compute_by(self, lanes: int) -> None:
-        """Set the number of threads that compute micro-batches concurrently, once the weights are
-        in place."""
-        self._lanes = ThreadedDataParallel(self.policy, lanes)
+    def _create_threads(self, count: int) -> None:
+        """Create the threads that compute micro-batches; call it after the weights are loaded."""
+        self._threads = ThreadedDataParallel(self.policy, count)
         if self.config.gradient_checkpointing:
-            for lane in self._lanes.replicas:
-                enable_gradient_checkpointing(lane)
+            for replica in self._threads.replicas:
+                enable_gradient_checkpointing(replica)
 
     def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
         self.config = self.config.model_copy(
@@ -167,18 +167,18 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         )
 
     def split_micro_batches(
-        self, trajectories: Sequence[Trajectory], together: Sequence[Sequence[int]] | None = None
+        self, trajectories: Sequence[Trajectory], row_groups: Sequence[Sequence[int]] | None = None
     ) -> list[MicroBatches]:
         """Return the micro-batches of each thread of this rank."""
         return split_micro_batches(
             self.policy,
             trajectories,
-            together,
+            row_groups,
             max_tokens=self.config.max_tokens_per_microbatch,
-            padded=not self._packs,
+            padded=not self._is_packed,
             speeds=self.world.data_parallel_speeds,
             rank=self.world.data_parallel_rank,
-            num_threads=len(self._lanes),
+            num_threads=len(self._threads),
         )
 
     def forward(
@@ -187,12 +187,13 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         torch.set_num_threads(self._torch_threads)
 
         @torch.no_grad()
-        def lane(policy: Policy, cut: MicroBatches) -> list[tuple[StepSpan, StepOutputs]]:
+        def evaluate(policy: Policy, batches: MicroBatches) -> list[tuple[StepSpan, StepOutputs]]:
             policy.module.eval()
             out: list[tuple[StepSpan, StepOutputs]] = []
-            every = self._outputs(policy, trajectories, cut, temperature)
-            for spans, real, outputs in zip(cut.batches, cut.is_real, every, strict=True):
-                for i, span in enumerate(spans) if real else ():
+            all_outputs = self._outputs(policy, trajectories, batches, temperature)
+            entries = zip(batches.spans, batches.is_real, all_outputs, strict=True)
+            for spans, is_real, outputs in entries:
+                for i, span in enumerate(spans) if is_real else ():
                     length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
                     step_outputs = StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)
@@ -200,12 +201,9 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             return out
 
         outputs_of_row: dict[int, list[StepOutputs]] = defaultdict(list)
-        every = (
-            pair
-            for part in self._lanes.map(lane, self.split_micro_batches(trajectories))
-            for pair in part
-        )
-        for span, outputs in sorted(every, key=lambda pair: pair[0]):
+        thread_outputs = self._threads.map(evaluate, self.split_micro_batches(trajectories))
+        pairs = itertools.chain.from_iterable(thread_outputs)
+        for span, outputs in sorted(pairs, key=lambda pair: pair[0]):
             outputs_of_row[span.row].append(outputs)
         return [(row, concat_outputs(parts)) for row, parts in outputs_of_row.items()]
 
@@ -217,17 +215,19 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         torch.set_num_threads(self._torch_threads)
-        self._sums = self._sums or {}
+        self._metric_sums = self._metric_sums or {}
 
-        def lane(policy: Policy, cut: MicroBatches) -> dict[str, Any]:
+        def backward(policy: Policy, batches: MicroBatches) -> dict[str, Any]:
             if not policy.module.training:
                 policy.module.train()
-            return self._gradients(policy, trajectories, cut, loss)
+            return self._gradients(policy, trajectories, batches, loss)
 
         try:
-            for part in self._lanes.map(lane, self.split_micro_batches(trajectories, row_groups)):
-                merge_metrics(self._sums, part)
-            self._lanes.reduce_gradients()
+            for part in self._threads.map(
+                backward, self.split_micro_batches(trajectories, row_groups)
+            ):
+                merge_metrics(self._metric_sums, part)
+            self._threads.reduce_gradients()
         except BaseException:
             self.discard_gradients()
             raise
@@ -240,11 +240,11 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         groups: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        if not self._sums:
+        if not self._metric_sums:
             raise ValueError("nothing was accumulated")
         try:
-            self._leave_out(select_groups_to_update(self.optimizer, lr, groups))
-            return self._update(self._sums, scale, check)
+            self._select_groups(select_groups_to_update(self.optimizer, lr, groups))
+            return self._update(self._metric_sums, scale, check)
         finally:
             self.discard_gradients()
 
@@ -256,20 +256,20 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     ) -> dict[str, float]:
         totals = {
             name: value if is_max_metric(name) else scale * value
-            for name, value in self._over_ranks(sums).items()
+            for name, value in self._reduce_metrics(sums).items()
         }
         if check is not None:
             check(totals)
         totals |= {
-            name: float(scale_state[0]) for name, scale_state in self._scaling.state().items()
+            name: float(scale_state[0]) for name, scale_state in self._loss_scaler.state().items()
         }
-        shrink = scale / self._scaling.value
-        norms = [shrink * self._gradient_norm(groups) for groups, _ in self._clips]
+        unscale = scale / self._loss_scaler.value
+        norms = [unscale * self._gradient_norm(groups) for groups, _ in self._clip_groups]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-        if self._scaling.is_dynamic and math.isfinite(totals["loss"]):
+        if self._loss_scaler.is_dynamic and math.isfinite(totals["loss"]):
             totals["skipped_steps"] = 0.0 if math.isfinite(norm) else 1.0
             if not math.isfinite(norm):
-                self._scaling.record_overflow()
+                self._loss_scaler.record_overflow()
                 return totals
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
@@ -278,43 +278,44 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 "optimizer.clip_grad"
             )
         scales: dict[str, float] = {}
-        for (groups, clip), own in zip(self._clips, norms, strict=True):
-            shrunk = shrink * clip / (own + 1e-6) if own > clip else shrink
-            scales |= dict.fromkeys(groups, shrunk)
+        for (groups, clip), group_norm in zip(self._clip_groups, norms, strict=True):
+            clipped = unscale * clip / (group_norm + 1e-6) if group_norm > clip else unscale
+            scales |= dict.fromkeys(groups, clipped)
         self._step(scales)
-        self._scaling.record_step()
+        self._loss_scaler.record_step()
         return {**totals, "grad_norm": norm}
 
     def _outputs(
         self,
         policy: Policy,
         trajectories: Sequence[Trajectory],
-        cut: MicroBatches,
+        batches: MicroBatches,
         temperature: float,
     ) -> Iterable[StepOutputs]:
         """Return step outputs of each micro-batch of a thread, without gradients."""
-        for spans in cut.batches:
+        for spans in batches.spans:
             yield self._evaluate(policy, self._inputs(policy, trajectories, spans), temperature)
 
     def _gradients(
         self,
         policy: Policy,
         trajectories: Sequence[Trajectory],
-        cut: MicroBatches,
+        batches: MicroBatches,
         loss: LossFunction,
     ) -> dict[str, Any]:
         """Add the gradients of a thread's micro-batches. Return the sums of their metrics."""
         sums: dict[str, Any] = {}
-        for number, (spans, real) in enumerate(zip(cut.batches, cut.is_real, strict=True), 1):
-            counted = 1.0 if real else 0.0
+        pairs = zip(batches.spans, batches.is_real, strict=True)
+        for number, (spans, is_real) in enumerate(pairs, 1):
+            weight = 1.0 if is_real else 0.0
             inputs = self._inputs(policy, trajectories, spans)
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
                 # Gradients are averaged over ranks, but the loss is a sum over them.
-                counted * self.world.data_parallel_size * self._scaling.value,
-                last=number == len(cut.batches),
+                weight * self.world.data_parallel_size * self._loss_scaler.value,
+                last=number == len(batches.spans),
             )
-            merge_metrics(sums, {name: part * counted for name, part in parts.items()})
+            merge_metrics(sums, {name: part * weight for name, part in parts.items()})
         return sums
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
@@ -328,27 +329,26 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Add the gradient of a micro-batch's loss, times a factor, to the accumulated gradient.
 
         Args:
-            last: whether it is the last micro-batch of a thread.
+            last: whether this is the last micro-batch of a thread.
 
         Returns:
-            Its metrics, with ``loss`` itself.
+            The metrics of the micro-batch, and its ``loss``.
         """
 
-    def _leave_out(self, chosen: Collection[str]) -> None:
-        """Restrict the next step to these groups. The gradient of other groups is discarded."""
-        freeze_other_groups(self.optimizer, self._moments, chosen)
+    def _select_groups(self, groups: Collection[str]) -> None:
+        """Restrict the next step to some groups. The gradient of other groups is discarded."""
+        freeze_other_groups(self.optimizer, self._moment_names, groups)
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Return the norm of the accumulated gradient of the chosen parameters in some groups, the
-        same on every rank."""
+        """Return the norm, over all ranks, of the gradient of updated parameters in ``groups``."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:
-        """Step the optimizer on the accumulated gradient, times the factor of each group."""
+        """Step the optimizer on the accumulated gradient, scaled by a factor for each group."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._take(tensors)
+        self._load_tensors(tensors)
         self._reset_adapters()
 
     def load_policy_folder(self, folder: Path) -> None:
@@ -361,43 +361,44 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             self._adapters.reset()
 
     @abstractmethod
-    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full weights by name; see :meth:`load_weights`."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Return weights and optimizer state by their names in the files, not copied: this rank's
-        parts."""
+        """Return this rank's parts of the state, not copied, by their names in the files."""
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
-        if self._copy:
+        if self._replica_index:
             return {}
         # New memory costs far more than the copy, because each of its pages is zeroed first.
-        spare, self._spare = self._spare, {}
-        return _copied(sharded_checkpoint.named_tensors(self._state()), spare)
+        reusable, self._reusable_memory = self._reusable_memory, {}
+        return _copy_to_cpu(sharded_checkpoint.named_tensors(self._state()), reusable)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        # Other model replicas have the same state as the first.
-        if not self._copy:
+        # All model replicas have the same state, so only the first writes it.
+        if not self._replica_index:
             state_now = self._state() if state is None else state
-            sharded_checkpoint.write_shards(folder, state_now, *self._part, self._places)
-            self._spare = state or {}
+            shard, placements = self._shard_coords, self._placements
+            sharded_checkpoint.write_shards(folder, state_now, *shard, placements)
+            self._reusable_memory = state or {}
 
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
         named = self.policy.module.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         for name, value in named.items():
-            first.setdefault(id(value), name)
-        like = {name: self._like(name, named[name]) for name in first.values()}
+            first_names.setdefault(id(value), name)
+        templates = {name: self._template(name, named[name]) for name in first_names.values()}
 
-        def each() -> Iterator[tuple[str, Tensor]]:
-            merged = None
+        def full_tensors() -> Iterator[tuple[str, Tensor]]:
+            merge = None
             if (adapters := self._adapters) is not None:
-                merged = adapters.weight_merger(dict(self._gathered(adapters.parameters())))
-            for name, full in self._gathered((name, named[name]) for name in first.values()):
-                if merged is not None:
-                    full = merged(name, full)  # noqa: PLW2901
+                merge = adapters.weight_merger(dict(self._gather_full(adapters.parameters())))
+            pairs = ((name, named[name]) for name in first_names.values())
+            for name, full in self._gather_full(pairs):
+                if merge is not None:
+                    full = merge(name, full)  # noqa: PLW2901
                 yield (
                     name,
                     full.to("cpu", copy=copy and storage_key(full) == storage_key(named[name])),
@@ -405,17 +406,18 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 del full  # before the next one is gathered
 
         return StreamedState(
-            {name: like[first[id(value)]] for name, value in named.items()}, each()
+            {name: templates[first_names[id(value)]] for name, value in named.items()},
+            full_tensors(),
         )
 
-    def _like(self, name: str, tensor: Tensor) -> Tensor:
+    def _template(self, name: str, tensor: Tensor) -> Tensor:
         """Return a meta tensor with the shape and type of one of the module's full tensors."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's full tensors, one after the other; all processes receive each of them.
+    def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's full tensors, one after the other; all processes receive each tensor.
 
-        Trainers that use this class's :meth:`stream_weights` implement it.
+        Only :meth:`stream_weights` calls it; trainers that override that need not implement it.
         """
         raise NotImplementedError
 
@@ -425,14 +427,14 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         self._closed = True
         self.discard_gradients()
         self.drop_host_copies()
-        self._lanes.close()
-        self._spare, self._adapters = {}, None
+        self._threads.close()
+        self._reusable_memory, self._adapters = {}, None
         self._release()
-        del self.policy, self.optimizer, self._lanes
+        del self.policy, self.optimizer, self._threads
 
     @abstractmethod
     def _release(self) -> None:
-        """Drop other references that would keep weights or optimizer state in memory."""
+        """Drop the subclass's references that keep weights or optimizer state in memory."""
 
     def _inputs(
         self, policy: Policy, trajectories: Sequence[Trajectory], spans: Sequence[StepSpan]
@@ -442,38 +444,39 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         )
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
-    def _over_ranks(self, metrics: dict[str, Any]) -> dict[str, float]:
+    def _reduce_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
         """Reduce metrics over all processes."""
-        largest = sorted(filter(is_max_metric, metrics))
-        sums = sorted(metrics.keys() - set(largest))
+        max_names = sorted(filter(is_max_metric, metrics))
+        sum_names = sorted(metrics.keys() - set(max_names))
         totals: dict[str, float] = {}
-        for names in filter(None, (sums, largest)):
+        for names in filter(None, (sum_names, max_names)):
             total = torch.stack([metrics[name] for name in names])
             if self.world.size > 1:
-                reduced = torch.distributed.ReduceOp
-                which = reduced.MAX if names is largest else reduced.SUM
-                torch.distributed.all_reduce(total, which)
-            if names is sums:
+                reduce_op = torch.distributed.ReduceOp
+                op = reduce_op.MAX if names is max_names else reduce_op.SUM
+                torch.distributed.all_reduce(total, op)
+            if names is sum_names:
                 # Processes of one model replica have the same sums.
                 total /= self.world.layout.model_parallel_size
             totals |= dict(zip(names, total.tolist(), strict=True))
         return totals
 
 
-def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, into memory of earlier copies where possible. Tied tensors get one
-    copy."""
+def _copy_to_cpu(
+    named: Iterable[tuple[str, Tensor]], reusable: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Copy tensors to the CPU, into ``reusable`` memory if possible; tied tensors share a copy."""
     copies: dict[str, Tensor] = {}
-    known: dict[object, Tensor] = {}
+    by_storage: dict[object, Tensor] = {}
     for name, tensor in named:
-        own, to = tensor.detach(), spare.get(name)
-        one = storage_key(tensor)
-        if one in known:
+        source, target = tensor.detach(), reusable.get(name)
+        key = storage_key(tensor)
+        if key in by_storage:
             pass
-        elif to is not None and (to.shape, to.dtype) == (own.shape, own.dtype):
-            local_shard(to).copy_(local_shard(own))
-            known[one] = to
+        elif target is not None and (target.shape, target.dtype) == (source.shape, source.dtype):
+            local_shard(target).copy_(local_shard(source))
+            by_storage[key] = target
         else:
-            known[one] = own.clone() if own.device.type == "cpu" else own.cpu()
-        copies[name] = known[one]
+            by_storage[key] = source.clone() if source.device.type == "cpu" else source.cpu()
+        copies[name] = by_storage[key]
     return copies

@@ -1,5 +1,4 @@
-"""The optimizer of a policy, whose parameter groups can be updated separately, and the offload of
-its state to the host."""
+"""A policy's optimizer with separately updated groups, and the offload of its state."""
 
 from __future__ import annotations
 
@@ -24,17 +23,15 @@ def create_optimizer(
     settings: OptimizerSection,
     parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> Optimizer:
-    """Return an optimizer without any moments yet.
+    """Return an optimizer that has no moments yet.
 
     Args:
         parameters: parameters with their groups; None: all trainable parameters of the policy.
     """
     if parameters is None:
         named = policy.module.named_parameters()
-        parameters = (
-            (policy.parameter_group(name), own) for name, own in named if own.requires_grad
-        )
-    # Each group costs as much per step as a small network.
+        parameters = ((policy.parameter_group(name), p) for name, p in named if p.requires_grad)
+    # Each group costs as much time per step as a small network, so there are few.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
     groups: dict[tuple[float, str], dict[str, Any]] = {
         (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
@@ -44,15 +41,16 @@ def create_optimizer(
     for group, parameter in parameters:
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0
         groups[decay, group]["params"].append(parameter)
-    own = [group for group in groups.values() if group["params"]]
+    non_empty = [group for group in groups.values() if group["params"]]
     if settings.name == "sgd":
-        return torch.optim.SGD(own, lr=settings.lr, momentum=settings.betas[0], foreach=True)
+        return torch.optim.SGD(non_empty, lr=settings.lr, momentum=settings.betas[0], foreach=True)
     # The fused optimizer reads memory once instead of five times. It does not support a mix of
-    # sharded and other tensors, and on a GPU it would keep step counts there.
-    every = [p for group in own for p in group["params"]]
-    fused = all(p.device.type == "cpu" and not is_sharded(p) for p in every)
-    how = {"fused": True} if fused else {"foreach": True}
-    return torch.optim.AdamW(own, lr=settings.lr, betas=settings.betas, eps=settings.eps, **how)
+    # sharded and other tensors, and on a GPU it would keep step counts on the GPU.
+    all_params = [p for group in non_empty for p in group["params"]]
+    fused = all(p.device.type == "cpu" and not is_sharded(p) for p in all_params)
+    impl = {"fused": True} if fused else {"foreach": True}
+    betas, eps = settings.betas, settings.eps
+    return torch.optim.AdamW(non_empty, lr=settings.lr, betas=betas, eps=eps, **impl)
 
 
 def select_groups_to_update(
@@ -61,15 +59,15 @@ def select_groups_to_update(
     """Set the learning rates of the groups that the next step changes.
 
     Returns:
-        Those groups: ``only``, or all groups.
+        The names of these groups: ``only``, or all.
 
     Raises:
         ValueError: there is no such group, or no learning rate for it.
     """
     names = {group[GROUP_KEY] for group in optimizer.param_groups}
     chosen = names if only is None else set(only)
-    known = chosen if isinstance(rates, float | int) else set(rates)
-    if unknown := (chosen - names) | (chosen - known):
+    with_rate = chosen if isinstance(rates, float | int) else set(rates)
+    if unknown := (chosen - names) | (chosen - with_rate):
         raise ValueError(f"no group of parameters, or no learning rate: {sorted(unknown)}")
     for group in optimizer.param_groups:
         if group[GROUP_KEY] in chosen:
@@ -91,10 +89,10 @@ def scale_gradients(optimizer: Optimizer, scales: Mapping[str, float]) -> None:
 def freeze_other_groups(
     optimizer: Optimizer, moments: Collection[str], chosen: Collection[str]
 ) -> None:
-    """Restrict the next step to these groups.
+    """Restrict the next step to the groups ``chosen``.
 
-    Parameters that the step does not change (those of other groups, and those that no loss depends
-    on) then also have moments, as before any step, because moments are part of the state.
+    Parameters that the step does not change (of other groups, or without a gradient) also get
+    initial moments, because checkpoints contain the moments of all parameters.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -105,38 +103,38 @@ def freeze_other_groups(
 
 
 def init_optimizer_state(optimizer: Optimizer, parameter: Tensor, moments: Collection[str]) -> None:
-    """Give a parameter the state that it has before its first step, unless it has a state."""
+    """Create a parameter's optimizer state, as before its first step, unless it exists."""
     if not optimizer.state[parameter]:
-        start = {name: torch.zeros_like(parameter) for name in moments}
-        if "exp_avg" in start:
-            start["step"] = torch.zeros((), dtype=torch.float32)
-        optimizer.state[parameter].update(start)
+        initial = {name: torch.zeros_like(parameter) for name in moments}
+        if "exp_avg" in initial:
+            initial["step"] = torch.zeros((), dtype=torch.float32)
+        optimizer.state[parameter].update(initial)
 
 
 OFFLOAD_CHUNK_BYTES = 256 << 20
-"""Size of the parameters whose state is on the device at the same time."""
+"""Maximum size of the parameters whose state is on the device at the same time."""
 HOST_DEVICE = torch.device("cpu")
 
 
 def step_with_offload(
-    optimizer: torch.optim.Optimizer, device: torch.device, most: int = OFFLOAD_CHUNK_BYTES
+    optimizer: torch.optim.Optimizer, device: torch.device, max_bytes: int = OFFLOAD_CHUNK_BYTES
 ) -> None:
     """Do an optimizer step chunk by chunk. The state is on the host after it.
 
-    The optimizer must treat each parameter separately. The result is then the same, byte by byte,
-    as that of a single step.
+    The optimizer must treat each parameter separately. Then the result is byte for byte that of an
+    ordinary step.
     """
     groups = optimizer.param_groups
-    every = [group["params"] for group in groups]
+    group_params = [group["params"] for group in groups]
     try:
-        for part in _parts([p for params in every for p in params], most):
-            for group, params in zip(groups, every, strict=True):
-                group["params"] = [p for p in params if p in part]
-            move_optimizer_state(optimizer, part, device)
+        for chunk in _chunks([p for params in group_params for p in params], max_bytes):
+            for group, params in zip(groups, group_params, strict=True):
+                group["params"] = [p for p in params if p in chunk]
+            move_optimizer_state(optimizer, chunk, device)
             optimizer.step()
-            move_optimizer_state(optimizer, part, HOST_DEVICE)
+            move_optimizer_state(optimizer, chunk, HOST_DEVICE)
     finally:
-        for group, params in zip(groups, every, strict=True):
+        for group, params in zip(groups, group_params, strict=True):
             group["params"] = params
 
 
@@ -153,7 +151,7 @@ def move_optimizer_state(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device. A tensor that is there already is not copied."""
+    """Return the tensor on a device; a tensor that is already on it is not copied."""
     if not is_sharded(tensor):
         return tensor.to(device)
     from torch.distributed.tensor import DTensor
@@ -168,15 +166,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def _parts(parameters: list[nn.Parameter], most: int) -> Iterator[set[nn.Parameter]]:
-    """Parameters in order, until they have ``most`` bytes; one alone may have more."""
-    part, size = set[nn.Parameter](), 0
+def _chunks(parameters: list[nn.Parameter], max_bytes: int) -> Iterator[set[nn.Parameter]]:
+    """Yield adjacent parameters of up to ``max_bytes`` in total; a single one may be larger."""
+    chunk, size = set[nn.Parameter](), 0
     for parameter in parameters:
         nbytes = local_shard(parameter).nbytes
-        if part and size + nbytes > most:
-            yield part
-            part, size = set(), 0
-        part.add(parameter)
+        if chunk and size + nbytes > max_bytes:
+            yield chunk
+            chunk, size = set(), 0
+        chunk.add(parameter)
         size += nbytes
-    if part:
-        yield part
+    if chunk:
+        yield chunk

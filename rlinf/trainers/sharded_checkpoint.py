@@ -36,14 +36,14 @@ _NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
 
 
 class StridedRange(NamedTuple):
-    """Equal ranges of the elements of a tensor at a regular distance."""
+    """Ranges of a tensor's elements, of equal length and at a regular distance."""
 
     start: int
     """The first element of the first range."""
     length: int
     """Length of each range."""
     stride: int = 0
-    """Distance from the beginning of one range to that of the next."""
+    """Distance between the starts of adjacent ranges."""
     repeats: int = 1
     """Number of ranges."""
 
@@ -60,24 +60,23 @@ class ShardPlacement:
     """The ranges of the part, from front to back, if it is not one contiguous range."""
 
     def ranges(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and length of each range of a part of so many elements."""
+        """Yield start and length of each range of a part of ``size`` elements."""
         for run in self.strided_ranges or (StridedRange(self.start, size),):
-            for number in range(run.repeats):
-                yield run.start + number * run.stride, run.length
+            for index in range(run.repeats):
+                yield run.start + index * run.stride, run.length
 
     def extract(self, full: Tensor) -> Tensor:
-        """Return the part of a full tensor, in one dimension; for a placement with strided
-        ranges."""
+        """Return the part of a full tensor, in one dimension. Needs strided ranges."""
         flat = full.reshape(-1)
         return torch.cat([_view(flat, run).reshape(-1) for run in self.strided_ranges])
 
     def insert(self, full: Tensor, part: Tensor) -> None:
-        """Write the part into a full, contiguous tensor; for a placement with strided ranges."""
-        flat, at = full.view(-1), 0
+        """Write the part into a full, contiguous tensor. Needs strided ranges."""
+        flat, position = full.view(-1), 0
         for run in self.strided_ranges:
             size = run.length * run.repeats
-            _view(flat, run).copy_(part[at : at + size].view(run.repeats, run.length))
-            at += size
+            _view(flat, run).copy_(part[position : position + size].view(run.repeats, run.length))
+            position += size
 
 
 def _view(flat: Tensor, run: StridedRange) -> Tensor:
@@ -112,56 +111,56 @@ def write_shards(
     state: Mapping[str, Any],
     rank: int,
     size: int,
-    places: ShardPlacements | None = None,
+    placements: ShardPlacements | None = None,
 ) -> None:
     """Write this rank's part of a state. Values that are not tensors are skipped.
 
     Args:
         state: nested dictionaries of tensors, such as those of torch's ``get_state_dict``.
-        places: placements of tensors that are a rank's part, by their names in the files. FSDP2's
-            tensors know their placement themselves.
+        placements: placements of tensors that are a rank's part, by their names in the files; not
+            needed for DTensors (FSDP2), which know their placement.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    own: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     parts: dict[str, tuple[Any, ...]] = {}
-    same: dict[str, str] = {}
-    known: dict[object, str] = {}
+    tied_names: dict[str, str] = {}
+    names_by_storage: dict[object, str] = {}
     for name, value in named_tensors(state):
-        first = known.setdefault(storage_key(value), name)
+        first = names_by_storage.setdefault(storage_key(value), name)
         if first != name:
-            same[name] = first
+            tied_names[name] = first
             continue
-        place = _place(value, (places or {}).get(name))
-        if place is not None:
-            is_strided = sum(run.repeats for run in place.strided_ranges) > 1
+        placement = _placement_of(value, (placements or {}).get(name))
+        if placement is not None:
+            is_strided = sum(run.repeats for run in placement.strided_ranges) > 1
             parts[name] = (
-                place.start,
-                place.shape,
-                *([place.strided_ranges] if is_strided else []),
+                placement.start,
+                placement.shape,
+                *([placement.strided_ranges] if is_strided else []),
             )
         elif rank:
             continue
         part = local_shard(value).detach().contiguous()
-        own[name] = part if place is None else part.view(-1)
-    table = json.dumps({"format": FORMAT, "parts": parts, "same": same}, sort_keys=True)
-    path = folder / _file(rank, size)
-    save_file(own, path, metadata={"table": table})
+        tensors[name] = part if placement is None else part.view(-1)
+    table = json.dumps({"format": FORMAT, "parts": parts, "same": tied_names}, sort_keys=True)
+    path = folder / _file_name(rank, size)
+    save_file(tensors, path, metadata={"table": table})
     sync_file(path)
     if rank == 0:
         # An earlier attempt with another number of ranks may have left files.
-        for other in set(folder.glob("rank-*.safetensors")):
-            if not other.name.endswith(f"-of-{size}.safetensors"):
-                other.unlink()
+        for old_file in set(folder.glob("rank-*.safetensors")):
+            if not old_file.name.endswith(f"-of-{size}.safetensors"):
+                old_file.unlink()
 
 
 @torch.no_grad()
 def read_shards(
-    folder: Path, state: Mapping[str, Any], places: ShardPlacements | None = None
+    folder: Path, state: Mapping[str, Any], placements: ShardPlacements | None = None
 ) -> None:
     """Fill the tensors of a state from the files, which any trainer may have written.
 
     Args:
-        state, places: as in :func:`write_shards`; the same tensors, with any sharding.
+        state, placements: as in :func:`write_shards`; the same tensors, with any sharding.
 
     Raises:
         DataError: there are no such files, or they do not match the state.
@@ -174,37 +173,38 @@ def read_shards(
             for name, value in named_tensors(state):
                 if name in OPTIONAL_TENSORS and not files.has(name):
                     continue
-                place = _place(value, (places or {}).get(name))
-                files.want(name, place or ShardPlacement(tuple(value.shape), 0), local_shard(value))
+                placement = _placement_of(value, (placements or {}).get(name))
+                full = ShardPlacement(tuple(value.shape), 0)
+                files.request(name, placement or full, local_shard(value))
             name = ""
             files.fill()
     except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        where = f"{name}: " if name else ""
-        raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
+        prefix = f"{name}: " if name else ""
+        raise DataError(f"{folder}: not a state of this trainer: {prefix}{error}") from error
 
 
-def _place(value: Tensor, placement: ShardPlacement | None) -> ShardPlacement | None:
-    """Return the placement of a part; None: it is a full tensor, which all ranks have."""
+def _placement_of(value: Tensor, placement: ShardPlacement | None) -> ShardPlacement | None:
+    """Return the placement of a tensor's part; None if all ranks have the full tensor."""
     if placement is not None or not is_sharded(value):
         return placement
-    begin, end = local_rows(value)
-    if len(local_shard(value)) != end - begin:
-        raise ValueError(f"not {end - begin} of {value.shape[0]} rows")
-    return ShardPlacement(tuple(value.shape), begin * value.shape[1:].numel())
+    start, stop = local_rows(value)
+    if len(local_shard(value)) != stop - start:
+        raise ValueError(f"not {stop - start} of {value.shape[0]} rows")
+    return ShardPlacement(tuple(value.shape), start * value.shape[1:].numel())
 
 
 @dataclass
-class _Wanted:
-    """Elements of one tensor of one file, and their destination."""
+class _ReadRequest:
+    """A range of one tensor of one file, and its destination."""
 
-    low: int
-    """The first, in the file's part."""
-    part: Tensor
-    """One-dimensional, or a scalar."""
+    start: int
+    """Offset of the range in the file's part of the tensor."""
+    target: Tensor
+    """Destination: one-dimensional, or a scalar."""
 
     @property
-    def high(self) -> int:
-        return self.low + self.part.numel()
+    def stop(self) -> int:
+        return self.start + self.target.numel()
 
 
 class _Files:
@@ -215,93 +215,95 @@ class _Files:
         if len(sizes) != 1:
             raise ValueError(f"{len(sizes) or 'no'} files rank-0-of-N.safetensors")
         self._files: list[SafetensorsReader] = []
-        self._wanted: list[dict[str, list[_Wanted]]] = []
-        self._parts: dict[str, list[tuple[int, ShardPlacement]]] = {}
-        self._same: dict[str, str] = {}
-        self._known: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._requests: list[dict[str, list[_ReadRequest]]] = []
+        self._placements: dict[str, list[tuple[int, ShardPlacement]]] = {}
+        self._tied_names: dict[str, str] = {}
+        self._ranges_by_name: dict[str, list[tuple[int, int, int, int]]] = {}
         for rank in range(sizes[0]):
-            file = stack.enter_context(SafetensorsReader(folder / _file(rank, sizes[0])))
+            file = stack.enter_context(SafetensorsReader(folder / _file_name(rank, sizes[0])))
             table = json.loads(file.metadata["table"])
             if table["format"] != FORMAT:
                 raise ValueError(f"format {table['format']!r} is not {FORMAT!r}")
             self._files.append(file)
-            self._wanted.append({})
-            self._same |= table["same"]
+            self._requests.append({})
+            self._tied_names |= table["same"]
             for name, shape in file.shapes.items():
                 start, full_shape, *runs = table["parts"].get(name, (0, shape))
-                place = ShardPlacement(
+                placement = ShardPlacement(
                     tuple(full_shape), start, tuple(StridedRange(*run) for run in (runs or [()])[0])
                 )
-                self._parts.setdefault(name, []).append((rank, place))
+                self._placements.setdefault(name, []).append((rank, placement))
 
     def has(self, name: str) -> bool:
         """Return whether a tensor is in the files."""
-        return name in self._parts
+        return name in self._placements
 
-    def want(self, name: str, place: ShardPlacement, part: Tensor) -> None:
-        """Request a part of a tensor, which :meth:`fill` reads."""
-        name = self._same.get(name, name)
-        if name not in self._parts:
-            raise ValueError("it is not there")
-        flat, own = part.view(-1) if part.dim() else part, 0
-        theirs = self._ranges(name, place)
-        starts = [start for start, *_ in theirs]
-        for begin, length in place.ranges(flat.numel()):
-            at, end = begin, begin + length
-            while at < end:
-                start, size, low, rank = theirs[max(0, bisect.bisect_right(starts, at) - 1)]
-                if not start <= at < start + size:
-                    raise ValueError(_missed(at, place))
-                high = min(end, start + size)
-                here = flat[own : own + high - at] if flat.dim() else flat
-                self._wanted[rank].setdefault(name, []).append(_Wanted(low + at - start, here))
-                own, at = own + high - at, high
+    def request(self, name: str, placement: ShardPlacement, part: Tensor) -> None:
+        """Request a part of a tensor; :meth:`fill` then reads it into ``part``."""
+        name = self._tied_names.get(name, name)
+        if name not in self._placements:
+            raise ValueError("no file has it")
+        flat, offset = part.view(-1) if part.dim() else part, 0
+        ranges = self._ranges(name, placement)
+        starts = [start for start, *_ in ranges]
+        for first, length in placement.ranges(flat.numel()):
+            position, end = first, first + length
+            while position < end:
+                index = max(0, bisect.bisect_right(starts, position) - 1)
+                start, size, file_offset, rank = ranges[index]
+                if not start <= position < start + size:
+                    raise ValueError(_gap_message(position, placement))
+                stop = min(end, start + size)
+                target = flat[offset : offset + stop - position] if flat.dim() else flat
+                request = _ReadRequest(file_offset + position - start, target)
+                self._requests[rank].setdefault(name, []).append(request)
+                offset, position = offset + stop - position, stop
 
-    def _ranges(self, name: str, place: ShardPlacement) -> list[tuple[int, int, int, int]]:
-        """Return the ranges of a tensor in the files: begin, length, position in the file's part,
-        and rank."""
-        if name not in self._known:
+    def _ranges(self, name: str, placement: ShardPlacement) -> list[tuple[int, int, int, int]]:
+        """Return a tensor's ranges in the files: start, length, offset in the file's part, rank."""
+        if name not in self._ranges_by_name:
             ranges = []
-            for rank, theirs in self._parts[name]:
-                at, size = 0, torch.Size(self._files[rank].shapes[name]).numel()
-                for start, length in theirs.ranges(size):
-                    ranges.append((start, length, at, rank))
-                    at += length
-            self._known[name] = ranges = sorted(one for one in ranges if one[1])
-            for one, other in itertools.pairwise(ranges):
-                if sum(one[:2]) > other[0]:
-                    raise ValueError(_missed(sum(one[:2]), place))
-        for _, theirs in self._parts[name]:
-            if theirs.shape != place.shape:
-                raise ValueError(f"shape {list(theirs.shape)}, not {list(place.shape)}")
-        return self._known[name]
+            for rank, file_placement in self._placements[name]:
+                offset, size = 0, torch.Size(self._files[rank].shapes[name]).numel()
+                for start, length in file_placement.ranges(size):
+                    ranges.append((start, length, offset, rank))
+                    offset += length
+            self._ranges_by_name[name] = ranges = sorted(item for item in ranges if item[1])
+            for (start, length, *_), (next_start, *_) in itertools.pairwise(ranges):
+                if start + length > next_start:
+                    raise ValueError(_gap_message(start + length, placement))
+        for _, file_placement in self._placements[name]:
+            if file_placement.shape != placement.shape:
+                raise ValueError(f"shape {list(file_placement.shape)}, not {list(placement.shape)}")
+        return self._ranges_by_name[name]
 
     def fill(self) -> None:
-        """Read the files from front to back. Elements that are not requested only enter the
-        checksum."""
-        for file, wanted in zip(self._files, self._wanted, strict=True):
-            if not wanted:
+        """Read the files from front to back. Other elements are read only for the checksum."""
+        for file, requests in zip(self._files, self._requests, strict=True):
+            if not requests:
                 continue
-            spans = {name: _rows(file.shapes[name], parts) for name, parts in wanted.items()}
+            spans = {name: _row_range(file.shapes[name], rs) for name, rs in requests.items()}
             for name, tensor in file.tensors(spans):
                 flat = tensor.view(-1)
-                before = spans[name][0] * torch.Size(file.shapes[name][1:]).numel()
-                for it in wanted[name]:
-                    it.part.copy_(flat[it.low - before : it.high - before].view(it.part.shape))
+                skipped = spans[name][0] * torch.Size(file.shapes[name][1:]).numel()
+                for request in requests[name]:
+                    elements = flat[request.start - skipped : request.stop - skipped]
+                    request.target.copy_(elements.view(request.target.shape))
 
 
-def _missed(element: int, place: ShardPlacement) -> str:
-    return f"element {element} of {list(place.shape)} is in no file, or in several"
+def _gap_message(element: int, placement: ShardPlacement) -> str:
+    return f"element {element} of {list(placement.shape)} is in no file, or in several"
 
 
-def _rows(shape: tuple[int, ...], parts: list[_Wanted]) -> tuple[int, int]:
-    """Return the rows of a tensor of this shape that contain all the parts."""
-    each = torch.Size(shape[1:]).numel()
-    return min(it.low for it in parts) // each, -(-max(it.high for it in parts) // each)
+def _row_range(shape: tuple[int, ...], requests: list[_ReadRequest]) -> tuple[int, int]:
+    """Return the range of rows, of a tensor of this shape, that contains all requests."""
+    row_size = torch.Size(shape[1:]).numel()
+    start, stop = min(r.start for r in requests), max(r.stop for r in requests)
+    return start // row_size, -(-stop // row_size)
 
 
 def named_tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a state with their names in the files."""
+    """Yield the tensors of a state with their names in the files, such as ``model/NAME``."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
@@ -309,5 +311,5 @@ def named_tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield from named_tensors(value, f"{prefix}{key}/")
 
 
-def _file(rank: int, size: int) -> str:
+def _file_name(rank: int, size: int) -> str:
     return f"rank-{rank}-of-{size}.safetensors"

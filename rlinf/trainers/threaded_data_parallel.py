@@ -1,9 +1,8 @@
-"""Data parallelism over the threads of one process: each thread computes micro-batches of its own.
+"""Data parallelism over the threads of one process: each computes its own micro-batches.
 
-A small model gains nothing from splitting each matrix product over threads, because waking them
-costs as much as the product. Here, each thread computes whole micro-batches instead, on a replica
-of the module that shares the weights and has its own gradients. torch releases Python's lock during
-the work.
+A small model gains nothing from splitting each matmul over threads, because waking the threads
+takes as long as the matmul. Here, each thread computes whole micro-batches, on a replica of the
+module that shares the weights and has its own gradients. torch releases the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -24,59 +23,58 @@ R = TypeVar("R")
 
 
 class ThreadedDataParallel:
-    """``count`` threads, each with its own replica of a policy. With one thread, the caller
-    computes itself."""
+    """``count`` threads, each with a replica of a policy. A count of 1 uses the caller's thread."""
 
     def __init__(self, policy: Policy, count: int) -> None:
         mkl_warmup.warm_up()
         self.replicas = [policy, *(_twin(policy) for _ in range(count - 1))]
-        self._threads = (
-            ThreadPoolExecutor(count, "lane", torch.set_num_threads, (1,)) if count > 1 else None
+        self._executor = (
+            ThreadPoolExecutor(count, "batches", torch.set_num_threads, (1,)) if count > 1 else None
         )
 
     def __len__(self) -> int:
         return len(self.replicas)
 
     def map(self, work: Callable[[Policy, A], R], parts: Sequence[A]) -> list[R]:
-        """Return ``work(policy, part)`` of each thread's part, computed concurrently, in the order
-        of the threads."""
-        if self._threads is None:
+        """Compute ``work(policy, part)`` in all threads; return the results in order."""
+        if self._executor is None:
             return [work(self.replicas[0], parts[0])]
         futures = [
-            self._threads.submit(work, policy, part)
+            self._executor.submit(work, policy, part)
             for policy, part in zip(self.replicas, parts, strict=True)
         ]
-        # After an error, too, no thread may continue beside later work.
+        # Wait for all threads even after an error: none may overlap with later work.
         wait(futures)
         return [future.result() for future in futures]
 
     def close(self) -> None:
         """End the threads."""
-        if self._threads is not None:
-            self._threads.shutdown()
+        if self._executor is not None:
+            self._executor.shutdown()
 
     def reduce_gradients(self) -> None:
-        """Add the gradients of the replicas to the policy's own, always in the same order."""
-        for twin in self.replicas[1:]:
-            own = self.replicas[0].module.parameters()
-            for parameter, other in zip(own, twin.module.parameters(), strict=True):
-                if other.grad is None:
+        """Add the gradients of the other replicas to the first one's, always in the same order."""
+        modules = [policy.module for policy in self.replicas]
+        for other in modules[1:]:
+            for parameter, copied in zip(modules[0].parameters(), other.parameters(), strict=True):
+                if copied.grad is None:
                     continue
                 if parameter.grad is None:
-                    parameter.grad = other.grad
+                    parameter.grad = copied.grad
                 else:
-                    parameter.grad.add_(other.grad)
-                other.grad = None
+                    parameter.grad.add_(copied.grad)
+                copied.grad = None
 
 
 def _twin(policy: Policy) -> Policy:
     """Return a policy whose module shares weights and buffers with the original."""
     twin = copy.copy(policy)
     twin.module = copy.deepcopy(policy.module)
-    for own, other in zip(policy.module.parameters(), twin.module.parameters(), strict=True):
-        other.data = own.data
-    for mine, its in zip(policy.module.modules(), twin.module.modules(), strict=True):
-        _share_buffers(mine, its)
+    module, other = policy.module, twin.module
+    for parameter, copied in zip(module.parameters(), other.parameters(), strict=True):
+        copied.data = parameter.data
+    for submodule, copied_submodule in zip(module.modules(), other.modules(), strict=True):
+        _share_buffers(submodule, copied_submodule)
     return twin
 
 

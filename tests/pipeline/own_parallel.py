@@ -60,8 +60,9 @@ class ParallelTrainer(FSDPTrainer):
         allocate_parameters(policy.module, self.device)
         policy.load_weights()
         tp = self.world.layout.tp
-        self._copy, self._part = self.world.data_parallel_rank, (self.world.rank % tp, tp)
-        self._root, self._in_one = None, False
+        self._replica_index = self.world.data_parallel_rank
+        self._shard_coords = (self.world.rank % tp, tp)
+        self._root, self._is_single_unit = None, False
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
         """Of the gradients, which the copies of the model add up first."""

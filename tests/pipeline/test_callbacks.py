@@ -124,7 +124,7 @@ def test_an_iteration_has_a_line_with_what_is_trained(
     assert (
         "iteration 5/10: reward 0.5, loss -0.01235, kl 0.002, approx_kl 1e-05, entropy 1.5, "
         "completion_length 7.25, held-out score 0.75 (iteration 2), 100 s left"
-    ) in said
+    ) in output
 
 
 def test_an_iteration_of_episodes_has_returns_and_steps(

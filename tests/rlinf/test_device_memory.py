@@ -170,7 +170,7 @@ def test_what_is_to_be_overwritten_gets_its_memory_back_only() -> None:
     engine, residency = Held(weights=[filled(4)]), DeviceMemoryManager(CPU, 100)
     residency.acquire(engine)
     residency.offload_all()
-    host = next(iter(engine._away.values()))
+    host = next(iter(engine._host_copies.values()))
     host.fill_(255)  # what would come back is not a number
     residency.acquire(engine, copy_data=False)
     weights = engine.groups["weights"][0]
@@ -204,7 +204,7 @@ def test_the_copies_of_a_holder_that_is_gone_go_with_it() -> None:
     )
     residency.acquire(trainer)
     residency.offload_all()
-    (copy,) = map(weakref.ref, trainer._away.values())
+    (copy,) = map(weakref.ref, trainer._host_copies.values())
     del trainer
     residency.acquire(engine)
     assert copy() is None

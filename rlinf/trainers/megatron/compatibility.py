@@ -16,7 +16,7 @@ from rlinf.trainers.minibatch import MinibatchTrainerConfig
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose layers Megatron implements."""
 ONLY_CAUSAL_LM = (
-    "model.name: trainer=megatron trains causal language models alone, without a critic; choose "
+    "model.name: trainer=megatron trains only causal language models, without a critic; choose "
     "trainer=fsdp"
 )
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -51,60 +51,60 @@ def check_options(
     config: MinibatchTrainerConfig,
     layout: ParallelLayout,
     optimizer: OptimizerSection,
-    where: str,
+    layout_key: str,
     *,
     distributed: bool,
 ) -> None:
-    """Check that options of the trainer are compatible.
+    """Check that the trainer's options are compatible with each other.
 
     Args:
-        where: configuration key of the layout.
+        layout_key: configuration key of the layout.
         distributed: whether the optimizer's state is sharded.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: two options are incompatible.
     """
     if layout.cp > 1 and config.packing:
         raise ConfigError(
-            f"trainer.packing: context parallelism ({where}.cp) needs padded rows; set it to "
+            f"trainer.packing: context parallelism ({layout_key}.cp) needs padded rows; set it to "
             "null or false, or remove cp"
         )
     if distributed and optimizer.name != "adamw":
         raise ConfigError(
-            f"trainer.use_distributed_optimizer: it steps by AdamW alone, and optimizer.name is "
+            f"trainer.use_distributed_optimizer: it supports only AdamW, and optimizer.name is "
             f"{optimizer.name}; set it to false"
         )
 
 
-def check_model(model: Mapping[str, Any], where: str = "model.path") -> None:
+def check_model(model: Mapping[str, Any], key: str = "model.path") -> None:
     """Check that Megatron can implement a network's layers.
 
     Args:
         model: a checkpoint's ``config.json``.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a property of the network is not supported.
     """
 
-    def refuse(what: str) -> ConfigError:
+    def refuse(feature: str) -> ConfigError:
         return ConfigError(
-            f"{where}: trainer=megatron cannot train a model {what}; choose trainer=fsdp or "
+            f"{key}: trainer=megatron cannot train a model {feature}; choose trainer=fsdp or "
             "trainer=deepspeed"
         )
 
     if (family := model.get("model_type")) not in SUPPORTED_FAMILIES:
-        raise refuse(f"of type {family!r}, but those of {', '.join(SUPPORTED_FAMILIES)}")
+        raise refuse(f"of type {family!r} (supported: {', '.join(SUPPORTED_FAMILIES)})")
     if model.get("hidden_act", "silu") != "silu":
         raise refuse(f"with the activation {model['hidden_act']!r}")
     if (family != "qwen2" and model.get("attention_bias")) or model.get("mlp_bias"):
         raise refuse("with biases in its attention or its MLPs")
-    kinds = set(model.get("layer_types") or ())
-    if kinds - {"full_attention"} or model.get("use_sliding_window"):
+    layer_types = set(model.get("layer_types") or ())
+    if layer_types - {"full_attention"} or model.get("use_sliding_window"):
         raise refuse("whose attention has a window")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in SUPPORTED_ROPE or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise refuse(f"with positions of kind {kind!r}")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in SUPPORTED_ROPE or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise refuse(f"with positions of kind {rope_type!r}")
     if family == "qwen3_moe" and (
         model.get("mlp_only_layers") or model.get("decoder_sparse_step", 1) != 1
     ):
@@ -112,51 +112,50 @@ def check_model(model: Mapping[str, Any], where: str = "model.path") -> None:
 
 
 def check_layout(
-    model: Mapping[str, Any], layout: ParallelLayout, stage_layers: tuple[int, ...], where: str
+    model: Mapping[str, Any], layout: ParallelLayout, stage_layers: tuple[int, ...], layout_key: str
 ) -> None:
-    """Check that processes can share a network evenly.
+    """Check that a network can be split evenly over the processes.
 
     Args:
         stage_layers: number of layers of each pipeline stage; empty: evenly distributed.
-        where: configuration key of the layout.
+        layout_key: configuration key of the layout.
 
     Raises:
-        ConfigError: they cannot; says which layout would work.
+        ConfigError: it cannot; the message says which numbers would work.
     """
     experts = _experts(model)
-    inner = "moe_intermediate_size" if experts else "intermediate_size"
-    shared = {
+    size_key = "moe_intermediate_size" if experts else "intermediate_size"
+    split_sizes = {
         "heads": model["num_attention_heads"],
         "heads of keys and values": model.get("num_key_value_heads")
         or model["num_attention_heads"],
-        "rows of its MLPs": model[inner],
+        "rows of its MLPs": model[size_key],
     }
-    if any(size % layout.tp for size in shared.values()):
-        sizes = ", ".join(f"{size} {what}" for what, size in shared.items())
+    if any(size % layout.tp for size in split_sizes.values()):
+        sizes = ", ".join(f"{size} {name}" for name, size in split_sizes.items())
         raise ConfigError(
-            f"{where}.tp: {layout.tp} processes cannot share {sizes} evenly; "
-            f"{_divisors(gcd(*shared.values()))} can"
+            f"{layout_key}.tp: {layout.tp} processes cannot share {sizes} evenly; "
+            f"{_divisors(gcd(*split_sizes.values()))} can"
         )
     layers = model["num_hidden_layers"]
     if layout.pp > 1 and stage_layers:
         if len(stage_layers) != layout.pp or sum(stage_layers) != layers or min(stage_layers) < 1:
             raise ConfigError(
-                f"trainer.layers_per_pipeline_stage: {list(stage_layers)} are not the "
-                f"{layers} layers of the model on {layout.pp} pipeline stages ({where}.pp), one "
-                "or more on each"
+                f"trainer.layers_per_pipeline_stage: {list(stage_layers)} are not the {layers} "
+                f"layers of the model on {layout.pp} pipeline stages ({layout_key}.pp), one or "
+                "more on each"
             )
     elif layers % layout.pp:
         raise ConfigError(
-            f"{where}.pp: {layers} layers are not as many on each of {layout.pp} pipeline stages; "
-            f"{_divisors(layers)} can have them so, or say in trainer.layers_per_pipeline_stage "
-            "how many each has"
+            f"{layout_key}.pp: {layers} layers cannot be split evenly over {layout.pp} pipeline "
+            f"stages; choose {_divisors(layers)}, or set trainer.layers_per_pipeline_stage"
         )
     if layout.ep > 1 and not experts:
-        raise ConfigError(f"{where}.ep: this model has no experts to share out; leave it out")
+        raise ConfigError(f"{layout_key}.ep: this model has no experts; remove the key")
     if experts % layout.ep:
         raise ConfigError(
-            f"{where}.ep: {experts} experts are not as many on each of {layout.ep} processes; "
-            f"{_divisors(experts)} can have them so"
+            f"{layout_key}.ep: {experts} experts cannot be split evenly over {layout.ep} "
+            f"processes; choose {_divisors(experts)}"
         )
 
 
@@ -170,28 +169,28 @@ def check_adapters(
         dtype: data type of its weights.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: Megatron does not support one of them.
     """
     if config.lora is None:
         return
     key = "trainer.lora.target_modules"
     for target in config.lora.target_modules:
-        kind = target.rpartition(".")[2]
-        if kind not in (*ATTENTION_LINEARS, *MLP_LINEARS):
+        projection = target.rpartition(".")[2]
+        if projection not in (*ATTENTION_LINEARS, *MLP_LINEARS):
             raise ConfigError(
-                f"{key}: {target!r} has no adapter with trainer=megatron, which has those of "
-                f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; leave it out, or choose "
+                f"{key}: {target!r} has no adapter with trainer=megatron, which supports "
+                f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; remove it, or choose "
                 "trainer=fsdp"
             )
-        if kind in MLP_LINEARS and _experts(model):
+        if projection in MLP_LINEARS and _experts(model):
             raise ConfigError(
                 f"{key}: {target!r} is in the experts of a mixture, which have no adapters; name "
                 "layers of the attention"
             )
         if layout.pp > 1 and "layers." in target:
             raise ConfigError(
-                f"{key}: {target!r} is of one block, and every stage of a pipeline needs some to "
-                f"train; name it in all blocks: {kind}"
+                f"{key}: {target!r} is in one block, but every stage of a pipeline needs "
+                f"adapters; name it without the block: {projection}"
             )
     if config.param_dtype not in ("float32", dtype):
         raise ConfigError(
@@ -205,5 +204,5 @@ def _experts(model: Mapping[str, Any]) -> int:
 
 
 def _divisors(number: int) -> str:
-    divisors = [str(each) for each in range(1, number + 1) if number % each == 0]
+    divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

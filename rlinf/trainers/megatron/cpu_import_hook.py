@@ -1,6 +1,6 @@
 """Run Megatron-Core 0.16 without a GPU: an import hook changes its modules as they are loaded.
 
-Their source names the device about a hundred times. The hook rewrites the syntax trees before they
+Megatron's source names the device about a hundred times. The hook rewrites syntax trees before they
 are compiled: ``torch.cuda`` becomes :mod:`rlinf.trainers.megatron.torch_cuda_stub`, the device
 ``"cuda"`` becomes the CPU, tensors of CUDA types become CPU tensors, and transfers to a GPU do
 nothing. Neither torch nor any file is changed. On a GPU nothing happens at all.
@@ -18,16 +18,16 @@ from typing import Any
 
 PACKAGE = "megatron.core"
 STUB_MODULE = "rlinf.trainers.megatron.torch_cuda_stub"
-_NAME = "_rlinf_no_cuda"
+_STUB_NAME = "_rlinf_no_cuda"
 
 
-class _OnCpu(ast.NodeTransformer):
+class _CpuRewriter(ast.NodeTransformer):
     """Rewrites expressions that name the device."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return ast.copy_location(ast.Name(_NAME, node.ctx), node)
+            return ast.copy_location(ast.Name(_STUB_NAME, node.ctx), node)
         if node.attr == "is_cuda":
             return ast.copy_location(ast.Constant(True), node)
         return node
@@ -67,7 +67,7 @@ class _OnCpu(ast.NodeTransformer):
 
 def rewrite_for_cpu(source: str, path: str = "<source>") -> types.CodeType:
     """Return a module's code, compiled for the CPU."""
-    tree = _OnCpu().visit(ast.parse(source, path))
+    tree = _CpuRewriter().visit(ast.parse(source, path))
     code: types.CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
     return code
 
@@ -80,9 +80,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return rewrite_for_cpu(source, path) if "cuda" in source else super().get_code(fullname)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        import rlinf.trainers.megatron.torch_cuda_stub as stand_in
+        import rlinf.trainers.megatron.torch_cuda_stub as stub
 
-        module.__dict__[_NAME] = stand_in
+        module.__dict__[_STUB_NAME] = stub
         super().exec_module(module)
 
 
@@ -99,10 +99,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_import_hook() -> None:
-    """Make modules of Megatron-Core that are imported from now on compute on the CPU.
+    """Make Megatron-Core compute on the CPU, for modules that are imported later.
 
     Raises:
-        RuntimeError: some are already imported, for a GPU.
+        RuntimeError: Megatron-Core was already imported, for a GPU.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

@@ -1,8 +1,8 @@
 """Mapping of Megatron's parameters to tensors of the Hugging Face format.
 
-Megatron keeps queries, keys and values in one matrix, with each group of heads together. Gate and
-up projection are in another matrix. A process has some rows or columns of both. Each expert is
-separate.
+Megatron fuses the projections of queries, keys and values into one matrix, interleaved by query
+group, and gate and up projections into another. A tensor-parallel rank holds some rows or columns.
+Each expert is a separate parameter; in the Hugging Face format a layer's experts are one tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlinf.trainers.sharded_checkpoint import ShardPlacement, to_strided_ranges
 
 @dataclass(frozen=True)
 class RankSlice:
-    """A process's part of a network."""
+    """The part of a network that a process has."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of all tensors of the network, by name."""
@@ -28,14 +28,14 @@ class RankSlice:
     tp_rank: int
     first_layer: int
     first_expert: int
-    group_rows: tuple[int, int]
-    """Number of rows of the queries of a group of heads, and of its keys or values."""
+    query_and_kv_rows: tuple[int, int]
+    """Rows of one query group in the fused matrix: its queries, and its keys or its values."""
     tied: bool
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows of a parameter that correspond to rows of a tensor, or to a part of each row."""
+    """Rows of a Megatron parameter that are rows, or columns of rows, of a Hugging Face tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,23 +51,25 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """Mapping of a parameter to slices of tensors."""
+    """Mapping of a Megatron parameter to slices of Hugging Face tensors."""
 
     slices: tuple[TensorSlice, ...]
     is_tensor_parallel: bool = False
-    """Whether tensor-parallel processes have different parts of it."""
+    """Whether the parameter is split over tensor-parallel processes."""
     is_expert: bool = False
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Elements of a tensor that fragments of parameters hold."""
+    """Elements of a Hugging Face tensor that are in this process's fragments of parameters.
+
+    A fragment is a contiguous range of a Megatron parameter.
+    """
 
     name: str
     placement: ShardPlacement
     ranges: tuple[tuple[int, int, int], ...]
-    """Positions of the part's elements, in order: number of the fragment, begin in it, and
-    length."""
+    """Positions of the elements, in order: index of the fragment, offset in it, and length."""
 
 
 REPLICATED_NAMES = {
@@ -87,138 +89,138 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weig
 _ADAPTER = re.compile(r"((\w+)\.linear_\w+)\.adapter\.lora_([AB])\.(\w+)")
 
 
-def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMapping:
-    """Return the mapping of a parameter.
+def map_param(name: str, shape: tuple[int, ...], rank_slice: RankSlice) -> ParamMapping:
+    """Return the mapping of a Megatron parameter.
 
     Raises:
-        KeyError: the network has no such tensors.
+        KeyError: the network has no such parameter.
     """
-    rows = shape[0]
+    rows, shapes, tp_rank = shape[0], rank_slice.shapes, rank_slice.tp_rank
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        own = "lm_head.weight" if name[0] == "o" and not where.tied else "model.embed_tokens.weight"
-        # The vocabulary is padded to a multiple of the number of processes.
-        real = max(0, min(rows, where.shapes[own][0] - where.tp_rank * rows))
-        piece = TensorSlice(own, where.shapes[own], where.tp_rank * rows, 0, 0, real)
-        return ParamMapping((piece,), is_tensor_parallel=True)
+        is_head = name[0] == "o" and not rank_slice.tied
+        hf_name = "lm_head.weight" if is_head else "model.embed_tokens.weight"
+        # Megatron pads the vocabulary to a multiple of the number of processes.
+        unpadded_rows = max(0, min(rows, shapes[hf_name][0] - tp_rank * rows))
+        tensor_slice = TensorSlice(hf_name, shapes[hf_name], tp_rank * rows, 0, 0, unpadded_rows)
+        return ParamMapping((tensor_slice,), is_tensor_parallel=True)
     if name == "decoder.final_layernorm.weight":
-        return ParamMapping((_full_slice("model.norm.weight", where),))
+        return ParamMapping((_full_slice("model.norm.weight", rank_slice),))
     match = _LAYER.fullmatch(name)
     if match is None:
         raise KeyError(name)
-    number, part = int(match[1]), match[2]
-    prefix = f"model.layers.{where.first_layer + number}."
-    if factor := _ADAPTER.fullmatch(part):
-        linear, of, side, kind = factor.groups()
-        own = f"{prefix}{ADAPTED_BLOCKS[of]}.{kind}.lora_{side}.{ADAPTER_NAME}.weight"
-        # Split inputs split the columns of A; split outputs split the rows of B.
-        if (inputs := f"{linear}.weight" in ROW_PARALLEL_NAMES) != (side == "A"):
-            return ParamMapping((_full_slice(own, where),))
-        row, column = (0, where.tp_rank * shape[1]) if inputs else (where.tp_rank * rows, 0)
-        return ParamMapping(
-            (TensorSlice(own, where.shapes[own], row, column, 0, rows),), is_tensor_parallel=True
-        )
-    if part in REPLICATED_NAMES:
-        return ParamMapping((_full_slice(prefix + REPLICATED_NAMES[part], where),))
-    if part in ROW_PARALLEL_NAMES:
-        own = prefix + ROW_PARALLEL_NAMES[part]
-        piece = TensorSlice(own, where.shapes[own], 0, where.tp_rank * shape[1], 0, rows)
-        return ParamMapping((piece,), is_tensor_parallel=True)
-    if part.startswith("self_attention.linear_qkv."):
-        suffix = part.rpartition(".")[2]
-        return ParamMapping(tuple(_heads(prefix, suffix, rows, where)), is_tensor_parallel=True)
-    if part == "mlp.linear_fc1.weight":
+    layer, local_name = int(match[1]), match[2]
+    prefix = f"model.layers.{rank_slice.first_layer + layer}."
+    if adapter := _ADAPTER.fullmatch(local_name):
+        linear, block, side, projection = adapter.groups()
+        hf_name = f"{prefix}{ADAPTED_BLOCKS[block]}.{projection}.lora_{side}.{ADAPTER_NAME}.weight"
+        # Row-parallel layers split the columns of A; column-parallel layers split the rows of B.
+        if (is_row_parallel := f"{linear}.weight" in ROW_PARALLEL_NAMES) != (side == "A"):
+            return ParamMapping((_full_slice(hf_name, rank_slice),))
+        row, column = (0, tp_rank * shape[1]) if is_row_parallel else (tp_rank * rows, 0)
+        tensor_slice = TensorSlice(hf_name, shapes[hf_name], row, column, 0, rows)
+        return ParamMapping((tensor_slice,), is_tensor_parallel=True)
+    if local_name in REPLICATED_NAMES:
+        return ParamMapping((_full_slice(prefix + REPLICATED_NAMES[local_name], rank_slice),))
+    if local_name in ROW_PARALLEL_NAMES:
+        hf_name = prefix + ROW_PARALLEL_NAMES[local_name]
+        tensor_slice = TensorSlice(hf_name, shapes[hf_name], 0, tp_rank * shape[1], 0, rows)
+        return ParamMapping((tensor_slice,), is_tensor_parallel=True)
+    if local_name.startswith("self_attention.linear_qkv."):
+        suffix = local_name.rpartition(".")[2]
+        qkv_slices = _qkv_slices(prefix, suffix, rows, rank_slice)
+        return ParamMapping(tuple(qkv_slices), is_tensor_parallel=True)
+    if local_name == "mlp.linear_fc1.weight":
         half, slices = rows // 2, []
-        for begin, kind in ((0, "gate"), (half, "up")):
-            own = f"{prefix}mlp.{kind}_proj.weight"
-            slices.append(TensorSlice(own, where.shapes[own], where.tp_rank * half, 0, begin, half))
+        for param_row, projection in ((0, "gate"), (half, "up")):
+            hf_name = f"{prefix}mlp.{projection}_proj.weight"
+            slices.append(TensorSlice(hf_name, shapes[hf_name], tp_rank * half, 0, param_row, half))
         return ParamMapping(tuple(slices), is_tensor_parallel=True)
-    if expert := _EXPERT.fullmatch(part):
-        at = where.first_expert + int(expert[1])
+    if expert := _EXPERT.fullmatch(local_name):
+        expert_index = rank_slice.first_expert + int(expert[1])
         if expert[2] == "1":
-            own, half = f"{prefix}mlp.experts.gate_up_proj", rows // 2
-            full_shape, slices = where.shapes[own], []
-            for begin, of in ((0, 0), (half, full_shape[1] // 2)):
-                row = at * full_shape[1] + of + where.tp_rank * half
-                slices.append(TensorSlice(own, full_shape, row, 0, begin, half))
+            hf_name, half = f"{prefix}mlp.experts.gate_up_proj", rows // 2
+            full_shape, slices = shapes[hf_name], []
+            for param_row, offset in ((0, 0), (half, full_shape[1] // 2)):
+                row = expert_index * full_shape[1] + offset + tp_rank * half
+                slices.append(TensorSlice(hf_name, full_shape, row, 0, param_row, half))
             return ParamMapping(tuple(slices), is_tensor_parallel=True, is_expert=True)
-        own = f"{prefix}mlp.experts.down_proj"
-        full_shape = where.shapes[own]
-        piece = TensorSlice(own, full_shape, at * full_shape[1], where.tp_rank * shape[1], 0, rows)
-        return ParamMapping((piece,), is_tensor_parallel=True, is_expert=True)
+        hf_name = f"{prefix}mlp.experts.down_proj"
+        full_shape = shapes[hf_name]
+        row, column = expert_index * full_shape[1], tp_rank * shape[1]
+        tensor_slice = TensorSlice(hf_name, full_shape, row, column, 0, rows)
+        return ParamMapping((tensor_slice,), is_tensor_parallel=True, is_expert=True)
     raise KeyError(name)
 
 
-def _full_slice(name: str, where: RankSlice) -> TensorSlice:
-    shape = where.shapes[name]
+def _full_slice(name: str, rank_slice: RankSlice) -> TensorSlice:
+    shape = rank_slice.shapes[name]
     return TensorSlice(name, shape, 0, 0, 0, shape[0])
 
 
-def _heads(prefix: str, suffix: str, rows: int, where: RankSlice) -> list[TensorSlice]:
-    """Return queries, keys and values of each group of heads, one after the other."""
-    queries, each = where.group_rows
-    groups = rows // (queries + 2 * each)
-    slices, begin = [], 0
-    for group in range(where.tp_rank * groups, (where.tp_rank + 1) * groups):
-        for kind, count in (("q", queries), ("k", each), ("v", each)):
-            own = f"{prefix}self_attn.{kind}_proj.{suffix}"
-            slices.append(TensorSlice(own, where.shapes[own], group * count, 0, begin, count))
-            begin += count
+def _qkv_slices(prefix: str, suffix: str, rows: int, rank_slice: RankSlice) -> list[TensorSlice]:
+    """Return the slices of queries, keys and values of each query group, in this order."""
+    query_rows, kv_rows = rank_slice.query_and_kv_rows
+    groups = rows // (query_rows + 2 * kv_rows)
+    slices, param_row, shapes = [], 0, rank_slice.shapes
+    for group in range(rank_slice.tp_rank * groups, (rank_slice.tp_rank + 1) * groups):
+        for projection, count in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
+            hf_name = f"{prefix}self_attn.{projection}_proj.{suffix}"
+            slices.append(TensorSlice(hf_name, shapes[hf_name], group * count, 0, param_row, count))
+            param_row += count
     return slices
 
 
 def tensor_parts(
-    stretches: Sequence[tuple[ParamMapping, tuple[int, ...], int, int]], order: Callable[[str], int]
+    fragments: Sequence[tuple[ParamMapping, tuple[int, ...], int, int]],
+    sort_key: Callable[[str], int],
 ) -> list[TensorPart]:
-    """Return the elements of tensors that fragments of parameters hold.
+    """Return, for each Hugging Face tensor, the elements that the fragments hold.
 
     Args:
-        stretches: of each fragment: its parameter's mapping and shape, and the begin and length of
-            the fragment.
-        order: sort key of the names.
+        fragments: for each fragment: mapping and shape of its parameter, and the fragment's offset
+            and length in it.
+        sort_key: sort key of the tensor names.
     """
-    tables, shapes = dict[str, list[np.ndarray]](), dict[str, tuple[int, ...]]()
-    for number, (share, shape, start, count) in enumerate(stretches):
-        for piece in share.slices:
-            table = _table(piece, prod(shape[1:]))
-            low = np.maximum(table[:, 1], start)
-            high = np.minimum(table[:, 1] + table[:, 2], start + count)
-            here = np.full(len(table), number)
-            table = np.stack([table[:, 0] + low - table[:, 1], here, low - start, high - low], 1)
-            if len(overlap := table[table[:, 3] > 0]):
-                tables.setdefault(piece.name, []).append(overlap)
-                shapes[piece.name] = piece.shape
+    overlaps_by_name, shapes = dict[str, list[np.ndarray]](), dict[str, tuple[int, ...]]()
+    for fragment_index, (mapping, shape, start, length) in enumerate(fragments):
+        for tensor_slice in mapping.slices:
+            ranges = _slice_ranges(tensor_slice, prod(shape[1:]))
+            low = np.maximum(ranges[:, 1], start)
+            high = np.minimum(ranges[:, 1] + ranges[:, 2], start + length)
+            starts, index = ranges[:, 0] + low - ranges[:, 1], np.full(len(ranges), fragment_index)
+            overlaps = np.stack([starts, index, low - start, high - low], 1)
+            if len(overlaps := overlaps[overlaps[:, 3] > 0]):
+                overlaps_by_name.setdefault(tensor_slice.name, []).append(overlaps)
+                shapes[tensor_slice.name] = tensor_slice.shape
     parts = []
-    for name in sorted(tables, key=order):
-        table = np.concatenate(tables[name])
-        table = table[np.argsort(table[:, 0], kind="stable")]
-        runs = to_strided_ranges(table[:, 0], table[:, 3])
-        parts.append(
-            TensorPart(
-                name, ShardPlacement(shapes[name], runs[0].start, runs), _joined(table[:, 1:])
-            )
-        )
+    for name in sorted(overlaps_by_name, key=sort_key):
+        overlaps = np.concatenate(overlaps_by_name[name])
+        overlaps = overlaps[np.argsort(overlaps[:, 0], kind="stable")]
+        runs = to_strided_ranges(overlaps[:, 0], overlaps[:, 3])
+        placement = ShardPlacement(shapes[name], runs[0].start, runs)
+        parts.append(TensorPart(name, placement, _merge_ranges(overlaps[:, 1:])))
     return parts
 
 
-def _table(piece: TensorSlice, width: int) -> np.ndarray:
-    """Return the ranges ``[n, 3]`` of a slice: begin in the tensor, begin in the parameter, and
-    length."""
-    wide = piece.shape[-1] if len(piece.shape) > 1 else 1
-    if wide == width:
-        return np.array([[piece.first_row * wide, piece.param_row * width, piece.num_rows * width]])
-    row = np.arange(piece.num_rows)
-    there = (piece.first_row + row) * wide + piece.first_column
-    return np.stack(
-        [there, (piece.param_row + row) * width, np.full(piece.num_rows, width)], axis=1
-    )
+def _slice_ranges(tensor_slice: TensorSlice, param_columns: int) -> np.ndarray:
+    """Return ranges ``[n, 3]`` of a slice: offsets in the tensor and the parameter, and length."""
+    tensor_columns = tensor_slice.shape[-1] if len(tensor_slice.shape) > 1 else 1
+    tensor_row, param_row = tensor_slice.first_row, tensor_slice.param_row
+    num_rows = tensor_slice.num_rows
+    if tensor_columns == param_columns:
+        return np.array([[tensor_row, param_row, num_rows]]) * param_columns
+    row = np.arange(num_rows)
+    tensor_start = (tensor_row + row) * tensor_columns + tensor_slice.first_column
+    param_start = (param_row + row) * param_columns
+    return np.stack([tensor_start, param_start, np.full(num_rows, param_columns)], axis=1)
 
 
-def _joined(table: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+def _merge_ranges(ranges: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """Merge adjacent ranges of one fragment, in the given order."""
     merged: list[tuple[int, int, int]] = []
-    for number, begin, length in table.tolist():
-        if merged and merged[-1][0] == number and sum(merged[-1][1:]) == begin:
-            merged[-1] = (number, merged[-1][1], merged[-1][2] + length)
+    for fragment_index, start, length in ranges.tolist():
+        if merged and merged[-1][0] == fragment_index and sum(merged[-1][1:]) == start:
+            merged[-1] = (fragment_index, merged[-1][1], merged[-1][2] + length)
         else:
-            merged.append((number, begin, length))
+            merged.append((fragment_index, start, length))
     return tuple(merged)

@@ -1,9 +1,9 @@
 """This process's weights, moments and gradients under Megatron's data parallelism, by tensor.
 
 Gradients are accumulated in float32 buffers of Megatron's ``DistributedDataParallel``. Without the
-distributed optimizer, a process steps all its parameters, in float32. With it, a process steps its
-even share of each buffer, and the weights are gathered from these shares. Parameters without
-gradients (those beside adapters) exist once, in the data type of the computation.
+distributed optimizer, a process steps all its parameters, in float32. With it, a process steps an
+equal shard of each buffer, and the weights are gathered from these shards. Frozen parameters (those
+beside adapters) exist once, in the data type of the computation.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class ParamFragment:
-    """A process's elements of one parameter, which it steps."""
+    """The contiguous elements of one parameter that a process steps."""
 
     parameter: nn.Parameter
     main: Tensor
     """Float32 tensor of any shape that is stepped; or the parameter itself, if it is frozen."""
     start: int
-    """Their position in the parameter."""
+    """Offset of the elements in the parameter."""
     num_copies: int
     """Number of processes that have the same fragment."""
     is_primary: bool
-    """Whether this process is the primary one of these."""
+    """Whether this process is the primary one of these processes."""
 
     @property
     def flat(self) -> Tensor:
@@ -50,7 +50,7 @@ class LocalParams:
         """
         Args:
             inner: Megatron's model.
-            create_optimizer: creates an optimizer of some of its parameters.
+            create_optimizer: creates an optimizer of some of the model's parameters.
             distributed: whether moments and float32 weights are sharded over processes with the
                 same weights.
         """
@@ -66,36 +66,37 @@ class LocalParams:
         self._buffers = [*self.ddp_model.buffers, *self.ddp_model.expert_parallel_buffers]
         self._sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers]
         self._shards: list[Any] = []
-        self._there = True
+        self._has_gradients = True
         mains: dict[int, tuple[Tensor, int]] = {}
         if distributed:
-            self.optimizer = self._share_out(inner.config, create_optimizer)
+            self.optimizer = self._shard_optimizer(inner.config, create_optimizer)
             for shard in self._shards:
                 groups = zip(
                     (*shard.model_fp32_groups, *shard.model_float16_groups),
                     (*shard.shard_fp32_groups, *shard.shard_fp32_from_float16_groups),
                     strict=True,
                 )
-                for parameters, own in groups:
-                    for parameter, main in zip(parameters, own, strict=True):
-                        at = shard._get_model_param_range_map(parameter)["param"]
-                        mains[id(parameter)] = (main, at.start)
+                for parameters, shards in groups:
+                    for parameter, main in zip(parameters, shards, strict=True):
+                        param_range = shard._get_model_param_range_map(parameter)["param"]
+                        mains[id(parameter)] = (main, param_range.start)
         else:
-            own = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-            self.optimizer = create_optimizer(own)
-            for parameter in own:
-                half = parameter.dtype != torch.float32
-                mains[id(parameter)] = (parameter.detach().float() if half else parameter, 0)
+            trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+            self.optimizer = create_optimizer(trained)
+            for parameter in trained:
+                is_float32 = parameter.dtype == torch.float32
+                main = parameter if is_float32 else parameter.detach().float()
+                mains[id(parameter)] = (main, 0)
             for group in self.optimizer.param_groups:
                 group["params"] = [mains[id(parameter)][0] for parameter in group["params"]]
-        still = {id(p): (p.detach(), 0) for p in inner.parameters() if not p.requires_grad}
-        self.fragments = list(self._fragments(inner, mains, shared_out=distributed))
-        self.frozen_fragments = list(self._fragments(inner, still, shared_out=False))
-        """Parameters that take no gradients."""
+        frozen = {id(p): (p.detach(), 0) for p in inner.parameters() if not p.requires_grad}
+        self.fragments = list(self._fragments(inner, mains, is_sharded=distributed))
+        self.frozen_fragments = list(self._fragments(inner, frozen, is_sharded=False))
+        """Fragments of the frozen parameters, each a whole parameter."""
         self.discard_gradients()
 
-    def _share_out(self, config: Any, make: OptimizerFactory) -> Optimizer:
-        """Return one optimizer of this process's shares, including experts."""
+    def _shard_optimizer(self, config: Any, make: OptimizerFactory) -> Optimizer:
+        """Return one optimizer of this process's shards, including those of experts."""
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -130,50 +131,50 @@ class LocalParams:
                 0,
             )
             self._shards.append(shard)
-        for other in optimizers[1:]:
-            optimizers[0].param_groups += other.param_groups
+        for optimizer in optimizers[1:]:
+            optimizers[0].param_groups += optimizer.param_groups
         return optimizers[0]
 
     def _fragments(
-        self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, shared_out: bool
+        self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, is_sharded: bool
     ) -> Iterator[ParamFragment]:
-        from megatron.core import parallel_state as groups
+        from megatron.core import parallel_state
 
-        inner_rank = groups.get_tensor_model_parallel_rank()
-        inner_size = groups.get_tensor_model_parallel_world_size()
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
         for parameter in inner.parameters():
             if id(parameter) not in mains:
                 continue
-            dense = getattr(parameter, "allreduce", True)
+            is_dense = getattr(parameter, "allreduce", True)
             rank, size = (
                 (
-                    groups.get_data_parallel_rank(with_context_parallel=True),
-                    groups.get_data_parallel_world_size(with_context_parallel=True),
+                    parallel_state.get_data_parallel_rank(with_context_parallel=True),
+                    parallel_state.get_data_parallel_world_size(with_context_parallel=True),
                 )
-                if dense
+                if is_dense
                 else (
-                    groups.get_expert_data_parallel_rank(),
-                    groups.get_expert_data_parallel_world_size(),
+                    parallel_state.get_expert_data_parallel_rank(),
+                    parallel_state.get_expert_data_parallel_world_size(),
                 )
             )
-            if shared_out:
+            if is_sharded:
                 rank, size = 0, 1
-            # Tensor-parallel neighbours have other parts of split parameters, and copies of others.
-            if not getattr(parameter, "split", True):
-                rank, size = rank * inner_size + inner_rank, size * inner_size
+            # Tensor-parallel ranks have parts of split parameters, and copies of the others.
+            if not getattr(parameter, "is_split", True):
+                rank, size = rank * tp_size + tp_rank, size * tp_size
             # The last pipeline stage has a second copy of the embedding, for its head.
-            again = getattr(parameter, "again", False)
+            is_tied_copy = getattr(parameter, "is_tied_copy", False)
             main, start = mains[id(parameter)]
-            yield ParamFragment(parameter, main, start, size, not rank and not again)
+            yield ParamFragment(parameter, main, start, size, not rank and not is_tied_copy)
 
     def allocate_gradients(self) -> None:
         """Allocate zero gradients, unless some were accumulated."""
-        if self._there:
+        if self._has_gradients:
             return
         for buffer, size in zip(self._buffers, self._sizes, strict=True):
             buffer.grad_data.untyped_storage().resize_(size)
         self.ddp_model.zero_grad_buffer()
-        self._there = True
+        self._has_gradients = True
 
     def discard_gradients(self) -> None:
         """Discard gradients, also those of a failed pass, and free their memory."""
@@ -184,11 +185,11 @@ class LocalParams:
                 main.grad = None
         for buffer in self._buffers:
             buffer.grad_data.untyped_storage().resize_(0)
-        self._there = False
+        self._has_gradients = False
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient buffers, or meta tensors of their size."""
-        if self._there:
+        if self._has_gradients:
             return [buffer.grad_data for buffer in self._buffers]
         return [torch.empty(size, dtype=torch.uint8, device="meta") for size in self._sizes]
 
@@ -200,13 +201,12 @@ class LocalParams:
         for shard in self._shards:
             shard._copy_model_grads_to_main_grads()
         if not self._shards:
-            for each in self.fragments:
-                each.main.grad = each.parameter.main_grad  # type: ignore[attr-defined]
+            for fragment in self.fragments:
+                fragment.main.grad = fragment.parameter.main_grad  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def grad_norm(self, groups: Collection[str]) -> Tensor:
-        """Return the Euclidean norm of the gradient of the stepped fragments of some groups;
-        collective."""
+        """Return the norm of the gradient of the stepped fragments in ``groups``; collective."""
         total = torch.zeros((), device=next(self.ddp_model.parameters()).device)
         chosen = {
             id(main)
@@ -214,10 +214,10 @@ class LocalParams:
             if group[GROUP_KEY] in groups
             for main in group["params"]
         }
-        for each in self.fragments:
-            again = getattr(each.parameter, "again", False)
-            if each.main.grad is not None and not again and id(each.main) in chosen:
-                total += each.main.grad.square().sum() / each.num_copies
+        for fragment in self.fragments:
+            is_tied_copy = getattr(fragment.parameter, "is_tied_copy", False)
+            if fragment.main.grad is not None and not is_tied_copy and id(fragment.main) in chosen:
+                total += fragment.main.grad.square().sum() / fragment.num_copies
         torch.distributed.all_reduce(total)
         return total.sqrt()
 
@@ -229,9 +229,9 @@ class LocalParams:
         if self._shards:
             self.ddp_model.start_param_sync(force_sync=True)
             return
-        for each in self.fragments:
-            if each.main is not each.parameter:
-                each.parameter.copy_(each.main)
+        for fragment in self.fragments:
+            if fragment.main is not fragment.parameter:
+                fragment.parameter.copy_(fragment.main)
 
     def release(self) -> None:
         """Drop references that keep the parameters."""
@@ -243,62 +243,63 @@ class LocalParams:
 
 
 class LocalTensors:
-    """This process's parts of the network's tensors, by the names of ``transformers`` and PEFT. The
-    parts refer to elements of Megatron's parameters."""
+    """This process's parts of the network's tensors, by the names of ``transformers`` and PEFT.
+
+    A part refers to elements of Megatron's parameters.
+    """
 
     def __init__(
         self,
-        memory: LocalParams,
-        shares: Mapping[int, hf_mapping.ParamMapping],
-        order: Sequence[str],
+        params: LocalParams,
+        mappings: Mapping[int, hf_mapping.ParamMapping],
+        names: Sequence[str],
     ) -> None:
         """
         Args:
-            shares: mapping of each parameter, by its ``id``.
-            order: the names of all tensors.
+            mappings: mapping of each parameter, by its ``id``.
+            names: the names of all tensors, in order.
         """
-        self._trained = memory.fragments
-        self._stretches = [*memory.fragments, *memory.frozen_fragments]
-        stretches = [
+        self._trained = params.fragments
+        self._all_fragments = [*params.fragments, *params.frozen_fragments]
+        mapped = [
             (
-                shares[id(each.parameter)],
-                tuple(each.parameter.shape),
-                each.start,
-                each.flat.numel(),
+                mappings[id(fragment.parameter)],
+                tuple(fragment.parameter.shape),
+                fragment.start,
+                fragment.flat.numel(),
             )
-            for each in self._stretches
+            for fragment in self._all_fragments
         ]
-        number = {name: number for number, name in enumerate(order)}
-        parts = hf_mapping.tensor_parts(stretches, number.__getitem__)
+        positions = {name: position for position, name in enumerate(names)}
+        parts = hf_mapping.tensor_parts(mapped, positions.__getitem__)
         self.tensor_parts = {part.name: part for part in parts}
         # The fragments of a part are either all trained or all frozen.
         self.trained_parts = [part for part in parts if part.ranges[0][0] < len(self._trained)]
         """The parts in checkpoints: of all weights, or of adapters only."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
-        """Return whether this process is the primary one of those that have a part."""
-        return all(self._stretches[number].is_primary for number, *_ in part.ranges)
+        """Return whether this process is the primary one of the processes that have a part."""
+        return all(self._all_fragments[index].is_primary for index, *_ in part.ranges)
 
     def weights(self) -> list[Tensor]:
         """Return the elements of each fragment, in one dimension."""
-        return [each.flat for each in self._stretches]
+        return [fragment.flat for fragment in self._all_fragments]
 
     def moments(self, optimizer: Optimizer, name: str) -> list[Tensor]:
         """Return the elements of a moment of each trained fragment, in one dimension."""
-        return [optimizer.state[each.main][name].view(-1) for each in self._trained]
+        return [optimizer.state[fragment.main][name].view(-1) for fragment in self._trained]
 
     def set_part(self, name: str, full: Tensor) -> None:
         """Store this process's part of a tensor, if it has one."""
         if (part := self.tensor_parts.get(name)) is not None:
             write_part(self.weights(), part, part.placement.extract(full))
 
-    def gather(self, name: str, like: Tensor, device: torch.device, processes: int) -> Tensor:
-        """Return a full tensor; collective. Parts of other processes are zero here, and bytes are
-        summed."""
-        full = torch.zeros(like.shape, dtype=like.dtype, device=device)
+    def gather(self, name: str, template: Tensor, device: torch.device, processes: int) -> Tensor:
+        """Return a full tensor; collective. Processes fill in their parts, and bytes are summed."""
+        full = torch.zeros(template.shape, dtype=template.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):
-            part.placement.insert(full, read_part(self.weights(), part).to(like.dtype))
+            part.placement.insert(full, read_part(self.weights(), part).to(template.dtype))
         if processes > 1:
             torch.distributed.all_reduce(full.view(-1).view(torch.uint8))
         return full
@@ -311,7 +312,7 @@ def read_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart) -> Tensor:
 
 def write_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart, elements: Tensor) -> None:
     """Write a part's elements into the fragments."""
-    at = 0
-    for number, first, count in part.ranges:
-        flats[number][first : first + count] = elements[at : at + count]
-        at += count
+    position = 0
+    for index, first, count in part.ranges:
+        flats[index][first : first + count] = elements[position : position + count]
+        position += count

@@ -1,10 +1,10 @@
-"""A network of Megatron-Core in the place of one of ``transformers``.
+"""A Megatron-Core network that replaces a ``transformers`` network.
 
-Policies call it like the network of ``transformers``: tokens in, logits out. The layers are
-Megatron's. Attention inside them is torch's, or
-:func:`rlinf.models.packed_attention.packed_attention` for packed rows. The rotary frequencies are
-copied from the original network. With context parallelism, positions are exchanged only in the
-attention and after the layers (:mod:`rlinf.trainers.megatron.context_parallel`).
+Policies call it like the ``transformers`` network: tokens in, logits out. The layers are those of
+Megatron, but with torch's attention, or for packed rows
+:func:`rlinf.models.packed_attention.packed_attention`. The rotary frequencies are copied from the
+original network. With context parallelism, positions are exchanged only in the attention and after
+the layers (:mod:`rlinf.trainers.megatron.context_parallel`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rlinf.trainers.megatron import context_parallel
 
 
 class NotLastStage(Exception):
-    """Exception of a pipeline stage that is not the last. Only the last stage uses the logits."""
+    """Raised at pipeline stages before the last: only the last stage computes logits."""
 
     def __init__(self, hidden: Tensor) -> None:
-        super().__init__("the last stage of the pipeline goes on")
+        super().__init__("only the last pipeline stage computes logits")
         self.hidden = hidden
 
 
@@ -35,15 +35,15 @@ class AttentionContext:
     """Attention structure of a batch. Megatron's layers pass it to :class:`MegatronAttention`."""
 
     rows: PackedRows | None
-    """Packed rows; None: each row attends to all positions before."""
+    """Packed rows; None: each row attends to all of its earlier positions."""
     cp_group: Any = None
-    """Context-parallel process group, if there are several processes."""
+    """Context-parallel process group; None if context parallelism is off."""
     qkv_format: str = "sbhd"
     """Attribute that Megatron requires."""
 
 
 class MegatronAttention(nn.Module):
-    """Causal attention of this process's heads, with the interface of Megatron's layers."""
+    """Causal attention of this process's heads, with the interface that Megatron's layers need."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -69,23 +69,22 @@ class MegatronAttention(nn.Module):
         length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.cp_group
         if group is not None:
             return context_parallel.context_parallel_attention(query, key, value, group).flatten(2)
-        queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        queries, keys, values = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if rows is None:
             grouped = query.shape[2] != key.shape[2]
             out = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
-        # Padding after the rows, for sequence parallelism, takes no part in attention.
-        real = len(rows.order)
-        queries, keys, values = (each[:, :, :real] for each in (queries, keys, values))
+        # Attention excludes the padding after the rows, which sequence parallelism needs.
+        num_tokens = len(rows.order)
+        queries, keys, values = (states[:, :, :num_tokens] for states in (queries, keys, values))
         out, _none = packed_attention(self, queries, keys, values, None, rows=rows)
-        return F.pad(out[0].flatten(1), (0, 0, 0, length - real))[:, None]
+        return F.pad(out[0].flatten(1), (0, 0, 0, length - num_tokens))[:, None]
 
 
 class MegatronRMSNorm(nn.RMSNorm):
-    """Root-mean-square norm with sequence parallelism, which Megatron's own norm does not
-    support."""
+    """RMSNorm with sequence parallelism, which Megatron's own norm does not support."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -98,25 +97,26 @@ class MegatronNetwork(nn.Module):
     frequencies: Tensor
 
     def __init__(
-        self, like: Any, layout: ParallelLayout, *, options: dict[str, Any], device: torch.device
+        self, network: Any, layout: ParallelLayout, *, options: dict[str, Any], device: torch.device
     ) -> None:
         """
         Args:
-            like: the ``transformers`` network, whose parameters may have no memory.
+            network: the ``transformers`` network, whose parameters may have no memory.
             options: options of Megatron's configuration that the trainer decides.
         """
         super().__init__()
-        self.config, self.generation_config = like.config, getattr(like, "generation_config", None)
-        self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
-        self.vocabulary = like.config.vocab_size
-        self.padding = like.get_input_embeddings().padding_idx
+        self.config = network.config
+        self.generation_config = getattr(network, "generation_config", None)
+        self._tied_weights_keys = getattr(network, "_tied_weights_keys", None)
+        self.vocabulary = network.config.vocab_size
+        self.padding = network.get_input_embeddings().padding_idx
         """The padding token, whose embedding gets no gradient in torch."""
         self.tp, self.cp = layout.tp, layout.cp
-        settings = transformer_config(like.config, layout, options)
-        self.inner = build_gpt_model(settings, like.config, layout)
+        settings = transformer_config(network.config, layout, options)
+        self.inner = build_gpt_model(settings, network.config, layout)
         self.is_sequence_parallel = settings.sequence_parallel
-        (turned,) = (part for part in like.modules() if hasattr(part, "inv_freq"))
-        self.register_buffer("frequencies", turned.inv_freq.detach().clone(), persistent=False)
+        (rotary,) = (submodule for submodule in network.modules() if hasattr(submodule, "inv_freq"))
+        self.register_buffer("frequencies", rotary.inv_freq.detach().clone(), persistent=False)
         self.to(device)
 
     def get_output_embeddings(self) -> None:
@@ -141,33 +141,34 @@ class MegatronNetwork(nn.Module):
             ``logits`` ``[B, K, V]``, the same on all processes of a replica's last pipeline stage.
 
         Raises:
-            NotLastStage: this is another stage.
+            NotLastStage: this pipeline stage is not the last.
         """
-        assert (position_ids is None) == (rows is None), "packed rows have positions of their own"
+        assert (position_ids is None) == (rows is None), "packed rows need position_ids"
         length, inner = input_ids.shape[1], self.inner
-        share = (self.tp if self.is_sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
-        padded_length = -(-length // share) * share
+        multiple = self.tp if self.is_sequence_parallel else 1
+        multiple *= 2 * self.cp if self.cp > 1 else 1
+        padded_length = -(-length // multiple) * multiple
         if position_ids is None:
             position_ids = torch.arange(padded_length, device=input_ids.device)[None]
         input_ids = F.pad(input_ids, (0, padded_length - length))
         position_ids = F.pad(position_ids, (0, padded_length - position_ids.shape[1]))
-        group = None
+        cp_group = None
         if self.cp > 1:
             from megatron.core import parallel_state
 
-            group = parallel_state.get_context_parallel_group()
-            own = context_parallel.local_positions(padded_length, self.cp, group.rank()).to(
-                input_ids.device
-            )
-            input_ids, position_ids = input_ids[:, own], position_ids[:, own]
+            cp_group = parallel_state.get_context_parallel_group()
+            rank = cp_group.rank()
+            positions = context_parallel.local_positions(padded_length, self.cp, rank)
+            positions = positions.to(input_ids.device)
+            input_ids, position_ids = input_ids[:, positions], position_ids[:, positions]
         angles = position_ids[0, :, None].float() * self.frequencies
         hidden = None
         if inner.pre_process:
             hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
             if self.padding is not None and hidden.requires_grad:
-                # Unlike torch's embedding, Megatron's has gradients for the padding token.
-                still = self._own_positions(input_ids.t()) == self.padding
-                hidden = torch.where(still[..., None], hidden.detach(), hidden)
+                # Megatron's embedding computes a gradient for the padding token; torch's does not.
+                is_padding = self._local_tokens(input_ids.t()) == self.padding
+                hidden = torch.where(is_padding[..., None], hidden.detach(), hidden)
                 # The layout may be that of the tokens, but a pipeline sends contiguous tensors.
                 hidden = hidden.contiguous()
             if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -178,26 +179,26 @@ class MegatronNetwork(nn.Module):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
-            packed_seq_params=AttentionContext(rows, group),
+            packed_seq_params=AttentionContext(rows, cp_group),
         )
         if not inner.post_process:
             raise NotLastStage(hidden)
         if self.is_sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-            # Every process continues with the full sequence, to the same loss.
+            # Every process continues with the full sequence and computes the same loss.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        if group is not None:
-            # Likewise, with a share of the loss each (:func:`MegatronTrainer._backward`).
-            hidden = context_parallel.gather_sequence(hidden, group)
+        if cp_group is not None:
+            # Here too; :func:`MegatronTrainer._backward` divides the loss by the group's size.
+            hidden = context_parallel.gather_sequence(hidden, cp_group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
         logits, _ = inner.output_layer(hidden[:, keep].contiguous(), weight=head)
         return SimpleNamespace(logits=logits[..., : self.vocabulary])
 
-    def _own_positions(self, tokens: Tensor) -> Tensor:
-        """Return this process's positions of tokens ``[S, B]`` between the matrices."""
+    def _local_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the tokens, of ``[S, B]``, that this process has under sequence parallelism."""
         if not self.is_sequence_parallel:
             return tokens
         from megatron.core import parallel_state
@@ -212,15 +213,15 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
     """Return Megatron's configuration for a ``transformers`` network."""
     from megatron.core.transformer import TransformerConfig
 
-    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     experts = getattr(hf, "num_experts", None)
-    mixture: dict[str, Any] = {}
+    moe_options: dict[str, Any] = {}
     if experts:
-        mixture = {
+        moe_options = {
             "num_moe_experts": experts,
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            # Softmax over all experts before the selection, or over the selected ones.
+            # Softmax over all experts before the selection, or over the selected experts only.
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -232,7 +233,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=head,
+        kv_channels=head_dim,
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -248,7 +249,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
         context_parallel_size=layout.cp,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses are summed without scaling, because the algorithm has weighted them.
+        # The algorithm has weighted the losses, so Megatron must only sum them.
         calculate_per_token_loss=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -257,7 +258,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **mixture,
+        **moe_options,
         **options,
     )
 
@@ -273,13 +274,13 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         get_num_layers_to_build,
     )
 
-    # Megatron reads this name even without Transformer Engine, which defines it.
+    # Megatron reads this name, which only Transformer Engine defines.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     spec = get_gpt_layer_local_spec(
         settings.num_moe_experts, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm"
     )
-    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = MegatronRMSNorm
+    submodules, attention = spec.submodules, spec.submodules.self_attention.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = MegatronRMSNorm
     attention.core_attention = MegatronAttention
     if settings.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
@@ -296,7 +297,7 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         position_embedding_type="none",
     )
     with torch.no_grad():
-        # No checkpoint has the rows beyond the vocabulary, and uninitialised memory may be NaN.
+        # Checkpoints have no rows for the vocabulary's padding; uninitialised memory may be NaN.
         for name, parameter in model.named_parameters():
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()

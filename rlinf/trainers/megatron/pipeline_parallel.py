@@ -1,7 +1,7 @@
 """Pipeline parallelism of micro-batches by Megatron's schedule (1F1B).
 
-The last stage computes everything that a policy or a loss does with the network's outputs. At other
-stages the call ends where it requests them (:class:`rlinf.trainers.megatron.model.NotLastStage`).
+Only the last stage computes what a policy or a loss does with the network's outputs. At other
+stages, the network's call raises :class:`rlinf.trainers.megatron.model.NotLastStage`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ A = TypeVar("A")
 
 
 def run_pipeline(
-    parallel: Any, parts: Sequence[A], compute: Callable[[A], tuple[Tensor, Any]], *, backward: bool
+    ddp: Any, batches: Sequence[A], compute: Callable[[A], tuple[Tensor, Any]], *, backward: bool
 ) -> list[Any]:
-    """Compute micro-batches.
+    """Run micro-batches through the pipeline, with backward passes if ``backward``.
 
     Args:
-        parallel: Megatron's model in its data parallelism.
-        compute: calls the network once; returns the value to differentiate, and any other value.
+        ddp: Megatron's model in its ``DistributedDataParallel``.
+        compute: calls the network once; returns the value to differentiate, and a result.
 
     Returns:
-        The other value of each micro-batch at the last stage; an empty list at other stages.
+        The result of each micro-batch at the last stage; an empty list at other stages.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def step(data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
         try:
-            value, other = compute(next(data))
-        except NotLastStage as passed:
-            return passed.hidden, None
-        return value, lambda output: (output, torch.ones((), dtype=torch.int), other)
+            value, result = compute(next(data))
+        except NotLastStage as stage_end:
+            return stage_end.hidden, None
+        return value, lambda output: (output, torch.ones((), dtype=torch.int), result)
 
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(parts),
-        model=[parallel],
-        num_microbatches=len(parts),
+        data_iterator=iter(batches),
+        model=[ddp],
+        num_microbatches=len(batches),
         # Stages send each other the shapes of their tensors.
-        seq_length=parallel.config.tensor_model_parallel_size,
+        seq_length=ddp.config.tensor_model_parallel_size,
         micro_batch_size=1,
         forward_only=not backward,
     )
@@ -53,7 +53,7 @@ def run_pipeline(
 
 
 def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
-    """Broadcast a tensor from the last stage to all; it has the same shape and type there."""
+    """Broadcast a tensor from the last stage; all stages pass a tensor of its shape and type."""
     from megatron.core import parallel_state
 
     torch.distributed.broadcast(
@@ -65,14 +65,14 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
 
 
 def broadcast_metric_sums(sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Broadcast sums that only the last stage knows to all stages."""
-    names = json.dumps(sorted(sums)).encode()
-    size = int(broadcast_from_last_stage(torch.tensor(len(names), device=device)))
-    text = torch.zeros(size, dtype=torch.uint8, device=device)
-    if len(names) == size:
-        text = torch.tensor(list(names), dtype=torch.uint8, device=device)
-    known = json.loads(bytes(broadcast_from_last_stage(text).tolist()))
-    values = torch.zeros(len(known), device=device)
+    """Broadcast the last stage's sums of metrics to all stages."""
+    encoded_names = json.dumps(sorted(sums)).encode()
+    size = int(broadcast_from_last_stage(torch.tensor(len(encoded_names), device=device)))
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    if len(encoded_names) == size:
+        buffer = torch.tensor(list(encoded_names), dtype=torch.uint8, device=device)
+    names = json.loads(bytes(broadcast_from_last_stage(buffer).tolist()))
+    values = torch.zeros(len(names), device=device)
     if sums:
         values = torch.stack([sums[name].float() for name in sorted(sums)])
-    return dict(zip(known, broadcast_from_last_stage(values), strict=True))
+    return dict(zip(names, broadcast_from_last_stage(values), strict=True))

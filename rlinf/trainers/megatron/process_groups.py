@@ -1,4 +1,4 @@
-"""Megatron's process groups, of which a process has one set."""
+"""Megatron's process groups; a process can have those of one layout only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlinf.errors import StageError
 
 UNUSED_SEED = 1
 """Seed of generators that are never used: there is no dropout, and weights are loaded."""
-_laid_out: list[tuple[int, str]] = []
+_initialized: list[tuple[int, str]] = []
 
 
 def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None:
-    """Connect, and create the process groups of a layout unless they exist.
+    """Connect the processes, and create the process groups of their layout unless they exist.
 
     Raises:
         StageError: this process has the groups of another layout.
@@ -26,12 +26,12 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
 
         cpu_import_hook.install_import_hook()
     world.init_process_group(device_type)
-    wanted = (world.size, str(world.layout))
-    if _laid_out:
-        if _laid_out != [wanted]:
+    requested = (world.size, str(world.layout))
+    if _initialized:
+        if _initialized != [requested]:
             raise StageError(
-                f"trainer=megatron: this process has the groups of {_laid_out[0]} and is to have "
-                f"those of {wanted}; give all trainers of a pool one layout"
+                f"trainer=megatron: this process has the groups of {_initialized[0]} but needs "
+                f"those of {requested}; give all trainers of a pool one layout"
             )
         return
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
@@ -50,6 +50,6 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
-    with torch.random.fork_rng(devices=[]):  # without a GPU it would seed the process's generator
+    with torch.random.fork_rng(devices=[]):  # without a GPU, Megatron seeds the global generator
         tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
-    _laid_out.append(wanted)
+    _initialized.append(requested)

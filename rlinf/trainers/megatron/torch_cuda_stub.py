@@ -58,7 +58,7 @@ def current_stream(device: object = None) -> Stream:
 default_stream = current_stream
 
 
-def stream(one: Stream | None) -> contextlib.AbstractContextManager[None]:
+def stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 

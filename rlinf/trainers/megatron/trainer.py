@@ -59,7 +59,7 @@ class MegatronConfig(MinibatchTrainerConfig):
 
 
 class MegatronTrainer(MinibatchTrainer):
-    """Owns this process's part of Megatron's model and its optimizer."""
+    """Trainer with this process's part of Megatron's model, and its optimizer."""
 
     Config = MegatronConfig
     config: MegatronConfig
@@ -80,8 +80,8 @@ class MegatronTrainer(MinibatchTrainer):
         processes: int,
         key: str,
     ) -> None:
-        shared = config.use_distributed_optimizer
-        check_options(config, layout, optimizer, key, distributed=shared)
+        is_distributed = config.use_distributed_optimizer
+        check_options(config, layout, optimizer, key, distributed=is_distributed)
         settings = read_model_config(model)
         check_model(settings)
         check_layout(settings, layout, config.layers_per_pipeline_stage, key)
@@ -97,8 +97,8 @@ class MegatronTrainer(MinibatchTrainer):
     ) -> None:
         if not isinstance(policy, CausalLM) or policy.network is not policy.module:
             raise ConfigError(ONLY_CAUSAL_LM)
-        shared = config.use_distributed_optimizer
-        check_options(config, world.layout, optimizer, LAYOUT_VARIABLE, distributed=shared)
+        is_distributed = config.use_distributed_optimizer
+        check_options(config, world.layout, optimizer, LAYOUT_VARIABLE, distributed=is_distributed)
         network: Any = policy.module
         model = network.config.to_dict()
         check_model(model)
@@ -110,13 +110,14 @@ class MegatronTrainer(MinibatchTrainer):
         super().__init__(policy, config, optimizer, world)
         require_package("megatron", "megatron", "trainer=megatron")
         process_groups.initialize_process_groups(world, self.device.type)
-        if self._packs:  # the collation of packed rows is the same on every device
+        if self._is_packed:  # the collation of packed rows is the same on every device
             policy.enable_packing(torch.device("cpu"), torch.float32)
-        self._outline = _without_memory(network)
+        self._meta_module = _copy_to_meta(network)
         named = network.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        self._first = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
-        self._empty = {
+        first_names: dict[int, str] = {}
+        self._canonical_names = {n: first_names.setdefault(id(t), n) for n, t in named.items()}
+        """The first name of each tensor, by each of its names; tied tensors have several."""
+        self._templates = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in named.items()
         }
@@ -128,37 +129,36 @@ class MegatronTrainer(MinibatchTrainer):
         if config.lora is not None:
             first_layer = _first_layer(module.inner)
             add_lora_layers(module.inner, module.config, first_layer, self._factors, config.lora)
-        shares = self._shares(module.inner)
+        mappings = self._param_mappings(module.inner)
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            grouped = [(_group(policy, shares[id(each)]), each) for each in parameters]
+            grouped = [(_parameter_group(policy, mappings[id(p)]), p) for p in parameters]
             return create_optimizer(policy, optimizer, grouped)
 
         self._params = LocalParams(module.inner, make, distributed=config.use_distributed_optimizer)
         self.optimizer = self._params.optimizer
-        self._tensors = LocalTensors(self._params, shares, [*self._empty, *self._factors])
-        self._check_place()
-        self._part = (world.rank, world.size)
+        self._tensors = LocalTensors(self._params, mappings, [*self._templates, *self._factors])
+        self._check_complete()
+        self._shard_coords = (world.rank, world.size)
         for part in self._tensors.trained_parts:
-            self._places[f"model/{part.name}"] = part.placement
-            for moment in self._moments:
-                self._places[f"optimizer/state/{part.name}/{moment}"] = part.placement
-            self._places[f"optimizer/state/{part.name}/step"] = sharded_checkpoint.ShardPlacement(
-                (), 0
-            )
+            self._placements[f"model/{part.name}"] = part.placement
+            for moment in self._moment_names:
+                self._placements[f"optimizer/state/{part.name}/{moment}"] = part.placement
+            step_placement = sharded_checkpoint.ShardPlacement((), 0)
+            self._placements[f"optimizer/state/{part.name}/step"] = step_placement
         policy.module = module
-        self._lanes = ThreadedDataParallel(policy, 1)
+        self._threads = ThreadedDataParallel(policy, 1)
         if any(tensor.is_meta for tensor in named.values()):
-            self._fill_from(lambda twin: twin.load_weights())
+            self._load_with(lambda twin: twin.load_weights())
         else:
-            self._take(network.state_dict().items())
+            self._load_tensors(network.state_dict().items())
         self._reset_adapters()
 
     def _options(self, network: Any) -> dict[str, Any]:
         """Return the options of Megatron's configuration that this trainer decides."""
         config, layout = self.config, self.world.layout
         dtype = getattr(torch, config.param_dtype)
-        # Megatron requires it if there are experts.
+        # Megatron requires sequence parallelism if there are experts.
         sequences = config.sequence_parallel or bool(getattr(network.config, "num_experts", 0))
         options: dict[str, Any] = {
             "sequence_parallel": sequences and layout.tp > 1,
@@ -180,45 +180,47 @@ class MegatronTrainer(MinibatchTrainer):
             }
         return options
 
-    def _shares(self, inner: Any) -> dict[int, hf_mapping.ParamMapping]:
-        """Return the mapping of each parameter to tensors of the original network, by its
-        ``id``."""
+    def _param_mappings(self, inner: Any) -> dict[int, hf_mapping.ParamMapping]:
+        """Return each parameter's mapping to tensors of the original network, by ``id``."""
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
         hf, tp = module.config, self.world.layout.tp
-        head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        where = hf_mapping.RankSlice(
-            shapes={name: tuple(t.shape) for name, t in (self._empty | self._factors).items()},
+        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        queries_per_kv = hf.num_attention_heads // hf.num_key_value_heads
+        tensors = self._templates | self._factors
+        rank_slice = hf_mapping.RankSlice(
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
             tp=tp,
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             first_layer=_first_layer(inner),
             first_expert=parallel_state.get_expert_model_parallel_rank()
             * (getattr(hf, "num_experts", None) or 0)
             // self.world.layout.ep,
-            group_rows=(hf.num_attention_heads // hf.num_key_value_heads * head, head),
+            query_and_kv_rows=(queries_per_kv * head_dim, head_dim),
             tied=bool(hf.tie_word_embeddings),
         )
         mappings = {}
         for name, parameter in inner.named_parameters():
-            share = hf_mapping.map_param(name, tuple(parameter.shape), where)
+            mapping = hf_mapping.map_param(name, tuple(parameter.shape), rank_slice)
             # LocalParams reads these to count the processes with the same fragment.
-            parameter.split = share.is_tensor_parallel
-            parameter.again = where.tied and name == "output_layer.weight"
-            mappings[id(parameter)] = share
+            parameter.is_split = mapping.is_tensor_parallel
+            parameter.is_tied_copy = rank_slice.tied and name == "output_layer.weight"
+            mappings[id(parameter)] = mapping
         return mappings
 
-    def _check_place(self) -> None:
-        """Check that every tensor of the network exists in Megatron's model.
+    def _check_complete(self) -> None:
+        """Check that every tensor of the network has a counterpart in Megatron's model.
 
         Raises:
-            ConfigError: a tensor does not.
+            ConfigError: a tensor has none.
         """
-        alone = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
-        lacking = {*self._first.values(), *self._factors} - self._tensors.tensor_parts.keys()
-        if alone and lacking:  # otherwise other processes have them
+        has_all = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
+        expected = {*self._canonical_names.values(), *self._factors}
+        missing = expected - self._tensors.tensor_parts.keys()
+        if has_all and missing:  # otherwise other processes have them
             raise ConfigError(
-                f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
+                f"model.path: trainer=megatron has no place for {sorted(missing)[0]} of the model; "
                 "choose trainer=fsdp"
             )
 
@@ -227,35 +229,34 @@ class MegatronTrainer(MinibatchTrainer):
     ) -> dict[str, Tensor]:
         self._params.allocate_gradients()
         value, metrics = loss()
-        # Gradients are summed over processes, not averaged; context-parallel processes have the
-        # same loss.
-        counted = factor / self.world.data_parallel_size / self.world.layout.cp
-        (value * counted).backward()  # type: ignore[no-untyped-call]
+        # Gradients are summed over processes. Context-parallel processes have the same loss.
+        weight = factor / self.world.data_parallel_size / self.world.layout.cp
+        (value * weight).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
 
     def _gradients(
         self,
         policy: Policy,
         trajectories: Sequence[Trajectory],
-        cut: MicroBatches,
+        batches: MicroBatches,
         loss: LossFunction,
     ) -> dict[str, Any]:
         if self.world.layout.pp == 1:
-            return super()._gradients(policy, trajectories, cut, loss)
+            return super()._gradients(policy, trajectories, batches, loss)
 
         def compute(batch: tuple[list[StepSpan], bool]) -> tuple[Tensor, dict[str, Tensor]]:
-            spans, real = batch
+            spans, is_real = batch
             value, metrics = loss(policy, self._inputs(policy, trajectories, spans), spans)
-            counted = 1.0 if real else 0.0
-            every = {"loss": value.detach(), **metrics}
-            value = value * (counted * self._scaling.value / self.world.layout.cp)
-            return value, {name: metric * counted for name, metric in every.items()}
+            weight = 1.0 if is_real else 0.0
+            all_metrics = {"loss": value.detach(), **metrics}
+            value = value * (weight * self._loss_scaler.value / self.world.layout.cp)
+            return value, {name: metric * weight for name, metric in all_metrics.items()}
 
         self._params.allocate_gradients()
-        batches = list(zip(cut.batches, cut.is_real, strict=True))
+        pairs = list(zip(batches.spans, batches.is_real, strict=True))
         sums: dict[str, Tensor] = {}
         for metrics in pipeline_parallel.run_pipeline(
-            self._params.ddp_model, batches, compute, backward=True
+            self._params.ddp_model, pairs, compute, backward=True
         ):
             merge_metrics(sums, metrics)
         return dict(pipeline_parallel.broadcast_metric_sums(sums, self.device))
@@ -264,11 +265,11 @@ class MegatronTrainer(MinibatchTrainer):
         self,
         policy: Policy,
         trajectories: Sequence[Trajectory],
-        cut: MicroBatches,
+        batches: MicroBatches,
         temperature: float,
     ) -> Iterable[StepOutputs]:
         if self.world.layout.pp == 1:
-            return super()._outputs(policy, trajectories, cut, temperature)
+            return super()._outputs(policy, trajectories, batches, temperature)
         sizes: list[torch.Size] = []
 
         def compute(spans: list[StepSpan]) -> tuple[Tensor, Tensor]:
@@ -278,7 +279,7 @@ class MegatronTrainer(MinibatchTrainer):
             return logprobs_out, logprobs_out
 
         logprobs_out = pipeline_parallel.run_pipeline(
-            self._params.ddp_model, cut.batches, compute, backward=False
+            self._params.ddp_model, batches.spans, compute, backward=False
         )
         logprobs_out = logprobs_out or [torch.zeros(size, device=self.device) for size in sizes]
         return [
@@ -287,12 +288,12 @@ class MegatronTrainer(MinibatchTrainer):
         ]
 
     def discard_gradients(self) -> None:
-        self._sums = None
+        self._metric_sums = None
         self._params.discard_gradients()
 
-    def _leave_out(self, chosen: Any) -> None:
+    def _select_groups(self, groups: Any) -> None:
         self._params.reduce_gradients()
-        super()._leave_out(chosen)
+        super()._select_groups(groups)
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
         return float(self._params.grad_norm(groups))
@@ -309,12 +310,12 @@ class MegatronTrainer(MinibatchTrainer):
         module = self.policy.module
         weights = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
         moments: list[Tensor] = []
-        for each in self._params.fragments:
-            main, state = each.main, self.optimizer.state.get(each.main)
+        for fragment in self._params.fragments:
+            main, state = fragment.main, self.optimizer.state.get(fragment.main)
             if self.config.param_dtype != "float32":  # otherwise it shares the weights' memory
                 moments.append(main.detach())
-            empty = torch.empty_like(main, device="meta")
-            moments += state.values() if state else [empty] * len(self._moments)
+            meta_moment = torch.empty_like(main, device="meta")
+            moments += state.values() if state else [meta_moment] * len(self._moment_names)
         return {
             "weights": weights,
             "gradients": self._params.gradients(),
@@ -322,70 +323,70 @@ class MegatronTrainer(MinibatchTrainer):
         }
 
     @torch.no_grad()
-    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         loaded = set[str]()
         for name, tensor in tensors:
-            if name not in self._empty or self._empty[name].shape != tensor.shape:
+            if name not in self._templates or self._templates[name].shape != tensor.shape:
                 raise weight_mismatch(name, 1)
-            loaded.add(self._first[name])
-            self._tensors.set_part(self._first[name], tensor)
-        missing = [name for name, first in self._first.items() if first not in loaded]
+            loaded.add(self._canonical_names[name])
+            self._tensors.set_part(self._canonical_names[name], tensor)
+        missing = [name for name, first in self._canonical_names.items() if first not in loaded]
         if missing:
             raise weight_mismatch(missing[0], len(missing))
         self._params.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        self._fill_from(lambda twin: twin.load_weights(folder))
+        self._load_with(lambda twin: twin.load_weights(folder))
         self._reset_adapters()
 
     @torch.no_grad()
     def _reset_adapters(self) -> None:
-        for name, like in self._factors.items():
-            self._tensors.set_part(name, initial_factor(name, like.shape))
+        for name, template in self._factors.items():
+            self._tensors.set_part(name, initial_factor(name, template.shape))
         if self._factors:
             self._params.sync_model_weights()
 
-    def _fill_from(self, fill: Callable[[Policy], None]) -> None:
-        """Load all weights from a function. Each process reads all of them once and keeps its
-        part."""
+    def _load_with(self, fill: Callable[[Policy], None]) -> None:
+        """Load the weights with ``fill``: each process reads all of them and keeps its part."""
         twin = copy.copy(self.policy)
-        twin.module = copy.deepcopy(self._outline)
+        twin.module = copy.deepcopy(self._meta_module)
         allocate_parameters(twin.module, torch.device("cpu"))
         fill(twin)
-        self._take(twin.module.state_dict().items())
+        self._load_tensors(twin.module.state_dict().items())
 
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
-        like = {name: self._empty[first] for name, first in self._first.items()}
-        return StreamedState(like, self._full_weights())
+        templates = {name: self._templates[first] for name, first in self._canonical_names.items()}
+        return StreamedState(templates, self._full_weights())
 
     @torch.no_grad()
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, unsharded, with adapters merged in."""
-        merged, where = None, (self.device, self.world.size)
+        merge, gather_args = None, (self.device, self.world.size)
         if self._adapters is not None:
             factors = {
-                n: self._tensors.gather(n, like, *where) for n, like in self._factors.items()
+                n: self._tensors.gather(n, template, *gather_args)
+                for n, template in self._factors.items()
             }
-            merged = self._adapters.weight_merger(factors)
-        for name in dict.fromkeys(self._first.values()):
-            full = self._tensors.gather(name, self._empty[name], *where)
-            yield name, (full if merged is None else merged(name, full)).cpu()
+            merge = self._adapters.weight_merger(factors)
+        for name in dict.fromkeys(self._canonical_names.values()):
+            full = self._tensors.gather(name, self._templates[name], *gather_args)
+            yield name, (full if merge is None else merge(name, full)).cpu()
 
     def _local_state(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Return the weights and moments of this process, by fragment."""
         tensors = self._tensors
-        return tensors.weights(), {m: tensors.moments(self.optimizer, m) for m in self._moments}
+        moments = {m: tensors.moments(self.optimizer, m) for m in self._moment_names}
+        return tensors.weights(), moments
 
-    def _begin(self) -> None:
-        """Create moments, as before any step."""
-        for each in self._params.fragments:
-            init_optimizer_state(self.optimizer, each.main, self._moments)
+    def _init_moments(self) -> None:
+        """Create the moments that do not exist yet, as before the first step."""
+        for fragment in self._params.fragments:
+            init_optimizer_state(self.optimizer, fragment.main, self._moment_names)
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
-        """Return the parts for which this process is the primary rank. They are copies, unlike
-        those of other trainers, because the elements of a tensor are not contiguous here."""
-        self._begin()
+        """Return copies of this rank's primary tensor parts, whose elements are not contiguous."""
+        self._init_moments()
         weights, moments = self._local_state()
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
@@ -395,73 +396,73 @@ class MegatronTrainer(MinibatchTrainer):
             first = self.optimizer.state[self._params.fragments[part.ranges[0][0]].main]
             if "step" in first and part.placement.start == 0:
                 state[part.name]["step"] = first["step"].clone()
-        for name, first_name in self._first.items():
+        for name, first_name in self._canonical_names.items():
             if name != first_name and first_name in model:
                 model[name] = model[first_name]
-        return {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
+        return {"model": model, "optimizer": {"state": state}, **self._loss_scaler.state()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        self._begin()
-        counts = "exp_avg" in self._moments
+        self._init_moments()
+        has_step_counts = "exp_avg" in self._moment_names
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
         for part in self._tensors.trained_parts:
             size = sum(count for *_, count in part.ranges)
             model[part.name] = torch.empty(size)
-            state[part.name] = {name: torch.empty(size) for name in self._moments}
-            if counts:
+            state[part.name] = {name: torch.empty(size) for name in self._moment_names}
+            if has_step_counts:
                 state[part.name]["step"] = torch.zeros(())
-        read = {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
-        sharded_checkpoint.read_shards(folder, read, self._places)
+        target = {"model": model, "optimizer": {"state": state}, **self._loss_scaler.state()}
+        sharded_checkpoint.read_shards(folder, target, self._placements)
         weights, moments = self._local_state()
         steps: dict[int, Tensor] = {}
         for part in self._tensors.trained_parts:
             write_part(weights, part, model[part.name])
             for name, moment in moments.items():
                 write_part(moment, part, state[part.name][name])
-            for number, *_ in part.ranges if counts else ():
-                # A parameter has one step count. Other trainers count fewer for unused parts.
+            for fragment_index, *_ in part.ranges if has_step_counts else ():
+                # One count per parameter; other trainers may have counted fewer for some tensors.
                 count = state[part.name]["step"]
-                steps[number] = torch.maximum(steps.get(number, count), count)
-        for number, count in steps.items():
-            self.optimizer.state[self._params.fragments[number].main]["step"].copy_(count)
+                steps[fragment_index] = torch.maximum(steps.get(fragment_index, count), count)
+        for fragment_index, count in steps.items():
+            self.optimizer.state[self._params.fragments[fragment_index].main]["step"].copy_(count)
         self._params.sync_model_weights()
 
     def _release(self) -> None:
         self._params.release()
-        self._outline = None
+        self._meta_module = None
         del self._params, self._tensors
 
 
-def _without_memory(module: nn.Module) -> Any:
-    """Return a network's outline: parameters have no memory, and tied ones are one."""
+def _copy_to_meta(module: nn.Module) -> Any:
+    """Return a copy of a network whose parameters have no memory; tied ones stay tied."""
     copies: dict[int, Any] = {}
-    for part in module.modules():
-        for each in part._parameters.values():
-            if each is not None:
-                copies.setdefault(id(each), nn.Parameter(torch.empty_like(each, device="meta")))
+    for submodule in module.modules():
+        for parameter in submodule._parameters.values():
+            if parameter is not None:
+                empty = torch.empty_like(parameter, device="meta")
+                copies.setdefault(id(parameter), nn.Parameter(empty))
     # Deepcopy uses these as the copies of the parameters.
     return copy.deepcopy(module, dict(copies))
 
 
 def _first_layer(inner: Any) -> int:
-    """Return the index of the network's layer with which Megatron's model of this process
-    begins."""
+    """Return the index, in the whole network, of the first layer of this process."""
     layers = inner.decoder.layers
     return layers[0].layer_number - 1 if len(layers) else 0
 
 
-def _group(policy: Policy, share: hf_mapping.ParamMapping) -> str:
+def _parameter_group(policy: Policy, mapping: hf_mapping.ParamMapping) -> str:
     """Return the parameter group of a Megatron parameter.
 
     Raises:
         ConfigError: its tensors are in several groups.
     """
-    groups = sorted({policy.parameter_group(piece.name) for piece in share.slices})
+    groups = sorted({policy.parameter_group(tensor_slice.name) for tensor_slice in mapping.slices})
     if len(groups) > 1:
         raise ConfigError(
-            f"model.name: {share.slices[0].name} and others that trainer=megatron keeps in one "
+            f"model.name: {mapping.slices[0].name} and others that trainer=megatron keeps in one "
             f"matrix are in the groups {', '.join(groups)}; choose trainer=fsdp"
         )
     return groups[0]

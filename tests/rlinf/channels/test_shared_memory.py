@@ -364,7 +364,7 @@ def test_memory_that_others_may_read_is_refused() -> None:
     create_segment(name, 4096)
     (SHM_FOLDER / name).chmod(0o644)
     try:
-        with pytest.raises(InputError, match="not this user's alone"):
+        with pytest.raises(InputError, match="other users can access"):
             attach_segment(name)
     finally:
         remove_segment(name)
@@ -376,7 +376,7 @@ def test_memory_of_another_user_is_refused() -> None:
     create_segment(name, 4096)
     os.chown(SHM_FOLDER / name, 12345, 12345)
     try:
-        with pytest.raises(InputError, match="not this user's alone"):
+        with pytest.raises(InputError, match="other users can access"):
             attach_segment(name)
     finally:
         remove_segment(name)

@@ -41,7 +41,7 @@ def _lora(*targets: str) -> dict[str, Any]:
         (
             "pp=4",
             {},
-            r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*_per_pipeline_stage",
+            r"^train\.pp: 6 layers .* 4 pipeline stages; choose 1, 2, 3 or 6, .*layers_per",
         ),
         (
             "pp=2",
@@ -88,8 +88,8 @@ def check(config: MegatronConfig, model: CausalLMConfig, layout: str, name: Any 
 @pytest.mark.parametrize(
     ("changes", "layout", "text"),
     [
-        ({}, "ep=4", r"^train\.ep: 6 experts .* 4 processes; 1, 2, 3 or 6 can"),
-        ({"model_type": "gemma2"}, "", r"^model\.path: .* of type 'gemma2', but those of llama"),
+        ({}, "ep=4", r"^train\.ep: 6 experts .* 4 processes; choose 1, 2, 3 or 6"),
+        ({"model_type": "gemma2"}, "", r"^model\.path: .* of type 'gemma2' \(supported: llama"),
         ({"use_sliding_window": True}, "", r"attention has a window"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "", r"positions of kind 'yarn'"),
         ({"mlp_only_layers": [0]}, "", r"some of whose layers have no experts"),
@@ -211,7 +211,7 @@ def test_sources_are_rewritten_for_the_cpu() -> None:
     )
     from rlinf.trainers.megatron import torch_cuda_stub
 
-    space: dict[str, Any] = {cpu_import_hook._NAME: torch_cuda_stub}
+    space: dict[str, Any] = {cpu_import_hook._STUB_NAME: torch_cuda_stub}
     exec(cpu_import_hook.rewrite_for_cpu(source), space)
     assert space["found"] == ["called"]
     assert space["x"].device == space["device"] == torch.device("cpu")

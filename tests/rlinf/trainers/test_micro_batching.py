@@ -71,7 +71,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(
     batches = [
         [span.row for span in spans]
         for one in cuts
-        for spans, real in zip(one.batches, one.is_real, strict=True)
+        for spans, real in zip(one.spans, one.is_real, strict=True)
         if real
     ]
     assert sorted(row for rows in batches for row in rows) == list(range(len(data)))
@@ -83,11 +83,11 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(
 def test_rows_of_one_prompt_stay_together_and_no_worker_idles(ranks: int) -> None:
     data = records([(256, [64] * 8)] * 1 + [(256, [64] * 8)] * 1)
     for one in cut_of(data, 8192, ranks, 1):
-        rows = [span.row for spans in one.batches for span in spans]
+        rows = [span.row for spans in one.spans for span in spans]
         assert size(data, rows) == (2 // ranks) * (256 + 8 * 64)
 
 
 def test_one_group_is_shared_out_over_two_workers() -> None:
     data = records([(64, [32] * 8)])
     for one in cut_of(data, 8192, 1, 2):
-        assert sum(len(spans) for spans in one.batches) == 4
+        assert sum(len(spans) for spans in one.spans) == 4

@@ -217,7 +217,7 @@ def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
             plain.split_micro_batches(records()),
             packed.split_micro_batches(records()),
         )
-        assert len(other.batches) < len(one.batches)
+        assert len(other.spans) < len(one.spans)
     right = plain.step(records(), loss, lr=LR)
     assert packed.step(records(), loss, lr=LR) == pytest.approx(right, rel=1e-5)
     assert_close(packed, plain, LR / 50)

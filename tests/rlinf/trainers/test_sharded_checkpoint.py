@@ -130,7 +130,7 @@ def test_every_rank_finds_its_part_however_it_was_cut(data: st.DataObject) -> No
         for start, part in [*cut(), (0, whole), (whole.numel(), none)]:
             mine = torch.full_like(part, -1.0)
             files = sharded_checkpoint._Files(folder, stack)
-            files.want("x", sharded_checkpoint.ShardPlacement(shape, start), mine)
+            files.request("x", sharded_checkpoint.ShardPlacement(shape, start), mine)
             files.fill()
             assert torch.equal(mine, part)
 
