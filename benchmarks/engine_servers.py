@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId, Scalar
-from rlinf.data.sampling_params import SamplingParams
 from rlinf.engines import engines
 from rlinf.engines.resumable import ResumableSample, SegmentedRequest
+from rlinf.engines.token_sampling import SamplingParams
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.causal_lm import CausalLM
 from rlinf.models.causal_lm_config import CausalLMConfig

@@ -30,7 +30,7 @@ from rlinf.envs.cameras import CameraWrapper
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.observations import read_observation
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 TASK, PROCESSES, ROUNDS = "HalfCheetah-v5", 2, 7
 COUNT, STEPS = 16, 400

@@ -80,7 +80,7 @@ def run(folder: Path, rank: int) -> None:
     import torch
     from transformers import Qwen2ForCausalLM  # noqa: F401 - its import counts as one
 
-    import rlinf.trainers.fsdp_wrap  # noqa: F401
+    import rlinf.trainers.fsdp  # noqa: F401
     from rlinf.channels.process_group import ProcessGroupInfo
     from rlinf.config import OptimizerSection
     from rlinf.models.causal_lm import CausalLM

@@ -46,7 +46,7 @@ def run(folder: Path, rank: int) -> None:
     from rlinf.envs.base import RolloutRequest
     from rlinf.envs.gym import GymConfig, GymEnvironment
     from rlinf.models.actor_critic import CNNConfig, CNNPolicy
-    from stages.rollout_loop import local_rollout_iter
+    from stages.rollout import local_rollout_iter
 
     torch.set_num_threads(1)
     task, policy = GymConfig.model_validate(TASK), CNNConfig()

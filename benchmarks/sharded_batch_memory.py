@@ -18,8 +18,7 @@ from benchmarks.process_memory import measure_peaks
 from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data.batch import pad_right
-from rlinf.data.lazy_array import to_array
-from rlinf.data.record import RecordId
+from rlinf.data.record import RecordId, to_array
 from rlinf.data.trajectory import Trajectory
 from rlinf.trainers.micro_batching import split_micro_batches
 

@@ -4,6 +4,8 @@ The file is created atomically with ``link``. Only its owner, or the process tha
 owner, changes it. On the same boot of the same machine the operating system tells whether the owner
 is alive; elsewhere the owner is alive as long as it touches the file. Ages are measured with the
 clock of the filesystem: a new file is created there and the two times are compared.
+
+The owner also removes shared memory and temporary files that killed processes of the run left.
 """
 
 from __future__ import annotations
@@ -12,18 +14,21 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlinf.errors import RunLockedError
-from rlinf.process_id import boot_id, is_alive, own_start_time, pid_namespace
+from rlinf import shared_memory
+from rlinf.errors import InputError, RunLockedError
+from rlinf.shared_memory import boot_id, is_alive, own_start_time, pid_namespace
 from slurm.jobs import current_job_id
+from stages.layout import CONFIG_FILE
 
 LOCK_FILE = "driver.json"
 HEARTBEAT_S = 10.0
@@ -281,3 +286,59 @@ def _alive(path: Path, owner: LockOwner) -> bool:
 
 def _damaged(path: Path, error: ValueError) -> str:
     return f"{path}: damaged ({error}); if no driver runs, remove it"
+
+
+TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
+"""Names of temporary files that are renamed when they are complete."""
+MIN_AGE_S = 600.0
+"""Younger files may still be in use."""
+
+
+def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """Yield files that can be removed, with their size: of this user, on this node and in these
+    runs.
+
+    Raises:
+        InputError: a folder is no run directory.
+    """
+    folders = [folder.expanduser().absolute() for folder in runs]
+    for folder in folders:
+        if not (folder / CONFIG_FILE).is_file():
+            raise InputError(f"{folder}: no run directory (it has no {CONFIG_FILE})")
+    paths = list(shared_memory.orphaned_segments())
+    for folder in folders:
+        paths += [*orphaned_lock_files(folder), *temporary_files(folder)]
+    for path in dict.fromkeys(paths):
+        with contextlib.suppress(OSError):
+            yield path, path.lstat().st_size
+
+
+def temporary_files(run: Path) -> Iterator[Path]:
+    """Yield temporary files of a run that were never completed."""
+    # os.walk skips folders that jobs of an earlier driver remove meanwhile.
+    for folder, _, names in os.walk(run):
+        for name in names:
+            if not TEMPORARY_NAME.fullmatch(name) or name.startswith(f".{LOCK_FILE}."):
+                continue
+            path = Path(folder, name)
+            with contextlib.suppress(OSError):
+                if path.is_file() and file_age_s(path) > MIN_AGE_S:
+                    yield path
+
+
+def remove_orphans(run: Path) -> None:
+    """Remove unfinished files of earlier drivers. The caller must own the driver lock."""
+    for path in [*orphaned_lock_files(run), *temporary_files(run)]:
+        path.unlink(missing_ok=True)
+
+
+def clean_up(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
+    """Remove all orphans, or only list them; returns one line per file."""
+    lines, total = [], 0
+    for path, size in orphans(runs):
+        lines.append(f"{size / 1e6:10.1f} MB  {path}")
+        total += size
+        if not dry_run:
+            shared_memory.remove_orphan(path)
+    what = "would be removed" if dry_run else "removed"
+    return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {what}"]

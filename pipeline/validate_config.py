@@ -16,23 +16,6 @@ from pipeline.resources import pool_resources
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.unused_keys import reject_unused_keys
-from rlinf.capabilities import (
-    ACTION_VALUES,
-    DEMONSTRATIONS,
-    EPISODE_REWARDS,
-    EVAL_DEMONSTRATIONS,
-    LANGUAGE_MODEL,
-    NO_ROLLOUTS,
-    OBSERVATIONS,
-    REPLAY_ALGORITHM,
-    SAMPLE_GROUPS,
-    STALE_ROLLOUTS,
-    STEP_REWARDS,
-    TRANSITION_REPLAY,
-    TURN_REWARDS,
-    TURNS,
-    VALUE_ESTIMATES,
-)
 from rlinf.channels.process_group import ParallelLayout
 from rlinf.config import RunConfig, validate
 from rlinf.data.episodes import OPEN_EPISODES
@@ -55,7 +38,25 @@ from rlinf.interpreters import (
     set_interpreters,
 )
 from rlinf.models import policies
-from rlinf.registry import Registry, import_user_attribute
+from rlinf.registry import (
+    ACTION_VALUES,
+    DEMONSTRATIONS,
+    EPISODE_REWARDS,
+    EVAL_DEMONSTRATIONS,
+    LANGUAGE_MODEL,
+    NO_ROLLOUTS,
+    OBSERVATIONS,
+    REPLAY_ALGORITHM,
+    SAMPLE_GROUPS,
+    STALE_ROLLOUTS,
+    STEP_REWARDS,
+    TRANSITION_REPLAY,
+    TURN_REWARDS,
+    TURNS,
+    VALUE_ESTIMATES,
+    Registry,
+    import_user_attribute,
+)
 from rlinf.rewards import rewards
 from rlinf.track import LogConfig, trackers
 from rlinf.trainers import trainers
@@ -539,7 +540,7 @@ class ConfigComponent(NamedTuple):
 
 
 def check_components(config: RunConfig) -> None:
-    """Check that each component provides what the others require (:mod:`rlinf.capabilities`).
+    """Check that each component provides what the others require (:mod:`rlinf.registry`).
 
     Raises:
         ConfigError: a requirement is not met; the message names alternatives that would fit.

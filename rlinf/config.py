@@ -137,7 +137,7 @@ class RunSection(Section):
 
 class SamplingSection(Section):
     """Sampling settings beside the temperature, defined by
-    :class:`rlinf.data.sampling_params.SamplingParams`.
+    :class:`rlinf.engines.token_sampling.SamplingParams`.
 
     Log-probabilities are always those of ``softmax(logits / temperature)``, which is trained:
     ``top_k``, ``top_p``, ``min_p`` and ``min_tokens`` do not change them.

@@ -1,8 +1,9 @@
-"""Registries of named components, which are imported only when they are used.
+"""Registries of named components, and the capabilities that components require and provide.
 
-A registry maps a name in the configuration to ``module:attribute``. Listing the names imports
-nothing; :meth:`Registry.get` imports the module behind a name. A name with ``:`` is itself
-a target: ``reward.name=mypkg.rewards:Mine`` needs no entry (docs/howto/own-parts.md).
+Components are imported only when they are used. A registry maps a name in the configuration to
+``module:attribute``. Listing the names imports nothing; :meth:`Registry.get` imports the module
+behind a name. A name with ``:`` is itself a target: ``reward.name=mypkg.rewards:Mine`` needs no
+entry (docs/howto/own-parts.md).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import inspect
 import traceback
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from rlinf.errors import ConfigError, RlinfError, did_you_mean
 from rlinf.user_code import register_user_component
@@ -144,3 +145,37 @@ def _public_names(module: ModuleType) -> list[str]:
         and not inspect.ismodule(value)
         and getattr(value, "__module__", module.__name__) == module.__name__
     ]
+
+
+PROMPTS = "prompts of text"
+REFERENCE_ANSWERS = "reference answers"
+OBSERVATIONS = "observation vectors"
+STEP_REWARDS = "rewards given while an episode runs"
+TURNS = "turns that are told apart (a dialogue)"
+TURN_REWARDS = "a reward for each turn"
+EPISODE_REWARDS = "one reward for each episode, at its end"
+LANGUAGE_MODEL = "a causal language model"
+VISION = "a model that reads images"
+IMAGE_INPUTS = "an engine that takes images"
+SINGLE_PASS_ACTIONS = "actions by one forward pass"
+VALUE_ESTIMATES = "value estimates"
+DEMONSTRATIONS = "demonstrations"
+ACTION_VALUES = "values of actions"
+TRANSITION_REPLAY = "transitions to replay (flow=off_policy, or flow=offline)"
+REPLAY_ALGORITHM = "an algorithm that learns from transitions (sac, crossq, rlpd, iql, bc)"
+NO_ROLLOUTS = "a flow that collects nothing (flow=offline)"
+IMITATION_LOSS = "a loss of imitating actions"
+EVAL_DEMONSTRATIONS = "held-out demonstrations"
+STALE_ROLLOUTS = (
+    "rollouts that go on during updates (rollout.staleness above 0, and a flow that has them)"
+)
+SAMPLE_GROUPS = "several samples of each start (rollout.group_size above 1)"
+
+
+class Component:
+    """Base of environments, policies, engines, rewards and algorithms."""
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Capabilities that other components must provide."""
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """Capabilities that other components may require."""

@@ -18,10 +18,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from rlinf.errors import InputError, StorageError
-from rlinf.process_id import boot_id, is_alive, own_start_time, pid_namespace
 from rlinf.verified_io import is_owner_only
 
 SHM_FOLDER = Path("/dev/shm")
@@ -139,3 +139,41 @@ _created: dict[str, int] = {}
 def _remove_all() -> None:
     for name in list(_created):
         remove_segment(name)
+
+
+DEAD_STATES = "ZX"
+"""State letters of ended processes."""
+
+
+def process_state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state letter and start time in ticks; ``("X", 0)`` if there is no process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "X", 0
+    # The process name before these fields may contain anything, also brackets.
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def is_alive(pid: int, start_time: int) -> bool:
+    """Return whether the process with this id and start time runs."""
+    state, start = process_state_and_start(pid)
+    return state not in DEAD_STATES and start == start_time
+
+
+def own_start_time() -> int:
+    """Return the start time of this process in ticks."""
+    return process_state_and_start(os.getpid())[1]
+
+
+@cache
+def boot_id() -> str:
+    """Return the id of this boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+@cache
+def pid_namespace() -> int:
+    """Return the id of the PID namespace of this process."""
+    return Path("/proc/self/ns/pid").stat().st_ino

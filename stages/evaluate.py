@@ -21,7 +21,7 @@ from stages.dialogue_failures import DialogueFailures
 from stages.factory import environment_class, get_engine, primary_rank_environment
 from stages.flow import EVALUATE
 from stages.layout import VIDEOS_FOLDER
-from stages.rollout_loop import PolicyRunner, rollout_iter
+from stages.rollout import PolicyRunner, rollout_iter
 
 
 def write_videos(
@@ -138,7 +138,7 @@ def run_eval_episodes(
     """Run the held-out episodes; return their trajectories and scores.
 
     Args:
-        policy: see :func:`stages.rollout_loop.rollout_iter`.
+        policy: see :func:`stages.rollout.rollout_iter`.
         filmed: see :class:`rlinf.envs.base.RolloutRequest`.
     """
     episodes = RolloutRequest(

@@ -24,7 +24,7 @@ from rlinf.envs import environments
 from rlinf.envs.base import Environment
 from rlinf.errors import ArtifactError
 from rlinf.models import policies
-from rlinf.models.device import local_device
+from rlinf.models.base import local_device
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward, RewardResources
 from rlinf.trainers import trainers

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from rlinf.capabilities import NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.config import RunConfig
 from rlinf.data.episodes import OPEN_EPISODES
-from rlinf.registry import Registry
+from rlinf.registry import NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY, Registry
 
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
@@ -72,7 +71,7 @@ class Flow:
     evaluate: StageSpec = field(default_factory=StageSpec)
     """The evaluation of one version of the weights, outside the iterations."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that components must provide; see :mod:`rlinf.capabilities`."""
+    """Capabilities that components must provide; see :mod:`rlinf.registry`."""
     provides: frozenset[str] = frozenset()
     """Capabilities that components may require."""
     separate_policy: Mapping[str, StageSpec] = field(default_factory=dict)

@@ -218,7 +218,7 @@ def export(
     ] = False,
 ) -> None:
     """Copy weights of a run to a Hugging Face model folder."""
-    from pipeline.commands.export import best_version, export_weights
+    from pipeline.commands.results import best_version, export_weights
 
     if best and weights is not None:
         raise ConfigError("--best and --version exclude each other: use one of them")
@@ -273,7 +273,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="New folder for the model")],
 ) -> None:
     """Convert a GGUF file to a model folder. Its weights are float32; set model.path to it."""
-    from rlinf.models.gguf import convert_gguf
+    from rlinf.models.loading import convert_gguf
 
     convert_gguf(source, target)
     typer.echo(f"model folder: {target}")
@@ -396,7 +396,7 @@ def clean(
 
     These are shared memory of this node and temporary files of runs.
     """
-    from pipeline.cleanup import clean_up as remove
+    from pipeline.lock import clean_up as remove
 
     for line in remove(folders or [], dry_run=dry_run):
         typer.echo(line)

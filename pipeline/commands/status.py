@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from launchers.submission_queue import read_submitted_job
-from pipeline.commands.export import weight_versions
+from pipeline.commands.results import weight_versions
 from pipeline.console import create_console, format_duration, format_number, format_rate
 from pipeline.graph import Graph, StageNode
 from pipeline.health_checks import run_warnings

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlinf.algorithms.learner import Learner
-from rlinf.capabilities import SAMPLE_GROUPS, VALUE_ESTIMATES, Component
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample
+from rlinf.registry import SAMPLE_GROUPS, VALUE_ESTIMATES, Component
 
 
 class Algorithm(Component, ABC):

@@ -16,10 +16,10 @@ from pydantic import Field
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.off_policy import check_transitions, require_model_option, to_tensors
-from rlinf.capabilities import IMITATION_LOSS, NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample
 from rlinf.models.base import Batch
+from rlinf.registry import IMITATION_LOSS, NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 

@@ -22,8 +22,8 @@ from rlinf.algorithms.advantages import (
 )
 from rlinf.algorithms.losses import LossAggMode
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
-from rlinf.capabilities import SAMPLE_GROUPS
 from rlinf.data.batch import StepBatch
+from rlinf.registry import SAMPLE_GROUPS
 
 
 class GroupFilterConfig(PolicyGradientConfig):

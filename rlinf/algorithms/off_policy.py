@@ -15,7 +15,6 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.losses import QAggregation
-from rlinf.capabilities import ACTION_VALUES, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample
 from rlinf.data.transitions import (
@@ -27,6 +26,7 @@ from rlinf.data.transitions import (
 )
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch
+from rlinf.registry import ACTION_VALUES, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 

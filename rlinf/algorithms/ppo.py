@@ -18,10 +18,10 @@ from rlinf.algorithms.granularity import mask_like
 from rlinf.algorithms.importance_sampling import RolloutISMode
 from rlinf.algorithms.losses import clipped_value_loss
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
-from rlinf.capabilities import STALE_ROLLOUTS, VALUE_ESTIMATES
 from rlinf.data.batch import StepBatch
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs
+from rlinf.registry import STALE_ROLLOUTS, VALUE_ESTIMATES
 from rlinf.trainers.base import Loss
 
 

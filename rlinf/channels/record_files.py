@@ -24,8 +24,7 @@ import xxhash
 
 from rlinf.artifacts import committed_file
 from rlinf.channels.channel import ChannelClosed, RecordSink, RecordSource
-from rlinf.data.lazy_array import LazyArray
-from rlinf.data.record import LARGE_ROW_BYTES, Record, RecordId, Scalar
+from rlinf.data.record import LARGE_ROW_BYTES, LazyArray, Record, RecordId, Scalar
 from rlinf.errors import ArtifactError
 from rlinf.verified_io import read_bytes, verify_file
 

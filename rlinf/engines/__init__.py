@@ -8,9 +8,9 @@ engines = Registry(
         "transformers": "rlinf.engines.transformers:TransformersEngine",
         "direct": "rlinf.engines.direct:DirectEngine",
         "sglang": "rlinf.engines.sglang:SGLangEngine",
-        "sglang_in_process": "rlinf.engines.sglang_in_process:SGLangInProcessEngine",
+        "sglang_in_process": "rlinf.engines.sglang:SGLangInProcessEngine",
         "vllm": "rlinf.engines.vllm:VLLMEngine",
-        "vllm_in_process": "rlinf.engines.vllm_in_process:VLLMInProcessEngine",
+        "vllm_in_process": "rlinf.engines.vllm:VLLMInProcessEngine",
     },
     base="rlinf.engines.base:Engine",
 )

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.capabilities import Component
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.device_memory import MemorySize
 from rlinf.errors import DataError
+from rlinf.registry import Component
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ TOKEN_REQUEST_COLUMNS = {
     # Token ids, padded on the right to P; the padding is ignored.
     "prompt": ColumnSpec("int64", "P"),
     "prompt_length": ColumnSpec("int64"),
-    # Prompt images (rlinf.models.images), for engines with rlinf.capabilities.IMAGE_INPUTS.
+    # Prompt images (rlinf.models.images), for engines with rlinf.registry.IMAGE_INPUTS.
     "pixels": ColumnSpec("uint8", "I", optional=True),  # padded with arbitrary values
     "image_sizes": ColumnSpec("int64", "KD", optional=True),  # height, width; 0 0 means no image
     # Index of this request within the sample (default 0).
@@ -55,7 +55,7 @@ TOKEN_REQUEST_COLUMNS = {
     "begun_version": ColumnSpec("int64", "N", optional=True),
 }
 """Columns of a token request. ``info`` has the fields of
-:class:`rlinf.data.sampling_params.SamplingParams`."""
+:class:`rlinf.engines.token_sampling.SamplingParams`."""
 TOKEN_REPLY_COLUMNS = {
     "sample": ColumnSpec("int64"),  # in any order, in one reply or several
     "tokens": ColumnSpec("int64", "T"),

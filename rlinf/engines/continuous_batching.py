@@ -18,10 +18,9 @@ from torch import Tensor
 
 from rlinf.channels.channel import ChannelClosed
 from rlinf.data.record import Record
-from rlinf.data.sampling_params import SamplingParams
 from rlinf.engines.base import RequestReceiver, RolloutHooks, check_token_request
 from rlinf.engines.kv_cache import EqualLengthCache, KeyValueCache
-from rlinf.engines.token_sampling import completes_stop_string, sample_tokens
+from rlinf.engines.token_sampling import SamplingParams, completes_stop_string, sample_tokens
 from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN
 from rlinf.seeding import uniform_rows
 

@@ -11,7 +11,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.capabilities import SINGLE_PASS_ACTIONS
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.device_memory import OffloadableTensors, move_to_device
@@ -23,8 +22,8 @@ from rlinf.engines.base import (
     RolloutHooks,
     check_columns,
 )
-from rlinf.models.base import Policy, copy_weights
-from rlinf.models.device import DeviceName, local_device
+from rlinf.models.base import DeviceName, Policy, copy_weights, local_device
+from rlinf.registry import SINGLE_PASS_ACTIONS
 from rlinf.seeding import generator
 
 BATCH_MULTIPLE = 8

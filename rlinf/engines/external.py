@@ -9,16 +9,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from rlinf.capabilities import LANGUAGE_MODEL
 from rlinf.config import Section
 from rlinf.engines.base import Engine
 from rlinf.engines.resumable import SegmentRequest
 from rlinf.errors import ConfigError, DataError
+from rlinf.models.base import DeviceName, local_device
 from rlinf.models.causal_lm_config import CausalLMConfig
-from rlinf.models.device import DeviceName, local_device
 from rlinf.models.hf_folder import HFFolder, read_config_json
 from rlinf.models.loading import CheckpointExporter, inspect_module
 from rlinf.models.rotary import length_scaling
+from rlinf.registry import LANGUAGE_MODEL
 
 DEFAULT_MODEL_LEN = 4096
 """Context length for models whose config.json has no limit, because vLLM requires one."""

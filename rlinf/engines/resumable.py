@@ -19,9 +19,8 @@ import numpy as np
 
 from rlinf.channels.channel import ChannelClosed
 from rlinf.data.record import Record
-from rlinf.data.sampling_params import SamplingParams
 from rlinf.engines.base import RequestReceiver, RolloutHooks, check_token_request
-from rlinf.engines.token_sampling import completes_stop_string
+from rlinf.engines.token_sampling import SamplingParams, completes_stop_string
 from rlinf.errors import DataError
 from rlinf.seeding import torch_seed
 

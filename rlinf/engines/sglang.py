@@ -1,4 +1,4 @@
-"""The engine that uses SGLang servers; see :mod:`rlinf.engines.server`.
+"""Engines that use SGLang: as servers (:mod:`rlinf.engines.server`), or in the stage's process.
 
 ``engine_plugins/rlinf_sglang.py`` patches SGLang in its processes so that it fulfils the engine
 contract. On CPUs, ``engine_plugins/sglang_cpu`` has stubs of two packages, because SGLang's kernels
@@ -7,21 +7,26 @@ are published for GPUs only.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import logging
 import os
 import socket as sockets
+import sys
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlinf.engines.external import ExternalConfig, ExternalEngine
-from rlinf.engines.resumable import GeneratedSegment, SegmentRequest
+from rlinf.engines.in_process import InProcessEngine, restore_process_state
+from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRequest
 from rlinf.engines.server import PLUGIN_FOLDER, ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, DataError
 
 SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_sglang",)
 """Modules that other processes run; they are part of the identity of outputs."""
@@ -200,3 +205,108 @@ def core_binding(processes: int, threads: int) -> str:
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
     core_sets = (itertools.islice(cores, threads) for _ in range(processes))
     return "|".join(",".join(map(str, sorted(set(core_set)))) for core_set in core_sets)
+
+
+class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
+    """An engine that steps an SGLang scheduler in the stage's process."""
+
+    Config = SGLangCacheConfig
+
+    @classmethod
+    def required_packages(cls, config: Any) -> tuple[str, ...]:
+        return ("sglang",)
+
+    def create_backend(self, model: Path) -> None:
+        variables = dict(ENVIRONMENT)
+        if self.device.type == "cpu":
+            variables |= cpu_environment(1, self._config.threads)
+        arguments = [
+            *sglang_args(self, model, self._max_model_len),
+            *("--load-format", "dummy", "--log-level", "error", "--disable-overlap-schedule"),
+            *(["--enable-weights-cpu-backup"] if self.can_sleep else []),
+            *self._config.extra_args,
+        ]
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        with restore_process_state(self.device, variables, "SGLANG_"):
+            if self.can_sleep:
+                from torch_memory_saver import torch_memory_saver
+
+                # The default mode needs a preloaded library. It can be set only before the start.
+                if torch_memory_saver._impl is None:
+                    torch_memory_saver.hook_mode = "torch"
+            from rlinf.engines.engine_plugins.sglang_scheduler import create_scheduler
+
+            self.backend = create_scheduler(arguments, self.device.index or 0)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.backend.rlinf_load_weights(tensors)
+
+    def shut_down(self, backend: Any) -> None:
+        backend.rlinf_shut_down()
+
+    def sleep(self) -> None:
+        self.backend.rlinf_sleep(MEMORY_TAGS)
+
+    def wake(self) -> None:
+        self.backend.rlinf_wake(MEMORY_TAGS)
+
+    def create_decoder(self) -> SGLangStepDecoder:
+        return SGLangStepDecoder(self)
+
+
+class SGLangStepDecoder:
+    """A :class:`rlinf.engines.resumable.SegmentDecoder` that steps all segments together."""
+
+    def __init__(self, engine: SGLangInProcessEngine) -> None:
+        self._engine = engine
+        self._running: dict[str, ResumableSample] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
+        self._engine.check_length(request)
+        self._count += 1
+        name = str(self._count)
+        self._engine.backend.rlinf_submit(
+            name,
+            request.context_tokens,
+            sglang_sampling_params(request, self._engine.stop_token_ids_for(request)),
+        )
+        self._running[name] = sample
+
+    def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
+        with self._engine.close_on_error():
+            finished = self._engine.backend.step()
+        return [
+            (self._running.pop(name), to_segment(request)) for name, request in finished.items()
+        ]
+
+    def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
+        backend, running, self._running = self._engine.backend, self._running, {}
+        if running and backend is not None:
+            requests = backend.rlinf_requests
+            segments = [(sample, to_segment(requests[name])) for name, sample in running.items()]
+            with self._engine.close_on_error():
+                backend.rlinf_abort_all()
+            yield from segments
+
+    def close(self) -> None:
+        """Do nothing: there are no resources."""
+
+
+def to_segment(request: Any) -> GeneratedSegment | Exception:
+    """Return the tokens of an SGLang request as a segment, or the error of a rejected request."""
+    reason = request.finished_reason
+    finish = {"type": "abort"} if reason is None else reason.to_json()
+    if finish["type"] == "abort" and finish.get("status_code"):
+        return DataError(f"SGLang refuses a request: {finish['message']}")
+    tokens = [*request.output_ids_through_stop]
+    logprobs = (request.logprob.output_token_logprobs_val or [])[: len(tokens)]
+    return GeneratedSegment(tokens, logprobs, finish["type"])
+
+
+if importlib.util.find_spec("sglang") and not torch.cuda.is_available():
+    # Must precede imports, for example by transformers, of the packages that the stubs replace.
+    sys.path.insert(0, str(CPU_STUBS))

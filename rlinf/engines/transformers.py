@@ -17,7 +17,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.capabilities import IMAGE_INPUTS, LANGUAGE_MODEL
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.device_memory import OffloadableTensors, move_to_device
@@ -30,10 +29,9 @@ from rlinf.engines.kv_cache import (
     KeyValueCache,
     supports_padding,
 )
-from rlinf.models.base import Policy, copy_weights
+from rlinf.models.base import DeviceName, Policy, copy_weights, local_device
 from rlinf.models.causal_lm import causal_mask
 from rlinf.models.causal_lm_config import CausalLMConfig
-from rlinf.models.device import DeviceName, local_device
 from rlinf.models.hf_folder import HFFolder
 from rlinf.models.images import (
     PIXELS_COLUMN,
@@ -44,6 +42,7 @@ from rlinf.models.images import (
 )
 from rlinf.models.loading import load_module, reload_weights
 from rlinf.models.logprobs import mask_tokens
+from rlinf.registry import IMAGE_INPUTS, LANGUAGE_MODEL
 
 
 class TransformersConfig(Section):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from rlinf.capabilities import Component
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, Scalar
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError
+from rlinf.registry import Component
 
 if TYPE_CHECKING:
     # A simulator process loads no torch.
@@ -58,7 +58,7 @@ class RolloutRequest:
     num_videos: int = 0
     """Samples below this number record the columns of :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
-    """Other fields of :class:`rlinf.data.sampling_params.SamplingParams`, as requests carry
+    """Other fields of :class:`rlinf.engines.token_sampling.SamplingParams`, as requests carry
     them."""
 
     @property
@@ -254,7 +254,7 @@ class Environment(Component, ABC):
 
     @classmethod
     def check_demonstrations(cls, config: Any) -> None:
-        """Check that a task which provides :data:`rlinf.capabilities.DEMONSTRATIONS` has some.
+        """Check that a task which provides :data:`rlinf.registry.DEMONSTRATIONS` has some.
         Called before a run with SFT begins.
 
         Raises:
@@ -269,7 +269,7 @@ class Environment(Component, ABC):
         """Return the first ``count`` expert trajectories of the test split, or as many as there
         are.
 
-        For tasks that provide :data:`rlinf.capabilities.EVAL_DEMONSTRATIONS`.
+        For tasks that provide :data:`rlinf.registry.EVAL_DEMONSTRATIONS`.
         """
         return []
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs.arithmetic import OPERATIONS, is_test_question
@@ -28,6 +27,7 @@ from rlinf.envs.dialogue import (
     ToolInputError,
 )
 from rlinf.models.base import ModelSpec
+from rlinf.registry import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
 from rlinf.seeding import generator
 
 ALPHABET = "0123456789+-*=?:erro "

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from rlinf.capabilities import EVAL_DEMONSTRATIONS
 from rlinf.data.json_lines import JsonLinesFile
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
@@ -32,6 +31,7 @@ from rlinf.envs.problem_set import (
 from rlinf.errors import ConfigError, DataError, name_key_in_memory_errors
 from rlinf.models.base import ModelSpec
 from rlinf.models.chat_format import AssistantTurn, split_thought
+from rlinf.registry import EVAL_DEMONSTRATIONS
 from rlinf.seeding import generator
 
 log = logging.getLogger("rlinf")

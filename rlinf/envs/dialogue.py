@@ -27,7 +27,6 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 import numpy as np
 from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
 
-from rlinf.capabilities import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, RecordId, Scalar
@@ -37,6 +36,7 @@ from rlinf.envs.text_environment import TextEnvironment
 from rlinf.errors import InputError, UserCodeError
 from rlinf.models.chat_format import ChatFormat, chat_template_affixes
 from rlinf.models.chat_template import ChatMessage
+from rlinf.registry import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.seeding import generator
 from rlinf.user_code import to_user_code_error
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from rlinf.capabilities import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import VIDEO_PREFIX, Record, RecordId
@@ -57,6 +56,7 @@ from rlinf.envs.subprocess_env import (
 from rlinf.envs.vector_env import SyncVectorEnv
 from rlinf.errors import ConfigError, InputError, MissingPackageError, RlinfError, exception_line
 from rlinf.interpreters import resolve_interpreter
+from rlinf.registry import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.seeding import generator
 
 if TYPE_CHECKING:

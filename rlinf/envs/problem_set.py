@@ -29,7 +29,7 @@ from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, did_you_mean, name_key_in_memory_errors
 from rlinf.models.chat_format import split_thought
 from rlinf.models.chat_template import ChatMessage
-from rlinf.rewards.reasoning_tags import ReasoningTags
+from rlinf.rewards.math_extraction import ReasoningTags
 from rlinf.seeding import generator
 
 ROLES = ("system", "user", "assistant")

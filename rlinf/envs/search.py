@@ -22,7 +22,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
 from rlinf.data.json_lines import count_overlap
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
@@ -48,6 +47,7 @@ from rlinf.envs.search_corpus import (
 from rlinf.errors import ConfigError, require_package
 from rlinf.models.base import ModelSpec
 from rlinf.models.chat_template import ChatMessage
+from rlinf.registry import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
 from rlinf.seeding import generator
 
 CALL_PATTERN = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)

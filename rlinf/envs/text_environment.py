@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS
 from rlinf.channels.channel import Channel
 from rlinf.data.record import Record, RecordId, Scalar
 from rlinf.data.trajectory import Trajectory, context_fields, info_fields
 from rlinf.envs.base import UNFINISHED, Environment, RolloutRequest
 from rlinf.models.chat_format import ChatFormat
+from rlinf.registry import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS
 
 RESERVED_INFO_KEYS = frozenset(
     {"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"}

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from pydantic import Field, field_validator
 
-from rlinf.capabilities import IMAGE_INPUTS, VISION
 from rlinf.config import Section
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, context_fields
@@ -25,6 +24,7 @@ from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError
 from rlinf.models.base import ModelSpec
 from rlinf.models.images import ImageProcessor, pack_images
+from rlinf.registry import IMAGE_INPUTS, VISION
 from rlinf.seeding import generator
 
 QuestionKind = Literal["count", "colour", "place"]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.config import Section
 from rlinf.data.batch import pad_right
 from rlinf.data.record import IMAGE_PREFIX
@@ -22,6 +21,7 @@ from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, ValueLevel, action_chunks, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
 from rlinf.models.vector_policy import NormalizedVectorPolicy, ObservationNormalizer, tanh_network
+from rlinf.registry import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 
 
 class MLPConfig(Section):

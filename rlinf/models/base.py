@@ -6,21 +6,24 @@ robot) is known to the policy and to the environment that goes with it.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
-from rlinf.capabilities import Component
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.images import ImageProcessor
+from rlinf.registry import Component
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_rows, local_shard
 
@@ -105,7 +108,7 @@ class Policy(Component, ABC):
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor | None:
-        """Return the image processor of policies that provide :data:`rlinf.capabilities.VISION`."""
+        """Return the image processor of policies that provide :data:`rlinf.registry.VISION`."""
         return None
 
     @classmethod
@@ -189,7 +192,7 @@ class Policy(Component, ABC):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Draw the noise that :meth:`act` needs for one sample: float32 ``[steps, ...]``.
 
-        For policies that provide :data:`rlinf.capabilities.SINGLE_PASS_ACTIONS`, as :meth:`act`.
+        For policies that provide :data:`rlinf.registry.SINGLE_PASS_ACTIONS`, as :meth:`act`.
         """
         raise NotImplementedError
 
@@ -214,8 +217,8 @@ class Policy(Component, ABC):
     def transition_dtype(self) -> np.dtype:
         """The structured dtype of the policy's transitions (:mod:`rlinf.data.transitions`).
 
-        For policies that provide :data:`rlinf.capabilities.ACTION_VALUES` or
-        :data:`rlinf.capabilities.IMITATION_LOSS`.
+        For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
+        :data:`rlinf.registry.IMITATION_LOSS`.
         """
         raise NotImplementedError
 
@@ -223,15 +226,15 @@ class Policy(Component, ABC):
         """Convert actions ``[..., A]`` from the simulator's units to those of the losses; default:
         no change.
 
-        For policies that provide :data:`rlinf.capabilities.ACTION_VALUES` or
-        :data:`rlinf.capabilities.IMITATION_LOSS`.
+        For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
+        :data:`rlinf.registry.IMITATION_LOSS`.
         """
         return actions
 
     def imitation_loss(self, batch: Batch) -> Tensor:
         """Return the imitation loss ``[B]`` of transitions.
 
-        For policies that provide :data:`rlinf.capabilities.IMITATION_LOSS`.
+        For policies that provide :data:`rlinf.registry.IMITATION_LOSS`.
 
         Args:
             batch: ``observations`` ``[B, D]``, ``actions`` ``[B, A]``, and random numbers:
@@ -332,3 +335,30 @@ def weight_mismatch(name: str, count: int) -> DataError:
         f"weights do not fit the loaded network: {name!r}{others} missing, unknown or of another "
         "shape; load the folder they belong to first"
     )
+
+
+def _device_name(name: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ValueError("expected auto, cpu, cuda, or one GPU such as cuda:1")
+    return name
+
+
+DeviceName = Annotated[str, AfterValidator(_device_name)]
+"""A device name in a configuration; see :func:`local_device`."""
+
+
+def local_device(name: str) -> torch.device:
+    """Return the device of this process for a configured device name.
+
+    Args:
+        name: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` (the GPU of this rank's number
+            among those the process sees), or one GPU such as ``cuda:1``.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda" or ":" in name:
+        return device
+    # Launchers show each rank either all GPUs of the node or only its own.
+    count = max(1, torch.cuda.device_count())
+    return torch.device("cuda", ProcessGroupInfo.from_environment().local_rank % count)

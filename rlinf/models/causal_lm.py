@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS
 from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
@@ -63,6 +62,7 @@ from rlinf.models.packed_attention import (
     unpack,
 )
 from rlinf.models.rotary import length_scaling
+from rlinf.registry import LANGUAGE_MODEL, PROMPTS
 from rlinf.safetensors_io import StreamedState, save_tensors
 
 log = logging.getLogger("rlinf")

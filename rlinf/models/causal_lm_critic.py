@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlinf.capabilities import LANGUAGE_MODEL, VALUE_ESTIMATES
 from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.causal_lm import CausalLM
@@ -23,6 +22,7 @@ from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.models.hf_folder import WEIGHTS_FILE
 from rlinf.models.loading import load_weights
 from rlinf.models.onednn_linear import use_onednn
+from rlinf.registry import LANGUAGE_MODEL, VALUE_ESTIMATES
 from rlinf.safetensors_io import StreamedState, save_tensors
 from rlinf.sharded_tensors import local_shard
 from rlinf.verified_io import copy_file

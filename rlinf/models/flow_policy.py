@@ -11,7 +11,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.capabilities import IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
@@ -25,6 +24,7 @@ from rlinf.models.denoising import (
     noise_fractions,
 )
 from rlinf.models.vector_policy import NormalizedVectorPolicy, ObservationNormalizer, tanh_network
+from rlinf.registry import IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.seeding import generator
 
 

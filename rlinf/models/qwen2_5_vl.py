@@ -17,7 +17,6 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS, VISION
 from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
@@ -43,6 +42,7 @@ from rlinf.models.images import (
 )
 from rlinf.models.loading import check_rotary
 from rlinf.models.packed_attention import PACKED_ATTENTION, packed_attention
+from rlinf.registry import LANGUAGE_MODEL, PROMPTS, VISION
 
 MODEL_TYPE = "qwen2_5_vl"
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = (

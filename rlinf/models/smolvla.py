@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import IMAGE_PREFIX
@@ -67,6 +66,7 @@ from rlinf.models.smolvla_folder import (
 )
 from rlinf.models.smolvla_network import PrefixCache, SmolVLANetwork
 from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
+from rlinf.registry import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.safetensors_io import load_tensors
 from rlinf.seeding import generator
 from rlinf.verified_io import copy_file, read_text

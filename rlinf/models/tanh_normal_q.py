@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.capabilities import ACTION_VALUES, IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS
 from rlinf.config import Section
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
 from rlinf.models.vector_policy import VectorPolicy
+from rlinf.registry import ACTION_VALUES, IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS
 
 TANH_EDGE = 1e-6
 """Actions of other sources are clamped this far inside the interval; the density at the edge is

@@ -29,7 +29,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import IMAGE_PREFIX
@@ -72,6 +71,7 @@ from rlinf.models.vla_folder import (
     read_vla_config,
 )
 from rlinf.models.vla_network import VLANetwork
+from rlinf.registry import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 
 CONFIG_FILE = "config.json"
 

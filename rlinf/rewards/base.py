@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
-from rlinf.capabilities import Component
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.episodes import spans_several_episodes
@@ -24,6 +23,7 @@ from rlinf.data.loss_mask import (
 )
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError, RlinfError
+from rlinf.registry import Component
 
 if TYPE_CHECKING:
     from rlinf.device_memory import DeviceMemoryManager

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlinf.capabilities import PROMPTS
 from rlinf.config import Section, json_digest
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError, did_you_mean
+from rlinf.registry import PROMPTS
 from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
 from rlinf.rewards.chat_endpoint import (
     OVER_BUDGET,

@@ -29,7 +29,7 @@ from typing import Literal
 from rlinf import process_tuning
 from rlinf.errors import MissingPackageError, RlinfError
 from rlinf.package_paths import child_python_path
-from rlinf.rewards.reasoning_tags import ReasoningTags
+from rlinf.rewards.math_extraction import ReasoningTags
 
 MEMORY_BYTES = 2 << 30
 """Address space of a grading process, which needs about a tenth of it."""

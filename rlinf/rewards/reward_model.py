@@ -15,15 +15,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.capabilities import PROMPTS
 from rlinf.config import Section
 from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import OffloadableTensors, move_to_device
+from rlinf.models.base import DeviceName, local_device
 from rlinf.models.chat_template import render_conversations
-from rlinf.models.device import DeviceName, local_device
 from rlinf.models.hf_folder import HFFolder
 from rlinf.models.sequence_classifier import check_classifier, load_classifier
+from rlinf.registry import PROMPTS
 from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
 
 PATH_KEY = "reward.path"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field, model_validator
 
-from rlinf.capabilities import EPISODE_REWARDS, REFERENCE_ANSWERS, STEP_REWARDS, TURN_REWARDS
 from rlinf.config import Section
 from rlinf.data.episodes import scored_episodes
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.trajectory import Trajectory
+from rlinf.registry import EPISODE_REWARDS, REFERENCE_ANSWERS, STEP_REWARDS, TURN_REWARDS
 from rlinf.rewards.base import Reward, RewardResult
 
 

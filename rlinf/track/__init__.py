@@ -11,8 +11,7 @@ from pydantic import model_validator
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import RlinfError
 from rlinf.registry import Registry
-from rlinf.track.base import FailSafeTracker, Tracker
-from rlinf.track.trackers import MlflowConfig, WandbConfig
+from rlinf.track.trackers import FailSafeTracker, MlflowConfig, Tracker, WandbConfig
 
 trackers = Registry(
     "tracker",
@@ -21,7 +20,7 @@ trackers = Registry(
         "wandb": "rlinf.track.trackers:WandbTracker",
         "mlflow": "rlinf.track.trackers:MlflowTracker",
     },
-    base="rlinf.track.base:Tracker",
+    base="rlinf.track.trackers:Tracker",
 )
 
 

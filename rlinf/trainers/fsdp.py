@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.device_memory import move_to_device
+from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
 from rlinf.sharded_tensors import gather_full_tensors, local_shard
@@ -206,8 +208,6 @@ class FSDPTrainer(MinibatchTrainer):
         # Imported only for sharded trainers, because it takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from rlinf.trainers.fsdp_wrap import apply_fsdp, create_mesh, shard_coordinates
-
         size = self.world.size
         _check_replicas(self.config, size, "a stage")
         mesh = create_mesh(self.device, size, self.config.dp_replicate if size > 1 else 1)
@@ -255,3 +255,66 @@ def _check_replicas(config: FSDPConfig, processes: int, stage: str) -> None:
             f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} "
             f"processes of {stage}; give a divisor, or 1 for one model replica over all processes"
         )
+
+
+def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
+    """Return the device mesh; with several replicas it is 2D, with one replica per row."""
+    if replicas == 1:
+        return init_device_mesh(device.type, (processes,))
+    shape, names = (replicas, processes // replicas), ("replicate", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def apply_fsdp(
+    policy: Policy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    precision: MixedPrecisionPolicy,
+    *,
+    wrap_min_bytes: int,
+    reshard_after_forward: bool,
+) -> tuple[Any, bool]:
+    """Shard a policy's module. Parameters without memory get this process's shard of it.
+
+    Returns:
+        The root module, and whether it is the only FSDP unit.
+    """
+    module = policy.module
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    if is_meta:
+        move_buffers(module, device)
+    else:
+        move_to_device(module, device)
+    # Units never span two networks, because one of them may be gathered without the other.
+    units = [unit for stack in policy.block_stacks() for unit in _units(stack, wrap_min_bytes)]
+    for unit in units:
+        fully_shard(
+            unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
+        )
+    # The backward pass needs the root's parameters first, so they stay gathered.
+    root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    if is_meta:
+        allocate_parameters(module, device)
+        # ``_apply`` makes FSDP read its parameters again and pad them, before they are loaded.
+        module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+        policy.load_weights()
+    return root, not units
+
+
+def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """Return the indices of this process's replica and shard, and the number of shards."""
+    replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+    return replica, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+
+
+def _units(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
+    """Group adjacent blocks into units of at least ``min_bytes``; none if the total is less."""
+    units: list[list[nn.Module]] = []
+    size = min_bytes
+    for block in blocks:
+        if size >= min_bytes:
+            units.append([])
+            size = 0
+        units[-1].append(block)
+        size += sum(p.nbytes for p in block.parameters())
+    return units if len(units) > 1 or size >= min_bytes else []

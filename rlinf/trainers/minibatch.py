@@ -7,37 +7,42 @@ whole minibatch in advance, so the summed gradient does not depend on the split.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlinf import mkl_warmup
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.load_balancing import StepSpan
 from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import OffloadableTensors
 from rlinf.errors import ConfigError, StageError
-from rlinf.models.base import Batch, Policy, StepOutputs, concat_outputs
-from rlinf.models.device import DeviceName, local_device
+from rlinf.models.base import Batch, DeviceName, Policy, StepOutputs, concat_outputs, local_device
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_shard, storage_key
 from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import LossFunction, Trainer, is_max_metric, merge_metrics
 from rlinf.trainers.lora import LoRAAdapters, LoRAConfig, check_lora_targets
-from rlinf.trainers.loss_scaler import LossScaler
 from rlinf.trainers.micro_batching import MicroBatches, split_micro_batches
-from rlinf.trainers.optimizer import MOMENT_NAMES, freeze_other_groups, select_groups_to_update
-from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
+from rlinf.trainers.optimizer import (
+    MOMENT_NAMES,
+    LossScaler,
+    freeze_other_groups,
+    select_groups_to_update,
+)
 
 
 def enable_gradient_checkpointing(policy: Policy) -> None:
@@ -76,7 +81,7 @@ class MinibatchTrainerConfig(Section):
     """Data type of parameters in forward and backward passes. The optimizer's weights keep their
     own type."""
     initial_loss_scale: float = Field(default=65536.0, ge=1)
-    """Initial loss scale of float16, a power of two; see :mod:`rlinf.trainers.loss_scaler`."""
+    """Initial loss scale of float16, a power of two; see :mod:`rlinf.trainers.optimizer`."""
     loss_scale_window: int = Field(default=2000, gt=0)
     """Number of steps without overflow after which the loss scale is doubled."""
     gradient_checkpointing: bool = False
@@ -480,3 +485,68 @@ def _copy_to_cpu(
             by_storage[key] = source.clone() if source.device.type == "cpu" else source.cpu()
         copies[name] = by_storage[key]
     return copies
+
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class ThreadedDataParallel:
+    """``count`` threads, each with a replica of a policy. A count of 1 uses the caller's thread."""
+
+    def __init__(self, policy: Policy, count: int) -> None:
+        mkl_warmup.warm_up()
+        self.replicas = [policy, *(_twin(policy) for _ in range(count - 1))]
+        self._executor = (
+            ThreadPoolExecutor(count, "batches", torch.set_num_threads, (1,)) if count > 1 else None
+        )
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    def map(self, work: Callable[[Policy, A], R], parts: Sequence[A]) -> list[R]:
+        """Compute ``work(policy, part)`` in all threads; return the results in order."""
+        if self._executor is None:
+            return [work(self.replicas[0], parts[0])]
+        futures = [
+            self._executor.submit(work, policy, part)
+            for policy, part in zip(self.replicas, parts, strict=True)
+        ]
+        # Wait for all threads even after an error: none may overlap with later work.
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def reduce_gradients(self) -> None:
+        """Add the gradients of the other replicas to the first one's, always in the same order."""
+        modules = [policy.module for policy in self.replicas]
+        for other in modules[1:]:
+            for parameter, copied in zip(modules[0].parameters(), other.parameters(), strict=True):
+                if copied.grad is None:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = copied.grad
+                else:
+                    parameter.grad.add_(copied.grad)
+                copied.grad = None
+
+
+def _twin(policy: Policy) -> Policy:
+    """Return a policy whose module shares weights and buffers with the original."""
+    twin = copy.copy(policy)
+    twin.module = copy.deepcopy(policy.module)
+    module, other = policy.module, twin.module
+    for parameter, copied in zip(module.parameters(), other.parameters(), strict=True):
+        copied.data = parameter.data
+    for submodule, copied_submodule in zip(module.modules(), other.modules(), strict=True):
+        _share_buffers(submodule, copied_submodule)
+    return twin
+
+
+def _share_buffers(module: nn.Module, twin: nn.Module) -> None:
+    for name, buffer in module.named_buffers(recurse=False):
+        twin._buffers[name] = buffer

@@ -43,7 +43,7 @@ from stages.device_schedule import DeviceSchedule, DeviceSlot
 from stages.flow import POLICY_SUFFIX
 from stages.layout import CHANNELS_FOLDER
 from stages.live_store import LiveOutput, LiveStore, evict_oldest
-from stages.rollout_loop import PolicyRunner
+from stages.rollout import PolicyRunner
 from stages.runner import import_stage_module, withdraw_on_damage
 from stages.worker.messages import (
     AttemptEnded,

@@ -36,7 +36,7 @@ from rlinf.channels.process_group import GLOO_INTERFACE_VARIABLE
 from rlinf.channels.rendezvous import join_rendezvous
 from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError, RlinfError, StageError, WeightTransferError
-from rlinf.models.device import local_device
+from rlinf.models.base import local_device
 from rlinf.shared_memory import SEGMENT_NAME, new_segment_name
 from rlinf.threads import BackgroundWorker
 from rlinf.weights.broadcast import BUCKET_TIMEOUT_S, BroadcastGroup, WeightBroadcast

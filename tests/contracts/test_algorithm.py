@@ -18,7 +18,6 @@ from rlinf.algorithms import algorithms
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.losses import loss_agg_weights
 from rlinf.algorithms.policy_gradient import PolicyGradient
-from rlinf.capabilities import TRANSITION_REPLAY, VALUE_ESTIMATES
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import StepBatch, TrainingSample
@@ -33,6 +32,7 @@ from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.tanh_normal_q import MLPQConfig, MLPQPolicy
+from rlinf.registry import TRANSITION_REPLAY, VALUE_ESTIMATES
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.own import parts
 

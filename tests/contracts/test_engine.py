@@ -22,7 +22,6 @@ import pytest
 import torch
 from scipy import stats
 
-from rlinf.capabilities import LANGUAGE_MODEL
 from rlinf.channels.channel import ChannelFailed, LocalChannel
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory
@@ -42,6 +41,7 @@ from rlinf.errors import DataError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
+from rlinf.registry import LANGUAGE_MODEL
 from tests.environments import need_environment
 
 TOKENS = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=64)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from rlinf.capabilities import OBSERVATIONS, STEP_REWARDS, VISION
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
@@ -23,7 +22,8 @@ from rlinf.envs.dialogue import is_failed
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM
 from rlinf.models.qwen2_5_vl import Qwen25VL
-from stages.rollout_loop import local_rollout_iter
+from rlinf.registry import OBSERVATIONS, STEP_REWARDS, VISION
+from stages.rollout import local_rollout_iter
 
 GROUP = 2
 LETTERS = "0123456789+-*=? errobad"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.capabilities import LANGUAGE_MODEL, SINGLE_PASS_ACTIONS
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.batch import pad_right
 from rlinf.data.record import Record, RecordId
@@ -23,6 +22,7 @@ from rlinf.envs.episode_runner import TRAJECTORY_NAMES
 from rlinf.models import policies
 from rlinf.models.base import copy_weights
 from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN, pack_images
+from rlinf.registry import LANGUAGE_MODEL, SINGLE_PASS_ACTIONS
 from rlinf.seeding import generator
 from tests.contracts.own import parts
 

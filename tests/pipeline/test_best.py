@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
 from pipeline.commands.experiment import run_experiment
-from pipeline.commands.export import best_version, weight_versions
+from pipeline.commands.results import best_version, weight_versions
 from pipeline.commands.status import read_status, status_view
 from pipeline.console import create_console
 from pipeline.report.data import read_report_data

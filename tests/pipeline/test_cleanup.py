@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pipeline.cleanup import remove_orphans as sweep_run
 from pipeline.commands.cli import app
 from pipeline.commands.experiment import prepare_run
+from pipeline.lock import remove_orphans as sweep_run
 from rlinf import shared_memory as memory
-from rlinf.process_id import pid_namespace
-from rlinf.shared_memory import SHM_FOLDER, new_segment_name, remove_orphaned_segments
+from rlinf.shared_memory import (
+    SHM_FOLDER,
+    new_segment_name,
+    pid_namespace,
+    remove_orphaned_segments,
+)
 
 WRITE = """
 import sys, time, torch

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.commands.experiment import compose, drive
-from pipeline.commands.export import weight_versions
+from pipeline.commands.results import weight_versions
 from pipeline.executors import InProcessExecutor
 from pipeline.graph import Graph, StageNode
 from pipeline.resume import OnMismatch, create_run

@@ -19,7 +19,7 @@ from pipeline.run import Run
 from pipeline.run_record import effective_settings, flatten, read_run_record
 from rlinf.config import RunConfig, json_digest, select_semantic, validate
 from rlinf.errors import ConfigError
-from rlinf.track.base import settings_of_run
+from rlinf.track.trackers import settings_of_run
 from stages.identity import CLASS_REGISTRIES
 from stages.layout import CONFIG_FILE, RUN_FILE
 

@@ -26,7 +26,7 @@ VECTOR_MATHEMATICS = {
 PROGRAM = """
 import torch
 from rlinf import mkl_warmup
-from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
+from rlinf.trainers.minibatch import ThreadedDataParallel
 from tests.rlinf.test_mkl_warmup import Plain
 assert not mkl_warmup.is_warmed_up()
 lanes = ThreadedDataParallel(Plain(), 2)

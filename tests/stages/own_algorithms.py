@@ -14,12 +14,12 @@ from rlinf.algorithms.advantages import compute_gae, masked_whiten
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.group_relative import GRPO
 from rlinf.algorithms.learner import Learner
-from rlinf.capabilities import VALUE_ESTIMATES
 from rlinf.config import Section
 from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch, gather_steps
 from rlinf.data.load_balancing import StepSpan
 from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.registry import VALUE_ESTIMATES
 from rlinf.rewards.base import Reward
 from rlinf.trainers.base import Loss, loss_from_steps
 from stages.flow import Flow, InputSource, on_policy

@@ -20,7 +20,7 @@ from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import RequeueRequested
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
-from rlinf.capabilities import SAMPLE_GROUPS
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
+from rlinf.registry import SAMPLE_GROUPS
 
 
 class LeaveOneOutConfig(PolicyGradientConfig):

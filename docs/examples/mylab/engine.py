@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.capabilities import SINGLE_PASS_ACTIONS
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks
 from rlinf.models.base import copy_weights
+from rlinf.registry import SINGLE_PASS_ACTIONS
 from rlinf.seeding import generator
 
 

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
+from rlinf.registry import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.safetensors_io import load_tensors
 
 

@@ -7,11 +7,11 @@ from pydantic import Field
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
-from rlinf.capabilities import SAMPLE_GROUPS
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample, build_step_batch
 from rlinf.data.load_balancing import StepSpan
 from rlinf.models.base import Batch, Policy
+from rlinf.registry import SAMPLE_GROUPS
 from rlinf.trainers.base import Loss
 
 

@@ -39,9 +39,9 @@ from pipeline.planning.profile.schema import (
     ProfilePoint,
     ResponseLengths,
 )
-from rlinf.capabilities import LANGUAGE_MODEL
 from rlinf.config import RunConfig
 from rlinf.errors import DataError, PlanError
+from rlinf.registry import LANGUAGE_MODEL
 from rlinf.trainers.optimizer import OFFLOAD_CHUNK_BYTES
 from rlinf.verified_io import read_text
 from slurm.inventory import Inventory

@@ -41,7 +41,7 @@ from rlinf.data.loss_mask import loss_mask
 from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import RequeueRequested
-from rlinf.models.device import local_device
+from rlinf.models.base import local_device
 from rlinf.trainers.base import Trainer
 from slurm.stop_signals import StopFlag
 from stages.factory import policy_class

@@ -4,7 +4,7 @@ Policies call it like the ``transformers`` network: tokens in, logits out. The l
 Megatron, but with torch's attention, or for packed rows
 :func:`rlinf.models.packed_attention.packed_attention`. The rotary frequencies are copied from the
 original network. With context parallelism, positions are exchanged only in the attention and after
-the layers (:mod:`rlinf.trainers.megatron.context_parallel`).
+the layers (:mod:`rlinf.trainers.megatron.parallel_dims`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from rlinf.channels.process_group import ParallelLayout
 from rlinf.models.packed_attention import PackedRows, packed_attention
-from rlinf.trainers.megatron import context_parallel
-
-
-class NotLastStage(Exception):
-    """Raised at pipeline stages before the last: only the last stage computes logits."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__("only the last pipeline stage computes logits")
-        self.hidden = hidden
+from rlinf.trainers.megatron import parallel_dims
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class MegatronAttention(nn.Module):
         """
         length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.cp_group
         if group is not None:
-            return context_parallel.context_parallel_attention(query, key, value, group).flatten(2)
+            return parallel_dims.context_parallel_attention(query, key, value, group).flatten(2)
         queries, keys, values = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if rows is None:
             grouped = query.shape[2] != key.shape[2]
@@ -158,7 +150,7 @@ class MegatronNetwork(nn.Module):
 
             cp_group = parallel_state.get_context_parallel_group()
             rank = cp_group.rank()
-            positions = context_parallel.local_positions(padded_length, self.cp, rank)
+            positions = parallel_dims.local_positions(padded_length, self.cp, rank)
             positions = positions.to(input_ids.device)
             input_ids, position_ids = input_ids[:, positions], position_ids[:, positions]
         angles = position_ids[0, :, None].float() * self.frequencies
@@ -182,7 +174,7 @@ class MegatronNetwork(nn.Module):
             packed_seq_params=AttentionContext(rows, cp_group),
         )
         if not inner.post_process:
-            raise NotLastStage(hidden)
+            raise parallel_dims.NotLastStage(hidden)
         if self.is_sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -190,7 +182,7 @@ class MegatronNetwork(nn.Module):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         if cp_group is not None:
             # Here too; :func:`MegatronTrainer._backward` divides the loss by the group's size.
-            hidden = context_parallel.gather_sequence(hidden, cp_group)
+            hidden = parallel_dims.gather_sequence(hidden, cp_group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         head = inner.shared_embedding_or_output_weight() if self._shares_head() else None

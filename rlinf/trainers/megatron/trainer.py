@@ -29,7 +29,7 @@ from rlinf.safetensors_io import StreamedState
 from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import LossFunction, merge_metrics
 from rlinf.trainers.lora import initial_factor
-from rlinf.trainers.megatron import hf_mapping, pipeline_parallel, process_groups
+from rlinf.trainers.megatron import hf_mapping, parallel_dims
 from rlinf.trainers.megatron.compatibility import (
     ONLY_CAUSAL_LM,
     check_adapters,
@@ -42,9 +42,8 @@ from rlinf.trainers.megatron.local_params import LocalParams, LocalTensors, read
 from rlinf.trainers.megatron.lora_layers import add_lora_layers
 from rlinf.trainers.megatron.model import MegatronNetwork
 from rlinf.trainers.micro_batching import MicroBatches
-from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
+from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig, ThreadedDataParallel
 from rlinf.trainers.optimizer import create_optimizer, init_optimizer_state, scale_gradients
-from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 
 
 class MegatronConfig(MinibatchTrainerConfig):
@@ -109,7 +108,7 @@ class MegatronTrainer(MinibatchTrainer):
             config = config.model_copy(update={"packing": False})
         super().__init__(policy, config, optimizer, world)
         require_package("megatron", "megatron", "trainer=megatron")
-        process_groups.initialize_process_groups(world, self.device.type)
+        parallel_dims.initialize_process_groups(world, self.device.type)
         if self._is_packed:  # the collation of packed rows is the same on every device
             policy.enable_packing(torch.device("cpu"), torch.float32)
         self._meta_module = _copy_to_meta(network)
@@ -255,11 +254,11 @@ class MegatronTrainer(MinibatchTrainer):
         self._params.allocate_gradients()
         pairs = list(zip(batches.spans, batches.is_real, strict=True))
         sums: dict[str, Tensor] = {}
-        for metrics in pipeline_parallel.run_pipeline(
+        for metrics in parallel_dims.run_pipeline(
             self._params.ddp_model, pairs, compute, backward=True
         ):
             merge_metrics(sums, metrics)
-        return dict(pipeline_parallel.broadcast_metric_sums(sums, self.device))
+        return dict(parallel_dims.broadcast_metric_sums(sums, self.device))
 
     def _outputs(
         self,
@@ -278,12 +277,12 @@ class MegatronTrainer(MinibatchTrainer):
             logprobs_out = policy.evaluate(inputs, temperature).logprobs
             return logprobs_out, logprobs_out
 
-        logprobs_out = pipeline_parallel.run_pipeline(
+        logprobs_out = parallel_dims.run_pipeline(
             self._params.ddp_model, batches.spans, compute, backward=False
         )
         logprobs_out = logprobs_out or [torch.zeros(size, device=self.device) for size in sizes]
         return [
-            StepOutputs(pipeline_parallel.broadcast_from_last_stage(logprobs.contiguous()))
+            StepOutputs(parallel_dims.broadcast_from_last_stage(logprobs.contiguous()))
             for logprobs in logprobs_out
         ]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.capabilities import SINGLE_PASS_ACTIONS
 from rlinf.channels.channel import LocalChannel
 from rlinf.config import Section
 from rlinf.data.record import Record, RecordId
@@ -20,6 +19,7 @@ from rlinf.engines.base import NO_HOOKS, RolloutHooks
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.base import ModelSpec, Policy
+from rlinf.registry import SINGLE_PASS_ACTIONS
 
 CONFIG = MLPConfig(hidden=(8,), initial_log_std=-0.5)
 ACTIONS = {"discrete": {"kind": "discrete", "size": 3}, "box": {"kind": "box", "size": 2}}

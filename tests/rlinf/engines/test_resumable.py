@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlinf.data.record import Record, RecordId
-from rlinf.data.sampling_params import SamplingParams
 from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentedRequest
+from rlinf.engines.token_sampling import SamplingParams
 from rlinf.errors import DataError
 
 

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlinf.channels.channel import LocalChannel
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.engines.base import RolloutHooks
-from rlinf.engines.tensor_parallel import check_attention_heads, server_gpus
+from rlinf.engines.server import check_attention_heads, server_gpus
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.contracts.test_engine import TOKENS, Tried

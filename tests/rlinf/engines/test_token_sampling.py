@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rlinf.data.sampling_params import SamplingParams
-from rlinf.engines.token_sampling import completes_stop_string, sample_tokens, truncate_distribution
+from rlinf.engines.token_sampling import (
+    SamplingParams,
+    completes_stop_string,
+    sample_tokens,
+    truncate_distribution,
+)
 
 TEXT = "stop here, stop there; naïve cafés ÜÜ <end> 你好 " * 3
 

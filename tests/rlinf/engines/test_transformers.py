@@ -13,11 +13,10 @@ import torch
 
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId
-from rlinf.data.sampling_params import SamplingParams
 from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.engines.base import NO_HOOKS, RolloutHooks
-from rlinf.engines.token_sampling import sample_tokens
+from rlinf.engines.token_sampling import SamplingParams, sample_tokens
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig

@@ -34,7 +34,7 @@ from rlinf.rewards.base import Reward, RewardResources
 from rlinf.rewards.task_rewards import EnvironmentReward, EnvironmentRewardConfig
 from rlinf.seeding import generator
 from stages.reward import compute_rewards
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 WORDS = "tests.rlinf.envs.speaking_worlds:make"
 

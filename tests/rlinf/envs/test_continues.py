@@ -25,7 +25,7 @@ from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.subprocess_env import SimulatorError
 from rlinf.errors import ConfigError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 PENDULUM: dict[str, Any] = {
     "id": "Pendulum-v1",

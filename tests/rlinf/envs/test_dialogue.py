@@ -43,7 +43,7 @@ from rlinf.errors import InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
 from rlinf.registry import import_user_attribute
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.stages.test_reward import trajectories_of
 
 Compose = Callable[..., dict[str, Any]]

@@ -26,7 +26,7 @@ from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.seeding import generator
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 POLICY = MLPConfig(hidden=(16,))
 

@@ -24,7 +24,7 @@ from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.errors import DataError, InputError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.replay import offline_data
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.rlinf.envs.helped_worlds import STEPS
 
 HELPED: dict[str, Any] = {

@@ -27,7 +27,7 @@ from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.task_rewards import EnvironmentReward
 from stages.evaluate import eval_policy_runner, run_eval_episodes
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.rlinf.envs import batched_worlds, breaking_worlds
 
 BREAKING: dict[str, Any] = {

@@ -28,7 +28,7 @@ from rlinf.envs.subprocess_env import SimulatorError
 from rlinf.errors import InputError
 from rlinf.rewards.base import Reward, RewardResources
 from rlinf.rewards.task_rewards import ScoreConfig, ScoreReward
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.rlinf.envs.test_lost_episodes import BREAKING, engine_for
 
 HORIZON = 10

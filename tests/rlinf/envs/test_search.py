@@ -29,7 +29,7 @@ from rlinf.errors import ConfigError, InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
 from rlinf.seeding import generator
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.environments import need_environment
 from tests.rlinf.envs.readers import Reader, expert, guesser
 

@@ -34,7 +34,7 @@ from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.subprocess_env import SimulatorError
 from rlinf.errors import InputError
 from rlinf.models.actor_critic import CNNConfig, CNNPolicy, MLPConfig, MLPPolicy
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 POLICY = MLPConfig(hidden=(16,))
 CARTPOLE = GymConfig(id="CartPole-v1")

@@ -19,7 +19,7 @@ from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process, 
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from stages.evaluate import scores_by_task
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 ALL: dict[str, Any] = {
     "simulator": "tests.rlinf.envs.several_worlds:make",

@@ -19,7 +19,7 @@ from rlinf.envs.simulators.requirements import SimulatorRequirements
 from rlinf.envs.subprocess_env import SubprocessVectorEnv
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 
 THREE: dict[str, Any] = {
     "simulator": "tests.rlinf.envs.numbered_worlds:make",

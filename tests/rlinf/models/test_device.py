@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlinf.models.device import local_device
+from rlinf.models.base import local_device
 
 
 @pytest.mark.parametrize(("seen", "index"), [(4, 2), (1, 0), (2, 0)])

@@ -12,8 +12,8 @@ import torch
 
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.gguf import convert_gguf, find_gguf
 from rlinf.models.hf_folder import HFFolder
+from rlinf.models.loading import convert_gguf, find_gguf
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -124,7 +124,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlinf.models.gguf.sync_file", full)
+    monkeypatch.setattr("rlinf.models.loading.sync_file", full)
     with pytest.raises(OSError, match="No space left"):
         convert_gguf(str(written[0]), tmp_path / "models" / "small")
     assert not list((tmp_path / "models").iterdir())

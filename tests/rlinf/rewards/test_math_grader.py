@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from rlinf.package_paths import child_python_path
+from rlinf.rewards.math_extraction import ReasoningTags
 from rlinf.rewards.math_grader import CROSS_CHECK_EVERY, MEMORY_BYTES, MathGrader, count_outcomes
-from rlinf.rewards.reasoning_tags import ReasoningTags
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 HANGS = "$9^{9^{9^{9}}}$"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.models.chat_format import ThinkingMarks
-from rlinf.rewards.reasoning_tags import DEFAULT_TAGS, ReasoningTags
+from rlinf.rewards.math_extraction import DEFAULT_TAGS, ReasoningTags
 
 MARKS = ReasoningTags()
 TEXT = st.text(st.characters(codec="ascii", exclude_characters="<>[]"), max_size=20)

@@ -15,8 +15,7 @@ import pytest
 from pipeline.commands.experiment import run_experiment
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
-from rlinf.track.base import settings_of_run
-from rlinf.track.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
+from rlinf.track.trackers import MlflowTracker, TensorBoardTracker, WandbTracker, settings_of_run
 
 Compose = Callable[..., dict[str, Any]]
 

@@ -17,7 +17,7 @@ from rlinf.errors import StageError
 from rlinf.models.base import StepOutputs
 from rlinf.trainers.base import Loss, loss_from_steps
 from rlinf.trainers.fsdp import FSDPTrainer
-from rlinf.trainers.loss_scaler import LossScaler
+from rlinf.trainers.optimizer import LossScaler
 from tests.environments import need_environment
 from tests.rlinf.trainers.test_options import LR, assert_close, make
 from tests.rlinf.trainers.test_threaded_data_parallel import folder, loss, records, step_loss

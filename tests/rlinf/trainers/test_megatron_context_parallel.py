@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf import package_paths
-from rlinf.trainers.megatron.context_parallel import gather_order, local_positions
+from rlinf.trainers.megatron.parallel_dims import gather_order, local_positions
 from tests.environments import need_environment
 
 

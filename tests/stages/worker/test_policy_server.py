@@ -23,7 +23,7 @@ from stages.context import StageContext, StageInput
 from stages.device_schedule import DeviceSchedule
 from stages.layout import CHANNELS_FOLDER
 from stages.live_store import LiveStore
-from stages.rollout_loop import PolicyRunner
+from stages.rollout import PolicyRunner
 from stages.worker import policy_server
 from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder
 from stages.worker.policy_client import PolicyClient, PolicyClients

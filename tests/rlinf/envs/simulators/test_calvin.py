@@ -27,7 +27,7 @@ from rlinf.envs.subprocess_env import SubprocessVectorEnv
 from rlinf.errors import ConfigError
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.environments import need_environment
 
 SHARED = package_paths.ROOT.parent / "shared"

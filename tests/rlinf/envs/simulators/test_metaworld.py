@@ -24,7 +24,7 @@ from rlinf.errors import ConfigError, InputError
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.seeding import generator
-from stages.rollout_loop import local_rollout_iter
+from stages.rollout import local_rollout_iter
 from tests.environments import need_environment
 
 REACH = {
