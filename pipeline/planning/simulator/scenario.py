@@ -100,7 +100,7 @@ class Walltime(Section):
     @model_validator(mode="after")
     def _ends(self) -> Walltime:
         if self.lead_s >= self.limit_s:
-            raise ValueError("lead_s must be below limit_s, or no job would come to its end")
+            raise ValueError("lead_s must be below limit_s, or jobs would be replaced at once")
         return self
 
 
@@ -141,16 +141,16 @@ def check_scenario(scenario: Scenario, stages: Collection[str], kinds: Collectio
     """Check that a scenario names only stages and kinds of a problem.
 
     Raises:
-        PlanError: names the key of the first unknown name and the most similar known one.
+        PlanError: the scenario has an unknown name; the message suggests a similar one.
     """
-    for key, what, name in _named(scenario):
-        known = stages if what == "stage" else kinds
+    for key, category, name in _referenced_names(scenario):
+        known = stages if category == "stage" else kinds
         if name not in known:
-            raise PlanError(f"{key}: no {what} {name!r}{did_you_mean(name, known)}")
+            raise PlanError(f"{key}: no {category} {name!r}{did_you_mean(name, known)}")
 
 
-def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
-    """Yield keys with the stages and kinds that they name."""
+def _referenced_names(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+    """Yield key, category (stage or kind) and name of everything that a scenario refers to."""
     if scenario.lengths is not None:
         yield "lengths.stage", "stage", scenario.lengths.stage
         yield from (("lengths.replicas", "kind", kind) for kind in scenario.lengths.replicas)
@@ -169,5 +169,5 @@ def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return a random generator for one purpose and object, independent of all others."""
+    """Return an independent random generator for one purpose and the object ``ids``."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))
