@@ -304,9 +304,9 @@ def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
         request.profile.samples,
         count,
         runnable=times.can_run(counts),
-        most=num_work_items(times.stage, request.config),
+        max_gpus=num_work_items(times.stage, request.config),
         memory_bytes=times.peak_memory_bytes or math.nan,
-        fits=times.fits,
+        interpolate=times.can_interpolate,
     )
     if not table.rates.any():
         raise PlanError(times.refusal_for(count) or "no available number of devices was measured")

@@ -106,8 +106,8 @@ class StageTimes:
         ]
         sizes = {(p.processes, p.size) for p in self.measured}
         # Estimates exist for every number of processes, and jump where a job exceeds one node.
-        self.fits = not profile.estimated
-        can_fit = self.fits and len(sizes) >= MIN_POINTS
+        self.can_interpolate = not profile.estimated
+        can_fit = self.can_interpolate and len(sizes) >= MIN_POINTS
         self._fit: TimeModel | None = fit_times(self.measured) if can_fit else None
         self._exact = {p.processes: p for p in self.measured if p.size == self.samples}
         if self._fit is None and not self._exact:

@@ -214,7 +214,7 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output, in the run for offline stages, else in ``scratch``."""
+        """Return the folder of a node's output; for offline stages, that of the run."""
         if node.stage in self.graph.flow.offline:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
