@@ -65,8 +65,8 @@ class RateTable:
 
     def layout(self, gpus: int) -> CandidateLayout | None:
         """Return the layout of the stage on ``gpus`` GPUs."""
-        batch, place = self.choices[gpus]
-        return self.layouts[batch].select(place) if batch >= 0 else None
+        batch, index = self.choices[gpus]
+        return self.layouts[batch].select(index) if batch >= 0 else None
 
 
 def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:

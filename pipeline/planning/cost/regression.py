@@ -276,8 +276,8 @@ def _distance_to_polygon(points: Array, hull: Array) -> Array:
     along = np.clip((offset * edges).sum(-1) / length, 0, 1)
     nearest = np.linalg.norm(offset - along[..., None] * edges, axis=-1).min(-1)
     if len(hull) > 2:
-        turns = edges[:, 0] * offset[..., 1] - edges[:, 1] * offset[..., 0]
-        nearest = np.where(np.all(turns >= 0, axis=-1), 0.0, nearest)
+        cross = edges[:, 0] * offset[..., 1] - edges[:, 1] * offset[..., 0]
+        nearest = np.where(np.all(cross >= 0, axis=-1), 0.0, nearest)
     return np.where(nearest < 1e-9, 0.0, nearest)
 
 

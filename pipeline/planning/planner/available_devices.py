@@ -82,10 +82,10 @@ class JobAllowance:
     """Limits on the total of all jobs, and the amount of each per device; for a limit on the number
     of jobs, the amount per job."""
 
-    def refusal_for(self, needs: StagePlan, key: str) -> str:
+    def refusal_for(self, request: StagePlan, key: str) -> str:
         """Return why a job with this request will never run; "" if it may run."""
         try:
-            self.quotas.check(self._resources(needs), key)
+            self.quotas.check(self._resources(request), key)
         except PlanError as error:
             return str(error)
         return ""
@@ -98,13 +98,13 @@ class JobAllowance:
             middle = (low + high) // 2
             reason = self.refusal_for(request_for_devices([kind], middle), f"a job on {kind.name}")
             low, high, refusal = (low, middle, reason) if reason else (middle, high, refusal)
-        one = self._resources(request_for_devices([kind], 1))
-        (shared,) = self.quotas.shared_limits(one)
+        resources = self._resources(request_for_devices([kind], 1))
+        (shared,) = self.quotas.shared_limits(resources)
         return JobAllowance(
             self.quotas,
             self.account,
             self.qos,
-            self.quotas.max_minutes(one),
+            self.quotas.max_minutes(resources),
             low if refusal else None,
             refusal,
             shared,
@@ -114,14 +114,14 @@ class JobAllowance:
         """Return the allowance without limits that depend on the planner's requests."""
         return replace(self, max_devices=None, refusal="", shared_limits={})
 
-    def for_job(self, needs: StagePlan, devices: int) -> JobAllowance:
+    def for_job(self, request: StagePlan, devices: int) -> JobAllowance:
         """Return the allowance with the amounts of shared limits that a device of this job uses."""
-        (shared,) = self.quotas.shared_limits(self._resources(needs))
+        (shared,) = self.quotas.shared_limits(self._resources(request))
         amounts = {limit: n if limit.key == "jobs" else n // devices for limit, n in shared.items()}
         return replace(self, shared_limits=amounts)
 
-    def _resources(self, needs: StagePlan) -> JobResources:
-        return base_resources(needs, account=self.account, qos=self.qos)
+    def _resources(self, request: StagePlan) -> JobResources:
+        return base_resources(request, account=self.account, qos=self.qos)
 
 
 def check_quota(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:

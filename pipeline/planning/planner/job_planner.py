@@ -40,14 +40,14 @@ def evaluate_stage_plan(
     devices: Mapping[str, PartitionDevices],
     profile: Profile,
     config: RunConfig,
-    where: str,
+    plan_name: str,
 ) -> StageOption:
     """Return the option that a plan describes for a stage, with its expected time.
 
     Raises:
         PlanError: the option is impossible; the message names the key and the limit.
     """
-    request, key = plan.stage_plan(stage), f"{where}: stages.{stage}"
+    request, key = plan.stage_plan(stage), f"{plan_name}: stages.{stage}"
     selected = _select_devices(request, devices, key)
     nodes = _nodes_by_kind(request, selected, key)
     for entry, node_count in zip(selected, nodes, strict=True):
@@ -191,12 +191,12 @@ def propose_jobs(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
 
 
 def assess_jobs(
-    request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
+    request: PlanRequest, plan: Plan, plan_name: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
     """Forecast a user's plan, with the best plan among its alternatives.
 
     Args:
-        where: the plan's name in errors.
+        plan_name: name of the plan in errors.
 
     Raises:
         PlanError: the plan is impossible; the message names the key and the limit.
@@ -206,7 +206,7 @@ def assess_jobs(
     devices = request.for_user_plan().priced_devices()
     options = [
         evaluate_stage_plan(
-            stage, plan, devices, request.profile, request.config, where
+            stage, plan, devices, request.profile, request.config, plan_name
         ).with_corrections(request.corrections)
         for stage in dependencies
     ]

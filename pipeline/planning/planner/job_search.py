@@ -111,17 +111,17 @@ def choose_assignments(
         assignments = [best_assignment, *others]
         best_assignment = min(assignments, key=lambda assignment: assignment.cost)
         others = [assignment for assignment in assignments if assignment is not best_assignment]
-    chosen = [best_assignment]
-    used_places = {_place_names(chosen[0])}
+    selected = [best_assignment]
+    used_places = {_place_names(selected[0])}
     for other in sorted(others, key=lambda assignment: assignment.cost):
         if (
-            other.cost > chosen[0].cost * NOTABLE_COST_FACTOR
+            other.cost > selected[0].cost * NOTABLE_COST_FACTOR
             and _place_names(other) not in used_places
-            and len(chosen) <= alternatives
+            and len(selected) <= alternatives
         ):
             used_places.add(_place_names(other))
-            chosen.append(other)
-    return chosen
+            selected.append(other)
+    return selected
 
 
 class _StageSlot(NamedTuple):

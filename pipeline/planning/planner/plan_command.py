@@ -71,18 +71,18 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
 
 
 def assess_plan(
-    request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
+    request: PlanRequest, plan: Plan, plan_name: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
     """Forecast a user's plan, with the best plan of the same execution among its alternatives.
 
     Args:
-        where: the plan's name in errors.
+        plan_name: name of the plan in errors.
 
     Raises:
         PlanError: the plan is impossible; the message names the key and the limit.
     """
     assess = job_planner.assess_jobs if plan.execution == "jobs" else pool_planner.assess_pools
-    return assess(request.with_price_note(), plan, where, what_ifs)
+    return assess(request.with_price_note(), plan, plan_name, what_ifs)
 
 
 PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
@@ -359,8 +359,9 @@ def alternatives_table(proposal: PlanProposal) -> Table:
     table.add_column("cost", justify="right", no_wrap=True)
     table.add_column("why")
     for other in proposal.alternatives:
-        more = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
-        table.add_row(other.difference, format_seconds(other.seconds), f"{more:+.1%}", other.reason)
+        added = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
+        seconds = format_seconds(other.seconds)
+        table.add_row(other.difference, seconds, f"{added:+.1%}", other.reason)
     return table
 
 
@@ -387,10 +388,10 @@ def what_if_table(proposal: PlanProposal) -> Table:
     table.add_column("cluster", no_wrap=True)
     table.add_column("iteration", justify="right", no_wrap=True)
     table.add_column("change", justify="right", no_wrap=True)
-    now = proposal.forecast.iteration_s
+    planned_s = proposal.forecast.iteration_s
     for what_if in proposal.what_ifs:
         possible = math.isfinite(what_if.seconds)
-        change = f"{what_if.seconds / now - 1:+.1%}" if possible else ""
+        change = f"{what_if.seconds / planned_s - 1:+.1%}" if possible else ""
         table.add_row(
             what_if.case, format_seconds(what_if.seconds) if possible else "impossible", change
         )

@@ -58,12 +58,12 @@ def propose_pools(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanPro
 
 
 def assess_pools(
-    request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
+    request: PlanRequest, plan: Plan, plan_name: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
     """Forecast a user's plan, with the best plan among its alternatives.
 
     Args:
-        where: the plan's name in errors.
+        plan_name: name of the plan in errors.
 
     Raises:
         PlanError: the plan is impossible; the message names the key and the limit.
@@ -74,7 +74,7 @@ def assess_pools(
     problem, tables = build_pool_problem(
         user_request, [kind for pool in plan.pools for kind in pool.gpus]
     )
-    placement = _user_placement(problem, plan, where)
+    placement = _user_placement(problem, plan, plan_name)
     predicted = Predictor(problem).predict(placement)
     job_gpus = gpus_by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
     total = np.array([float(predicted.total_s)])
@@ -104,7 +104,7 @@ def _solve(
         raise
 
 
-def _user_placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
+def _user_placement(problem: PlacementProblem, plan: Plan, plan_name: str) -> Placement:
     """Return the placement of a plan.
 
     Raises:
@@ -114,34 +114,36 @@ def _user_placement(problem: PlacementProblem, plan: Plan, where: str) -> Placem
     stages = [stage.name for stage in problem.stages]
     for stage in plan.flow.separate_policy:
         raise PlanError(
-            f"{where}: pools: {stage}: the plan can be run, but its time is not predicted: "
+            f"{plan_name}: pools: {stage}: the plan can be run, but its time is not predicted: "
             "a profile measures rollouts as a whole, not simulators and policy separately"
         )
     for i, pool in enumerate(plan.pools):
         if pool.also_generates:
-            raise PlanError(f"{where}: pools[{i}].also_generates: its effect is not predicted")
+            raise PlanError(f"{plan_name}: pools[{i}].also_generates: its effect is not predicted")
     try:
         occasional = plan.flow.all_stages.keys() - stages
         placement = placement_from_pools(problem, plan.pools, plan.num_chunks, occasional)
     except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
+        raise PlanError(f"{plan_name}: {error}") from None
     for i, pool in enumerate(plan.pools):
         for kind in problem.kinds if pool.workers is None else ():
             if (count := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or count):
                 raise PlanError(
-                    f"{where}: pools[{i}].gpus: {count} {kind.name} requested, its jobs have at "
-                    f"most {kind.job_gpus} (MaxNodes of the partition)"
+                    f"{plan_name}: pools[{i}].gpus: {count} {kind.name} requested, its jobs have "
+                    f"at most {kind.job_gpus} (MaxNodes of the partition)"
                 )
     for k, kind in enumerate(problem.kinds):
         count = sum(gpus[k] for gpus in placement.gpus)
         if count > kind.gpus:
-            raise PlanError(f"{where}: pools: {count} {kind.name} requested, there are {kind.gpus}")
+            raise PlanError(
+                f"{plan_name}: pools: {count} {kind.name} requested, there are {kind.gpus}"
+            )
     for group, limit in problem.shared:
         indices = [k for k, kind in enumerate(problem.kinds) if kind.name in group]
         count = sum(gpus[k] for gpus in placement.gpus for k in indices)
         if count > limit:
             raise PlanError(
-                f"{where}: pools: {count} {' and '.join(group)} requested, which have {limit} "
+                f"{plan_name}: pools: {count} {' and '.join(group)} requested, which have {limit} "
                 "together (they share nodes)"
             )
     predictor = Predictor(problem)
@@ -150,15 +152,17 @@ def _user_placement(problem: PlacementProblem, plan: Plan, where: str) -> Placem
         kinds = np.array(placement.gpus)[list(job)].any(0).sum()
         if kinds > 1 and not problem.may_mix(members):
             names = ", ".join(stages[s] for s in members)
-            raise PlanError(f"{where}: pools: {names} on several kinds at once is not predicted")
+            raise PlanError(
+                f"{plan_name}: pools: {names} on several kinds at once is not predicted"
+            )
         for s in members:
             gpus = placement.gpus_of(s)
             if not np.isfinite(predictor.duration(s, np.array(gpus)[:, None])[0]):
                 counts = zip(gpus, problem.kinds, strict=True)
                 gpu_list = " ".join(f"{n} {kind.name}" for n, kind in counts if n)
                 raise PlanError(
-                    f"{where}: pools: {stages[s]} cannot run on {gpu_list}, or was not measured "
-                    "there; measure with: rlinf profile"
+                    f"{plan_name}: pools: {stages[s]} cannot run on {gpu_list}, or was not "
+                    "measured there; measure with: rlinf profile"
                 )
     return placement
 

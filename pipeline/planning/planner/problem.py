@@ -375,7 +375,7 @@ class ProblemFile(Section):
     stages: dict[str, StageSection] = Field(min_length=1)
     """Stages in topological order."""
     micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
-    """Allowed numbers of micro-batches."""
+    """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
     sync_s: dict[str, dict[str, float]] = {}
     """Seconds by kind of the source, then of the target."""

@@ -329,25 +329,25 @@ class _Search:
             ways = np.eye(1, size + 1)[0]
             for s, stage in enumerate(self.problem.stages):
                 possible = np.zeros(size + 1)
-                possible[self.counts((s,), k, whole=not stage.beside)] = 1.0
+                possible[self.counts((s,), k, whole_nodes=not stage.beside)] = 1.0
                 ways = np.convolve(ways, possible)[: size + 1]
             divisions *= float(ways.sum() if self._idle else ways[-1])
         return divisions * max(1.0, groupings / EXACT_GROUPINGS) <= EXACT_DIVISIONS
 
-    def counts(self, stages: tuple[int, ...], kind: int, *, whole: bool) -> Array:
+    def counts(self, stages: tuple[int, ...], kind: int, *, whole_nodes: bool) -> Array:
         """Return the numbers of GPUs of a kind that a pool can have, ascending, with 0.
 
         Args:
             stages: the stages of only this pool.
-            whole: True if the pool is a job of its own, which needs whole nodes.
+            whole_nodes: True if the pool is a job of its own, which needs whole nodes.
         """
-        key = (stages, kind, whole)
+        key = (stages, kind, whole_nodes)
         if key not in self._counts:
             gpu_kind, counts = self.problem.kinds[kind], np.arange(self._kind_gpus[kind] + 1)
             for s in stages:
                 if self.problem.stages[s].divisible:
                     counts = counts[(counts == 0) | (self.predictor.tables[s][kind][counts] > 0)]
-            if whole and not self.problem.may_mix(stages):
+            if whole_nodes and not self.problem.may_mix(stages):
                 counts = counts[gpu_kind.round_to_job_size(counts) == counts]
             self._counts[key] = counts
         return self._counts[key]
@@ -358,7 +358,7 @@ class _Search:
         counts = []
         for pool in pools:
             exclusive = tuple(s for s in pool if len(stage_pools[s]) == 1)
-            counts.append(self.counts(exclusive, kind, whole=exclusive == pool))
+            counts.append(self.counts(exclusive, kind, whole_nodes=exclusive == pool))
         return counts
 
     def solution(
@@ -602,8 +602,8 @@ def _check_problem(problem: PlacementProblem) -> None:
     for stage in problem.stages:
         if not any(problem.rate_table(stage, k).max() > 0 for k in range(len(problem.kinds))):
             pinned = problem.allowed.get(stage.name)
-            place = f" on {', '.join(sorted(pinned))}" if pinned else ""
+            kinds = f" on {', '.join(sorted(pinned))}" if pinned else ""
             raise PlanError(
-                f"stage {stage.name!r} can run nowhere{place}: it needs more memory than any "
+                f"stage {stage.name!r} can run nowhere{kinds}: it needs more memory than any "
                 "number of these GPUs has together, or no profile has a successful measurement"
             )

@@ -88,8 +88,8 @@ class StageTimes:
         budgets = (None, profile.token_budget)
         succeeded = [p for p in points if p.succeeded and p.token_budget in budgets]
         if not succeeded:
-            why = points[0].failure if points else "it was not measured"
-            raise PlanError(f"no measurement of stage {stage!r} succeeded ({why})")
+            reason = points[0].failure if points else "it was not measured"
+            raise PlanError(f"no measurement of stage {stage!r} succeeded ({reason})")
         self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in succeeded)
         """Peak memory of a process."""
         self._failures = _failures_by_count(points, profile)

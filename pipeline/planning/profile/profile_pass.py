@@ -397,14 +397,14 @@ class ProfilePass:
         while active:
             for job_id, status in self.launcher.poll(list(active)).items():
                 # A task of an array that waits for the previous task is not late.
-                pending = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
-                late = pending and time.time() > end
-                if late:
+                is_queued = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
+                is_late = is_queued and time.time() > end
+                if is_late:
                     log.warning("job %s waits for %s: cancelled", job_id, status.reason)
                     self.launcher.cancel([job_id])
                 elif not status.state.is_active:
                     record_job_outcome(active[job_id], status)
-                if late or not status.state.is_active:
+                if is_late or not status.state.is_active:
                     del active[job_id]
             if active:
                 time.sleep(self.launcher.poll_interval_s)

@@ -279,7 +279,7 @@ class Profile(Section):
     mixtures: tuple[Mixture, ...] = ()
     """Measurements of jobs with nodes of two kinds."""
 
-    def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], where: str) -> None:
+    def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], file: str) -> None:
         """Check that this profile is valid for a run on some kinds.
 
         Raises:
@@ -288,14 +288,14 @@ class Profile(Section):
         for name, value in identity:
             if (measured := getattr(self.identity, name)) != value:
                 raise PlanError(
-                    f"{where}: identity.{name}: this profile is of another {_IDENTITY_NAMES[name]} "
+                    f"{file}: identity.{name}: this profile is of another {_IDENTITY_NAMES[name]} "
                     f"({measured}, the run has {value}); measure again with: rlinf profile"
                 )
         for kind in kinds:
             if kind not in self.kinds:
-                raise PlanError(f"{where}: {_missing_kind_message(kind, self.kinds)}")
+                raise PlanError(f"{file}: {_missing_kind_message(kind, self.kinds)}")
 
-    def check_stages(self, stages: Collection[str], where: str) -> None:
+    def check_stages(self, stages: Collection[str], file: str) -> None:
         """Check that the profile contains only stages of a flow.
 
         Raises:
@@ -308,7 +308,7 @@ class Profile(Section):
             for key, stage in entries:
                 if stage not in stages:
                     raise PlanError(
-                        f"{where}: kinds.{name}.{key}.stage: no stage {stage!r}"
+                        f"{file}: kinds.{name}.{key}.stage: no stage {stage!r}"
                         f"{did_you_mean(stage, stages)}"
                     )
 

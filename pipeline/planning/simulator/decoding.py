@@ -22,8 +22,8 @@ CALIBRATION_DRAWS = 8
 def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> Array:
     """Return lengths ``[count]``, float64, with an expected value of 1."""
     if lengths.empirical:
-        known = np.asarray(lengths.empirical, dtype=np.float64)
-        return rng.choice(known, count) / known.mean()
+        measured = np.asarray(lengths.empirical, dtype=np.float64)
+        return rng.choice(measured, count) / measured.mean()
     if not lengths.sigma:
         return np.ones(count)
     mu = _location(lengths.sigma, lengths.longest)
@@ -91,10 +91,10 @@ class DecodingStage:
     """Draws durations of a decoding stage; for the scale see ``LengthDistribution.profiled``."""
 
     def __init__(
-        self, lengths: LengthDistribution, parts: list[DecodingWorkers], seconds: float, seed: int
+        self, lengths: LengthDistribution, workers: list[DecodingWorkers], seconds: float, seed: int
     ) -> None:
-        self._lengths, self._parts = lengths, parts
-        self._samples = sum(part.samples for part in parts)
+        self._lengths, self._workers = lengths, workers
+        self._samples = sum(entry.samples for entry in workers)
         self._scale = seconds
         if lengths.profiled:
             end_times = [
@@ -119,23 +119,23 @@ class DecodingStage:
         """Return sorted end times of the samples ``[samples]`` and work of each GPU, in seconds."""
         lengths = relative_lengths(self._lengths, self._samples, rng)
         end_times, gpu_seconds, assigned = [], [], 0
-        for part in self._parts:
-            if not part.samples:
-                gpu_seconds.append(np.zeros(part.workers * part.gpus))
+        for entry in self._workers:
+            if not entry.samples:
+                gpu_seconds.append(np.zeros(entry.workers * entry.gpus))
                 continue
-            worker_lengths = lengths[assigned : assigned + part.samples]
-            assigned += part.samples
-            per_worker = -(-part.samples // part.workers)
-            padded = np.zeros(part.workers * per_worker)
+            worker_lengths = lengths[assigned : assigned + entry.samples]
+            assigned += entry.samples
+            per_worker = -(-entry.samples // entry.workers)
+            padded = np.zeros(entry.workers * per_worker)
             # Round-robin assignment; a worker with one sample less has a leading zero.
-            padded[padded.size - part.samples :] = worker_lengths
-            padded_lengths = padded.reshape(per_worker, part.workers).T
+            padded[padded.size - entry.samples :] = worker_lengths
+            padded_lengths = padded.reshape(per_worker, entry.workers).T
             # Times are divided by that of equal lengths.
-            step_args = (part.slots, part.fixed_share, (1 - part.fixed_share) / part.slots)
+            step_args = (entry.slots, entry.fixed_share, (1 - entry.fixed_share) / entry.slots)
             equal_lengths_s = completion_times(np.ones((1, per_worker)), *step_args)[0, -1]
             times = completion_times(padded_lengths, *step_args) / equal_lengths_s
             end_times.append(_without_padding(times, padded_lengths))
-            gpu_seconds.append(np.repeat(times[:, -1], part.gpus))
+            gpu_seconds.append(np.repeat(times[:, -1], entry.gpus))
         sorted_times = np.sort(np.concatenate(end_times))
         return sorted_times * self._scale, np.concatenate(gpu_seconds) * self._scale
 

@@ -29,7 +29,7 @@ class DecodingReplica(Section):
 
 
 class LengthDistribution(Section):
-    """Samples of unequal length, because of which the workers of a stage do not finish together.
+    """Samples of unequal length, which make workers of a stage finish at different times.
 
     Relative lengths have mean 1. They come from a lognormal distribution cut at ``longest``, or
     from the measured lengths in ``empirical``.
@@ -47,8 +47,8 @@ class LengthDistribution(Section):
     replicas: dict[str, DecodingReplica] = {}
     """Workers by kind of GPU; a missing kind uses the defaults of ``DecodingReplica``."""
     profiled: bool = True
-    """True if the measured speed of the stage includes its tail: times are then scaled so that the
-    mean duration is the measured one, otherwise so that equal lengths take it."""
+    """True if the measured duration includes the tail of long samples, so that the simulated mean
+    equals it; False if it is the duration for samples of equal length."""
 
 
 class Stragglers(Section):
@@ -57,20 +57,19 @@ class Stragglers(Section):
     per_gpu_hour: float = Field(gt=0)
     """How often a GPU becomes slow, per hour."""
     factor: float = Field(default=2.0, ge=1)
-    """Factor by which its work takes longer."""
+    """Factor by which work takes longer while the GPU is slow."""
     mean_s: float = Field(default=600.0, gt=0)
-    """Mean duration of being slow (exponential)."""
+    """Mean duration of a slow phase (exponential)."""
     balanced: frozenset[str] = frozenset({"rollout"})
-    """Stages whose workers fetch samples when they are free; in others the slowest GPU determines
-    the speed."""
+    """Stages whose workers fetch work when they are free; in other stages the slowest GPU
+    determines the speed."""
 
 
 class QueueWaits(Section):
     """Queue waits before a job starts; without them jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: every wait is that of its kind; ``exponential``: the wait of the kind is the
-    mean."""
+    """``none``: every wait equals that of its kind; ``exponential``: that is only the mean."""
 
 
 class JobInterruptions(Section):
@@ -82,20 +81,20 @@ class JobInterruptions(Section):
     per_hour: dict[str, NotNegative] = {}
     """Interruptions by kind, instead of the ``interruptions_per_hour`` of the problem."""
     redo: Literal["micro-batch", "iteration"] = "micro-batch"
-    """The work that is repeated after an interruption: the micro-batch, or the iteration in all
-    pools."""
+    """The work that is repeated after an interruption: the chunk (``micro-batch``), or the
+    iteration in all pools."""
 
 
 class Walltime(Section):
     """A time limit of jobs, which are followed by new ones.
 
-    A pool begins no micro-batch that would not end within its lease.
+    A pool begins no chunk that would end after its lease.
     """
 
     limit_s: float = Field(gt=0)
     lead_s: float = Field(default=0.0, ge=0)
     """Seconds before the end at which the next job is submitted; 0: after the end of the old job.
-    Both may be allocated for some time."""
+    Otherwise both jobs may be allocated for some time."""
 
     @model_validator(mode="after")
     def _ends(self) -> Walltime:
@@ -126,7 +125,7 @@ class Scenario(Section):
     """A scenario. With the defaults, pools work at their measured speed without disturbances."""
 
     capacity: int | None = Field(default=None, ge=1)
-    """Maximum micro-batches in a channel between pools before the sender waits; None: no limit."""
+    """Maximum chunks in a channel between pools before the sender waits; None: no limit."""
     startup_s: float = Field(default=0.0, ge=0)
     """Seconds from the start of a job to its first work: processes, weights, compilation."""
     lengths: LengthDistribution | None = None

@@ -163,7 +163,7 @@ class SimulatedPool:
             for k, (kind, n) in enumerate(zip(kinds, gpus, strict=True))
             if n
         ]
-        self.turn = simpy.Resource(env)
+        self.lock = simpy.Resource(env)
         """Lock of the working process, if several compete (the halves of a cycle)."""
         num_gpus = sum(job.gpus for job in self.jobs)
         self._straggler_speed = StragglerSpeed(

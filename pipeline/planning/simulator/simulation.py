@@ -657,8 +657,8 @@ class _Run:
         by_pools = itertools.groupby(group.stages * steps, lambda s: self.stage_pools[s])
         for pools, members in by_pools:
             pool, *partners = (self.pools[p] for p in pools)
-            with pool.turn.request() as lock:
-                yield lock
+            with pool.lock.request() as request:
+                yield request
                 for s in members:
                     seconds = self.work.speeds[s].seconds / (2 * steps * group.num_chunks)
                     duration_s = yield from pool.work(
