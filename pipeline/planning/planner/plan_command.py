@@ -64,10 +64,8 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
     Raises:
         PlanError: a stage fits nowhere, or the request is inconsistent.
     """
-    request = request.with_price_note()
-    if request.execution == "jobs":
-        return job_planner.propose_jobs(request, what_ifs)
-    return pool_planner.propose_pools(request, what_ifs)
+    planners = {"jobs": job_planner.propose_jobs, "pools": pool_planner.propose_pools}
+    return planners[request.execution](request.with_price_note(), what_ifs)
 
 
 def assess_plan(

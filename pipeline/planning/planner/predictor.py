@@ -116,9 +116,7 @@ class Predictor:
         problem, count = self.problem, gpus[0].shape[1]
         assigned_gpus = gpus if assigned_gpus is None else assigned_gpus
         stage_pools, stages = pools_of_stages(pools), problem.stages
-        stage_gpus = [
-            self._sum_pools(stage_pools[s], gpus, assigned_gpus) for s in range(len(stages))
-        ]
+        stage_gpus = [self._sum_pools(p, gpus, assigned_gpus) for p in stage_pools.values()]
         busy = np.stack([self.duration(s, *stage_gpus[s]) for s in range(len(stages))])
         start, finish, first = np.zeros((3, len(stages), count))
         free = [np.zeros(count) for _ in pools] if free is None else list(free)

@@ -355,11 +355,9 @@ class _Search:
     def possible_counts(self, pools: PoolStages, kind: int) -> list[Array]:
         """Return the numbers of GPUs of a kind that each pool can have."""
         stage_pools = pools_of_stages(pools)
-        counts = []
-        for pool in pools:
-            exclusive = tuple(s for s in pool if len(stage_pools[s]) == 1)
-            counts.append(self.counts(exclusive, kind, whole_nodes=exclusive == pool))
-        return counts
+        exclusive = [tuple(s for s in pool if len(stage_pools[s]) == 1) for pool in pools]
+        pairs = zip(exclusive, pools, strict=True)
+        return [self.counts(stages, kind, whole_nodes=stages == pool) for stages, pool in pairs]
 
     def solution(
         self, pools: PoolStages, division: _Division, bound: float, exact: bool

@@ -80,7 +80,7 @@ class StageTimes:
         kind in it."""
         self.measured_as = frozenset(names)
         """Names of this kind in the profile."""
-        self._component, self._single_spread = (
+        self._holds, self._single_spread = (
             spec.holds,
             DATA_SHEET_PROFILE_SPREAD if profile.estimated else SINGLE_MEASUREMENT_SPREAD,
         )
@@ -186,9 +186,7 @@ class StageTimes:
 
     def _load(self, processes: int) -> TimeEstimate:
         """Return the time to load, including the extra time of the first iteration of a process."""
-        parts = []
-        if self._component:
-            parts.append(self._overhead(LOAD_OVERHEADS[self._component], processes))
+        parts = [self._overhead(LOAD_OVERHEADS[self._holds], processes)] if self._holds else []
         if self._warmup_s:
             nearest = min(self._warmup_s, key=lambda count: abs(math.log(count / processes)))
             parts.append(TimeEstimate(max(0.0, self._warmup_s[nearest])))
@@ -447,9 +445,8 @@ def stage_options(
     max_processes, spec = num_work_items(stage, config), flow_of(config).all_stages[stage]
     for name, entry in usable.items():
         try:
-            stage_times[name] = StageTimes(entry, stage, spec, profile)
-            shapes = _shapes(stage_times[name], max_processes)
-            kind_options = [single_kind_option(stage_times[name], *shape) for shape in shapes]
+            times = stage_times[name] = StageTimes(entry, stage, spec, profile)
+            kind_options = [single_kind_option(times, *s) for s in _shapes(times, max_processes)]
             permitted = _permitted_options(kind_options)
             options_by_kind[name] = {(o.nodes, o.processes): o for o in permitted}
         except PlanError as error:
@@ -570,10 +567,8 @@ def mixed_kind_option(
 
 
 def mixing_efficiency(stage_times: tuple[StageTimes, StageTimes]) -> float:
-    """Return a stage's speed on two kinds together, relative to the sum of their speeds.
-
-    It compares the time of each kind for its part of the batch with that of both for the whole.
-    """
+    """Return a stage's speed on two kinds together, relative to the sum of their speeds: the time
+    of each kind for its part of the batch, divided by that of both for the whole batch."""
     for name, (mixture, index) in stage_times[0].mixtures.items():
         if name not in stage_times[1].measured_as:
             continue

@@ -69,9 +69,8 @@ class StragglerSpeed:
                 speed = 1 - min(1.0, num_slow / self._gpus) * (1 - 1 / self._model.factor)
             else:
                 speed = 1 / self._model.factor if num_slow else 1.0
-            next_change = min(
-                self._next_slowdown, self._slow_until[0] if self._slow_until else math.inf
-            )
+            next_end = self._slow_until[0] if self._slow_until else math.inf
+            next_change = min(self._next_slowdown, next_end)
             if seconds <= speed * (next_change - now):
                 return now + seconds / speed
             seconds -= speed * (next_change - now)
@@ -85,13 +84,11 @@ class StragglerSpeed:
 class SimulatedJob:
     """A sequence of Slurm jobs that allocate a pool's GPUs of one kind."""
 
-    def __init__(
-        self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, seed: int, index: int
-    ):
+    def __init__(self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, seed: int, k: int):
         self.pool, self.kind, self.gpus = pool, kind, gpus
         self._scenario = scenario
-        self._wait_rng = random_generator(seed, "waits", pool, index)
-        self.interruption_rng = random_generator(seed, "losses", pool, index)
+        self._wait_rng = random_generator(seed, "waits", pool, k)
+        self.interruption_rng = random_generator(seed, "losses", pool, k)
         self.allocated_since = self.wait()
         self.ready_at = self.allocated_since + scenario.startup_s
         """Time from which the job can work (again)."""

@@ -245,17 +245,15 @@ class PlacementWork:
         return masks
 
     def _group(self, members: tuple[int, ...], edges: list[Edge]) -> StageGroup:
-        stages = self.problem.stages
-        crossing = [
-            (a, b) for a, b in edges if not set(self.stage_pools[a]) & set(self.stage_pools[b])
-        ]
+        stages, pools = self.problem.stages, self.stage_pools
+        crossing = [(a, b) for a, b in edges if not set(pools[a]) & set(pools[b])]
         inputs = tuple((a, b) for a, b in crossing if b in members and a not in members)
         outputs = tuple((a, b) for a, b in crossing if a in members and b not in members)
         streamed = any(stages[b].streams for _, b in inputs + outputs)
         num_chunks = self.placement.num_chunks if streamed else 1
         return StageGroup(
             members,
-            tuple(sorted({pool for s in members for pool in self.stage_pools[s]})),
+            tuple(sorted({pool for s in members for pool in pools[s]})),
             inputs,
             outputs,
             num_chunks,
