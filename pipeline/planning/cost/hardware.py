@@ -55,7 +55,7 @@ def path_seconds(path: Sequence[LinkModel], size: float, chunk: float | None = N
     to host and host to GPU, or a shared filesystem.
 
     Args:
-        chunk: bytes that are forwarded at once. After the first chunk has crossed all links, the
+        chunk: bytes that are forwarded at a time. After the first chunk has crossed all links, the
             others follow at the rate of the slowest link. None: a link begins when the previous one
             has sent all bytes, as with a file that is written and then read.
 

@@ -39,7 +39,7 @@ class CandidateLayout:
     ep: Count = 1
     """Expert parallel: number of replicas that share one set of routed experts."""
     micro_batch: Count = 1
-    """Samples that a replica processes at once."""
+    """Samples per replica and forward pass."""
     recompute: Recompute = "selective"
 
     @property

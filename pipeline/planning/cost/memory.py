@@ -157,7 +157,7 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
 def running_requests(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> Any:
-    """Return how many requests of mean length a replica runs at once, float64 with the shape of the
+    """Return the number of concurrent requests of mean length per replica, float64 of the shape of the
     layouts. It is at most the engine's limit, and 0 if a request of maximum length does not fit."""
     minimum = _generation(shape, layout, work)
     free_bytes = device.usable_bytes - minimum.weights - minimum.activations

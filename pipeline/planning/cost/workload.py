@@ -80,7 +80,7 @@ class GenerationWorkload:
     group_size: int = 1
     """Responses per prompt, which share the prompt's KV cache."""
     max_running: int = 256
-    """Maximum requests that an engine runs at once."""
+    """Maximum number of concurrent requests of an engine."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "samples", "prompt_tokens", "group_size", "max_running")

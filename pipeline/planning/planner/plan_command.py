@@ -62,7 +62,7 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
         what_ifs: clusters to compare with, such as ``h100=8``.
 
     Raises:
-        PlanError: a stage fits nowhere, or the request is inconsistent.
+        PlanError: a stage cannot run anywhere, or the request is inconsistent.
     """
     planners = {"jobs": job_planner.propose_jobs, "pools": pool_planner.propose_pools}
     return planners[request.execution](request.with_price_note(), what_ifs)

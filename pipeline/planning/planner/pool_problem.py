@@ -62,7 +62,7 @@ def first_chunk_shares(
     Args:
         lengths: measured steps of samples.
         samples: samples of a batch.
-        rows: samples that a process decodes at once; None: all.
+        rows: samples that a process decodes concurrently; None: all.
         fixed: share of the time of one process that does not depend on the number of samples.
         seed: seed of the sampled batches; the same seed gives the same result.
     """

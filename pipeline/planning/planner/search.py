@@ -182,7 +182,7 @@ PROMISING_FACTOR, STARTS_PER_GROUPING, FINAL_GROUPINGS = 1.05, 16, 2
 ``PROMISING_FACTOR`` times the best cost, at most ``STARTS_PER_GROUPING / kinds`` per grouping, and
 at the end again for the best ``FINAL_GROUPINGS``."""
 BATCH_SIZE = 8192
-"""Number of divisions that are evaluated at once."""
+"""Number of divisions that are evaluated together."""
 EQUAL_COST_FACTOR = 1 + 1e-9
 """Costs within this factor count as equal."""
 

@@ -22,7 +22,7 @@ class DecodingReplica(Section):
     gpus: int = Field(default=1, ge=1)
     """GPUs of one worker (tensor parallel)."""
     slots: int = Field(default=256, ge=1)
-    """Samples that run at once; others wait for a slot."""
+    """Samples that run concurrently; others wait for a slot."""
     fixed_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a decoding step with full slots that does not shrink with fewer samples: reading the
     weights, launching kernels."""
