@@ -157,8 +157,8 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
 def running_requests(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> Any:
-    """Return the number of concurrent requests of mean length per replica, float64 of the shape of the
-    layouts. It is at most the engine's limit, and 0 if a request of maximum length does not fit."""
+    """Return how many mean-length requests a replica runs concurrently, float64 of the shape of
+    the layouts. It is at most the engine's limit; 0 if a request of maximum length does not fit."""
     minimum = _generation(shape, layout, work)
     free_bytes = device.usable_bytes - minimum.weights - minimum.activations
     bytes_per_request = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
