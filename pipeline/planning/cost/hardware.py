@@ -2,13 +2,13 @@
 nodes.
 
 Sources of the collectives: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
-communication operations in MPICH" (sections 4 to 8); the documentation of NCCL and of nccl-tests
+communication operations in MPICH" (sections 4 to 8); the documentation of NCCL and nccl-tests
 (PERFORMANCE.md) for rings and for the double binary tree (Sanders, Speck and Träff 2009). The
-arithmetic of a reduction is ignored, because GPUs add faster than links deliver. All functions
-accept numbers or arrays that broadcast. A group of one process costs nothing.
+arithmetic of a reduction is ignored, because GPUs add faster than links send. All functions accept
+numbers or arrays that broadcast. A group of one process takes no time.
 
-Data sheets give upper limits. The share of them that programs reach is assumed here, from published
-runs; for a measured stage the measurement is used instead (:mod:`pipeline.planning.cost.rates`).
+Data sheets give upper limits. The share of these that programs reach is assumed here, based on
+published runs; measured stages use measurements instead (:mod:`pipeline.planning.cost.rates`).
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class LinkModel:
     def __post_init__(self) -> None:
         if not (np.all(np.asarray(self.latency_s) >= 0) and np.all(self.bytes_per_s > 0)):
             raise PlanError(
-                f"a link of {self.bytes_per_s} bytes/s with a latency of {self.latency_s} s cannot "
-                "be; give bandwidths above 0 and latencies of 0 or more"
+                f"a link of {self.bytes_per_s} bytes/s with a latency of {self.latency_s} s is "
+                "invalid; give bandwidths above 0 and latencies of 0 or more"
             )
 
     def send_seconds(self, size: Numbers) -> Numbers:
-        """Return the seconds for ``size`` bytes from one process to another."""
+        """Return the seconds to send ``size`` bytes from one process to another."""
         return self.latency_s + size / self.bytes_per_s
 
 
 def path_seconds(path: Sequence[LinkModel], size: float, chunk: float | None = None) -> float:
-    """Return the seconds for ``size`` bytes over consecutive links: GPU to host, host to host, host
-    to GPU; or a shared filesystem.
+    """Return the seconds to send ``size`` bytes over consecutive links, such as GPU to host, host
+    to host and host to GPU, or a shared filesystem.
 
     Args:
-        chunk: bytes that are forwarded at once: the first chunk takes the whole path, each further
-            one follows as fast as the slowest link. None: a link forwards the message when it has
-            all of it (as with a file that is written, then read).
+        chunk: bytes that are forwarded at a time. After the first chunk has crossed all links, the
+            others follow at the rate of the slowest link. None: a link begins when the previous one
+            has sent all bytes, as with a file that is written and then read.
 
     Raises:
         PlanError: the path has no links.
@@ -73,8 +73,8 @@ def path_seconds(path: Sequence[LinkModel], size: float, chunk: float | None = N
 def all_reduce_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
     """Return the seconds to sum ``size`` bytes over all processes: the faster of ring and tree.
 
-    Ring, ``2 (p - 1) alpha + 2 (p - 1) / p n beta``: reduce-scatter, then all-gather. Tree, ``2
-    log2(p) alpha + 2 n beta``: two binary trees, each with half of the data, up and down.
+    Ring: ``2 (p - 1) alpha + 2 (p - 1) / p n beta``, a reduce-scatter and an all-gather. Tree:
+    ``2 log2(p) alpha + 2 n beta``, up and down two binary trees with half of the data each.
     """
     ring = 2 * all_gather_seconds(link, processes, size)
     depth = np.ceil(np.log2(np.maximum(processes, 1)))
@@ -83,15 +83,15 @@ def all_reduce_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Nu
 
 
 def all_gather_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
-    """Return ``(p - 1) alpha + (p - 1) / p n beta`` (ring), where ``size`` is the result of each
-    process; a reduce-scatter of ``size`` bytes takes as long."""
+    """Return ``(p - 1) alpha + (p - 1) / p n beta`` (ring), where ``size`` is the result on each
+    process. A reduce-scatter of ``size`` bytes takes as long."""
     others = np.asarray(processes) - 1
     return others * link.latency_s + others / processes * size / link.bytes_per_s
 
 
 def all_to_all_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
-    """Return ``(p - 1) (alpha + n / p beta)``, pair by pair; each process sends ``size`` bytes in
-    total."""
+    """Return ``(p - 1) (alpha + n / p beta)`` (pairwise exchanges), where each process sends
+    ``size`` bytes in total."""
     return all_gather_seconds(link, processes, size)
 
 
@@ -99,22 +99,22 @@ GIB = 2**30
 
 LINK_EFFICIENCY = 0.8
 """Share of a link's bandwidth that large messages reach: nccl-tests report 235 GB/s for all-reduce
-on eight A100 with 300 GB/s of NVLink each (its PERFORMANCE.md defines the figure)."""
+on eight A100 with 300 GB/s of NVLink each (bus bandwidth as in PERFORMANCE.md)."""
 NVLINK_LATENCY_S = 4e-6
-"""Latency per hop with launch: chosen to match published decoding over 2 to 8 A100 (gpt-fast)."""
+"""Latency per hop including launch, tuned to published decoding on 2 to 8 A100 (gpt-fast)."""
 PCIE_LATENCY_S = 10e-6
 INTER_LATENCY_S = 20e-6
 """Latency per hop between nodes (assumed)."""
 INTER_BYTES_PER_S = 12.5e9
 """Bandwidth between nodes if unknown: one port of 100 Gbit/s (assumed)."""
 FLOPS_EFFICIENCY: Mapping[str, float] = MappingProxyType({"a100": 0.7})
-"""Share of the peak that large matrix products reach, by family, without communication and the work
-between them: the value that brings this model nearest to LLM Foundry's tables of A100 and H100."""
-OTHER_FLOPS_EFFICIENCY = 0.6
-"""The same for the H100, and assumed for all others."""
+"""Share of the peak that large matmuls reach, by family, without communication and other kernels.
+It was tuned to LLM Foundry's tables of A100 and H100."""
+DEFAULT_FLOPS_EFFICIENCY = 0.6
+"""The same for the H100; assumed for all other GPUs."""
 PCIE_BYTES_PER_S = {"h100": 63e9, "h200": 63e9, "b200": 63e9, "mi300x": 63e9, "v100": 15.75e9}
-"""Bandwidth of PCIe x16 per direction by family: generation 5, and 3 for the V100; others have
-4."""
+"""Bandwidth of PCIe x16 per direction by family: generation 5, and 3 for the V100; the other
+families have generation 4."""
 PCIE4_BYTES_PER_S = 31.5e9
 FABRIC: Mapping[str, tuple[float, str]] = MappingProxyType(
     {
@@ -125,19 +125,19 @@ FABRIC: Mapping[str, tuple[float, str]] = MappingProxyType(
         "mi300x": (448e9, "AMD Instinct MI300X data sheet: 7 links of 128 GB/s, both directions"),
     }
 )
-"""Links between the GPUs of a node that these GPUs always have, bytes/s per direction."""
+"""Built-in links between the GPUs of a node, bytes/s per direction, with their source."""
 FLOAT16_FLOPS: Mapping[str, float] = MappingProxyType({"v100-16gb": 125e12, "v100-32gb": 125e12})
-"""Peak rates of GPUs without units for bfloat16, whose models must run in float16."""
+"""Peak float16 rates of GPUs without bfloat16 units."""
 
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """The GPUs of a kind and their nodes."""
+    """A kind of GPU and its nodes."""
 
     name: str
     memory_bytes: float
     flops: float
-    """Peak of dense matrix products in the model's precision, FLOP/s."""
+    """Peak FLOP/s of dense matmuls in the model's precision."""
     bandwidth_bytes_per_s: float
     """Bandwidth of the GPU's memory."""
     intra: LinkModel
@@ -147,10 +147,10 @@ class GpuDevice:
     host: LinkModel
     """Link between a GPU and its host's memory."""
     gpus_per_node: int = 8
-    flops_efficiency: float = OTHER_FLOPS_EFFICIENCY
-    """Share of the peak that large matrix products reach."""
+    flops_efficiency: float = DEFAULT_FLOPS_EFFICIENCY
+    """Share of the peak that large matmuls reach."""
     bandwidth_efficiency: float = 0.8
-    """Share of the memory bandwidth that reading weights reaches (assumed)."""
+    """Share of the memory bandwidth that is reached when reading weights (assumed)."""
     layer_overhead_s: float = 20e-6
     """Minimum seconds per layer and pass for kernel launches (assumed)."""
     reserve_bytes: float = 1.5 * GIB
@@ -158,11 +158,11 @@ class GpuDevice:
     fragmentation: float = 0.05
     """Share of the memory that the allocator loses (assumed)."""
     slowdown: float = 1.0
-    """Factor by which work takes longer than the figures predict."""
+    """Factor by which work takes longer than the data sheet implies."""
     sources: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
-    """Source of each field's number."""
+    """Source of each field's value."""
 
     @property
     def usable_bytes(self) -> float:
@@ -170,30 +170,29 @@ class GpuDevice:
         return self.memory_bytes * (1 - self.fragmentation) - self.reserve_bytes
 
     def roofline(self, flops: Any, read_bytes: Any) -> tuple[Any, Any]:
-        """Return the seconds bound by arithmetic and by memory bandwidth: the larger one, the other
-        is 0.
+        """Return the seconds of compute-bound and of memory-bound work; one of them is 0.
 
-        Work of ``flops`` that reads ``read_bytes`` takes the larger of the two (Williams, Waterman
-        and Patterson 2009).
+        Work of ``flops`` that reads ``read_bytes`` takes the larger of both times (Williams,
+        Waterman and Patterson 2009).
         """
-        arithmetic = self.slowdown * flops / (self.flops * self.flops_efficiency)
-        memory = self.slowdown * read_bytes
-        memory = memory / (self.bandwidth_bytes_per_s * self.bandwidth_efficiency)
-        bound = arithmetic >= memory
-        return np.where(bound, arithmetic, 0.0), np.where(bound, 0.0, memory)
+        compute_s = self.slowdown * flops / (self.flops * self.flops_efficiency)
+        memory_s = self.slowdown * read_bytes
+        memory_s = memory_s / (self.bandwidth_bytes_per_s * self.bandwidth_efficiency)
+        is_compute_bound = compute_s >= memory_s
+        return np.where(is_compute_bound, compute_s, 0.0), np.where(is_compute_bound, 0.0, memory_s)
 
     def group_link(self, processes: Any, stride: Any, *, pairwise: bool = False) -> LinkModel:
-        """Return the link of a group of ranks ``stride`` apart, with ranks counted along the nodes.
+        """Return the link of a group whose ranks are ``stride`` apart; ranks fill one node first.
 
-        Adjacent groups share the node's bandwidth: in a ring each group leaves a node once, so as
-        many share it as groups interleave; if all send to all (``pairwise``), all GPUs share it.
+        Interleaved groups share the node's bandwidth. In a ring each group leaves a node once, so
+        ``stride`` groups share it; if all send to all (``pairwise``), all GPUs of the node do.
         """
-        inside = np.asarray(processes) * stride <= self.gpus_per_node
-        sharers = self.gpus_per_node if pairwise else np.minimum(stride, self.gpus_per_node)
-        outside = np.minimum(self.inter.bytes_per_s / sharers, self.intra.bytes_per_s)
+        fits_in_node = np.asarray(processes) * stride <= self.gpus_per_node
+        num_sharing = self.gpus_per_node if pairwise else np.minimum(stride, self.gpus_per_node)
+        inter_bytes_per_s = np.minimum(self.inter.bytes_per_s / num_sharing, self.intra.bytes_per_s)
         return LinkModel(
-            np.where(inside, self.intra.latency_s, self.inter.latency_s),
-            np.where(inside, self.intra.bytes_per_s, outside),
+            np.where(fits_in_node, self.intra.latency_s, self.inter.latency_s),
+            np.where(fits_in_node, self.intra.bytes_per_s, inter_bytes_per_s),
         )
 
 
@@ -207,12 +206,12 @@ def device_from_data_sheet(
     inter_bytes_per_s: float | None = None,
     slowdown: float = 1.0,
 ) -> GpuDevice:
-    """Return a GPU of :data:`slurm.gpus.GPUS` in nodes of its kind.
+    """Return the device of a GPU in :data:`slurm.gpus.GPUS`.
 
     Args:
         model: key of :data:`slurm.gpus.GPUS`.
         name: the device's name; the model by default.
-        memory_gib: memory of each GPU, if the data sheet does not apply.
+        memory_gib: memory of each GPU, if it differs from the data sheet.
         intra_bytes_per_s: bandwidth between two GPUs of a node, per direction; by default the GPU's
             own links (:data:`FABRIC`), else PCIe.
         inter_bytes_per_s: bandwidth between two nodes, per node and direction.
@@ -249,7 +248,7 @@ def device_from_data_sheet(
             INTER_LATENCY_S, LINK_EFFICIENCY * (inter_bytes_per_s or INTER_BYTES_PER_S)
         ),
         host=LinkModel(PCIE_LATENCY_S, LINK_EFFICIENCY * pcie),
-        flops_efficiency=FLOPS_EFFICIENCY.get(gpu.family, OTHER_FLOPS_EFFICIENCY),
+        flops_efficiency=FLOPS_EFFICIENCY.get(gpu.family, DEFAULT_FLOPS_EFFICIENCY),
         slowdown=slowdown,
         sources=MappingProxyType(sources),
     )
@@ -259,7 +258,7 @@ def device_from_node_group(name: str, group: NodeGroup) -> GpuDevice:
     """Return the device of a node group of an inventory.
 
     Raises:
-        PlanError: the group has no GPUs, or an unknown one.
+        PlanError: the group has no GPUs, or the GPU is unknown.
     """
     if not group.gpus_per_node:
         raise PlanError(f"{name}: its nodes have no GPUs")

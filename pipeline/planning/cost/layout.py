@@ -21,25 +21,25 @@ Count = Any
 """A whole number, or an int64 array of them."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-ALL_REPLICAS = 64
-"""Up to this limit every number of replicas is tried; above it only those that reduce the work of
-the slowest one, because sharding states further saves very little."""
+MAX_EXHAUSTIVE_REPLICAS = 64
+"""Up to this limit every number of replicas is tried; above it, only those that reduce the work of
+the slowest replica, because further sharding of states saves very little."""
 
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """One or many parallel layouts: all fields except ``pp`` may be arrays of one shape."""
+    """One or many parallel layouts: fields other than ``pp`` may be arrays of the same shape."""
 
     tp: Count = 1
-    """Tensor parallel: processes that share each matrix."""
+    """Tensor parallel: number of processes that share each matrix."""
     pp: int = 1
-    """Pipeline parallel: stages of consecutive layers."""
+    """Pipeline parallel: number of stages of consecutive layers."""
     dp: Count = 1
-    """Data parallel: replicas with their own samples."""
+    """Data parallel: number of replicas."""
     ep: Count = 1
     """Expert parallel: number of replicas that share one set of routed experts."""
     micro_batch: Count = 1
-    """Samples that a replica processes at once."""
+    """Samples per replica and forward pass."""
     recompute: Recompute = "selective"
 
     @property
@@ -47,11 +47,11 @@ class CandidateLayout:
         """The number of processes, one per GPU."""
         return self.tp * self.pp * self.dp
 
-    def select(self, where: Any) -> CandidateLayout:
-        """Return the layouts that an index or mask selects; with one number, plain numbers."""
+    def select(self, index: Any) -> CandidateLayout:
+        """Return the layouts that an index or mask selects; one index gives plain numbers."""
         columns = np.broadcast_arrays(self.tp, self.dp, self.ep, self.micro_batch)
-        picked = [column[where] for column in columns]
-        tp, dp, ep, micro = (int(c) if np.ndim(c) == 0 else c for c in picked)
+        selected = [column[index] for column in columns]
+        tp, dp, ep, micro = (int(value) if np.ndim(value) == 0 else value for value in selected)
         return replace(self, tp=tp, dp=dp, ep=ep, micro_batch=micro)
 
     def __str__(self) -> str:
@@ -63,16 +63,16 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """A model that is split into pipeline stages. Equal stages are stored once: ``[kinds]`` each.
+    """The pipeline stages of a model. Equal stages are stored once, so arrays are ``[kinds]``.
 
-    The embedding is on the first stage; the last norm and the head are on the last one, with a copy
-    of a tied embedding if that is another stage.
+    The embedding is on the first stage; the last norm and the head are on the last stage, with a
+    copy of a tied embedding if these stages differ.
     """
 
     number: Array
-    """Number of the first such stage, int64."""
+    """Index of the first stage of the kind, int64."""
     count: Array
-    """Number of such stages, int64."""
+    """Number of stages of the kind, int64."""
     layers: int
     """Layers of each stage."""
     shared: Array
@@ -80,15 +80,15 @@ class PipelineStages:
     routed: Array
     """Parameters of routed experts."""
     flops: Array
-    """FLOPs of the layers' matrix products, per token, forward."""
+    """FLOPs of the layers' matmuls in the forward pass, per token."""
     head: Array
-    """1 where the head is, else 0."""
+    """1 for the stage with the head, else 0."""
     sparse: Array
     """Number of layers with experts."""
     activation_bytes: Array
-    """Bytes that all layers together keep per token, with scores recomputed."""
+    """Bytes per token that all layers store, if attention scores are recomputed."""
     largest_activation_bytes: Array
-    """Bytes that the largest layer keeps."""
+    """Bytes per token that the largest layer stores."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,25 +117,25 @@ def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
 def candidate_layouts(
     shape: ModelShape, work: Workload, gpus: int, gpus_per_node: int
 ) -> Iterator[CandidateLayout]:
-    """Yield the layouts worth trying on up to ``gpus`` GPUs, in batches of one ``pp`` and
+    """Yield the useful layouts on up to ``gpus`` GPUs, in batches with the same ``pp`` and
     ``recompute``.
 
-    ``tp`` divides the heads (and the key-value heads, unless there are fewer than processes) and
-    stays within a node; ``pp`` divides the layers; ``ep`` divides experts and replicas. Every
-    replica has a sample. Engines that generate use no pipeline.
+    ``tp`` divides the heads (and the key-value heads, unless they are fewer) and is at most a node;
+    ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica has at least one
+    sample. Generation has no pipeline.
     """
-    generates = isinstance(work, GenerationWorkload)
-    for pp in [1] if generates else _divisors(shape.layers):
-        tp, dp, ep, micro = _columns(
-            shape, pp, gpus, gpus_per_node, work.samples, (1,) if generates else MICRO_BATCHES
+    is_generation = isinstance(work, GenerationWorkload)
+    for pp in [1] if is_generation else _divisors(shape.layers):
+        tp, dp, ep, micro_batch = _layout_columns(
+            shape, pp, gpus, gpus_per_node, work.samples, (1,) if is_generation else MICRO_BATCHES
         )
         if len(tp):
-            for how in RECOMPUTE if isinstance(work, TrainingWorkload) else RECOMPUTE[:1]:
-                yield CandidateLayout(tp, pp, dp, ep, micro, how)
+            for recompute in RECOMPUTE if isinstance(work, TrainingWorkload) else RECOMPUTE[:1]:
+                yield CandidateLayout(tp, pp, dp, ep, micro_batch, recompute)
 
 
 @functools.lru_cache(maxsize=1024)
-def _columns(
+def _layout_columns(
     shape: ModelShape,
     pp: int,
     gpus: int,
@@ -145,28 +145,29 @@ def _columns(
 ) -> Array:
     """Return ``tp``, ``dp``, ``ep`` and micro-batch of every layout: int64 ``[4, n]``."""
     replicas = _replicas(samples)
-    found = [np.empty((4, 0), dtype=np.int64)]
+    layouts = [np.empty((4, 0), dtype=np.int64)]
     for tp in _divisors(shape.heads):
         if tp > gpus_per_node or gpus_per_node % tp:
             continue
         if shape.kv_heads % tp and tp % shape.kv_heads:
             continue
-        dp, ep, micro = np.meshgrid(
+        dp, ep, size = np.meshgrid(
             replicas[replicas <= gpus // (tp * pp)],
             _divisors(shape.experts) if shape.experts else [1],
             micro_batches,
         )
-        # A micro-batch larger than a replica's share is the same as its share.
-        good = (dp % ep == 0) & ((micro == 1) | (-(-samples // dp) >= micro))
-        found.append(np.stack([np.full(good.sum(), tp), dp[good], ep[good], micro[good]]))
-    return np.concatenate(found, axis=1)
+        # A micro-batch larger than a replica's samples is equivalent to a smaller one.
+        valid = (dp % ep == 0) & ((size == 1) | (-(-samples // dp) >= size))
+        layouts.append(np.stack([np.full(valid.sum(), tp), dp[valid], ep[valid], size[valid]]))
+    return np.concatenate(layouts, axis=1)
 
 
 def _replicas(samples: int) -> Array:
-    """Return the numbers of replicas worth trying, ascending."""
+    """Return the useful numbers of replicas, ascending."""
     numbers = np.arange(1, samples + 1)
     share = -(-samples // numbers)
-    return numbers[(numbers <= ALL_REPLICAS) | (share < np.append(samples + 1, share[:-1]))]
+    reduces_work = share < np.append(samples + 1, share[:-1])
+    return numbers[(numbers <= MAX_EXHAUSTIVE_REPLICAS) | reduces_work]
 
 
 def _divisors(number: int) -> list[int]:

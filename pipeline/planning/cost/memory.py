@@ -28,12 +28,12 @@ Bytes = Any
 """Bytes: a number or an array of the layouts' shape."""
 
 PREFILL_TOKENS = 8192
-"""Maximum tokens of a prefill chunk of an engine (vLLM's default is near it)."""
+"""Maximum tokens of an engine's prefill chunk (close to vLLM's default)."""
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """The memory of a GPU by purpose; for a pipeline, of the stage that needs most."""
+    """The memory of a GPU by purpose; in a pipeline, of the stage with the highest total."""
 
     weights: Bytes = 0.0
     gradients: Bytes = 0.0
@@ -53,10 +53,10 @@ class MemoryBreakdown:
 
 
 def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> MemoryBreakdown:
-    """Return the bytes per GPU, of the shape of the layouts.
+    """Return the bytes per GPU, with the shape of the layouts.
 
-    For generation the KV cache is that of one request of the longest length, the minimum to run.
-    The remaining memory determines how many requests run at once (:func:`running_requests`).
+    For generation, the KV cache is the minimum: that of one request of maximum length. The
+    remaining memory determines the number of running requests (:func:`running_requests`).
     """
     if isinstance(work, TrainingWorkload):
         stages = training_memory(shape, split_pipeline(shape, layout.pp), layout, work)
@@ -71,50 +71,50 @@ def training_memory(
 ) -> MemoryBreakdown:
     """Return weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
 
-    On stage ``s`` there are ``pp - s`` micro-batches in flight, or all if there are fewer. With
-    ZeRO stage 3 two layers are complete at a time: the current one and the one being fetched. Of
-    offloaded optimizer states at least those of the embedding are on the device at once.
+    Stage ``s`` has ``pp - s`` micro-batches in flight, or all if there are fewer. With ZeRO stage
+    3, two layers are unsharded at a time: the current one and the one being fetched. Of offloaded
+    optimizer states, at least those of the embedding are on the device at a time.
     """
-    tp, dp, ep, micro = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
+    tp, dp, ep, size = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
     shards = work.shards(dp)
-    mine, divided = shared + routed, shared / shards + routed * ep / shards
+    unsharded, sharded = shared + routed, shared / shards + routed * ep / shards
 
-    def kept(bytes_each: float, from_stage: int) -> Array:
-        return bytes_each * (divided if work.zero >= from_stage else mine)
+    def state_bytes(bytes_per_parameter: float, from_stage: int) -> Array:
+        return bytes_per_parameter * (sharded if work.zero >= from_stage else unsharded)
 
-    weights = kept(work.state.weights, 3)
+    weights = state_bytes(work.state.weights, 3)
     if work.zero == 3:
         largest = float((shape.shared_parameters + shape.expert_parameters).max())
         weights = weights + 2 * work.state.weights * largest / tp * (shards > 1)
-    in_flight = np.minimum(-(-work.samples // (dp * micro)), layout.pp - stages.number)
-    # The gradient of the logits is as large as they are.
+    in_flight = np.minimum(-(-work.samples // (dp * size)), layout.pp - stages.number)
+    # The gradient of the logits has the size of the logits.
     per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
     if layout.recompute == "full":
-        inputs = float(shape.activation_bytes("full").max())
-        # The layer that is recomputed is complete in memory.
+        input_bytes = float(shape.activation_bytes("full").max())
+        # All activations of the layer that is being recomputed are in memory.
         per_token = per_token + stages.largest_activation_bytes
-        per_token = per_token + in_flight * stages.layers * inputs
+        per_token = per_token + in_flight * stages.layers * input_bytes
     else:
         per_token = per_token + in_flight * stages.activation_bytes
-    tokens = micro * max(work.longest, work.tokens)
-    optimizer = kept(work.state.optimizer, 1)
+    tokens = size * max(work.longest, work.tokens)
+    optimizer = state_bytes(work.state.optimizer, 1)
     if work.state_on_device is not None:
-        least = work.state.optimizer * shape.embedding_parameters / tp / shards
-        most = np.maximum(work.state_on_device, least * (work.state_on_device > 0))
-        optimizer = np.minimum(optimizer, most)
+        min_on_device = work.state.optimizer * shape.embedding_parameters / tp / shards
+        limit = np.maximum(work.state_on_device, min_on_device * (work.state_on_device > 0))
+        optimizer = np.minimum(optimizer, limit)
     return MemoryBreakdown(
-        weights, kept(work.state.gradients, 2), optimizer, per_token * tokens / tp
+        weights, state_bytes(work.state.gradients, 2), optimizer, per_token * tokens / tp
     )
 
 
 def _inference(
     shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload
 ) -> MemoryBreakdown:
-    """Return the memory of weights, one layer's activations and the logits."""
-    tp, ep, micro = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
+    """Return the memory of the weights and of one layer's activations or the logits."""
+    tp, ep, micro_batch = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
     stages = split_pipeline(shape, layout.pp)
-    tokens = micro * max(work.longest, work.tokens)
+    tokens = micro_batch * max(work.longest, work.tokens)
     per_token = np.maximum(
         stages.largest_activation_bytes, stages.head * shape.head_activation_bytes
     )
@@ -126,31 +126,30 @@ def _generation(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload
 ) -> MemoryBreakdown:
     longest = work.prompt_tokens + float(work.lengths.max())
-    passing = shape.activation_bytes().max() * PREFILL_TOKENS
-    passing = passing + FLOAT32 * shape.vocab * work.max_running
-    whole = split_pipeline(shape, 1)
-    weights = whole.shared[0] / layout.tp + whole.routed[0] / (layout.tp * layout.ep)
+    activation_bytes = shape.activation_bytes().max() * PREFILL_TOKENS
+    activation_bytes = activation_bytes + FLOAT32 * shape.vocab * work.max_running
+    stage = split_pipeline(shape, 1)
+    weights = stage.shared[0] / layout.tp + stage.routed[0] / (layout.tp * layout.ep)
     zero = 0.0 * np.asarray(layout.gpus)
     return MemoryBreakdown(
         weights=shape.dtype_bytes * weights + zero,
-        activations=passing / layout.tp + zero,
+        activations=activation_bytes / layout.tp + zero,
         kv_cache=longest * kv_bytes_per_token(shape, layout.tp) + zero,
     )
 
 
 def mean_context(work: GenerationWorkload) -> float:
-    """Return the mean tokens of a running request: its prompt and its response so far.
+    """Return the mean number of tokens of a running request: its prompt and its response so far.
 
-    A response of length L is present L times as long as one token, half complete on average: the
-    mean is ``E[L^2] / (2 E[L])`` (the mean age in renewal theory).
+    A response of length L runs for L steps and is half complete on average, so the mean length so
+    far is ``E[L^2] / (2 E[L])`` (the mean age in renewal theory).
     """
     lengths = work.lengths
     return work.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
-    """Return the KV cache bytes of one token on one GPU; with fewer heads than GPUs, each GPU has
-    one."""
+    """Return the KV cache bytes of a token on one GPU; a GPU has at least one key-value head."""
     heads = np.maximum(shape.kv_heads / np.asarray(tp), 1.0)
     return 2.0 * shape.layers * heads * shape.head_dim * shape.dtype_bytes
 
@@ -158,13 +157,13 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
 def running_requests(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> Any:
-    """Return how many requests of mean length a replica runs at once: at least 1, at most the
-    engine's limit; 0 if not even one of the longest fits. float64 of the layouts' shape."""
-    least = _generation(shape, layout, work)
-    free = device.usable_bytes - least.weights - least.activations
-    each = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
-    count = np.clip(np.floor(free / each), 1, work.max_running)
-    return np.where(free >= least.kv_cache, count, 0.0)
+    """Return how many mean-length requests a replica runs concurrently, float64 of the shape of
+    the layouts. It is at most the engine's limit; 0 if a request of maximum length does not fit."""
+    minimum = _generation(shape, layout, work)
+    free_bytes = device.usable_bytes - minimum.weights - minimum.activations
+    bytes_per_request = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
+    count = np.clip(np.floor(free_bytes / bytes_per_request), 1, work.max_running)
+    return np.where(free_bytes >= minimum.kv_cache, count, 0.0)
 
 
 def _column(value: Any) -> Array:
@@ -173,7 +172,7 @@ def _column(value: Any) -> Array:
 
 
 def _worst_stage(stages: MemoryBreakdown) -> MemoryBreakdown:
-    """Return the stage of ``[..., stages]`` that uses most memory."""
+    """Return the stage of ``[..., stages]`` that uses the most memory."""
     parts = np.broadcast_arrays(*vars(stages).values())
     worst = np.argmax(sum(parts), axis=-1)[..., None]
     return MemoryBreakdown(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))

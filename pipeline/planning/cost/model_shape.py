@@ -1,4 +1,4 @@
-"""The shape of a causal language model, and its parameters, FLOPs and bytes.
+"""The shape of a causal language model, and its numbers of parameters, FLOPs and bytes.
 
 Sources: Kaplan et al. 2020 (arXiv 2001.08361, table 1) and PaLM (arXiv 2204.02311, appendix B) for
 FLOPs per token; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for activations.
@@ -18,8 +18,7 @@ from rlinf.errors import ConfigError, DataError, did_you_mean
 Array = np.ndarray
 Recompute = Literal["selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
-"""What the backward pass recomputes: only attention scores (as fused attention does), or whole
-layers."""
+"""Activation recomputation: only attention scores (as in fused attention), or whole layers."""
 
 FLOAT32 = 4
 """Bytes of a float32, the type of logits, router scores and softmax statistics."""
@@ -44,8 +43,8 @@ class ModelShape:
     tied: bool = False
     """True if the output head is the embedding."""
     embeddings: int = 1
-    """Number of networks that share the layers, each with an embedding: 2 with a separate critic,
-    which follows the policy as if they were one network."""
+    """Number of embeddings: 2 with a separate critic, whose layers are counted after those of the
+    policy, as if both were one network."""
     gated: bool = True
     """True if the feed-forward layer has a gate (three matrices instead of two)."""
     qkv_bias: bool = False
@@ -59,15 +58,15 @@ class ModelShape:
     expert_ffn: int = 0
     """Inner width of a routed expert."""
     shared_ffn: int = 0
-    """Inner width of the shared expert of every token; 0: there is none."""
+    """Inner width of the shared expert, which every token uses; 0: there is none."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers without experts, in a sparse model."""
+    """Indices of the layers without experts, in a sparse model."""
     dtype_bytes: int = 2
-    """Bytes of a weight, an activation, and an element of the KV cache."""
+    """Bytes per weight, activation, and element of the KV cache."""
 
     def __post_init__(self) -> None:
-        least = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes")
-        for name in least:
+        positive = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes")
+        for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"model shape: {name} is {getattr(self, name)}; it must be >= 1")
         if self.heads % self.kv_heads:
@@ -88,23 +87,23 @@ class ModelShape:
     @functools.cached_property
     def sparse(self) -> Array:
         """True for each layer with experts: bool ``[layers]``."""
-        out = np.full(self.layers, self.experts > 0)
-        out[[i for i in self.dense_layers if i < self.layers]] = False
-        return out
+        is_sparse = np.full(self.layers, self.experts > 0)
+        is_sparse[[i for i in self.dense_layers if i < self.layers]] = False
+        return is_sparse
 
     @property
     def q_width(self) -> int:
-        """Width of all queries together."""
+        """Total width of the queries."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys together; values have the same width."""
+        """Total width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding; an untied head has as many."""
+        """Parameters of the embedding, and of an untied head."""
         return self.vocab * self.hidden
 
     @property
@@ -138,56 +137,53 @@ class ModelShape:
     def parameters(self) -> int:
         """The exact number of all parameters."""
         layers = int(self.shared_parameters.sum() + self.expert_parameters.sum())
-        ends = self.embeddings * self.embedding_parameters + self.head_parameters
-        return ends + layers + self.hidden
+        embeddings_and_head = self.embeddings * self.embedding_parameters + self.head_parameters
+        return embeddings_and_head + layers + self.hidden
 
     @functools.cached_property
     def layer_flops(self) -> Array:
-        """FLOPs of each layer's matrix products per token, forward, float64 ``[layers]``.
+        """FLOPs of each layer's matmuls in the forward pass, per token, float64 ``[layers]``.
 
-        There are two per used weight (Kaplan et al. 2020, section 2.1); scores are counted
-        separately.
+        There are two per active weight (Kaplan et al. 2020, section 2.1), without attention scores.
         """
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
-        visited = self.active_experts * self.expert_size + self.hidden * self.experts
+        active = self.active_experts * self.expert_size + self.hidden * self.experts
         shared = self._mlp(self.shared_ffn, bias=False) + self.hidden * (self.shared_ffn > 0)
         dense = self._mlp(self.ffn, bias=False)
-        return 2.0 * (attention + np.where(self.sparse, visited + shared, dense))
+        return 2.0 * (attention + np.where(self.sparse, active + shared, dense))
 
     @property
     def head_flops(self) -> float:
-        """FLOPs of the output head per token, forward."""
+        """FLOPs of the output head in the forward pass, per token."""
         return 2.0 * self.embedding_parameters
 
     def score_flops(self, context: Array | float) -> Array | float:
-        """Return the FLOPs of one layer's attention scores and their use per token, forward.
+        """Return the FLOPs of a layer's attention scores and weighted values, per token, forward.
 
         ``4 * heads * head_dim * context`` (PaLM appendix B has 12 for forward and backward).
 
         Args:
-            context: keys per query; for a whole causal sequence half its length on average.
+            context: keys per query; in a causal sequence half its length on average.
         """
         return 4.0 * self.q_width * context
 
     def forward_flops(self, context: Array | float) -> Array | float:
-        """Return the FLOPs per token, forward."""
+        """Return the FLOPs of the forward pass, per token."""
         scores = self.layers * self.score_flops(context)
         return float(self.layer_flops.sum()) + self.head_flops + scores
 
     def activation_bytes(self, recompute: Recompute = "selective") -> Array:
-        """Return the bytes that each layer keeps for the backward pass, per token: float64
-        ``[layers]``.
+        """Return the bytes that each layer stores for the backward pass, per token, ``[layers]``.
 
-        Items are as in Korthikanti et al. 2022, section 4, for fused attention without dropout; for
-        their model (GELU, ``ffn = 4 hidden``, as many key-value heads as heads, 16 bits) it is
-        their ``34 hidden`` minus two dropout masks of a byte each. ``full`` keeps only the layer's
-        input.
+        The terms follow Korthikanti et al. 2022, section 4, for fused attention without dropout. In
+        their model (GELU, ``ffn = 4 hidden``, as many key-value heads as heads, 16 bits) the sum is
+        their ``34 hidden`` minus two dropout masks of a byte each. ``full`` stores only the input.
         """
         e, h = self.dtype_bytes, self.hidden
         if recompute == "full":
             return np.full(self.layers, float(e * h))
         norms = 2 * e * h
-        # Fused attention keeps one number per head and query instead of scores.
+        # Fused attention stores one number per head and query instead of the scores.
         attention = e * (h + 2 * self.q_width + 2 * self.kv_width) + FLOAT32 * self.heads
         if self.qk_norm:
             attention += e * (self.q_width + self.kv_width)
@@ -199,7 +195,7 @@ class ModelShape:
 
     @property
     def head_activation_bytes(self) -> int:
-        """Bytes per token that the last norm and the head keep; logits are float32.
+        """Bytes per token that the last norm and the head store; logits are float32.
 
         ``4 hidden (1 + vocab / hidden)`` (Korthikanti et al. 2022, section 4.3).
         """
@@ -211,10 +207,10 @@ class ModelShape:
         return matrices * self.hidden * width + biases
 
     def _mlp_activation_bytes(self, width: int) -> int:
-        """Return the bytes kept inside a feed-forward layer.
+        """Return the bytes stored inside a feed-forward layer, per token.
 
-        Ungated: before and after the activation. Gated: gate, activated gate, the other branch, and
-        their product.
+        Ungated: input and output of the activation. Gated: gate, activated gate, up projection, and
+        the product.
         """
         return (4 if self.gated else 2) * self.dtype_bytes * width
 
@@ -224,7 +220,7 @@ _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a ``config.json`` of transformers.
+    """Return the shape of a model with this ``config.json`` of transformers.
 
     Raises:
         DataError: the family is unknown, or a size is missing or not a whole number.
@@ -238,7 +234,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     layers = _size(config, "num_hidden_layers")
     qwen2 = family in ("qwen2", "qwen2_moe")
-    bias = bool(config.get("qkv_bias", True)) if qwen2 else bool(config.get("attention_bias"))
+    attention_bias = bool(config.get("qkv_bias", True) if qwen2 else config.get("attention_bias"))
     experts = 0
     if family.endswith("moe") or family == "mixtral":
         experts = _size(config, "num_experts", "num_local_experts")
@@ -253,8 +249,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         ffn=ffn,
         vocab=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias,
-        out_bias=bias and not qwen2,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias and not qwen2,
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
         qk_norm=family.startswith("qwen3"),
         experts=experts,
@@ -267,16 +263,16 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without experts: the named ones, and those that are not every
-    ``sparse_step``-th."""
+    """Return the layers without experts: those in ``mlp_only_layers``, and all except every
+    ``decoder_sparse_step``-th."""
     step = int(config.get("decoder_sparse_step") or 1)
-    named = set(config.get("mlp_only_layers") or ())
-    return tuple(i for i in range(layers) if i in named or (i + 1) % step)
+    listed = set(config.get("mlp_only_layers") or ())
+    return tuple(i for i in range(layers) if i in listed or (i + 1) % step)
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    found = next((config[name] for name in names if config.get(name) is not None), default)
-    if not isinstance(found, int) or isinstance(found, bool):
-        problem = "is missing" if found is None else f"is {found!r}, not a whole number"
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        problem = "is missing" if value is None else f"is {value!r}, not a whole number"
         raise DataError(f"config.json: {names[0]} {problem}")
-    return found
+    return value

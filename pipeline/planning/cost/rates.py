@@ -1,7 +1,6 @@
 """Rate tables: the speed of a stage on 0 to n GPUs of a kind, with a layout for each number.
 
-Rates come from measured points if there are some, else from data sheets. Every number names its
-source.
+Rates come from measured points if there are any, else from data sheets. Every rate has a source.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Array = np.ndarray
 Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
 SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
 DATA_SHEET_SPREAD = 0.25
-"""Relative standard deviation of a time from data sheets. Nine in ten published runs lie within the
+"""Relative standard deviation of a time from data sheets. 90 % of published runs are within the
 resulting interval (docs/explanation/cost-model.md)."""
 
 
@@ -35,11 +34,11 @@ class RateTable:
     """Iterations per second of one stage on one kind of GPU. Arrays are ``[gpus + 1]``."""
 
     rates: Array
-    """0 if that many GPUs cannot run it; a stage works on all GPUs of its pool."""
+    """0 if the stage cannot run on all of this many GPUs."""
     spread: Array
     """Relative standard deviation of each time."""
     used: Array
-    """Number of GPUs with work if that many exist, int64."""
+    """Number of these GPUs that have work, int64."""
     source_codes: Array
     """Index of each number's source in :data:`SOURCES`, int64."""
     bound_codes: Array
@@ -48,10 +47,10 @@ class RateTable:
     memory_bytes: Array
     """Memory of each GPU; NaN: unknown. Generation fills the rest with the KV cache."""
     choices: Array
-    """Layout of each number: its batch in ``layouts`` and its place there, int64 ``[gpus + 1, 2]``;
-    -1: unknown."""
+    """Layout for each number of GPUs: index in ``layouts`` and index in that batch, int64
+    ``[gpus + 1, 2]``; -1: unknown."""
     layouts: tuple[CandidateLayout, ...] = ()
-    """Batches of layouts; few objects, because there may be thousands of numbers."""
+    """Batches of layouts, because single layouts for thousands of numbers of GPUs would be slow."""
     warnings: tuple[str, ...] = ()
 
     def source(self, gpus: int) -> Source:
@@ -66,46 +65,45 @@ class RateTable:
 
     def layout(self, gpus: int) -> CandidateLayout | None:
         """Return the layout of the stage on ``gpus`` GPUs."""
-        batch, place = self.choices[gpus]
-        return self.layouts[batch].select(place) if batch >= 0 else None
+        batch, index = self.choices[gpus]
+        return self.layouts[batch].select(index) if batch >= 0 else None
 
 
 def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:
-    """Return rates from data sheets: the fastest layout that fits, for each number of GPUs.
-
-    A stage that fits nowhere has rate 0 throughout.
+    """Return rates from data sheets: the fastest layout that fits, for each number of GPUs; 0 if
+    none fits.
 
     Raises:
         PlanError: the number of GPUs is negative.
     """
     if gpus < 0:
         raise PlanError(f"{device.name}: {gpus} GPUs")
-    best = np.full(gpus + 1, np.inf)
-    table = _empty(gpus, "data sheet")
-    found: list[CandidateLayout] = []
-    for some in candidate_layouts(shape, work, gpus, device.gpus_per_node):
-        needs = stage_memory(shape, some, work).total
-        fits = needs <= device.usable_bytes
+    best_s = np.full(gpus + 1, np.inf)
+    table = _empty_table(gpus, "data sheet")
+    kept: list[CandidateLayout] = []
+    for layouts in candidate_layouts(shape, work, gpus, device.gpus_per_node):
+        memory_bytes = stage_memory(shape, layouts, work).total
+        fits = memory_bytes <= device.usable_bytes
         if not fits.any():
             continue
-        able, needs = some.select(fits), needs[fits]
-        times = stage_seconds(shape, able, work, device)
-        total = times.total
-        order = np.lexsort((total, able.gpus))
-        counts, first = np.unique(able.gpus[order], return_index=True)
-        winners = order[first]
-        better = total[winners] < best[counts]
-        counts, winners = counts[better], winners[better]
-        best[counts] = total[winners]
-        parts = np.stack([np.broadcast_to(p, total.shape)[winners] for p in vars(times).values()])
+        fitting, memory_bytes = layouts.select(fits), memory_bytes[fits]
+        times = stage_seconds(shape, fitting, work, device)
+        total_s = times.total
+        order = np.lexsort((total_s, fitting.gpus))
+        counts, first_index = np.unique(fitting.gpus[order], return_index=True)
+        fastest = order[first_index]
+        is_faster = total_s[fastest] < best_s[counts]
+        counts, fastest = counts[is_faster], fastest[is_faster]
+        best_s[counts] = total_s[fastest]
+        parts = np.stack([np.broadcast_to(p, total_s.shape)[fastest] for p in vars(times).values()])
         table.bound_codes[counts] = parts.argmax(0)
-        table.memory_bytes[counts] = needs[winners]
-        table.choices[counts] = np.stack([np.full(len(winners), len(found)), winners], axis=1)
-        found.append(able)
+        table.memory_bytes[counts] = memory_bytes[fastest]
+        table.choices[counts] = np.stack([np.full(len(fastest), len(kept)), fastest], axis=1)
+        kept.append(fitting)
     with np.errstate(divide="ignore"):
-        rates = 1.0 / best
+        rates = 1.0 / best_s
     spread = np.full(gpus + 1, DATA_SHEET_SPREAD)
-    return _only_able(replace(table, rates=rates, spread=spread, layouts=tuple(found)))
+    return _clear_unrunnable(replace(table, rates=rates, spread=spread, layouts=tuple(kept)))
 
 
 def measured_rates(
@@ -114,50 +112,51 @@ def measured_rates(
     gpus: int,
     *,
     runnable: Array | None = None,
-    most: int | None = None,
+    max_gpus: int | None = None,
     memory_bytes: float = math.nan,
-    fits: bool = True,
+    interpolate: bool = True,
 ) -> RateTable:
-    """Return rates from measured points by a fit; extrapolated ones are flagged and have a wider
+    """Return rates from a fit to measured points; extrapolated rates are flagged and have a wider
     spread.
 
-    If the points are too few for a fit, only those measured at ``size`` are used, unchanged. One
-    process of a point is one GPU.
+    If there are too few points for a fit, only those with ``size`` are used, unchanged. A process
+    of a point corresponds to a GPU.
 
     Args:
         size: work of one iteration, in the unit of the points.
-        runnable: bool ``[gpus + 1]``, False if memory is known not to suffice.
-        most: GPUs that there is work for; more are idle.
+        runnable: bool ``[gpus + 1]``, False if the stage is known not to run.
+        max_gpus: maximum number of GPUs that there is work for; more are idle.
         memory_bytes: maximum measured memory of a GPU; NaN: unknown.
-        fits: False: use points unchanged, however many there are.
+        interpolate: False: use only the points with ``size``, however many there are.
 
     Raises:
         PlanError: a point is invalid (:func:`pipeline.planning.cost.regression.fit_times`).
     """
     counts = np.arange(gpus + 1)
-    able = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
-    table = replace(_empty(gpus, "measured"), memory_bytes=np.full(gpus + 1, memory_bytes))
-    if not fits or len({(point.processes, point.size) for point in points}) < MIN_POINTS:
+    is_runnable = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
+    table = replace(_empty_table(gpus, "measured"), memory_bytes=np.full(gpus + 1, memory_bytes))
+    if not interpolate or len({(point.processes, point.size) for point in points}) < MIN_POINTS:
         for point in points:
-            if point.size == size and point.processes <= gpus and able[point.processes]:
+            if point.size == size and point.processes <= gpus and is_runnable[point.processes]:
                 table.rates[point.processes] = 1 / point.seconds
                 table.spread[point.processes] = point.spread_s / point.seconds
-        return _only_able(table, most)
-    answer = fit_times(points).predict(np.maximum(counts, 1), size)
-    codes = np.where(answer.extrapolated, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
-    codes = np.where(answer.measured, SOURCES.index("measured"), codes)
+        return _clear_unrunnable(table, max_gpus)
+    prediction = fit_times(points).predict(np.maximum(counts, 1), size)
+    codes = np.full(gpus + 1, SOURCES.index("fitted"))
+    codes[prediction.extrapolated] = SOURCES.index("extrapolated")
+    codes[prediction.measured] = SOURCES.index("measured")
     table = replace(
         table,
-        rates=np.where(able, 1.0 / answer.seconds, 0.0),
-        spread=answer.spread_s / answer.seconds,
+        rates=np.where(is_runnable, 1.0 / prediction.seconds, 0.0),
+        spread=prediction.spread_s / prediction.seconds,
         source_codes=codes,
-        warnings=answer.warnings if np.any(answer.extrapolated & able) else (),
+        warnings=prediction.warnings if np.any(prediction.extrapolated & is_runnable) else (),
     )
-    return _only_able(table, most)
+    return _clear_unrunnable(table, max_gpus)
 
 
-def _empty(gpus: int, source: Source) -> RateTable:
-    """Return a table in which only the source is known."""
+def _empty_table(gpus: int, source: Source) -> RateTable:
+    """Return a table with a source and unknown values."""
     count = gpus + 1
     return RateTable(
         rates=np.zeros(count),
@@ -170,18 +169,19 @@ def _empty(gpus: int, source: Source) -> RateTable:
     )
 
 
-def _only_able(table: RateTable, most: int | None = None) -> RateTable:
-    """Clear the numbers that cannot run the stage; more than ``most`` GPUs are idle."""
-    first = np.minimum(np.arange(len(table.rates)), len(table.rates) if most is None else most)
-    rates = table.rates[first]
-    able = rates > 0
+def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
+    """Clear entries that cannot run the stage; more than ``max_gpus`` GPUs are idle."""
+    count = len(table.rates)
+    rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)
+    rates = table.rates[rows]
+    runs = rates > 0
     return replace(
         table,
         rates=rates,
-        spread=np.where(able, table.spread[first], 0.0),
-        used=np.where(able, table.used[first], 0),
-        source_codes=np.where(able, table.source_codes[first], SOURCES.index("cannot")),
-        bound_codes=np.where(able, table.bound_codes[first], -1),
-        memory_bytes=np.where(able, table.memory_bytes[first], np.nan),
-        choices=np.where(able[:, None], table.choices[first], -1),
+        spread=np.where(runs, table.spread[rows], 0.0),
+        used=np.where(runs, table.used[rows], 0),
+        source_codes=np.where(runs, table.source_codes[rows], SOURCES.index("cannot")),
+        bound_codes=np.where(runs, table.bound_codes[rows], -1),
+        memory_bytes=np.where(runs, table.memory_bytes[rows], np.nan),
+        choices=np.where(runs[:, None], table.choices[rows], -1),
     )

@@ -24,25 +24,25 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """Optimizer steps over sequences."""
+    """Training of one iteration: optimizer steps over sequences."""
 
     samples: int
-    """Sequences of one optimizer step."""
+    """Sequences per optimizer step."""
     tokens: int
     """Mean length of a sequence."""
     longest: int = 0
     """Longest sequence, which determines the memory; 0: the mean."""
     steps: int = 1
-    """Optimizer steps of one iteration."""
+    """Optimizer steps per iteration."""
     zero: int = 1
-    """ZeRO stage, the states that data-parallel replicas shard: 0 none, 1 optimizer states, 2 also
-    gradients, 3 also weights (FSDP)."""
+    """ZeRO stage: data-parallel replicas shard 0 nothing, 1 optimizer states, 2 also gradients, 3
+    also weights (FSDP)."""
     state: StateBytes = StateBytes()
     copies: int = 1
-    """Number of complete copies, each sharded over a part of the replicas (hybrid sharding); they
-    divide the replicas, and one replica is one copy."""
+    """Number of complete copies (hybrid sharding): each is sharded over an equal part of the
+    replicas."""
     state_on_device: float | None = None
-    """Maximum bytes of optimizer states on the device at once; the others are in the host's memory.
+    """Maximum bytes of optimizer states on the device at a time; the others are in host memory.
     None: all are on the device."""
 
     def shards(self, replicas: Array | int) -> Array:
@@ -50,21 +50,21 @@ class TrainingWorkload:
         return np.maximum(1, np.asarray(replicas) // self.copies)
 
     def __post_init__(self) -> None:
-        _positive(self, "samples", "tokens", "steps", "copies")
+        _check_positive(self, "samples", "tokens", "steps", "copies")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero stage {self.zero}: there are 0, 1, 2 and 3")
 
 
 @dataclass(frozen=True)
 class InferenceWorkload:
-    """One forward pass over sequences: log-probs of a policy, values, model rewards."""
+    """A forward pass over sequences: log-probs of a policy, values, or rewards of a model."""
 
     samples: int
     tokens: int
     longest: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "samples", "tokens")
+        _check_positive(self, "samples", "tokens")
 
 
 @dataclass(frozen=True)
@@ -72,30 +72,30 @@ class GenerationWorkload:
     """Generation of responses with continuous batching."""
 
     lengths: Array
-    """Response lengths in tokens ``[n]``, a sample of the expected ones, in any order."""
+    """A sample of expected response lengths in tokens ``[n]``, in any order."""
     samples: int
-    """Responses of one iteration."""
+    """Responses per iteration."""
     prompt_tokens: int
     """Mean length of a prompt."""
     group_size: int = 1
     """Responses per prompt, which share the prompt's KV cache."""
     max_running: int = 256
-    """Maximum requests that an engine runs at once."""
+    """Maximum number of concurrent requests of an engine."""
 
     def __post_init__(self) -> None:
-        _positive(self, "samples", "prompt_tokens", "group_size", "max_running")
+        _check_positive(self, "samples", "prompt_tokens", "group_size", "max_running")
         lengths = np.asarray(self.lengths, dtype=np.float64)
         if lengths.ndim != 1 or not len(lengths) or not np.all(np.isfinite(lengths)):
             raise PlanError("response lengths must be a list of numbers, at least one")
         if lengths.min() < 1:
-            raise PlanError(f"a response of {lengths.min():g} tokens; each has at least one")
+            raise PlanError(f"a response of {lengths.min():g} tokens; each must have at least one")
         object.__setattr__(self, "lengths", lengths)
 
 
 Workload = TrainingWorkload | InferenceWorkload | GenerationWorkload
 
 
-def _positive(work: object, *names: str) -> None:
+def _check_positive(work: object, *names: str) -> None:
     for name in names:
         if getattr(work, name) < 1:
             raise PlanError(f"{type(work).__name__}: {name} is {getattr(work, name)}; at least 1")

@@ -1,17 +1,17 @@
-"""Lower bounds of the iteration time of groupings: by prices for all at once, and by a linear
-program for one.
+"""Lower bounds of the iteration time of groupings: by prices for all groupings, and by a linear
+program for one grouping.
 
-The linear program: everything in :mod:`pipeline.planning.planner.predictor` except the measured
-speeds is linear, because an iteration is a longest path through starts and ends. The program allows
-fractional GPUs and replaces each measured speed by the smallest concave curve above it. The time of
-a stage is then a convex function of the GPUs, bounded from below by tangents. No placement of the
-grouping has a smaller value, and the fractional GPUs are a good start for the search.
+The linear program: an iteration is a longest path through starts and ends, so everything in
+:mod:`pipeline.planning.planner.predictor` is linear except the measured speeds. The program allows
+fractional GPUs and replaces measured speeds by the smallest concave curve above them. The time of a
+stage is then a convex function of the GPUs, bounded from below by tangents. The optimum is a lower
+bound for all placements of the grouping, and the search starts from its fractional GPUs.
 
-The prices: each kind of GPU gets a price such that all GPUs together cost 1. In ``T`` seconds a
-pool does its stages one after the other, for which it needs GPUs of some minimum price. If the
-prices of a grouping's pools exceed 1, none of its placements ends in ``T``. The price is bounded
-from below by letting each stage of a pool spend all of it on the GPUs that suit the stage best.
-Waiting between stages of different pools is ignored.
+The prices: each kind of GPU gets a price such that all GPUs together cost 1. To run its stages one
+after the other in ``T`` seconds, a pool needs GPUs of some minimum total price. If these prices sum
+to more than 1, no placement of the grouping ends within ``T``. The price is bounded from below by
+letting each stage spend the pool's whole budget on the GPUs that are best for the stage. Waits
+between stages of different pools are ignored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Array = np.ndarray
 MAX_SPEED_LINES = 6
 """Number of lines that bound the speed of a stage on a kind of GPU from above."""
 INITIAL_TANGENTS = 24
-"""Number of initial tangents that bound the time of a stage from below: with so many, programs are
-rarely solved again."""
+"""Number of initial tangents that bound the time of a stage from below. With this many, a program
+is rarely solved twice."""
 TOLERANCE = 0.01
-"""Tangents are added until the program's times are this close to the true ones, relative."""
+"""Tangents are added until the relative error of the program's times is below this."""
 MAX_ROUNDS = 3
 
 
@@ -42,7 +42,7 @@ class RelaxedSolution:
     """The optimum of the relaxation."""
 
     bound_s: float
-    """No placement of the grouping has a shorter iteration; infinite if there is none."""
+    """Lower bound for all placements of the grouping; infinite if there is no placement."""
     gpus: Array
     """Fractional GPUs, float64 ``[pools, kinds]``."""
 
@@ -53,14 +53,14 @@ class LinearRelaxation:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         problem = self.problem = predictor.problem
-        self._gpus = np.array([kind.gpus for kind in problem.kinds], dtype=np.float64)
+        self._kind_gpus = np.array([kind.gpus for kind in problem.kinds], dtype=np.float64)
         count, kinds = len(problem.stages), len(problem.kinds)
-        self._lines = [
+        self._speed_lines = [
             [upper_lines(predictor.best[s][k]) for k in range(kinds)] for s in range(count)
         ]
-        everything = self._gpus.astype(np.int64)[:, None]
-        self._least = np.array(
-            [predictor.duration(s, everything, 0 * everything)[0] for s in range(count)]
+        all_gpus = self._kind_gpus.astype(np.int64)[:, None]
+        self._min_times = np.array(
+            [predictor.duration(s, all_gpus, 0 * all_gpus)[0] for s in range(count)]
         )
 
     def solve(
@@ -69,38 +69,38 @@ class LinearRelaxation:
         chunks: Sequence[int] | None = None,
         enough_s: float = float("inf"),
     ) -> RelaxedSolution:
-        """Return the relaxation of a grouping, over some numbers of chunks (default: all).
+        """Return the relaxation of a grouping, valid for some numbers of chunks (default: all).
 
-        The more these differ, the looser the bound: each gets the smallest overhead of all, and the
-        shortest pieces. A bound above ``enough_s`` is not improved.
+        The more these differ, the looser the bound, because it combines the smallest overhead and
+        the shortest chunks of all of them. A bound above ``enough_s`` is not improved.
         """
         kinds, stages = len(self.problem.kinds), len(self.problem.stages)
-        if not np.all(np.isfinite(self._least)):
+        if not np.all(np.isfinite(self._min_times)):
             return RelaxedSolution(float("inf"), np.zeros((len(pools), kinds)))
         program = _Program(self, pools, chunks or self.problem.chunks)
-        value, x = program.run()
+        optimum, values = program.run()
         for _ in range(MAX_ROUNDS):
-            if x is None:
+            if values is None:
                 return RelaxedSolution(float("inf"), np.zeros((len(pools), kinds)))
-            speeds = x[program.speed]
-            times = x[program.time] * program.unit
-            wrong = [
+            speeds = values[program.speed]
+            times = values[program.time] * program.unit
+            inaccurate = [
                 s for s in range(stages) if speeds[s] > 0 and times[s] * speeds[s] < 1 - TOLERANCE
             ]
-            if not wrong or value > enough_s * (1 + 1e-6):
+            if not inaccurate or optimum > enough_s * (1 + 1e-6):
                 break
-            for s in wrong:
+            for s in inaccurate:
                 program.add_tangent(s, speeds[s])
-            value, x = program.run()
-        if x is None:
+            optimum, values = program.run()
+        if values is None:
             return RelaxedSolution(float("inf"), np.zeros((len(pools), kinds)))
-        # A solver's optimum is off by its own tolerance; the bound must hold.
-        return RelaxedSolution(value * (1 - 1e-6), x[program.gpus].reshape(len(pools), kinds))
+        # The solver's optimum has a numerical error, but the bound must hold.
+        return RelaxedSolution(optimum * (1 - 1e-6), values[program.gpus].reshape(-1, kinds))
 
 
 def concave_hull(rates: Array) -> list[int]:
-    """Return the numbers of GPUs, ascending, at the corners of the smallest concave curve above
-    rates ``[gpus + 1]``, which never fall."""
+    """Return the corners (numbers of GPUs, ascending) of the smallest concave curve above
+    non-decreasing rates ``[gpus + 1]``."""
     points = np.flatnonzero(np.diff(rates, prepend=-1.0) > 0)
     points = np.unique(np.concatenate([[0], points, [len(rates) - 1]]))
     corners: list[int] = []
@@ -115,8 +115,8 @@ def concave_hull(rates: Array) -> list[int]:
 
 
 def upper_lines(rates: Array) -> Array:
-    """Return lines ``[n, 2]`` (slope, height at zero) on or above rates ``[gpus + 1]``, at most
-    :data:`MAX_SPEED_LINES`."""
+    """Return at most :data:`MAX_SPEED_LINES` lines ``[n, 2]`` (slope, intercept) on or above rates
+    ``[gpus + 1]``."""
     corners = concave_hull(rates)
     if len(corners) == 1:
         return np.array([[0.0, rates[0]]])
@@ -131,244 +131,244 @@ def upper_lines(rates: Array) -> Array:
 
 
 class _Program:
-    """Builds and solves the linear program of one grouping, times in units of ``unit`` seconds."""
+    """Builds and solves the linear program of one grouping, with times in ``unit`` seconds."""
 
     def __init__(
         self, relaxation: LinearRelaxation, pools: PoolStages, chunks: Sequence[int]
     ) -> None:
-        self._of = relaxation
+        self._relaxation = relaxation
         problem = relaxation.problem
         stages, kinds = len(problem.stages), len(problem.kinds)
-        self.unit = float(relaxation._least.max())
-        self.home = pools_of_stages(pools)
+        self.unit = float(relaxation._min_times.max())
+        self.stage_pools = pools_of_stages(pools)
         sizes = {
             "gpus": len(pools) * kinds,
-            "part": stages * kinds,
+            "kind_speed": stages * kinds,
             "speed": stages,
             "time": stages,
             "start": stages,
             "end": stages,
             "total": 1,
         }
-        edges = np.cumsum([0, *sizes.values()])
-        spans = [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        self.gpus, self.part, self.speed, self.time, self.start, self.end, self.total = spans
-        self.size = int(edges[-1])
+        offsets = np.cumsum([0, *sizes.values()])
+        slices = [slice(a, b) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        self.gpus, self.kind_speed, self.speed, self.time, self.start, self.end, self.total = slices
+        self.size = int(offsets[-1])
         self.rows: list[Array] = []
-        self.limits: list[float] = []
-        self._capacity(kinds)
-        self._speeds(kinds)
+        self.row_limits: list[float] = []
+        self._add_capacity(kinds)
+        self._add_speeds(kinds)
         for s in range(stages):
-            fastest = 1 / relaxation._least[s]
+            fastest = 1 / relaxation._min_times[s]
             for speed in np.geomspace(fastest / 64, fastest, INITIAL_TANGENTS):
                 self.add_tangent(s, float(speed))
-        self._flow(pools, chunks)
+        self._add_flow(pools, chunks)
 
     def run(self) -> tuple[float, Array | None]:
-        """Return the optimum in seconds, and its location."""
+        """Return the optimum in seconds, and the variables; infinite and None if infeasible."""
         cost = np.zeros(self.size)
         cost[self.total] = 1.0
-        solved = linprog(cost, A_ub=np.array(self.rows), b_ub=self.limits, method="highs-ds")
+        solved = linprog(cost, A_ub=np.array(self.rows), b_ub=self.row_limits, method="highs-ds")
         if not solved.success:
             return float("inf"), None
         return float(solved.fun) * self.unit, solved.x
 
     def add_tangent(self, stage: int, speed: float) -> None:
-        """``time >= 2 / v - speed / v**2``: the tangent of ``1 / speed`` at ``v``."""
+        """Add the tangent of ``1 / speed`` at ``v``: ``time >= 2 / v - speed / v**2``."""
         row = np.zeros(self.size)
         scale = 1 / speed / self.unit
         row[self.time.start + stage] = -1.0
         row[self.speed.start + stage] = -scale / speed
-        self._add(row, -2 * scale)
+        self._add_row(row, -2 * scale)
 
-    def _add(self, row: Array, limit: float) -> None:
+    def _add_row(self, row: Array, limit: float) -> None:
         self.rows.append(row)
-        self.limits.append(limit)
+        self.row_limits.append(limit)
 
-    def _capacity(self, kinds: int) -> None:
+    def _add_capacity(self, kinds: int) -> None:
         for k in range(kinds):
             row = np.zeros(self.size)
             row[self.gpus.start + k : self.gpus.stop : kinds] = 1.0
-            self._add(row, float(self._of._gpus[k]))
-        names = [kind.name for kind in self._of.problem.kinds]
-        for together, most in self._of.problem.shared:
+            self._add_row(row, float(self._relaxation._kind_gpus[k]))
+        names = [kind.name for kind in self._relaxation.problem.kinds]
+        for group, limit in self._relaxation.problem.shared:
             row = np.zeros(self.size)
-            for name in together:
+            for name in group:
                 row[self.gpus.start + names.index(name) : self.gpus.stop : kinds] = 1.0
-            self._add(row, float(most))
+            self._add_row(row, float(limit))
 
-    def _speeds(self, kinds: int) -> None:
-        for s, per_kind in enumerate(self._of._lines):
+    def _add_speeds(self, kinds: int) -> None:
+        for s, per_kind in enumerate(self._relaxation._speed_lines):
             for k, lines in enumerate(per_kind):
                 for slope, height in lines:
                     row = np.zeros(self.size)
-                    row[self.part.start + s * kinds + k] = 1.0
-                    for p in self.home[s]:
+                    row[self.kind_speed.start + s * kinds + k] = 1.0
+                    for p in self.stage_pools[s]:
                         row[self.gpus.start + p * kinds + k] = -slope
-                    self._add(row, height)
-            # speed <= sum of the parts; and, since a mixture keeps a share m of the sum unless one
-            # kind alone is quicker, speed <= m sum + (1 - m) (the quickest kind alone).
-            # A stage that does not mix has a share of 0.
-            problem = self._of.problem
+                    self._add_row(row, height)
+            # speed <= sum over kinds. Several kinds together reach a share m of the sum, unless the
+            # fastest kind alone is faster, so speed <= m sum + (1 - m) (fastest kind alone).
+            # A stage that cannot be divided has m = 0.
+            problem = self._relaxation.problem
             mixing = problem.mixing if problem.stages[s].divisible else 0.0
-            alone = max(float(table[-1]) for table in self._of.predictor.best[s])
+            fastest_kind = max(float(table[-1]) for table in self._relaxation.predictor.best[s])
             for share in {1.0, mixing}:
                 row = np.zeros(self.size)
                 row[self.speed.start + s] = 1.0
-                first = self.part.start + s * kinds
+                first = self.kind_speed.start + s * kinds
                 row[first : first + kinds] = -share
-                self._add(row, (1 - share) * alone)
+                self._add_row(row, (1 - share) * fastest_kind)
 
-    def _flow(self, pools: PoolStages, chunks: Sequence[int]) -> None:
-        """Add the longest path of :meth:`Predictor.predict_batch`, each ``max`` as several rows."""
-        problem, predictor = self._of.problem, self._of.predictor
+    def _add_flow(self, pools: PoolStages, chunks: Sequence[int]) -> None:
+        """Add the longest path of :meth:`Predictor.predict_batch`: each ``max`` is several rows."""
+        problem, predictor = self._relaxation.problem, self._relaxation.predictor
         index = {stage.name: s for s, stage in enumerate(problem.stages)}
         groups = {s: group for group in predictor.groups for s in group}
-        piped = len(pools) > 1
-        fewest, most = (min(chunks), max(chunks)) if piped else (0, 1)
-        slow = {
-            s: float(predictor.num_transfers(group, self.home, fewest))
+        streams = len(pools) > 1
+        min_chunks, max_chunks = (min(chunks), max(chunks)) if streams else (0, 1)
+        overheads = {
+            s: float(predictor.num_transfers(group, self.stage_pools, min_chunks))
             * max(problem.stages[i].chunk_s for i in group)
             / self.unit
             for s, group in groups.items()
         }
-        free: dict[int, int] = {}
+        last: dict[int, int] = {}
         for group in predictor.groups:
-            # One stage represents its group, because they begin and end together.
-            head = group[0]
+            # The first stage represents its group, whose stages begin and end together.
+            first = group[0]
             for terms in self._group_times(group):
-                self._after(self.start, head, terms, head, self.end, slow[head])
-            for pool in sorted({p for s in group for p in self.home[s]}):
-                change = predictor.min_switch_s(group, pools[pool]) / self.unit
-                if pool in free:
-                    self._after(self.end, free[pool], [], head, self.start, change)
-                elif change:
+                self._add_order(self.start, first, terms, first, self.end, overheads[first])
+            for pool in sorted({p for s in group for p in self.stage_pools[s]}):
+                switch = predictor.min_switch_s(group, pools[pool]) / self.unit
+                if pool in last:
+                    self._add_order(self.end, last[pool], [], first, self.start, switch)
+                elif switch:
                     row = np.zeros(self.size)
-                    row[self.start.start + head] = -1.0
-                    self._add(row, -change)
-                free[pool] = head
+                    row[self.start.start + first] = -1.0
+                    self._add_row(row, -switch)
+                last[pool] = first
             for s in group:
                 for name in problem.stages[s].after:
-                    other = groups[index[name]]
-                    if other == group:
+                    source = groups[index[name]]
+                    if source == group:
                         continue
-                    passed = in_separate_pools(self.home, index[name], s)
-                    if not (passed and problem.stages[s].streams):
-                        self._after(self.end, other[0], [], head, self.start, 0.0)
+                    separate = in_separate_pools(self.stage_pools, index[name], s)
+                    if not (separate and problem.stages[s].streams):
+                        self._add_order(self.end, source[0], [], first, self.start, 0.0)
                     else:
-                        ahead = self._least_lead(other, chunks) if piped else 1.0
-                        for terms in self._group_times(other, ahead):
-                            least = slow[other[0]] / most
-                            self._after(self.start, other[0], terms, head, self.start, least)
-                    for terms in self._group_times(group, 1 / most):
-                        self._after(self.end, other[0], terms, head, self.end, slow[head] / most)
-        moved = predictor.min_sync_s(pools) / self.unit
+                        lead = self._min_first_chunk(source, chunks) if streams else 1.0
+                        for terms in self._group_times(source, lead):
+                            overhead = overheads[source[0]] / max_chunks
+                            self._add_order(
+                                self.start, source[0], terms, first, self.start, overhead
+                            )
+                    for terms in self._group_times(group, 1 / max_chunks):
+                        overhead = overheads[first] / max_chunks
+                        self._add_order(self.end, source[0], terms, first, self.end, overhead)
+        sync_time = predictor.min_sync_s(pools) / self.unit
         for group in predictor.groups:
-            last = moved if predictor.source in group else 0.0
-            self._after(self.end, group[0], [], 0, self.total, last)
+            delay = sync_time if predictor.source in group else 0.0
+            self._add_order(self.end, group[0], [], 0, self.total, delay)
 
-    def _least_lead(self, group: Sequence[int], chunks: Sequence[int]) -> float:
-        """Return the minimum share of a group's time until its first micro-batch is ready."""
-        stage = self._of.problem.stages[group[0]]
-        if is_time_shared(group, self.home):
+    def _min_first_chunk(self, group: Sequence[int], chunks: Sequence[int]) -> float:
+        """Return the minimum share of a group's time after which its first chunk is ready."""
+        stage = self._relaxation.problem.stages[group[0]]
+        if is_time_shared(group, self.stage_pools):
             return 1 / max(chunks)
         shares = [{0: 1 / m, **stage.lead.get(m, {})} for m in chunks]
-        return min(
-            share for each in shares for gpus, share in each.items() if gpus or 1 not in each
-        )
+        return min(share for row in shares for gpus, share in row.items() if gpus or 1 not in row)
 
     def _group_times(
-        self, group: Sequence[int], part: float = 1.0
+        self, group: Sequence[int], share: float = 1.0
     ) -> list[list[tuple[int, float]]]:
-        """Return weighted sums of stage times, the largest of which is a part of a group's time."""
+        """Return weighted sums of stage times; the largest is ``share`` of the group's time."""
         if len(group) == 1:
-            return [[(group[0], part)]]
-        share = 1 / (2 * self._of.problem.cycle_steps)
+            return [[(group[0], share)]]
+        half_step = 1 / (2 * self._relaxation.problem.cycle_steps)
         return [
-            [(s, part * (mine if self.home[s] == places else other)) for s in group]
-            for places in sorted({self.home[s] for s in group})
-            for mine, other in ((1.0, share), (0.5 + share, 0.5))
+            [(s, share * (weight if self.stage_pools[s] == pools else other)) for s in group]
+            for pools in sorted({self.stage_pools[s] for s in group})
+            for weight, other in ((1.0, half_step), (0.5 + half_step, 0.5))
         ]
 
-    def _after(
+    def _add_order(
         self,
         source_span: slice,
         source: int,
         times: Sequence[tuple[int, float]],
         target: int,
         target_span: slice,
-        more: float,
+        delay: float,
     ) -> None:
-        """Add the row ``target >= source + weighted times + more``."""
+        """Add the row ``target >= source + weighted times + delay``."""
         row = np.zeros(self.size)
         row[source_span.start + source] += 1.0
         for s, weight in times:
             row[self.time.start + s] += weight
         row[target_span.start + target] -= 1.0
         if np.any(row):
-            self._add(row, -more)
+            self._add_row(row, -delay)
 
 
 NUM_BUDGETS, MIN_BUDGET = 256, 1 / 512
-"""Number of budgets of a pool, and the smallest one."""
+"""Number of budgets that are tried for a pool, and the smallest budget."""
 NUM_TIMES = 200
 EXPENSIVE_KIND_SHARE = 0.8
-"""Share of all prices that falls on a kind that is made expensive."""
+"""Weight of the kind that is made expensive."""
 
 
 def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array:
-    """Return seconds that no placement of each grouping goes below, float64 ``[groupings]``."""
+    """Return a lower bound in seconds for each grouping, float64 ``[groupings]``."""
     stages, sizes = predictor.problem.stages, [kind.gpus for kind in predictor.problem.kinds]
-    everything = np.array(sizes)[:, None]
-    least = np.array(
-        [predictor.duration(s, everything, 0 * everything)[0] for s in range(len(stages))]
+    all_gpus = np.array(sizes)[:, None]
+    min_times = np.array(
+        [predictor.duration(s, all_gpus, 0 * all_gpus)[0] for s in range(len(stages))]
     )
-    found = np.full(len(groupings), least.max())
-    if not np.isfinite(found).all():
-        return found
-    members = np.arange(1 << len(stages))[:, None] >> np.arange(len(stages)) & 1
-    switches = np.array([_switches(predictor, np.flatnonzero(row)) for row in members])
-    # The empty pool pads groupings with few pools; it costs nothing.
-    every = [
-        (n, less) for n, grouping in enumerate(groupings) for less in _without_overlap(grouping)
-    ]
-    of, pools = np.array([n for n, _ in every]), np.zeros((len(every), len(stages)), np.int64)
-    for row, (_, grouping) in zip(pools, every, strict=True):
+    bounds = np.full(len(groupings), min_times.max())
+    if not np.isfinite(bounds).all():
+        return bounds
+    membership = np.arange(1 << len(stages))[:, None] >> np.arange(len(stages)) & 1
+    switches = np.array([_min_switch_total(predictor, np.flatnonzero(row)) for row in membership])
+    # Groupings with few pools are padded with the empty pool, which costs nothing.
+    disjoint = [(n, part) for n, pools in enumerate(groupings) for part in _without_overlap(pools)]
+    indices = np.array([n for n, _ in disjoint])
+    pool_codes = np.zeros((len(disjoint), len(stages)), np.int64)
+    for row, (_, grouping) in zip(pool_codes, disjoint, strict=True):
         row[: len(grouping)] = [sum(1 << s for s in pool) for pool in grouping]
-    times = np.geomspace(least.max(), least.sum() + switches.max(), NUM_TIMES)
+    times = np.geomspace(min_times.max(), min_times.sum() + switches.max(), NUM_TIMES)
     budgets = np.concatenate([[0.0], np.geomspace(MIN_BUDGET, 1, NUM_BUDGETS)])
-    for prices in _prices(predictor, least):
-        spent = np.stack([_seconds(predictor, s, prices, budgets) for s in range(len(stages))])
-        needed = members @ spent + switches[:, None]
-        costs = np.zeros((len(members), NUM_TIMES))
-        for row, seconds in zip(costs[1:], needed[1:], strict=True):
-            # The first sufficient budget: the pool needs more than the previous one.
+    for prices in _candidate_prices(predictor, min_times):
+        stage_s = [_min_seconds(predictor, s, prices, budgets) for s in range(len(stages))]
+        pool_s = membership @ np.stack(stage_s) + switches[:, None]
+        costs = np.zeros((len(membership), NUM_TIMES))
+        for row, seconds in zip(costs[1:], pool_s[1:], strict=True):
+            # The pool needs more than the last insufficient budget.
             first = np.searchsorted(-seconds, -times * (1 + 1e-9))
             row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
-        enough = np.sum([costs[pools[:, p]] for p in range(len(stages))], axis=0) <= 1
-        last = np.where(enough.any(1), enough.argmax(1), NUM_TIMES) - 1
-        np.maximum.at(found, of, np.where(last >= 0, times[last], 0.0))
-    return found
+        is_affordable = np.sum([costs[pool_codes[:, p]] for p in range(len(stages))], axis=0) <= 1
+        largest = np.where(is_affordable.any(1), is_affordable.argmax(1), NUM_TIMES) - 1
+        np.maximum.at(bounds, indices, np.where(largest >= 0, times[largest], 0.0))
+    return bounds
 
 
 def _without_overlap(pools: PoolStages) -> Iterator[PoolStages]:
-    """Yield groupings that need no more than one with overlapping pools: without the stages that
-    are in several pools, and with one pool of each job alone."""
-    together = pools_of_jobs(pools)
-    if len(together) == len(pools):
+    """Yield groupings without overlap that need no more than ``pools``: without the stages that are
+    in several pools, or with a single pool of each job."""
+    jobs = pools_of_jobs(pools)
+    if len(jobs) == len(pools):
         yield pools
         return
-    home = pools_of_stages(pools)
-    yield tuple(tuple(s for s in pool if len(home[s]) == 1) for pool in pools)
-    for n in range(max(map(len, together))):
-        yield tuple(pools[job[min(n, len(job) - 1)]] for job in together)
+    stage_pools = pools_of_stages(pools)
+    yield tuple(tuple(s for s in pool if len(stage_pools[s]) == 1) for pool in pools)
+    for n in range(max(map(len, jobs))):
+        yield tuple(pools[job[min(n, len(job) - 1)]] for job in jobs)
 
 
-def _prices(predictor: Predictor, least: Array) -> Iterator[Array]:
-    """Yield prices of one GPU of each kind ``[kinds]``: equal ones, by the value for a stage or for
-    all, and each kind expensive in turn."""
+def _candidate_prices(predictor: Predictor, min_times: Array) -> Iterator[Array]:
+    """Yield prices of one GPU of each kind ``[kinds]``: equal, by the speed of one stage or of all
+    stages, and with one expensive kind."""
     kinds = predictor.problem.kinds
-    value = np.array([[table[-1] for table in row] for row in predictor.best]) * least[:, None]
+    value = np.array([[table[-1] for table in row] for row in predictor.best]) * min_times[:, None]
     shares = [
         np.ones(len(kinds)),
         value.sum(0),
@@ -380,22 +380,21 @@ def _prices(predictor: Predictor, least: Array) -> Iterator[Array]:
         yield share / share.sum() / sizes
 
 
-def _seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array) -> Array:
-    """Return the minimum seconds of a stage for each budget, on the (fractional) GPUs that suit it
-    best."""
-    pieces = []
+def _min_seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array) -> Array:
+    """Return the minimum seconds of a stage for each budget, on the best fractional GPUs."""
+    segments = []
     for price, rates in zip(prices, predictor.best[stage], strict=True):
         corners = concave_hull(rates)
         for a, b in zip(corners[:-1], corners[1:], strict=True):
-            pieces.append(((rates[b] - rates[a]) / ((b - a) * price), (b - a) * price))
-    pieces.sort(reverse=True)
-    gain, cost = np.array(pieces).T
+            segments.append(((rates[b] - rates[a]) / ((b - a) * price), (b - a) * price))
+    segments.sort(reverse=True)
+    gain, cost = np.array(segments).T
     speed = np.interp(budgets, np.cumsum([0, *cost]), np.cumsum([0, *(gain * cost)]))
     return 1 / np.maximum(speed, 1e-30)
 
 
-def _switches(predictor: Predictor, pool: Array) -> float:
-    """Return the minimum seconds in which a pool of these stages changes between them."""
+def _min_switch_total(predictor: Predictor, pool: Array) -> float:
+    """Return the minimum seconds that a pool of these stages needs to load all of them."""
     members = [int(s) for s in pool]
-    here = [[s for s in group if s in members] for group in predictor.groups]
-    return sum(predictor.min_switch_s(group, members) for group in here if group)
+    groups = [[s for s in group if s in members] for group in predictor.groups]
+    return sum(predictor.min_switch_s(group, members) for group in groups if group)

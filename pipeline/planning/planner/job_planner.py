@@ -1,5 +1,4 @@
-"""Planner for the execution ``stage``: every stage is a job; also the assessment of a user's
-plan."""
+"""Planner for the execution ``jobs``, where every stage is a job; it also assesses user plans."""
 
 from __future__ import annotations
 
@@ -41,134 +40,138 @@ def evaluate_stage_plan(
     devices: Mapping[str, PartitionDevices],
     profile: Profile,
     config: RunConfig,
-    where: str,
+    plan_name: str,
 ) -> StageOption:
     """Return the option that a plan describes for a stage, with its expected time.
 
     Raises:
-        PlanError: the option is impossible; names the key and the limit.
+        PlanError: the option is impossible; the message names the key and the limit.
     """
-    wanted, at = plan.stage_plan(stage), f"{where}: stages.{stage}"
-    chosen = _devices(wanted, devices, at)
-    nodes = _nodes(wanted, chosen, at)
-    for own, mine in zip(chosen, nodes, strict=True):
-        if mine > own.kind.nodes:
+    request, key = plan.stage_plan(stage), f"{plan_name}: stages.{stage}"
+    selected = _select_devices(request, devices, key)
+    nodes = _nodes_by_kind(request, selected, key)
+    for entry, node_count in zip(selected, nodes, strict=True):
+        if node_count > entry.kind.nodes:
             raise PlanError(
-                f"{at}.nodes: {mine} requested of {own.name}, which has {own.kind.nodes}"
+                f"{key}.nodes: {node_count} requested of {entry.name}, which has {entry.kind.nodes}"
             )
-        if own.max_nodes_per_job is not None and sum(nodes) > own.max_nodes_per_job:
+        if entry.max_nodes_per_job is not None and sum(nodes) > entry.max_nodes_per_job:
             raise PlanError(
-                f"{at}.nodes: {sum(nodes)} requested of {own.name}, where a job has at most "
-                f"{own.max_nodes_per_job} (MaxNodes of the partition)"
+                f"{key}.nodes: {sum(nodes)} requested of {entry.name}, where a job has at most "
+                f"{entry.max_nodes_per_job} (MaxNodes of the partition)"
             )
-        if wanted.processes > own.per_node:
+        if request.processes > entry.per_node:
             raise PlanError(
-                f"{at}.processes: {wanted.processes} a node, nodes of {own.name} have "
-                f"{own.per_node} devices"
+                f"{key}.processes: {request.processes} a node, nodes of {entry.name} have "
+                f"{entry.per_node} devices"
             )
-    count = sum(nodes) * wanted.processes
-    chosen = tuple(replace(o, allowance=o.allowance.for_job(wanted, count)) for o in chosen)
-    works = [StageTimes(own, stage, flow_of(config).all_stages[stage], profile) for own in chosen]
-    for work in works:
-        _check_memory(work, wanted, at)
-    most = num_work_items(stage, config)
-    if count > most:
-        raise PlanError(f"{at}.processes: {count} in all, there is work for {most}")
-    if len(works) == 1:
-        option = single_kind_option(works[0], nodes[0], wanted.processes)
+    count = sum(nodes) * request.processes
+    stage_times, spec = [], flow_of(config).all_stages[stage]
+    for entry in selected:
+        job_entry = replace(entry, allowance=entry.allowance.for_job(request, count))
+        stage_times.append(StageTimes(job_entry, stage, spec, profile))
+    for times in stage_times:
+        _check_memory(times, request, key)
+    limit = num_work_items(stage, config)
+    if count > limit:
+        raise PlanError(f"{key}.processes: {count} in all, but there is work for only {limit}")
+    if len(stage_times) == 1:
+        option = single_kind_option(stage_times[0], nodes[0], request.processes)
     else:
-        option = mixed_kind_option((works[0], works[1]), nodes, wanted.processes)
+        option = mixed_kind_option((stage_times[0], stage_times[1]), nodes, request.processes)
     if not math.isfinite(option.seconds):
         raise PlanError(
-            f"{at}.processes: nothing is known of {option.count} processes on {option.place}; "
+            f"{key}.processes: {option.count} processes on {option.place} were not measured; "
             f"measure with: rlinf profile --processes {option.count}"
         )
-    _check_time(option, wanted, at)
+    _check_time(option, request, key)
     return option
 
 
-def _devices(
-    wanted: StagePlan, devices: Mapping[str, PartitionDevices], at: str
+def _select_devices(
+    request: StagePlan, devices: Mapping[str, PartitionDevices], key: str
 ) -> tuple[PartitionDevices, ...]:
-    partition = wanted.partition or ""
-    mine = [own for own in devices.values() if own.kind.partition == partition]
-    if wanted.partition is None and not mine:
-        raise PlanError(f"{at}.partition: not given; one of {', '.join(devices)}")
-    if not mine:
-        partitions = dict.fromkeys(own.kind.partition for own in devices.values())
+    partition = request.partition or ""
+    in_partition = [entry for entry in devices.values() if entry.kind.partition == partition]
+    if request.partition is None and not in_partition:
+        raise PlanError(f"{key}.partition: not given; one of {', '.join(devices)}")
+    if not in_partition:
+        partitions = dict.fromkeys(entry.kind.partition for entry in devices.values())
         raise PlanError(
-            f"{at}.partition: {partition!r} is not here, or was not measured"
+            f"{key}.partition: {partition!r} is not here, or was not measured"
             f"{did_you_mean(partition, partitions)}; there are {', '.join(partitions)}"
         )
-    if isinstance(wanted.speed_weights, dict):
-        named = [
-            own for own in mine if {own.feature, own.kind.gpu_type} & set(wanted.speed_weights)
-        ]
-        if len(named) == 2 and can_share_job(*named):
-            return tuple(named)
+    if isinstance(request.speed_weights, dict):
+        weights = set(request.speed_weights)
+        weighted = [e for e in in_partition if {e.feature, e.kind.gpu_type} & weights]
+        if len(weighted) == 2 and can_share_job(*weighted):
+            return tuple(weighted)
         raise PlanError(
-            f"{at}.speed_weights: {', '.join(wanted.speed_weights)} are not two kinds of nodes of "
-            f"{partition}"
+            f"{key}.speed_weights: {', '.join(request.speed_weights)} are not two kinds of nodes "
+            f"of {partition}"
         )
-    typed = [own for own in mine if wanted.gpu_type in (None, own.kind.gpu_type)]
-    if not typed:
-        kinds = ", ".join(own.kind.gpu_type or "none" for own in mine)
-        raise PlanError(f"{at}.gpu_type: {partition} has no {wanted.gpu_type!r} (it has {kinds})")
-    if len(typed) > 1:
-        kinds = ", ".join(own.kind.gpu_type for own in typed)
+    matching = [entry for entry in in_partition if request.gpu_type in (None, entry.kind.gpu_type)]
+    if not matching:
+        kinds = ", ".join(entry.kind.gpu_type or "none" for entry in in_partition)
+        raise PlanError(f"{key}.gpu_type: {partition} has no {request.gpu_type!r} (it has {kinds})")
+    if len(matching) > 1:
+        kinds = ", ".join(entry.kind.gpu_type for entry in matching)
         raise PlanError(
-            f"{at}.gpu_type: {partition} has {kinds}, and how long it takes depends on it; name "
+            f"{key}.gpu_type: {partition} has {kinds}, which differ in speed; name "
             "one, or give speed_weights and a constraint"
         )
-    return (typed[0],)
+    return (matching[0],)
 
 
-def _nodes(wanted: StagePlan, chosen: tuple[PartitionDevices, ...], at: str) -> tuple[int, ...]:
-    if len(chosen) == 1:
-        return (wanted.nodes,)
-    text = (wanted.constraint or "").strip("[]")
+def _nodes_by_kind(
+    request: StagePlan, selected: tuple[PartitionDevices, ...], key: str
+) -> tuple[int, ...]:
+    if len(selected) == 1:
+        return (request.nodes,)
+    text = (request.constraint or "").strip("[]")
     counts = dict(part.split("*") for part in text.split("&") if part.count("*") == 1)
-    found = tuple(int(counts.get(str(own.feature), 0)) for own in chosen)
-    if sum(found) != wanted.nodes or not all(found):
-        features = "&".join(f"{own.feature}*N" for own in chosen)
+    nodes = tuple(int(counts.get(str(entry.feature), 0)) for entry in selected)
+    if sum(nodes) != request.nodes or not all(nodes):
+        features = "&".join(f"{entry.feature}*N" for entry in selected)
         raise PlanError(
-            f"{at}.constraint: {wanted.constraint!r} does not say how many of the {wanted.nodes} "
-            f"nodes are of which kind; write [{features}]"
+            f"{key}.constraint: {request.constraint!r} does not say how many of the "
+            f"{request.nodes} nodes are of which kind; write [{features}]"
         )
-    return found
+    return nodes
 
 
-def _check_memory(work: StageTimes, wanted: StagePlan, at: str) -> None:
-    most, name = work.max_per_node(), work.devices.name
-    need = work.peak_memory_bytes >> 20
-    if wanted.processes > most:
+def _check_memory(times: StageTimes, request: StagePlan, key: str) -> None:
+    limit, name = times.max_per_node(), times.devices.name
+    process_mb = times.peak_memory_bytes >> 20
+    if request.processes > limit:
         raise PlanError(
-            f"{at}.processes: {wanted.processes} a node need {wanted.processes * need} MiB "
-            f"(measured), nodes of {name} have {work.devices.kind.mem_mb_per_node}; at most {most}"
+            f"{key}.processes: {request.processes} a node need {request.processes * process_mb} "
+            f"MiB (measured), nodes of {name} have {times.devices.kind.mem_mb_per_node}; at most "
+            f"{limit}"
         )
-    on_host = not work.devices.has_memory
-    if on_host and wanted.mem_mb is not None and wanted.mem_mb < wanted.processes * need:
+    memory_mb, uses_host_memory = request.processes * process_mb, not times.devices.has_memory
+    if uses_host_memory and request.mem_mb is not None and request.mem_mb < memory_mb:
         raise PlanError(
-            f"{at}.mem_mb: {wanted.mem_mb}, but {wanted.processes} processes needed "
-            f"{wanted.processes * need} MiB when measured on {name}"
+            f"{key}.mem_mb: {request.mem_mb}, but {request.processes} processes needed "
+            f"{memory_mb} MiB when measured on {name}"
         )
-    if why := work.refusal_for(wanted.nodes * wanted.processes):
-        raise PlanError(f"{at}.processes: {why}")
+    if reason := times.refusal_for(request.nodes * request.processes):
+        raise PlanError(f"{key}.processes: {reason}")
 
 
-def _check_time(option: StageOption, wanted: StagePlan, at: str) -> None:
-    tight = min(option.devices, key=lambda own: own.limit_s)
-    most = tight.limit_s / 60
-    if wanted.time_limit_min and wanted.time_limit_min > most:
+def _check_time(option: StageOption, request: StagePlan, key: str) -> None:
+    strictest = min(option.devices, key=lambda entry: entry.limit_s)
+    limit_min = strictest.limit_s / 60
+    if request.time_limit_min and request.time_limit_min > limit_min:
         raise PlanError(
-            f"{at}.time_limit_min: {wanted.time_limit_min} requested, {tight.time_limit_of} allows "
-            f"{most:g}"
+            f"{key}.time_limit_min: {request.time_limit_min} requested, "
+            f"{strictest.time_limit_of} allows {limit_min:g}"
         )
-    minutes = min(wanted.time_limit_min or math.inf, most)
+    minutes = min(request.time_limit_min or math.inf, limit_min)
     if option.seconds > 60 * minutes:
         raise PlanError(
-            f"{at}.time_limit_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are expected "
-            f"on {option.place} {option.size}; it would be requeued for ever"
+            f"{key}.time_limit_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are "
+            f"expected on {option.place} {option.size}; the job would be requeued forever"
         )
 
 
@@ -176,11 +179,11 @@ def propose_jobs(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
     """Return the best plan in which every stage is a job.
 
     Raises:
-        PlanError: a stage fits nowhere, or the request is inconsistent.
+        PlanError: a stage cannot run anywhere, or the request is inconsistent.
     """
-    goal = request.get_objective()
+    objective = request.get_objective()
     best, *others = job_search.choose_assignments(
-        request.stage_options(), request.stage_dependencies(), goal
+        request.stage_options(), request.stage_dependencies(), objective
     )
     plan = build_plan(best.options, flow_of(request.config))
     request.validate_plan(plan)
@@ -188,35 +191,34 @@ def propose_jobs(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
 
 
 def assess_jobs(
-    request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
+    request: PlanRequest, plan: Plan, plan_name: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
     """Forecast a user's plan, with the best plan among its alternatives.
 
     Args:
-        where: the plan's name in errors.
+        plan_name: name of the plan in errors.
 
     Raises:
-        PlanError: the plan is impossible; names the key and the limit.
+        PlanError: the plan is impossible; the message names the key and the limit.
     """
     plan = request.validate_plan(plan)
-    goal, after, priced = (
-        request.get_objective(),
-        request.stage_dependencies(),
-        request.for_user_plan().priced_devices(),
-    )
-    chosen = [
+    objective, dependencies = request.get_objective(), request.stage_dependencies()
+    devices = request.for_user_plan().priced_devices()
+    options = [
         evaluate_stage_plan(
-            stage, plan, priced, request.profile, request.config, where
+            stage, plan, devices, request.profile, request.config, plan_name
         ).with_corrections(request.corrections)
-        for stage in after
+        for stage in dependencies
     ]
-    own = job_search.choose_assignments({o.stage: [o] for o in chosen}, after, goal, 0)[0]
+    by_stage = {option.stage: [option] for option in options}
+    assignment = job_search.choose_assignments(by_stage, dependencies, objective, 0)[0]
     request = request.for_planner()
-    better: list[job_search.StageAssignment] = []
-    with suppress(PlanError):  # as the planner would ask for them no jobs may run
-        better = job_search.choose_assignments(request.stage_options(), after, goal, 0)
-    others = [other for other in better if other.cost < own.cost / job_search.NOTABLE_COST_FACTOR]
-    return _proposal(request, plan, own, others, what_ifs)
+    planned: list[job_search.StageAssignment] = []
+    with suppress(PlanError):  # jobs as the planner requests them may not be allowed
+        planned = job_search.choose_assignments(request.stage_options(), dependencies, objective, 0)
+    max_cost = assignment.cost / job_search.NOTABLE_COST_FACTOR
+    others = [other for other in planned if other.cost < max_cost]
+    return _proposal(request, plan, assignment, others, what_ifs)
 
 
 def _proposal(
@@ -226,39 +228,39 @@ def _proposal(
     others: Sequence[job_search.StageAssignment],
     what_ifs: Sequence[str],
 ) -> PlanProposal:
-    goal, rows = request.get_objective(), _rows(best)
-    beyond = [option.stage for option in best.options if option.extrapolated]
+    objective, rows = request.get_objective(), _rows(best)
+    extrapolated = [option.stage for option in best.options if option.extrapolated]
     notes = list(request.notes)
-    if beyond:
+    if extrapolated:
         notes.append(
-            f"{', '.join(beyond)}: more processes than were measured; the interval is wider. "
+            f"{', '.join(extrapolated)}: more processes than were measured; the interval is wider. "
             "Measure there with: rlinf profile"
         )
-    least = min([best.cost, *(other.cost for other in others)])
+    lowest_cost = min([best.cost, *(other.cost for other in others)])
     return PlanProposal(
         plan=plan.model_copy(update={"forecast": _forecast(request, best, rows)}),
         mode="a job for each stage",
         rows=rows,
         objective=request.objective,
-        unit=goal.unit,
-        bound=least,
-        exact=best.cost <= least,
+        unit=objective.unit,
+        bound=lowest_cost,
+        exact=best.cost <= lowest_cost,
         alternatives=tuple(_alternative(best, other) for other in others),
-        what_ifs=tuple(evaluate_what_ifs(request, what_ifs, _best_stagewise)),
+        what_ifs=tuple(evaluate_what_ifs(request, what_ifs, _best_time_and_cost)),
         notes=tuple(notes),
     )
 
 
-def _best_stagewise(request: PlanRequest) -> tuple[float, float]:
+def _best_time_and_cost(request: PlanRequest) -> tuple[float, float]:
     best = job_search.choose_assignments(
         request.stage_options(), request.stage_dependencies(), request.get_objective(), 0
     )[0]
     return best.seconds, best.cost
 
 
-def _rows(choice: job_search.StageAssignment) -> tuple[PlanRow, ...]:
-    rows, starts = [], choice.starts
-    for option in choice.options:
+def _rows(assignment: job_search.StageAssignment) -> tuple[PlanRow, ...]:
+    rows, starts = [], assignment.starts
+    for option in assignment.options:
         low, high = q10_q90_interval(option.seconds, option.spread_s)
         parts = {name: part.mean for name, part in option.parts.items()}
         rows.append(
@@ -296,46 +298,45 @@ def _forecast(
 
 
 def build_plan(options: Sequence[StageOption], flow: Flow) -> Plan:
-    """Return the plan that runs each stage as its option; offline stages use resources of
-    others."""
+    """Return the plan that runs each stage as its option."""
     return Plan(stages=with_offline_stages({o.stage: request_for_option(o) for o in options}, flow))
 
 
 def with_offline_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
-    """Return the resources of all stages; a stage outside of iterations uses those of another
-    stage."""
-    seldom = {
+    """Return the requests of all stages; stages outside of iterations share those of others."""
+    colocated = {
         name: stage.colocate_with
         for name, stage in flow.all_stages.items()
         if name not in flow.stages
     }
-    return {**stages, **{name: stages[like] for name, like in seldom.items() if like}}
+    return {**stages, **{name: stages[source] for name, source in colocated.items() if source}}
 
 
 def _alternative(
     best: job_search.StageAssignment, other: job_search.StageAssignment
 ) -> AlternativePlan:
     pairs = [
-        (own, its)
-        for own, its in zip(best.options, other.options, strict=True)
-        if (own.place, own.size) != (its.place, its.size)
+        (a, b)
+        for a, b in zip(best.options, other.options, strict=True)
+        if (a.place, a.size) != (b.place, b.size)
     ]
-    what = ", ".join(f"{its.stage} on {its.place} {its.size}" for _, its in pairs)
-    own, its = max(pairs, key=lambda pair: pair[1].seconds - pair[0].seconds)
-    return AlternativePlan(what, other.seconds, other.cost, _why(own, its))
+    difference = ", ".join(f"{option.stage} on {option.place} {option.size}" for _, option in pairs)
+    reason = _explain(*max(pairs, key=lambda pair: pair[1].seconds - pair[0].seconds))
+    return AlternativePlan(difference, other.seconds, other.cost, reason)
 
 
-def _why(own: StageOption, its: StageOption) -> str:
-    """Describe where the other option spends more time, money or waiting, or what it saves."""
-    if its.seconds > own.seconds:
-        part = max(its.parts, key=lambda name: its.parts[name].mean - _part_seconds(own, name))
-        theirs, ours = _part_seconds(its, part), _part_seconds(own, part)
-        return f"{its.stage}: {part} takes {theirs:.2f} s instead of {ours:.2f} s"
-    if its.price_per_hour > own.price_per_hour:
-        return f"{its.stage} holds {sum(its.num_devices)} devices instead of {sum(own.num_devices)}"
-    if its.wait_s > own.wait_s:
-        return f"{its.stage} waits {its.wait_s:.0f} s in the queue instead of {own.wait_s:.0f} s"
-    return f"better: {its.stage} takes {its.seconds:.2f} s instead of {own.seconds:.2f} s"
+def _explain(best: StageOption, other: StageOption) -> str:
+    """Describe where the other option takes more time, devices or waiting, or what it saves."""
+    if other.seconds > best.seconds:
+        part = max(other.parts, key=lambda name: other.parts[name].mean - _part_seconds(best, name))
+        other_s, best_s = _part_seconds(other, part), _part_seconds(best, part)
+        return f"{other.stage}: {part} takes {other_s:.2f} s instead of {best_s:.2f} s"
+    if other.price_per_hour > best.price_per_hour:
+        counts = f"{sum(other.num_devices)} devices instead of {sum(best.num_devices)}"
+        return f"{other.stage} uses {counts}"
+    if other.wait_s > best.wait_s:
+        return f"{other.stage} waits for {other.wait_s:.0f} s instead of {best.wait_s:.0f} s"
+    return f"better: {other.stage} takes {other.seconds:.2f} s instead of {best.seconds:.2f} s"
 
 
 def _part_seconds(option: StageOption, name: str) -> float:

@@ -1,5 +1,4 @@
-"""The commands ``rlinf plan`` and ``rlinf replan``: make a plan, explain it, and write it with its
-page."""
+"""The commands ``rlinf plan`` and ``rlinf replan``: make, explain and write a plan."""
 
 from __future__ import annotations
 
@@ -63,29 +62,29 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
         what_ifs: clusters to compare with, such as ``h100=8``.
 
     Raises:
-        PlanError: a stage fits nowhere, or the request is inconsistent.
+        PlanError: a stage cannot run anywhere, or the request is inconsistent.
     """
-    make = job_planner.propose_jobs if request.execution == "jobs" else pool_planner.propose_pools
-    return make(request.with_price_note(), what_ifs)
+    planners = {"jobs": job_planner.propose_jobs, "pools": pool_planner.propose_pools}
+    return planners[request.execution](request.with_price_note(), what_ifs)
 
 
 def assess_plan(
-    request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
+    request: PlanRequest, plan: Plan, plan_name: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
     """Forecast a user's plan, with the best plan of the same execution among its alternatives.
 
     Args:
-        where: the plan's name in errors.
+        plan_name: name of the plan in errors.
 
     Raises:
-        PlanError: the plan is impossible; names the key and the limit.
+        PlanError: the plan is impossible; the message names the key and the limit.
     """
-    make = job_planner.assess_jobs if plan.execution == "jobs" else pool_planner.assess_pools
-    return make(request.with_price_note(), plan, where, what_ifs)
+    assess = job_planner.assess_jobs if plan.execution == "jobs" else pool_planner.assess_pools
+    return assess(request.with_price_note(), plan, plan_name, what_ifs)
 
 
 PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
-"""Opacity of the parts of a stage; the last part is its work."""
+"""Opacity of the parts of a stage; the last value is for its work."""
 
 
 def render_page(proposal: PlanProposal, title: str) -> str:
@@ -119,19 +118,18 @@ def render_page(proposal: PlanProposal, title: str) -> str:
 
 
 def gantt_chart(proposal: PlanProposal) -> Figure:
-    """Draw the stages on lanes, with their parts in shades; the whisker is the 10 % to 90 %
-    interval."""
-    lanes, shown = assign_lanes(proposal.rows), stage_colours(row.stage for row in proposal.rows)
+    """Draw the stages as bars with shaded parts; whiskers show the 10 % to 90 % interval."""
+    lanes, colours = assign_lanes(proposal.rows), stage_colours(row.stage for row in proposal.rows)
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
-    for at, row in ((at, row) for at, lane in enumerate(lanes) for row in lane):
+    for index, row in ((index, row) for index, lane in enumerate(lanes) for row in lane):
         start = row.start_s
         opacity = [*PART_SHADES[: len(row.breakdown_s) - 1], PART_SHADES[-1]]
-        for (name, length), shade in zip(row.breakdown_s.items(), opacity, strict=False):
-            axis.barh(at, length, 0.6, start, color=shown[row.stage], alpha=shade, label=name)
-            start += length
+        for (name, seconds), shade in zip(row.breakdown_s.items(), opacity, strict=False):
+            axis.barh(index, seconds, 0.6, start, color=colours[row.stage], alpha=shade, label=name)
+            start += seconds
         axis.errorbar(
             row.start_s + row.seconds,
-            at,
+            index,
             xerr=[[row.seconds - row.low_s], [row.high_s - row.seconds]],
             color="#24292f",
             lw=1,
@@ -140,15 +138,15 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
     axis.set_yticks(range(len(lanes)), [f"{lane[0].place}  {lane[0].size}" for lane in lanes])
     axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
-    handles = [Patch(color=shown[row.stage], label=row.stage) for row in proposal.rows]
+    stage_handles = [Patch(color=colours[row.stage], label=row.stage) for row in proposal.rows]
     names = max((list(row.breakdown_s) for row in proposal.rows), key=len)
-    shades = [
+    opacity_handles = [
         Patch(color="#24292f", alpha=shade, label=name)
         for name, shade in zip(names, [*PART_SHADES[: len(names) - 1], 1.0], strict=True)
     ]
     axis.legend(
-        handles=[*handles, *(shades if len(names) > 1 else [])],
-        ncols=len(handles) + len(shades),
+        handles=[*stage_handles, *(opacity_handles if len(names) > 1 else [])],
+        ncols=len(stage_handles) + len(opacity_handles),
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
         fontsize=8,
@@ -164,8 +162,8 @@ def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     for row in rows:
         for lane in lanes:
             last = lane[-1]
-            free = last.start_s + last.seconds <= row.start_s + 1e-9
-            if (last.place, last.size) == (row.place, row.size) and free:
+            is_free = last.start_s + last.seconds <= row.start_s + 1e-9
+            if (last.place, last.size) == (row.place, row.size) and is_free:
                 lane.append(row)
                 break
         else:
@@ -174,10 +172,10 @@ def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
 
 
 def what_if_chart(proposal: PlanProposal) -> Figure:
-    """Draw the iteration times of the best plans of different clusters."""
-    cases = [case for case in proposal.what_ifs if math.isfinite(case.seconds)]
-    names = ["as it is", *(case.what for case in cases)]
-    values = np.array([proposal.forecast.iteration_s, *(case.seconds for case in cases)])
+    """Draw the iteration times of the best plans for different clusters."""
+    cases = [what_if for what_if in proposal.what_ifs if math.isfinite(what_if.seconds)]
+    names = ["as it is", *(what_if.case for what_if in cases)]
+    values = np.array([proposal.forecast.iteration_s, *(what_if.seconds for what_if in cases)])
     figure, axis = plt.subplots(figsize=(10, 0.34 * len(names) + 0.9))
     colours = ["#24292f" if i == 0 else STAGE_COLOURS["rollout"] for i in range(len(names))]
     axis.barh(range(len(names)), values, 0.62, color=colours)
@@ -201,7 +199,7 @@ def what_if_chart(proposal: PlanProposal) -> Figure:
 
 UNMEASURED_NOTE = (
     "nothing was measured: times are from data sheets and may be wrong by a factor of two; measure "
-    "with rlinf profile, or run this plan and ask rlinf replan"
+    "with rlinf profile, or run this plan and then rlinf replan"
 )
 
 
@@ -226,25 +224,27 @@ def build_request(
     saved = Path(sources.inventory) if sources.inventory else None
     site = Path(sources.site) if sources.site else cluster.site
     notes: tuple[str, ...] = ()
-    profile, door = None, None
+    profile, validator = None, None
     if sources.profile:
         profile = load_profile(Path(sources.profile))
         profile.check_identity(ProfileIdentity.of(config), (), sources.profile)
         profile.check_stages(flow_of(config).all_stages, sources.profile)
     if cluster.launcher == "slurm" or saved is not None:
-        known, inventory = load_site(site) if site else SiteConfig(), load_or_survey(saved, site)
+        site_config = load_site(site) if site else SiteConfig()
+        inventory = load_or_survey(saved, site)
         if profile is None:
-            profile, notes = estimate_profile(config, inventory, known), (UNMEASURED_NOTE,)
-        devices, more = select_devices(
-            inventory, known, profile, sources.partitions, is_user_plan=is_user_plan
+            profile, notes = estimate_profile(config, inventory, site_config), (UNMEASURED_NOTE,)
+        devices, device_notes = select_devices(
+            inventory, site_config, profile, sources.partitions, is_user_plan=is_user_plan
         )
-        notes += more
-        sited = cluster.model_copy(update={"site": site})
-        door = partial(check_quota, cluster=sited, inventory=inventory)
+        notes += device_notes
+        cluster_at_site = cluster.model_copy(update={"site": site})
+        validator = partial(check_quota, cluster=cluster_at_site, inventory=inventory)
         if not profile.estimated:
-            # Without data sheets or formulas of the model, only measurements show what fits.
+            # If data sheets or the model's formulas are missing, only measurements show what fits.
             with suppress(PlanError, DataError):
-                devices = with_memory_floors(devices, estimate_profile(config, inventory, known))
+                estimated = estimate_profile(config, inventory, site_config)
+                devices = with_memory_floors(devices, estimated)
     elif profile is not None:
         devices = local_devices(profile, local_kind())
     else:
@@ -262,7 +262,7 @@ def build_request(
         pins,
         notes,
         sources=sources,
-        plan_validator=door,
+        plan_validator=validator,
     )
 
 
@@ -272,15 +272,15 @@ def write_proposal(proposal: PlanProposal, out: Path, title: str) -> Path:
     Raises:
         InputError: a file cannot be written.
     """
-    beside = out.with_suffix(".html")
+    page = out.with_suffix(".html")
     header = (
         "# Made by rlinf plan. Resources may be edited; 'predicted' is kept for comparison only.\n"
     )
     write_user_file(out, header + yaml.safe_dump(proposal.plan.to_dict(), sort_keys=False))
-    write_user_file(beside, render_page(proposal, title))
+    write_user_file(page, render_page(proposal, title))
     if proposal.problem:
         write_user_file(out.with_suffix(".problem.yaml"), proposal.problem)
-    return beside
+    return page
 
 
 def print_proposal(proposal: PlanProposal) -> None:
@@ -305,7 +305,7 @@ def print_proposal(proposal: PlanProposal) -> None:
 
 
 def describe_optimality(proposal: PlanProposal) -> str:
-    """Describe how near the plan is to the optimum."""
+    """Describe how close the plan is to the optimum."""
     if proposal.exact:
         return "no plan is better under these predictions"
     if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
@@ -315,23 +315,23 @@ def describe_optimality(proposal: PlanProposal) -> str:
 
 
 def plan_table(proposal: PlanProposal) -> Table:
-    """Return the table of stages; the size is nodes x devices of each node."""
-    out = Table(
+    """Return the table of stages; the size is nodes x devices per node."""
+    table = Table(
         title=f"plan: {proposal.mode}, for the least {proposal.objective}",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    out.add_column("stage", no_wrap=True)
-    out.add_column("where")
-    out.add_column("size")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("where")
+    table.add_column("size")
     for heading in ("start", "duration", "10 - 90 %"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    out.add_column("bound by", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
     for row in proposal.rows:
         share = row.breakdown_s[row.bound_by] / row.seconds if row.seconds else 0.0
-        out.add_row(
+        table.add_row(
             row.stage,
             row.place,
             row.size,
@@ -340,61 +340,64 @@ def plan_table(proposal: PlanProposal) -> Table:
             format_interval(row.low_s, row.high_s),
             f"{row.bound_by} {share:.0%}",
         )
-    return out
+    return table
 
 
 def alternatives_table(proposal: PlanProposal) -> Table:
-    """Return the table of the best other plans and why each is worse."""
-    out = Table(
+    """Return the table of the best other plans, with the reason why each is worse."""
+    table = Table(
         title="alternatives",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    out.add_column("difference")
-    out.add_column("iteration", justify="right", no_wrap=True)
-    out.add_column("cost", justify="right", no_wrap=True)
-    out.add_column("reason")
+    table.add_column("difference")
+    table.add_column("iteration", justify="right", no_wrap=True)
+    table.add_column("cost", justify="right", no_wrap=True)
+    table.add_column("reason")
     for other in proposal.alternatives:
-        more = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
-        out.add_row(other.what, format_seconds(other.seconds), f"{more:+.1%}", other.why)
-    return out
+        added = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
+        seconds = format_seconds(other.seconds)
+        table.add_row(other.difference, seconds, f"{added:+.1%}", other.reason)
+    return table
 
 
 def choices_table(proposal: PlanProposal) -> Table:
     """Return the table of optional features of the plan and the time that they save."""
-    out = Table(
+    table = Table(
         title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    out.add_column("option")
-    out.add_column("chosen", no_wrap=True)
-    out.add_column("time saved", justify="right", no_wrap=True)
-    out.add_column("reason")
+    table.add_column("option")
+    table.add_column("chosen", no_wrap=True)
+    table.add_column("time saved", justify="right", no_wrap=True)
+    table.add_column("reason")
     for choice in proposal.forecast.recommendations:
         saved = "" if choice.saved_s is None else format_seconds(choice.saved_s)
-        out.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)
-    return out
+        table.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)
+    return table
 
 
 def what_if_table(proposal: PlanProposal) -> Table:
-    """Return the table of the best plans of different clusters."""
-    out = Table(
+    """Return the table of the best plans for different clusters."""
+    table = Table(
         title="what if", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    out.add_column("cluster", no_wrap=True)
-    out.add_column("iteration", justify="right", no_wrap=True)
-    out.add_column("change", justify="right", no_wrap=True)
-    now = proposal.forecast.iteration_s
-    for case in proposal.what_ifs:
-        possible = math.isfinite(case.seconds)
-        change = f"{case.seconds / now - 1:+.1%}" if possible else ""
-        out.add_row(case.what, format_seconds(case.seconds) if possible else "impossible", change)
-    return out
+    table.add_column("cluster", no_wrap=True)
+    table.add_column("iteration", justify="right", no_wrap=True)
+    table.add_column("change", justify="right", no_wrap=True)
+    planned_s = proposal.forecast.iteration_s
+    for what_if in proposal.what_ifs:
+        possible = math.isfinite(what_if.seconds)
+        change = f"{what_if.seconds / planned_s - 1:+.1%}" if possible else ""
+        table.add_row(
+            what_if.case, format_seconds(what_if.seconds) if possible else "impossible", change
+        )
+    return table
 
 
 def format_seconds(value: float) -> str:
-    """Format a duration with three digits."""
+    """Format a duration with three significant digits."""
     unit, factor = _unit(value)
     return f"{_digits(value * factor)} {unit}"
 
@@ -424,7 +427,7 @@ def run_plan(
     user_plan: Path | None = None,
     execution: Execution = "jobs",
 ) -> None:
-    """Run ``rlinf plan``: plan, print and write; or assess a user's plan, which is not changed."""
+    """Run ``rlinf plan``: make, write and print a plan, or assess a user's plan unchanged."""
     request = build_request(
         config, sources, objective, execution, is_user_plan=user_plan is not None
     )
@@ -434,24 +437,23 @@ def run_plan(
         )
         return
     proposal = propose_plan(request, what_ifs)
-    # Files are written first, because the reader of the output may close the pipe.
-    beside = write_proposal(proposal, out, config.run.name)
+    # Write the files first, because printing fails if the reader closes the pipe.
+    page = write_proposal(proposal, out, config.run.name)
     print_proposal(proposal)
-    create_console().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
+    create_console().print(f"plan: {out}\npage: {page}", soft_wrap=True)
 
 
 def run_replan(
     run: Run, sources: PlanningSources | None, objective: str | None, *, apply: bool
 ) -> None:
-    """Run ``rlinf replan``: compare forecast and measurement, then make a plan with the run's
-    corrections.
+    """Run ``rlinf replan``: compare forecast and measurements, then make a corrected plan.
 
     Args:
-        sources: used instead of those of the run's plan.
-        apply: replace the run's plan for the next start of a driver.
+        sources: use these instead of the sources of the run's plan.
+        apply: replace the run's plan from the next start of the driver on.
 
     Raises:
-        PlanError: the plan was not made by ``rlinf plan``, or no iteration counts yet.
+        PlanError: the plan has no forecast, or too few iterations are finished.
     """
     plan = Plan.from_run(run.folder)
     sources = sources or (plan.forecast.sources if plan.forecast else None)
@@ -460,120 +462,121 @@ def run_replan(
             f"{run.folder / PLAN_FILE}: it has no prediction to compare with; "
             "make a first plan with: rlinf plan"
         )
-    lines = compare_with_forecast(run)
-    if not lines:
+    comparisons = compare_with_forecast(run)
+    if not comparisons:
         raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
     request = build_request(
         run.config, sources, objective or plan.forecast.objective, plan.execution
     )
-    same = plan.forecast.sources is None or sources.profile == plan.forecast.sources.profile
-    # Corrections belong to one profile and do not apply to another one.
-    known = compute_corrections(plan, measure_times(run), request) if same else {}
-    proposal = propose_plan(replace(request, corrections=known))
+    # Corrections are relative to one profile, so they do not apply to another.
+    if plan.forecast.sources is None or sources.profile == plan.forecast.sources.profile:
+        corrections = compute_corrections(plan, measure_times(run), request)
+        request = replace(request, corrections=corrections)
+    proposal = propose_plan(request)
     if proposal.plan.forecast is not None:
         predicted = proposal.plan.forecast.model_copy(update={"applied_at": time.time()})
         new_plan = proposal.plan.model_copy(update={"forecast": predicted})
         proposal = replace(proposal, plan=new_plan)
     out = run.folder / (PLAN_FILE if apply else "replan.yaml")
-    beside = write_proposal(proposal, out, run.folder.name)
+    page = write_proposal(proposal, out, run.folder.name)
     console = create_console()
-    console.print(actual_table(lines))
+    console.print(actual_table(comparisons))
     print_proposal(proposal)
     name = run.folder
     hint = f"\nuse it with: rlinf replan {name} --apply, then rlinf resume {name}"
     if apply:
         hint = f"\n{name} goes on with it: rlinf resume {name}"
-    console.print(f"plan: {out}\npage: {beside}{hint}", soft_wrap=True)
+    console.print(f"plan: {out}\npage: {page}{hint}", soft_wrap=True)
 
 
 def compute_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
 ) -> dict[tuple[str, str], Correction]:
-    """Return how much longer than the profile each stage takes, for the kinds it ran on.
+    """Return the factors by which stages took longer than in the profile, by stage and kind.
 
-    The plan's forecast may already contain corrections of an earlier run.
+    Corrections of earlier runs in the plan's forecast are multiplied with the new ones.
     """
     assert plan.forecast is not None
-    learnt = {
+    corrections = {
         (entry.stage, entry.kind): Correction(entry.startup_factor, entry.work_factor)
         for entry in plan.forecast.corrections
     }
-    found = pool_corrections(plan, times) if plan.pools else job_corrections(plan, times, request)
-    for key, new in found.items():
-        old = learnt.get(key, Correction())
-        learnt[key] = Correction(
+    measured = (
+        pool_corrections(plan, times) if plan.pools else job_corrections(plan, times, request)
+    )
+    for key, new in measured.items():
+        old = corrections.get(key, Correction())
+        corrections[key] = Correction(
             old.startup_factor * new.startup_factor, old.work_factor * new.work_factor
         )
     if request.profile.estimated:
-        learnt = {
-            key: replace(known, spread=SINGLE_MEASUREMENT_SPREAD) for key, known in learnt.items()
-        }
-    return learnt
+        spread = SINGLE_MEASUREMENT_SPREAD
+        return {key: replace(value, spread=spread) for key, value in corrections.items()}
+    return corrections
 
 
 def pool_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes]
 ) -> dict[tuple[str, str], Correction]:
-    """Return the corrections of stages in pools: measured over predicted work."""
+    """Return the corrections of stages in pools: measured work divided by predicted work."""
     assert plan.forecast is not None
-    found = {}
+    corrections = {}
     for pool in plan.pools:
         for stage in pool.stages:
             forecast = plan.forecast.stages.get(stage)
             if forecast is None or stage not in times or WORK_PART not in forecast.breakdown_s:
                 continue
-            longer = statistics.median(times[stage].busy_s) / max(
+            factor = statistics.median(times[stage].busy_s) / max(
                 1e-9, forecast.breakdown_s[WORK_PART]
             )
             for kind in pool.devices:
-                found[stage, kind] = Correction(work_factor=max(1e-9, longer))
-    return found
+                corrections[stage, kind] = Correction(work_factor=max(1e-9, factor))
+    return corrections
 
 
 def job_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
 ) -> dict[tuple[str, str], Correction]:
-    """Return the corrections of stages in jobs: of start and imports, and of everything after
-    these."""
+    """Return the corrections of stages in jobs: of start and imports, and of everything after."""
     assert plan.forecast is not None
-    found = {}
+    corrections = {}
     for stage, forecast in plan.forecast.stages.items():
         if stage not in times or not times[stage].running_s:
             continue
-        inside = statistics.median(times[stage].running_s)
-        before = statistics.median(times[stage].total_s) - inside
-        expected = sum(forecast.breakdown_s.get(part, 0.0) for part in ("start", "imports"))
-        known = Correction(
-            startup_factor=max(1e-9, before / expected) if expected > 0 else 1.0,
-            work_factor=inside / max(1e-9, forecast.seconds - expected),
+        running_s = statistics.median(times[stage].running_s)
+        startup_s = statistics.median(times[stage].total_s) - running_s
+        expected_s = sum(forecast.breakdown_s.get(part, 0.0) for part in ("start", "imports"))
+        correction = Correction(
+            startup_factor=max(1e-9, startup_s / expected_s) if expected_s > 0 else 1.0,
+            work_factor=running_s / max(1e-9, forecast.seconds - expected_s),
         )
         resources = plan.stage_plan(stage)
-        for name, own in request.devices.items():
+        for name, entry in request.devices.items():
             kinds = resources.speed_weights if isinstance(resources.speed_weights, dict) else {}
-            named = resources.gpu_type in (None, own.kind.gpu_type) or own.feature in kinds
-            if (resources.partition or "") == own.kind.partition and named:
-                found[stage, name] = known
-    return found
+            same_gpus = resources.gpu_type in (None, entry.kind.gpu_type) or entry.feature in kinds
+            if (resources.partition or "") == entry.kind.partition and same_gpus:
+                corrections[stage, name] = correction
+    return corrections
 
 
-def actual_table(lines: Sequence[ForecastComparison]) -> Table:
-    """Return the table of forecast and measurement."""
-    out = Table(
+def actual_table(comparisons: Sequence[ForecastComparison]) -> Table:
+    """Return the table that compares forecast and measurements."""
+    table = Table(
         title="predicted against actual",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    out.add_column("stage", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
     for heading in ("predicted", "actual (median)", "off by", "n"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        out.add_row(
-            line.name,
-            format_seconds(line.predicted_s),
-            format_seconds(line.actual.median_s),
-            f"{line.error:+.1%}",
-            str(len(line.actual.total_s)),
+        table.add_column(heading, justify="right", no_wrap=True)
+    for comparison in comparisons:
+        table.add_row(
+            comparison.name,
+            format_seconds(comparison.predicted_s),
+            format_seconds(comparison.actual.median_s),
+            f"{comparison.error:+.1%}",
+            str(len(comparison.actual.total_s)),
         )
-    return out
+    return table

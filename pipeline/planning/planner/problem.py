@@ -1,13 +1,13 @@
 """The placement problem: stages with measured speeds, kinds of GPUs, objectives, and its YAML file.
 
 A placement divides the GPU stages over *pools*. The stages of a pool take turns on all its GPUs
-(collocated); pools run at the same time and pass micro-batches to each other (disaggregated). One
-pool is the purely collocated plan, a pool for each stage the purely disaggregated one, all others
-are hybrid. A pool may contain GPUs of several kinds; each kind then processes a share of the
-samples in proportion to its speed.
+(collocated); pools run at the same time and pass chunks of the batch to each other (disaggregated).
+A placement with one pool is collocated, one with a pool for each stage is disaggregated, and all
+others are hybrid. If a pool has GPUs of several kinds, each kind processes a share of the samples
+in proportion to its speed.
 
 Pools may overlap: a stage in several pools works on the GPUs of all of them. Such pools are one job
-(``pools[].stage_ranks`` of a plan), whose other stages run at the same time before it.
+(``pools[].stage_ranks`` of a plan); its other stages run before that stage, at the same time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
 
 PoolStages = tuple[tuple[int, ...], ...]
-"""Stage numbers of each pool."""
+"""Indices of the stages of each pool."""
 
 
 @dataclass(frozen=True)
 class GpuKind:
-    """The equal GPUs of one partition."""
+    """GPUs of one type in one partition."""
 
     name: str
     gpus: int
@@ -47,25 +47,25 @@ class GpuKind:
     interruptions_per_hour: float = 0.0
     """Expected preemptions and node failures of a pool, per hour."""
     per_node: int = 0
-    """GPUs of a node, if jobs must use as many on each of their nodes; 0: any number is allowed."""
+    """GPUs per node, all of which a job on several nodes must use; 0: any number is allowed."""
     waits_s: tuple[tuple[int, float], ...] = ()
-    """Numbers of nodes and the waits of such jobs, where they differ from ``wait_s``."""
+    """Numbers of nodes with the expected waits of such jobs; empty: ``wait_s`` for all jobs."""
     job_gpus: int = 0
     """Maximum GPUs of a job; 0: no limit."""
 
     def queue_wait_s(self, gpus: np.ndarray) -> np.ndarray:
-        """Return the wait of jobs of this many GPUs, float64 like ``gpus``; 0 without GPUs. The
-        nearest measured number of nodes counts, and more nodes never wait less."""
+        """Return the waits of jobs with ``gpus`` GPUs, float64 like ``gpus``; 0 without GPUs. The
+        nearest known number of nodes determines the wait; jobs with more nodes never wait less."""
         if not self.waits_s:
             return np.where(gpus > 0, self.wait_s, 0.0)
         nodes, waits = np.array(sorted(self.waits_s)).T
-        wanted_nodes = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
-        near = np.abs(np.log(nodes[:, None] / wanted_nodes.reshape(1, -1))).argmin(0)
-        known = np.maximum.accumulate(waits)[near].reshape(np.shape(gpus))
-        return np.where(gpus > 0, known, 0.0)
+        job_nodes = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
+        nearest = np.abs(np.log(nodes[:, None] / job_nodes.reshape(1, -1))).argmin(0)
+        expected_s = np.maximum.accumulate(waits)[nearest].reshape(np.shape(gpus))
+        return np.where(gpus > 0, expected_s, 0.0)
 
     def round_to_job_size(self, gpus: np.ndarray) -> np.ndarray:
-        """Return how many of these GPUs a job can have."""
+        """Round down to numbers of GPUs that one job can have."""
         if self.job_gpus:
             gpus = np.minimum(gpus, self.job_gpus)
         if not self.per_node:
@@ -86,36 +86,35 @@ class PlacementStage:
     streams: bool = True
     """True if the stage can start on a part of its input."""
     divisible: bool = True
-    """True if the speeds of different GPUs in the pool add up; otherwise the fastest kind does
-    all."""
+    """True if the speeds of different kinds in the pool add up; otherwise only the fastest kind
+    works."""
     chunk_s: float = 0.0
-    """Overhead of each micro-batch passed between pools, seconds."""
+    """Overhead of each chunk passed between pools, seconds."""
     lead: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Share of the stage's time after which its first micro-batch is ready, by number of
-    micro-batches and of GPUs, for a stage without inputs that has its pool to itself; ``1 / m`` by
-    default. Numbers of GPUs in between use the next lower entry. The other micro-batches follow
-    evenly."""
+    """Share of the stage's duration after which its first chunk is ready, by number of chunks
+    ``m`` and number of GPUs (other numbers use the next lower entry); ``1 / m`` by default. The
+    other chunks follow evenly. Applies to a stage without inputs that is alone in its pool."""
     again: float = 0.0
-    """For a stage without inputs that shares its pool: it produces micro-batches one after another,
-    and each after the first repeats this share of its time."""
+    """Share of the stage's duration that each chunk after the first repeats. Applies to a stage
+    without inputs that shares its pool, and so produces one chunk after another."""
     switch_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds to load and offload the stage by kind, if it shares a pool; 0 if all stages fit at
-    once."""
+    """Seconds to load and offload the stage by kind, if it shares a pool; 0 if all stages of the
+    pool fit in memory together."""
     cycle: str | None = None
-    """Name of a cycle (simulate, generate), whose adjacent stages work in lockstep."""
+    """Name of a cycle, such as simulating and generating, whose adjacent stages run in lockstep."""
     beside: bool = False
     """True if it may use some GPUs of its job while other stages use the rest."""
 
     def first_chunk_share(self, chunks: int | np.ndarray, gpus: np.ndarray) -> np.ndarray:
-        """Return the share of the stage's time after which the first of ``chunks`` micro-batches is
-        ready if it has its pool of ``gpus`` GPUs to itself; float64 like ``gpus``."""
-        found = np.broadcast_to(1.0 / np.asarray(chunks), np.shape(gpus))
-        for parts, shares in self.lead.items():
-            numbers = sorted(shares)
-            first = np.searchsorted(numbers, gpus, side="right") - 1
-            known = np.array([shares[n] for n in numbers])[np.maximum(first, 0)]
-            found = np.where(np.equal(chunks, parts) & (first >= 0), known, found)
-        return found
+        """Return the share of the stage's duration after which the first of ``chunks`` is ready,
+        float64 like ``gpus``, if the stage is alone in a pool of ``gpus`` GPUs."""
+        result = np.broadcast_to(1.0 / np.asarray(chunks), np.shape(gpus))
+        for num_chunks, shares_by_gpus in self.lead.items():
+            gpu_counts = sorted(shares_by_gpus)
+            entry = np.searchsorted(gpu_counts, gpus, side="right") - 1
+            share = np.array([shares_by_gpus[n] for n in gpu_counts])[np.maximum(entry, 0)]
+            result = np.where(np.equal(chunks, num_chunks) & (entry >= 0), share, result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -125,14 +124,14 @@ class PlacementProblem:
     stages: Sequence[PlacementStage]
     kinds: Sequence[GpuKind]
     chunks: Sequence[int] = (1, 2, 4, 8, 16, 32)
-    """Allowed numbers of micro-batches of an iteration."""
+    """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
     """Source and target stage of the weights."""
     sync_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Seconds to transfer new weights from a pool of one kind to a pool of another; 0 within a
     pool."""
     mixing: float = 1.0
-    """Share of the summed speed that different GPUs keep when they work on one stage."""
+    """Speed of different kinds together on one stage, relative to the sum of their speeds."""
     cycle_steps: int = 1
     """Steps of a cycle per iteration."""
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -141,17 +140,17 @@ class PlacementProblem:
     """Stages whose pools need not be one job if they contain no other stage: such a pool may have
     several kinds and any number of GPUs. None: all stages may share any pool."""
     shared: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Kinds that share GPUs or a limit, and how many GPUs they have together."""
+    """Groups of kinds that share GPUs or a limit, with the total number of their GPUs."""
     most_jobs: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Kinds whose jobs a limit counts together, and how many jobs may run at once."""
+    """Groups of kinds whose jobs a limit counts together, with the maximum of running jobs."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
             raise PlanError(f"mixing: {self.mixing} is not above 0 and at most 1")
         names = [kind.name for kind in self.kinds]
         stages = [stage.name for stage in self.stages]
-        self._numbers()
-        for where, given, known, what in (
+        self._check_numbers()
+        for key, referenced, known, noun in (
             *((f"stage {s.name!r}: switch_s", s.switch_s, names, "kind") for s in self.stages),
             *((f"stage {s.name!r}: after", s.after, stages, "stage") for s in self.stages),
             *((f"sync_s.{a}", (a, b), names, "kind") for a, b in self.sync_s),
@@ -159,67 +158,66 @@ class PlacementProblem:
                 (f"pin {s}={'+'.join(kinds)}", kinds, names, "kind")
                 for s, kinds in self.allowed.items()
             ),
-            *(("shared", together, names, "kind") for together, _ in self.shared),
-            *(("most_jobs", together, names, "kind") for together, _ in self.most_jobs),
+            *(("shared", group, names, "kind") for group, _ in self.shared),
+            *(("most_jobs", group, names, "kind") for group, _ in self.most_jobs),
             ("pin", self.allowed, stages, "stage"),
             ("mixes", self.mixes or (), stages, "stage"),
         ):
-            for name in given:
+            for name in referenced:
                 if name not in known:
-                    raise PlanError(f"{where}: no such {what} {name!r}{did_you_mean(name, known)}")
-        seen: set[str] = set()
+                    raise PlanError(f"{key}: no such {noun} {name!r}{did_you_mean(name, known)}")
+        earlier: set[str] = set()
         for stage in self.stages:
-            unknown = set(stage.after) - seen
+            unknown = set(stage.after) - earlier
             if unknown:
                 raise PlanError(
-                    f"stage {stage.name!r}: takes the output of {sorted(unknown)[0]!r}, which "
-                    "does not come before it"
+                    f"stage {stage.name!r}: after: {sorted(unknown)[0]!r} must be an earlier stage"
                 )
-            seen.add(stage.name)
+            earlier.add(stage.name)
             if (stage.after or stage.cycle) and (stage.lead or stage.again):
                 raise PlanError(
-                    f"stage {stage.name!r}: lead and again are of stages that take nothing, and "
-                    "are in no cycle"
+                    f"stage {stage.name!r}: lead and again need a stage without inputs that is in "
+                    "no cycle"
                 )
-            for parts, shares in stage.lead.items():
+            for num_chunks, shares in stage.lead.items():
                 for gpus, share in shares.items():
-                    if not 1 - 1e-9 <= parts * share <= parts:
+                    if not 1 - 1e-9 <= num_chunks * share <= num_chunks:
                         raise PlanError(
-                            f"stage {stage.name!r}: lead.{parts}.{gpus}: {share} is not from "
-                            f"1/{parts} to 1"
+                            f"stage {stage.name!r}: lead.{num_chunks}.{gpus}: {share} is not from "
+                            f"1/{num_chunks} to 1"
                         )
             for kind, rates in stage.rates.items():
-                where = f"stage {stage.name!r} on {kind!r}"
+                key = f"stage {stage.name!r} on {kind!r}"
                 if kind not in names:
-                    raise PlanError(f"{where}: no such kind of GPU{did_you_mean(kind, names)}")
+                    raise PlanError(f"{key}: no such kind of GPU{did_you_mean(kind, names)}")
                 if not np.all(np.isfinite(rates)) or np.any(rates < 0):
-                    raise PlanError(f"{where}: a measured speed is negative or not a number")
+                    raise PlanError(f"{key}: a measured speed is negative or not a number")
                 if len(rates) != self.kinds[names.index(kind)].gpus + 1 or rates[0]:
-                    raise PlanError(f"{where}: speeds must be given for 0 (none) to all GPUs")
+                    raise PlanError(f"{key}: speeds must be given for 0 (none) to all GPUs")
 
-    def _numbers(self) -> None:
+    def _check_numbers(self) -> None:
         """Check that every number is finite and not too small.
 
         Raises:
-            PlanError: a number is negative or not finite; names it.
+            PlanError: a number is too small or not finite; the message names it.
         """
         numbers: dict[str, float] = {"cycle_steps": self.cycle_steps}
         numbers |= {f"micro_batches[{i}]": n for i, n in enumerate(self.chunks)}
-        least = dict.fromkeys(numbers, 1)
+        minimums = dict.fromkeys(numbers, 1)
         for kind in self.kinds:
-            own = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
-            own |= {f"waits_s.{nodes}": wait for nodes, wait in kind.waits_s}
-            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in own.items()}
+            fields = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
+            fields |= {f"waits_s.{nodes}": wait for nodes, wait in kind.waits_s}
+            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in fields.items()}
         for stage in self.stages:
             numbers[f"stages.{stage.name}.chunk_s"] = stage.chunk_s
             numbers[f"stages.{stage.name}.again"] = stage.again
-            each = stage.switch_s.items()
-            numbers |= {f"stages.{stage.name}.switch_s.{name}": s for name, s in each}
+            for kind_name, seconds in stage.switch_s.items():
+                numbers[f"stages.{stage.name}.switch_s.{kind_name}"] = seconds
         numbers |= {f"sync_s.{a}.{b}": s for (a, b), s in self.sync_s.items()}
         for key, value in numbers.items():
-            if not (math.isfinite(value) and value >= least.get(key, 0)):
+            if not (math.isfinite(value) and value >= minimums.get(key, 0)):
                 raise PlanError(
-                    f"{key}: {value} is not a finite number of at least {least.get(key, 0)}"
+                    f"{key}: {value} is not a finite number of at least {minimums.get(key, 0)}"
                 )
 
     def may_mix(self, pool: Sequence[int]) -> bool:
@@ -227,37 +225,38 @@ class PlacementProblem:
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
     def is_single_job(self, gpus: np.ndarray) -> np.ndarray:
-        """Return where GPUs of each kind ``[kinds, ...]`` can form one job: of one kind, on whole
-        nodes, within the limit of a job."""
+        """Return True where GPUs ``[kinds, ...]`` can form one job: they are of one kind, on whole
+        nodes, and within the limit of a job."""
         whole = [kind.round_to_job_size(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
         return ((gpus > 0).sum(0) <= 1) & np.all(whole, axis=0)
 
-    def exceeds_shared_gpus(self, allocated: np.ndarray) -> np.ndarray:
-        """Return where GPUs of each kind ``[kinds, ...]`` exceed the GPUs that kinds share."""
-        found = np.zeros(allocated.shape[1:], dtype=bool)
-        for names, most in self.shared:
-            own = [k for k, kind in enumerate(self.kinds) if kind.name in names]
-            found |= allocated[own].sum(0) > most
-        return found
+    def exceeds_shared_gpus(self, gpus: np.ndarray) -> np.ndarray:
+        """Return True where GPUs ``[kinds, ...]`` exceed the GPUs that kinds share."""
+        exceeded = np.zeros(gpus.shape[1:], dtype=bool)
+        for names, limit in self.shared:
+            indices = [k for k, kind in enumerate(self.kinds) if kind.name in names]
+            exceeded |= gpus[indices].sum(0) > limit
+        return exceeded
 
-    def exceeds_job_limits(self, pools: PoolStages, allocated: Sequence[np.ndarray]) -> np.ndarray:
-        """Return where the jobs of pools with GPUs ``[kinds, n]`` exceed the number that may run at
-        once; a pool that is not one job has a job for each GPU."""
-        found = np.zeros(allocated[0].shape[1], dtype=bool)
-        for names, most in self.most_jobs:
-            own, count = [k for k, kind in enumerate(self.kinds) if kind.name in names], found * 0
+    def exceeds_job_limits(self, pools: PoolStages, gpus: Sequence[np.ndarray]) -> np.ndarray:
+        """Return True where pools with GPUs ``[kinds, n]`` exceed the maximum number of running
+        jobs; a pool that is not one job has a job for each GPU."""
+        exceeded = np.zeros(gpus[0].shape[1], dtype=bool)
+        for names, limit in self.most_jobs:
+            indices = [k for k, kind in enumerate(self.kinds) if kind.name in names]
+            count = np.zeros(len(exceeded), dtype=np.int64)
             for job in pools_of_jobs(pools):
-                gpus = np.sum([allocated[p] for p in job], axis=0)
-                mine = gpus[own].sum(0)
-                count = count + np.where(self.is_single_job(gpus), mine > 0, mine)
-            found |= count > most
-        return found
+                job_gpus = np.sum([gpus[p] for p in job], axis=0)
+                num_gpus = job_gpus[indices].sum(0)
+                count = count + np.where(self.is_single_job(job_gpus), num_gpus > 0, num_gpus)
+            exceeded |= count > limit
+        return exceeded
 
     def rate_table(self, stage: PlacementStage, kind: int) -> np.ndarray:
         """Return the rates ``[gpus + 1]`` of a stage on a kind, with pins applied.
 
-        A stage works on all GPUs of its pool, so a number of GPUs on which it cannot run, or is
-        slower than on fewer, is not improved.
+        Rates may fall or be 0 at larger numbers of GPUs, because a stage works on all GPUs of its
+        pool.
         """
         entry = self.kinds[kind]
         allowed = self.allowed.get(stage.name)
@@ -269,56 +268,53 @@ class PlacementProblem:
 
 @dataclass(frozen=True)
 class Placement:
-    """A placement: the pools of each stage, the GPUs of each pool, and the number of micro-
-    batches."""
+    """A placement: the stages and GPUs of each pool, and the number of chunks."""
 
     pools: PoolStages
-    """Stage numbers of each pool, ascending; pools in order of their first stage."""
+    """Indices of the stages of each pool, ascending; pools in order of their first stage."""
     gpus: tuple[tuple[int, ...], ...]
     """GPUs of each kind, by pool."""
     num_chunks: int
-    """Number of micro-batches of an iteration."""
+    """Number of chunks per iteration."""
 
     @property
     def mode(self) -> str:
         """``collocated``, ``disaggregated`` or ``hybrid``."""
         if len(self.pools) == 1:
             return "collocated"
-        alone = all(len(pool) == 1 for pool in self.pools)
-        return "disaggregated" if alone else "hybrid"
+        is_disaggregated = all(len(pool) == 1 for pool in self.pools)
+        return "disaggregated" if is_disaggregated else "hybrid"
 
     @property
     def jobs(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the pools that form one job each."""
+        """Indices of the pools of each job."""
         return pools_of_jobs(self.pools)
 
     def stages_of(self, job: Sequence[int]) -> tuple[int, ...]:
-        """Return the stage numbers of a job, ascending."""
+        """Return the indices of a job's stages, ascending."""
         return tuple(sorted({s for p in job for s in self.pools[p]}))
 
     def gpus_of(self, stage: int) -> tuple[int, ...]:
-        """Return the GPUs of each kind that a stage works on."""
-        allocated = [
-            gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool
-        ]
-        return tuple(map(sum, zip(*allocated, strict=True)))
+        """Return the number of GPUs of each kind that a stage works on."""
+        counts = [gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool]
+        return tuple(map(sum, zip(*counts, strict=True)))
 
 
 @functools.lru_cache(4096)
 def pools_of_stages(pools: PoolStages) -> Mapping[int, tuple[int, ...]]:
-    """Return the numbers of the pools that each stage works on, by stage."""
+    """Return the indices of the pools of each stage, by stage."""
     stages = sorted({s for pool in pools for s in pool})
     return {s: tuple(p for p, pool in enumerate(pools) if s in pool) for s in stages}
 
 
 @functools.lru_cache(4096)
 def pools_of_jobs(pools: PoolStages) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the pools that form one job each, because they share a stage."""
-    found: list[tuple[int, ...]] = []
-    for home in sorted(set(pools_of_stages(pools).values()), key=len, reverse=True):
-        if not any(set(home) & set(other) for other in found):
-            found.append(home)
-    return tuple(sorted(found))
+    """Return the indices of the pools of each job; pools that share a stage are one job."""
+    jobs: list[tuple[int, ...]] = []
+    for job in sorted(set(pools_of_stages(pools).values()), key=len, reverse=True):
+        if not any(set(job) & set(other) for other in jobs):
+            jobs.append(job)
+    return tuple(sorted(jobs))
 
 
 class KindSection(Section):
@@ -379,7 +375,7 @@ class ProblemFile(Section):
     stages: dict[str, StageSection] = Field(min_length=1)
     """Stages in topological order."""
     micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
-    """Allowed numbers of micro-batches."""
+    """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
     sync_s: dict[str, dict[str, float]] = {}
     """Seconds by kind of the source, then of the target."""
@@ -426,23 +422,22 @@ class ProblemFile(Section):
                 raise PlanError(
                     f"stages.{name}.seconds: no kind {kind!r}{did_you_mean(kind, self.kinds)}"
                 )
-            most = self.kinds[kind].gpus
-            if max(seconds, default=0) > most:
+            max_gpus = self.kinds[kind].gpus
+            if max(seconds, default=0) > max_gpus:
                 raise PlanError(
-                    f"stages.{name}.seconds.{kind}: {max(seconds)} GPUs, but there are {most}"
+                    f"stages.{name}.seconds.{kind}: {max(seconds)} GPUs, but there are {max_gpus}"
                 )
-            rates[kind] = np.zeros(most + 1)
+            rates[kind] = np.zeros(max_gpus + 1)
             for gpus, value in sorted(seconds.items()):
                 rates[kind][gpus:] = 1 / value if value else 0.0
-        rest = section.model_dump(exclude={"seconds"})
-        return PlacementStage(name, rates, **rest)
+        fields = section.model_dump(exclude={"seconds"})
+        return PlacementStage(name, rates, **fields)
 
 
 def dump_problem(
     problem: PlacementProblem, pools: Sequence[PoolPlan] = (), num_chunks: int = 1
 ) -> str:
-    """Return a problem as text that :func:`read_problem` reads, with a placement if pools are
-    passed."""
+    """Return a problem as YAML for :func:`read_problem`, with a placement if pools are passed."""
     stages = {}
     for s, stage in enumerate(problem.stages):
         seconds = {}
@@ -460,7 +455,7 @@ def dump_problem(
             "streams": stage.streams,
             "divisible": stage.divisible,
             "chunk_s": stage.chunk_s,
-            "lead": {parts: dict(shares) for parts, shares in stage.lead.items()},
+            "lead": {chunks: dict(shares) for chunks, shares in stage.lead.items()},
             "again": stage.again,
             "switch_s": dict(stage.switch_s),
             "cycle": stage.cycle,
@@ -470,7 +465,7 @@ def dump_problem(
     for (source, target), value in problem.sync_s.items():
         sync_s.setdefault(source, {})[target] = value
     values = {
-        "kinds": {kind.name: _dumped(kind) for kind in problem.kinds},
+        "kinds": {kind.name: _dump_kind(kind) for kind in problem.kinds},
         "stages": stages,
         "micro_batches": list(problem.chunks),
         "sync": [*problem.sync] if problem.sync and set(problem.sync) <= stages.keys() else None,
@@ -482,13 +477,13 @@ def dump_problem(
         "num_chunks": num_chunks,
     }
     if problem.shared:
-        values["shared"] = [{"kinds": [*names], "gpus": most} for names, most in problem.shared]
+        values["shared"] = [{"kinds": [*names], "gpus": limit} for names, limit in problem.shared]
     if problem.most_jobs:
         values["most_jobs"] = [{"kinds": [*names], "jobs": n} for names, n in problem.most_jobs]
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def _dumped(kind: GpuKind) -> dict[str, Any]:
+def _dump_kind(kind: GpuKind) -> dict[str, Any]:
     values = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
     return values | ({"waits_s": dict(kind.waits_s)} if kind.waits_s else {})
 
@@ -497,7 +492,7 @@ def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
     """Read a problem and, if the file has pools, a placement.
 
     Raises:
-        PlanError: the file is missing, not YAML, or invalid; names the key.
+        PlanError: the file is missing, not YAML, or invalid; the message names the key.
     """
     values = read_yaml(path, "problem", PlanError)
     if not isinstance(values, Mapping):
@@ -518,77 +513,77 @@ def placement_from_pools(
     problem: PlacementProblem,
     pools: Sequence[PoolPlan],
     num_chunks: int,
-    seldom: Collection[str] = (),
+    occasional: Collection[str] = (),
 ) -> Placement:
     """Return the placement of a plan's pools.
 
     Args:
-        seldom: stages that are not part of every iteration, such as evaluations; they are ignored,
-            as is a pool of only these.
+        occasional: stages that are not part of every iteration, such as evaluations. They are
+            ignored, and so are pools without other stages.
 
     Raises:
-        PlanError: an unknown stage or kind, a stage in no pool or in two, or a division of a pool's
-            processes between stages that cannot be predicted.
+        PlanError: a stage or kind is unknown, a stage is in no pool or in several, or the division
+            of a pool's processes between stages cannot be predicted.
     """
     stages = [stage.name for stage in problem.stages]
     kinds = [kind.name for kind in problem.kinds]
     placed = [stages.index(name) for pool in pools for name in pool.stages if name in stages]
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for i, pool in enumerate(pools):
-        own = tuple(name for name in pool.stages if name not in seldom)
-        if not own:
+        pool_stages = tuple(name for name in pool.stages if name not in occasional)
+        if not pool_stages:
             continue
-        for known, names, what in ((stages, own, "stage"), (kinds, pool.devices, "kind")):
-            wrong: Any = next((name for name in names if name not in known), None)
-            if wrong is not None:
-                raise PlanError(f"pools[{i}]: no {what} {wrong!r}{did_you_mean(wrong, known)}")
-        found += _parts(problem, pool, f"pools[{i}]")
+        for known, names, noun in ((stages, pool_stages, "stage"), (kinds, pool.devices, "kind")):
+            unknown: Any = next((name for name in names if name not in known), None)
+            if unknown is not None:
+                raise PlanError(f"pools[{i}]: no {noun} {unknown!r}{did_you_mean(unknown, known)}")
+        parts += _split_pool(problem, pool, f"pools[{i}]")
     for s, name in enumerate(stages):
         if placed.count(s) != 1:
             raise PlanError(f"pools: stage {name!r} must be in one pool (is in {placed.count(s)})")
-    found.sort()
-    return Placement(tuple(own for own, _ in found), tuple(gpus for _, gpus in found), num_chunks)
+    parts.sort()
+    return Placement(tuple(part for part, _ in parts), tuple(gpus for _, gpus in parts), num_chunks)
 
 
-def _parts(
-    problem: PlacementProblem, pool: PoolPlan, where: str
+def _split_pool(
+    problem: PlacementProblem, pool: PoolPlan, key: str
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return stages and GPUs of a pool, or of each part if stages use only some of its processes.
+    """Return stages and GPUs of a pool, or of each part if some stages use a part of its processes.
 
     Raises:
-        PlanError: parts overlap, or a stage on all processes comes before one on some of them.
+        PlanError: parts overlap, or a stage on all processes precedes one on a part of them.
     """
-    numbers = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
+    indices = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
     kinds = [kind.name for kind in problem.kinds]
     # Process numbers continue from one kind to the next.
     kind_of = [kinds.index(kind) for kind, count in pool.devices.items() for _ in range(count)]
-    every = tuple(range(len(kind_of)))
-    ranks = {s: pool.stage_ranks.get(name, every) for name, s in numbers.items()}
-    whole = [s for s, own in ranks.items() if own == every]
-    sides = sorted({own for own in ranks.values() if own != every})
-    for a, b in itertools.combinations(sides, 2):
+    all_ranks = tuple(range(len(kind_of)))
+    ranks = {s: pool.stage_ranks.get(name, all_ranks) for name, s in indices.items()}
+    whole_stages = [s for s, subset in ranks.items() if subset == all_ranks]
+    rank_sets = sorted({subset for subset in ranks.values() if subset != all_ranks})
+    for a, b in itertools.combinations(rank_sets, 2):
         if set(a) & set(b):
             raise PlanError(
-                f"{where}.stage_ranks: {list(a)} and {list(b)} have some processes in common; what "
-                "this brings is not predicted, give stages the same ones or others"
+                f"{key}.stage_ranks: {list(a)} and {list(b)} overlap, which the planner "
+                "cannot predict; give the stages the same processes or disjoint ones"
             )
-    for name, s in numbers.items():
-        if ranks[s] != every and whole and s > min(whole):
+    for name, s in indices.items():
+        if ranks[s] != all_ranks and whole_stages and s > min(whole_stages):
             raise PlanError(
-                f"{where}.stage_ranks.{name}: {problem.stages[min(whole)].name} has all processes "
-                "before it; what this brings is not predicted"
+                f"{key}.stage_ranks.{name}: {problem.stages[min(whole_stages)].name} has all "
+                "processes and runs before it, which the planner cannot predict"
             )
-    if not sides:
+    if not rank_sets:
         return [
-            (tuple(sorted(numbers.values())), tuple(pool.devices.get(kind, 0) for kind in kinds))
+            (tuple(sorted(indices.values())), tuple(pool.devices.get(kind, 0) for kind in kinds))
         ]
-    idle = tuple(sorted(set(every) - {rank for own in sides for rank in own}))
+    idle = tuple(sorted(set(all_ranks) - {rank for subset in rank_sets for rank in subset}))
     return [
         (
-            tuple(sorted(s for s, has in ranks.items() if has in (own, every))),
-            tuple(sum(kind_of[rank] == k for rank in own) for k in range(len(kinds))),
+            tuple(sorted(s for s, used in ranks.items() if used in (subset, all_ranks))),
+            tuple(sum(kind_of[rank] == k for rank in subset) for k in range(len(kinds))),
         )
-        for own in (*sides, *([idle] if idle and whole else []))
+        for subset in (*rank_sets, *([idle] if idle and whole_stages else []))
     ]
 
 
@@ -614,7 +609,7 @@ class Objective(ABC):
     def job_cost(
         self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
     ) -> float:
-        """Return the cost that a stage adds which is its own job."""
+        """Return the cost that is added by a stage that runs as its own job."""
 
     @abstractmethod
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
@@ -639,9 +634,9 @@ class IterationTime(Objective):
 
 @dataclass(frozen=True)
 class MonetaryCost(Objective):
-    """The price of one iteration: all allocated GPUs for its whole duration.
+    """The cost of one iteration: all allocated GPUs for its whole duration.
 
-    With all prices 1 these are GPU-hours.
+    If all prices are 1, it is in GPU-hours.
     """
 
     unit = "price"
@@ -656,42 +651,41 @@ class MonetaryCost(Objective):
         return seconds * price_per_hour / 3600
 
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        """Return the cost with each stage at its cheapest: a kind at its best rate per GPU."""
-        whole = 0.0
+        """Return the cost with each stage on its cheapest kind, at the best rate per GPU."""
+        total = 0.0
         for stage in problem.stages:
-            each = [np.inf]
+            costs = [np.inf]
             for k, kind in enumerate(problem.kinds):
                 rates = problem.rate_table(stage, k)
-                best = float(np.max(rates[1:] / np.arange(1, len(rates)), initial=0.0))
-                if best > 0:
-                    each.append(kind.price / best)
-            whole += min(each)
-        return whole / 3600
+                best_rate = float(np.max(rates[1:] / np.arange(1, len(rates)), initial=0.0))
+                if best_rate > 0:
+                    costs.append(kind.price / best_rate)
+            total += min(costs)
+        return total / 3600
 
 
 @dataclass(frozen=True)
 class TimeToFinish(Objective):
     """The seconds until all iterations are done, with queue waits and expected interruptions.
 
-    The run starts when its slowest pool has started. An interrupted pool returns after the wait of
-    its kind, and half an iteration is repeated on average. Waits are those of as many nodes as the
-    pool uses of the kind.
+    The run starts when its last pool has started. Interruptions cost what
+    :func:`interruption_overhead` returns. Waits depend on the number of nodes of each kind.
     """
 
     iterations: int
 
     def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
-        start = np.max([np.max(_waits(problem, pool), axis=0) for pool in gpus], axis=0)
-        lost = interruption_overhead(problem, total_s, gpus)
-        return np.asarray(start + self.iterations * total_s * (1 + lost))
+        wait_s = np.max([np.max(_queue_waits(problem, pool), axis=0) for pool in gpus], axis=0)
+        overhead = interruption_overhead(problem, total_s, gpus)
+        return np.asarray(wait_s + self.iterations * total_s * (1 + overhead))
 
     def job_cost(
         self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
     ) -> float:
-        """Return the cost of a job that waits, and waits again when it is interrupted, with half of
-        its work lost on average."""
-        lost = losses_per_hour / 3600 * seconds * (wait_s + seconds / 2)
-        return self.iterations * (wait_s + seconds + lost)
+        """Return the cost of a job that waits, and waits again after an interruption, which loses
+        half of its work on average."""
+        lost_s = losses_per_hour / 3600 * seconds * (wait_s + seconds / 2)
+        return self.iterations * (wait_s + seconds + lost_s)
 
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
         return self.iterations * total_s
@@ -702,14 +696,14 @@ def interruption_overhead(
 ) -> Array:
     """Return the expected seconds lost to preemption and failures per second of work ``[n]``.
 
-    An interrupted pool returns after the wait of its kind, and half an iteration is repeated on
-    average. Arguments are those of :meth:`Objective.cost`.
+    An interrupted pool waits in the queue again, and half an iteration is repeated on average. For
+    the arguments see :meth:`Objective.cost`.
     """
-    losses = np.array([kind.interruptions_per_hour for kind in problem.kinds])[:, None] / 3600
-    each = [losses * (_waits(problem, pool) + total_s / 2) * (pool > 0) for pool in gpus]
-    return np.asarray(sum(pool.sum(0) for pool in each))
+    rates = np.array([kind.interruptions_per_hour for kind in problem.kinds])[:, None] / 3600
+    lost = [rates * (_queue_waits(problem, pool) + total_s / 2) * (pool > 0) for pool in gpus]
+    return np.asarray(sum(pool.sum(0) for pool in lost))
 
 
-def _waits(problem: PlacementProblem, pool: Array) -> Array:
-    """Return the wait for this many GPUs of each kind, ``[kinds, n]``."""
+def _queue_waits(problem: PlacementProblem, pool: Array) -> Array:
+    """Return the queue waits for a pool's GPUs of each kind, ``[kinds, n]``."""
     return np.stack([kind.queue_wait_s(n) for kind, n in zip(problem.kinds, pool, strict=True)])

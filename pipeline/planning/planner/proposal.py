@@ -19,7 +19,7 @@ class PlanRow:
     stage: str
     place: str
     size: str
-    """Nodes x devices of each node."""
+    """Nodes x devices per node."""
     devices: int
     start_s: float
     seconds: float
@@ -33,17 +33,18 @@ class PlanRow:
 class AlternativePlan:
     """Another plan, which is worse by the objective."""
 
-    what: str
+    difference: str
     seconds: float
     cost: float
-    why: str
+    reason: str
+    """Why this plan is worse."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
     """The best plan of a different cluster."""
 
-    what: str
+    case: str
     seconds: float
     cost: float
 
@@ -58,7 +59,7 @@ class PlanProposal:
     objective: str
     unit: str
     bound: float
-    """No plan costs less than this, in the unit of the objective."""
+    """Lower bound of the cost of all plans, in the unit of the objective."""
     exact: bool
     alternatives: tuple[AlternativePlan, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
@@ -78,29 +79,30 @@ def evaluate_what_ifs(
     what_ifs: Sequence[str],
     best: Callable[[PlanRequest], tuple[float, float]],
 ) -> list[WhatIf]:
-    """Return the best plans of different clusters: those asked for, and each kind doubled or
-    removed.
+    """Return the best plans for different clusters: ``what_ifs``, and each kind doubled or removed.
 
     Args:
         best: returns seconds and cost of the best plan of a request.
     """
     cases = [(text, parse_counts([text])) for text in what_ifs]
-    own_nodes = {name: own for name, own in request.devices.items() if own.better_kind is None}
-    for name, own in own_nodes.items():
-        if len(own_nodes) > 1:
+    base_kinds = {
+        name: entry for name, entry in request.devices.items() if entry.better_kind is None
+    }
+    for name, entry in base_kinds.items():
+        if len(base_kinds) > 1:
             cases.append((f"without {name}", {name: 0}))
-        twice = 2 * own.kind.nodes * own.per_node
-        cases.append((f"{name}={twice}", {name: twice}))
-    found: dict[str, WhatIf] = {}
+        doubled = 2 * entry.kind.nodes * entry.per_node
+        cases.append((f"{name}={doubled}", {name: doubled}))
+    results: dict[str, WhatIf] = {}
     for text, counts in cases:
         try:
             changed = replace(request, devices=with_counts(request.devices, counts))
-            found.setdefault(text, WhatIf(text, *best(changed)))
+            results.setdefault(text, WhatIf(text, *best(changed)))
         except PlanError:
             if text in what_ifs:
                 raise
-            found.setdefault(text, WhatIf(text, math.inf, math.inf))
-    return list(found.values())
+            results.setdefault(text, WhatIf(text, math.inf, math.inf))
+    return list(results.values())
 
 
 def stage_forecasts(rows: Sequence[PlanRow]) -> dict[str, StageForecast]:

@@ -1,5 +1,7 @@
-"""Recommendations for a plan of pools: staleness, elastic rollouts, helpers and transports, each
-with the predicted saving or the reason against it."""
+"""Recommendations for a plan of pools: staleness, elastic rollouts, helpers and transports.
+
+Each has the predicted saving or the reason against it.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +39,32 @@ def recommend(
     )
 
 
-def _choice(what: str, chosen: bool, why: str, saved_s: float | None = None) -> Recommendation:
-    return Recommendation(feature=what, chosen=chosen, reason=why, saved_s=saved_s)
+def _advice(
+    feature: str, chosen: bool, reason: str, saved_s: float | None = None
+) -> Recommendation:
+    return Recommendation(feature=feature, chosen=chosen, reason=reason, saved_s=saved_s)
 
 
 def recommend_staleness(
     request: PlanRequest, problem: PlacementProblem, best: PlacementSolution
 ) -> Recommendation:
-    """Recommend rollouts with weights that are one iteration older, beside training."""
-    what = f"rollout.staleness={CONSIDERED_STALENESS}"
-    now = float(best.prediction.total_s)
-    own = request.config.rollout.staleness
-    if own:
-        least = Predictor(problem).steady_period_s(best.placement, own)
-        why = f"the run has rollout.staleness={own}; the times above are as without it"
-        return _choice(f"rollout.staleness={own}", True, why, now - least)
-    saved = now - Predictor(problem).steady_period_s(best.placement, CONSIDERED_STALENESS)
-    if saved <= 0.005 * now:
-        why = "every job is busy, or waits for nothing that older weights would spare it"
-        return _choice(what, False, why, max(0.0, saved))
-    why = (
-        f"would save {saved / now:.0%} of an iteration, but changes what is learnt: samples are "
-        "of a policy an iteration old; set it in the configuration"
+    """Recommend for or against rollouts during training, with weights of the last iteration."""
+    feature = f"rollout.staleness={CONSIDERED_STALENESS}"
+    total_s = float(best.prediction.total_s)
+    staleness = request.config.rollout.staleness
+    if staleness:
+        period_s = Predictor(problem).steady_period_s(best.placement, staleness)
+        reason = f"the run has rollout.staleness={staleness}; the times above are without it"
+        return _advice(f"rollout.staleness={staleness}", True, reason, total_s - period_s)
+    saved_s = total_s - Predictor(problem).steady_period_s(best.placement, CONSIDERED_STALENESS)
+    if saved_s <= 0.005 * total_s:
+        reason = "every job is busy, or its waits would not be shorter with older weights"
+        return _advice(feature, False, reason, max(0.0, saved_s))
+    reason = (
+        f"would save {saved_s / total_s:.0%} of an iteration, but changes what is learnt: samples "
+        "come from the policy of the previous iteration; set it in the configuration"
     )
-    return _choice(what, False, why, saved)
+    return _advice(feature, False, reason, saved_s)
 
 
 def recommend_elastic(
@@ -68,62 +72,62 @@ def recommend_elastic(
     problem: PlacementProblem,
     plan: Plan,
     best: PlacementSolution,
-    goal: Objective,
+    objective: Objective,
 ) -> Recommendation:
-    """Recommend a pool of single generators that come and go, of several kinds or any number."""
-    what, generates = "elastic rollouts (workers)", flow_of(request.config).elastic_stage
-    later = "; max_workers is not predicted: a run finds out whether more of them pay"
-    if not generates:
-        return _choice(what, False, "no stage of this flow has workers that may come and go")
+    """Recommend for or against elastic rollouts: a pool whose generators are separate jobs."""
+    feature, elastic_stage = "elastic rollouts (workers)", flow_of(request.config).elastic_stage
+    caveat = "; max_workers is not predicted: only a run shows whether more workers are faster"
+    if not elastic_stage:
+        return _advice(feature, False, "no stage of this flow can have elastic workers")
     if not any(pool.workers for pool in plan.pools):
-        rollout_pool = next(pool for pool in plan.pools if generates in pool.stages)
-        why = f"one job gives {generates} as much"
-        if set(rollout_pool.stages) != {generates}:
-            why = f"{generates} shares its pool with other stages, which is quicker"
-        return _choice(what, False, why + later, 0.0)
+        generator_pool = next(pool for pool in plan.pools if elastic_stage in pool.stages)
+        reason = f"one job for {elastic_stage} is as fast"
+        if set(generator_pool.stages) != {elastic_stage}:
+            reason = f"{elastic_stage} shares its pool with other stages, which is quicker"
+        return _advice(feature, False, reason + caveat, 0.0)
     try:
-        jobs = solve(replace(problem, mixes=frozenset()), goal)[0]
+        without_elastic = solve(replace(problem, mixes=frozenset()), objective)[0]
     except PlanError:
-        return _choice(what, True, "without them the stages find no room" + later)
-    saved = float(jobs.prediction.total_s) - float(best.prediction.total_s)
-    why = f"devices of several kinds, or of a part of a node, save {max(0.0, saved):.3g} s"
-    return _choice(what, True, why + later, max(0.0, saved))
+        return _advice(feature, True, "otherwise the stages do not fit on the devices" + caveat)
+    saved_s = float(without_elastic.prediction.total_s) - float(best.prediction.total_s)
+    reason = f"devices of several kinds, or a part of a node, save {max(0.0, saved_s):.3g} s"
+    return _advice(feature, True, reason + caveat, max(0.0, saved_s))
 
 
 def recommend_helpers(
     problem: PlacementProblem, plan: Plan, best: PlacementSolution
 ) -> Recommendation:
-    """Recommend that workers of another pool generate until no prompts are left."""
-    what = "also_generates"
-    first = next((i for i, pool in enumerate(plan.pools) if pool.workers), None)
-    if first is None:
-        return _choice(what, False, "there is no elastic pool that could take over the tail")
+    """Recommend for or against generation by workers of other pools until no prompts are left."""
+    feature = "also_generates"
+    elastic = next((i for i, pool in enumerate(plan.pools) if pool.workers), None)
+    if elastic is None:
+        return _advice(feature, False, "there is no elastic pool that could take over samples")
     stages = [stage.name for stage in problem.stages]
-    rollout = next(stages.index(s) for s in plan.pools[first].stages if s in stages)
-    found = [
-        (saved, i)
+    rollout = next(stages.index(s) for s in plan.pools[elastic].stages if s in stages)
+    savings = [
+        (saved_s, i)
         for i, pool in enumerate(plan.pools)
-        if i != first and (saved := _helped(problem, best, rollout, pool, stages)) > 0
+        if i != elastic and (saved_s := _helper_saving(problem, best, rollout, pool, stages)) > 0
     ]
-    if not found:
-        return _choice(what, False, "no other pool stands idle while the rollout runs", 0.0)
-    saved, number = max(found)
-    why = (
-        f"pool {number + 1} could generate before its first input is there and save at most "
-        f"{saved:.3g} s; what the hand-over of the tail costs is not predicted: try it with "
-        f"pools[{number}].also_generates: true"
+    if not savings:
+        return _advice(feature, False, "no other pool is idle while the rollout runs", 0.0)
+    saved_s, index = max(savings)
+    reason = (
+        f"pool {index + 1} could generate before its first input arrives and save at most "
+        f"{saved_s:.3g} s; the cost of handing over the tail is not predicted: try it with "
+        f"pools[{index}].also_generates: true"
     )
-    return _choice(what, False, why, saved)
+    return _advice(feature, False, reason, saved_s)
 
 
-def _helped(
+def _helper_saving(
     problem: PlacementProblem,
     best: PlacementSolution,
     rollout: int,
     pool: PoolPlan,
     stages: Sequence[str],
 ) -> float:
-    """Return the maximum seconds that a pool could save by generating before its own work."""
+    """Return the maximum seconds that a pool could save by generating before its first stage."""
     stage = problem.stages[rollout]
     rates = [
         problem.rate_table(stage, k)[pool.devices.get(kind.name, 0)]
@@ -137,17 +141,17 @@ def _helped(
 def recommend_transports(
     request: PlanRequest, problem: PlacementProblem, plan: Plan, placement: Placement
 ) -> Iterator[Recommendation]:
-    """Recommend how new weights move from pool to pool, with the time of each way."""
+    """Recommend a transport for new weights between pools, with the time of each transport."""
     if problem.sync is None:
         return
     names = [stage.name for stage in problem.stages]
     if not set(problem.sync) <= set(names):
         return
     source, target = (names.index(name) for name in problem.sync)
-    what = f"weights, {problem.sync[0]} to {problem.sync[1]}"
+    feature = f"weights, {problem.sync[0]} to {problem.sync[1]}"
     size = request.profile.weights_bytes
     if not in_separate_pools(pools_of_stages(placement.pools), source, target):
-        yield _choice(what, True, "they stay in the pool's memory", 0.0)
+        yield _advice(feature, True, "they stay in the pool's memory", 0.0)
         return
     kinds = [kind.name for kind in problem.kinds]
     for a, source_gpus in zip(kinds, placement.gpus_of(source), strict=True):
@@ -155,18 +159,16 @@ def recommend_transports(
             if not (source_gpus and target_gpus):
                 continue
             measured = transfer_seconds(request.devices[a], request.devices[b], request.profile)
-            # Pools send by sockets, which are encrypted.
-            ways = {
-                "socket" if way == "gloo" else way: seconds for way, seconds in measured.items()
-            }
-            least = min(ways, key=lambda way: ways[way])
-            all_ways = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in ways.items())
-            why = (
-                f"{size / 1e6:.3g} MB from {a} to {b}: {all_ways} (links were measured with gloo; "
-                "sockets are taken to be as fast); shared memory where pools share a node; gloo "
-                "itself is not chosen, for it is not encrypted, and delta is not predicted: how "
-                "much an update changes is not known before a run"
+            # Links were measured with gloo, but pools send through encrypted sockets.
+            seconds = {"socket" if name == "gloo" else name: s for name, s in measured.items()}
+            fastest = min(seconds, key=lambda name: seconds[name])
+            times = ", ".join(f"{name} {s:.3g} s" for name, s in seconds.items())
+            reason = (
+                f"{size / 1e6:.3g} MB from {a} to {b}: {times} (links were measured with gloo; "
+                "sockets are assumed to be as fast); pools on one node use shared memory; gloo "
+                "itself is not chosen, because it is not encrypted; delta is not predicted, "
+                "because its size is not known before a run"
             )
-            others = [seconds for way, seconds in ways.items() if way != least]
-            saved = min(others) - ways[least] if others else None
-            yield _choice(f"{what}: {least}", True, why, saved)
+            slower = [s for name, s in seconds.items() if name != fastest]
+            saved_s = min(slower) - seconds[fastest] if slower else None
+            yield _advice(f"{feature}: {fastest}", True, reason, saved_s)

@@ -33,31 +33,31 @@ class PlanRequest:
     """Corrections that earlier runs measured, by stage and kind."""
     sources: PlanningSources | None = None
     plan_validator: Callable[[Plan], Plan] | None = None
-    """Checks a plan before it is run and returns the plan that is run; None: no check."""
+    """Checks a plan and returns it with the cluster's settings; None: no check."""
 
     def validate_plan(self, plan: Plan) -> Plan:
         """Check that a plan may be run, and return it with the cluster's settings.
 
         Raises:
-            PlanError: accounting does not allow its jobs; names the limit.
+            PlanError: accounting does not allow its jobs; the message names the limit.
         """
         if self.plan_validator is None:
             return plan
         return self.plan_validator(parse_plan(plan.to_dict(), "plan", flow_of(self.config)))
 
     def for_planner(self) -> PlanRequest:
-        """Return the request for the planner's own plans, without devices that are closed to it."""
-        found = {n: own for n, own in self.devices.items() if own.allowance.max_devices != 0}
-        return replace(self, devices=found)
+        """Return the request without devices on which the planner's jobs cannot run."""
+        devices = {n: e for n, e in self.devices.items() if e.allowance.max_devices != 0}
+        return replace(self, devices=devices)
 
     def for_user_plan(self) -> PlanRequest:
-        """Return the request for a user's plan, whose own numbers count against the limits of
-        accounting instead of the planner's."""
-        found = {
-            name: replace(own, allowance=own.allowance.without_job_limits())
-            for name, own in self.devices.items()
+        """Return the request for a user's plan. Limits of accounting apply to the plan's own
+        requests, so those for the planner's requests are removed."""
+        devices = {
+            name: replace(entry, allowance=entry.allowance.without_job_limits())
+            for name, entry in self.devices.items()
         }
-        return replace(self, devices=found)
+        return replace(self, devices=devices)
 
     def get_objective(self) -> Objective:
         """Return the objective.
@@ -77,19 +77,18 @@ class PlanRequest:
         )
 
     def priced_devices(self) -> dict[str, PartitionDevices]:
-        """Return the devices; for GPU-hours all have the same price."""
+        """Return the devices; if the objective is GPU-hours, all have price 1."""
         if self.objective != "gpu-hours":
             return dict(self.devices)
-        return {name: replace(own, price=1.0) for name, own in self.devices.items()}
+        return {name: replace(entry, price=1.0) for name, entry in self.devices.items()}
 
     def with_price_note(self) -> PlanRequest:
-        """Return the request with a note on devices that have no price beside others that have
-        one."""
-        lacking = [name for name, own in self.devices.items() if not own.has_price]
-        if self.objective != "money" or not lacking or len(lacking) == len(self.devices):
+        """Return the request, with a note if only some of the devices have a price."""
+        unpriced = [name for name, entry in self.devices.items() if not entry.has_price]
+        if self.objective != "money" or not unpriced or len(unpriced) == len(self.devices):
             return self
         note = (
-            f"money: the site file has no price for {', '.join(lacking)}: each GPU there, or each "
+            f"money: the site file has no price for {', '.join(unpriced)}: each GPU there, or each "
             "process where there are none, counts 1 an hour; set cost_per_gpu_hour, or leave them "
             "out with --partition"
         )
@@ -100,10 +99,10 @@ class PlanRequest:
         stages = flow_of(self.config).stages
 
         def sources(stage: str) -> tuple[str, ...]:
-            found = [
+            names = [
                 s.stage for s in stages[stage].inputs.values() if s.stage in stages and not s.lag
             ]
-            return tuple(dict.fromkeys(found))
+            return tuple(dict.fromkeys(names))
 
         return {stage: sources(stage) for stage in stages}
 
@@ -113,30 +112,30 @@ class PlanRequest:
             TimingCorrection(
                 stage=stage,
                 kind=kind,
-                startup_factor=known.startup_factor,
-                work_factor=known.work_factor,
+                startup_factor=correction.startup_factor,
+                work_factor=correction.work_factor,
             )
-            for (stage, kind), known in self.corrections.items()
+            for (stage, kind), correction in self.corrections.items()
         )
 
     def stage_options(self) -> dict[str, list[StageOption]]:
         """Return all ways to run each stage as a job."""
-        priced, found = self.priced_devices(), {}
+        devices, result = self.priced_devices(), {}
         for stage in flow_of(self.config).stages:
-            every = stage_options(stage, priced, self.profile, self.config, self.pins.get(stage))
-            found[stage] = [option.with_corrections(self.corrections) for option in every]
-        return found
+            options = stage_options(stage, devices, self.profile, self.config, self.pins.get(stage))
+            result[stage] = [option.with_corrections(self.corrections) for option in options]
+        return result
 
 
 def parse_pins(
     pins: Sequence[str], devices: Mapping[str, PartitionDevices], flow: Flow
 ) -> dict[str, frozenset[str]]:
-    """Parse ``["train=h100"]`` into kinds by stage; a partition stands for all its kinds.
+    """Parse ``["train=h100"]`` into kinds by stage; a partition means all its kinds.
 
     Raises:
-        PlanError: a pin has another form, or an unknown stage or kind.
+        PlanError: a pin is malformed, or has an unknown stage or kind.
     """
-    found: dict[str, frozenset[str]] = {}
+    result: dict[str, frozenset[str]] = {}
     for pin in pins:
         stage, sign, names = pin.partition("=")
         if not sign or not names:
@@ -145,30 +144,30 @@ def parse_pins(
             raise PlanError(f"--pin {pin}: no stage {stage!r}{did_you_mean(stage, flow.stages)}")
         kinds: set[str] = set()
         for name in names.split(","):
-            mine = {n for n, own in devices.items() if name in (n, own.kind.partition)}
-            if not mine:
+            matching = {n for n, entry in devices.items() if name in (n, entry.kind.partition)}
+            if not matching:
                 raise PlanError(
                     f"--pin {pin}: no kind {name!r}{did_you_mean(name, devices)}; "
                     f"there are {', '.join(devices)}"
                 )
-            kinds |= mine
-        if stage in found:
+            kinds |= matching
+        if stage in result:
             raise PlanError(f"--pin {pin}: {stage!r} is pinned twice; give its kinds at once")
-        found[stage] = frozenset(kinds)
-    return found
+        result[stage] = frozenset(kinds)
+    return result
 
 
 def parse_counts(values: Sequence[str]) -> dict[str, int]:
     """Parse ``["h100=8"]`` into numbers of devices by kind.
 
     Raises:
-        PlanError: a value has another form.
+        PlanError: a value is malformed.
     """
-    found = {}
+    counts = {}
     for value in values:
         for part in value.split(","):
             name, _, count = part.partition("=")
             if not count.isdecimal():
                 raise PlanError(f"--what-if {value}: expected KIND=NUMBER, such as h100=8")
-            found[name] = int(count)
-    return found
+            counts[name] = int(count)
+    return counts

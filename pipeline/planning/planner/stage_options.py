@@ -32,8 +32,8 @@ LOAD_OVERHEADS: Mapping[str, schema.OverheadName] = {
     "trainer": "trainer_load",
 }
 SINGLE_MEASUREMENT_SPREAD, DATA_SHEET_PROFILE_SPREAD = 0.1, 0.8
-"""Relative standard deviations: of a single measurement, and of data sheets for programs that never
-ran there: eight in ten within a factor of two (assumed)."""
+"""Relative standard deviations (assumed): of a single measurement, and of times from data sheets,
+80 % of which are within a factor of two."""
 DEVIATIONS_TO_Q90 = 1.2816
 """Standard deviations from the mean to the 10 % and 90 % quantiles of a normal distribution."""
 
@@ -56,7 +56,7 @@ class StageTimes:
     """The times of a stage on a kind of device, from the profile.
 
     Raises:
-        PlanError: no measurement of the stage succeeded there, or none is of the whole batch.
+        PlanError: no measurement of the stage succeeded, or none has the whole batch.
     """
 
     def __init__(
@@ -64,78 +64,79 @@ class StageTimes:
     ) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
         self.device = spec.uses_device
-        own = devices.profile
-        mine = [
+        kind_profile = devices.profile
+        names = [
             name
             for name, kind in profile.kinds.items()
-            if (kind.partition, kind.gpu_type) == (own.partition, own.gpu_type)
+            if (kind.partition, kind.gpu_type) == (kind_profile.partition, kind_profile.gpu_type)
         ]
         self.mixtures = {
             other: (mixture, mixture.kinds.index(name))
             for mixture in profile.mixtures
             for name, other in (mixture.kinds, mixture.kinds[::-1])
-            if mixture.stage == stage and name in mine
+            if mixture.stage == stage and name in names
         }
-        """By the profile's name of another kind: the measured mixture, and which of its two kinds
-        this is."""
-        self.measured_as = frozenset(mine)
-        """Names of the measured kind in the profile."""
-        self._loads, self._single = (
+        """Measured mixture with each other kind (by its name in the profile), and the index of this
+        kind in it."""
+        self.measured_as = frozenset(names)
+        """Names of this kind in the profile."""
+        self._holds, self._single_spread = (
             spec.holds,
             DATA_SHEET_PROFILE_SPREAD if profile.estimated else SINGLE_MEASUREMENT_SPREAD,
         )
         points = [p for p in devices.profile.points if p.stage == stage]
-        ran = [p for p in points if p.succeeded and p.token_budget in (None, profile.token_budget)]
-        if not ran:
-            why = points[0].failure if points else "it was not measured"
-            raise PlanError(f"no measurement of stage {stage!r} succeeded ({why})")
-        self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in ran)
+        budgets = (None, profile.token_budget)
+        succeeded = [p for p in points if p.succeeded and p.token_budget in budgets]
+        if not succeeded:
+            reason = points[0].failure if points else "it was not measured"
+            raise PlanError(f"no measurement of stage {stage!r} succeeded ({reason})")
+        self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in succeeded)
         """Peak memory of a process."""
-        self._tried = _tried(points, profile)
-        self._cold = {
+        self._failures = _failures_by_count(points, profile)
+        self._warmup_s = {
             p.processes: p.cold.median_s - p.time.median_s
-            for p in ran
+            for p in succeeded
             if p.cold is not None and p.time is not None and p.samples == self.samples
         }
         self.measured = [
             TimingPoint(p.processes, p.samples, p.time.median_s, self._median(p.time).spread, count)
-            for p in ran
+            for p in succeeded
             if p.time is not None and p.time.median_s > 0
             for count in [len(p.time.seconds)]
         ]
-        places = {(p.processes, p.size) for p in self.measured}
-        # Formulas give each number of processes, with a step where a job exceeds its node.
-        self.fits = not profile.estimated
-        enough = self.fits and len(places) >= MIN_POINTS
-        self._fit: TimeModel | None = fit_times(self.measured) if enough else None
+        sizes = {(p.processes, p.size) for p in self.measured}
+        # Estimates exist for every number of processes, and jump where a job exceeds one node.
+        self.can_interpolate = not profile.estimated
+        can_fit = self.can_interpolate and len(sizes) >= MIN_POINTS
+        self._fit: TimeModel | None = fit_times(self.measured) if can_fit else None
         self._exact = {p.processes: p for p in self.measured if p.size == self.samples}
         if self._fit is None and not self._exact:
             raise PlanError(
-                f"{len(places)} measurements of stage {stage!r}, none of the whole batch of "
-                f"{self.samples} samples; measure on with: rlinf profile"
+                f"{len(sizes)} measurements of stage {stage!r}, none of the whole batch of "
+                f"{self.samples} samples; continue measuring with: rlinf profile"
             )
 
     def refusal_for(self, count: int) -> str:
-        """Return why this many processes cannot run the stage; "" if they can, as far as known.
+        """Return why ``count`` processes cannot run the stage; "" if they can, as far as known.
 
-        A failure is assumed to repeat. An unmeasured number behaves like the next lower measured
-        one, because more processes on a node need more memory. Below all measured numbers it
-        behaves like the next higher one, because fewer devices each need more memory.
+        A failure is assumed to repeat. An unmeasured number is treated like the next lower measured
+        one, because more processes on a node need more memory. Below all measured numbers it is
+        treated like the next higher one, because fewer devices need more memory each.
         """
-        lower = [tried for tried in self._tried if tried <= count]
-        near = max(lower) if lower else min(self._tried)
-        failure = self._tried[near]
+        lower = [measured for measured in self._failures if measured <= count]
+        nearest = max(lower) if lower else min(self._failures)
+        failure = self._failures[nearest]
         if not failure:
             return ""
-        runs = sorted(tried for tried, why in self._tried.items() if not why)
-        able = ", ".join(map(str, runs)) or "nothing"
+        successes = sorted(measured for measured, reason in self._failures.items() if not reason)
+        runnable = ", ".join(map(str, successes)) or "nothing"
         return (
-            f"stage {self.stage!r} failed on {near} processes of {self.devices.name} ({failure}), "
-            f"so {count} are not planned with; it runs on {able}"
+            f"stage {self.stage!r} failed on {nearest} processes of {self.devices.name} "
+            f"({failure}), so the planner does not use {count}; it runs on {runnable}"
         )
 
     def can_run(self, counts: Array) -> Array:
-        """Return which numbers of processes can run the stage, bool ``[n]``."""
+        """Return True for numbers of processes that can run the stage, bool ``[n]``."""
         return np.array([not self.refusal_for(int(count)) for count in counts], dtype=bool)
 
     def times(self, counts: Array, share: float = 1.0) -> tuple[Array, Array, Array]:
@@ -149,108 +150,107 @@ class StageTimes:
             Three arrays ``[n]``; infinite seconds if unknown.
         """
         if self._fit is not None:
-            answer = self._fit.predict(counts, share * self.samples)
-            return answer.seconds, answer.spread_s, answer.extrapolated
-        known = [self._exact.get(int(count)) for count in counts]
-        seconds = np.array([share * p.seconds if p else np.inf for p in known])
-        spread = np.array([p.spread_s if p else 0.0 for p in known])
+            prediction = self._fit.predict(counts, share * self.samples)
+            return prediction.seconds, prediction.spread_s, prediction.extrapolated
+        points = [self._exact.get(int(count)) for count in counts]
+        seconds = np.array([share * p.seconds if p else np.inf for p in points])
+        spread = np.array([p.spread_s if p else 0.0 for p in points])
         return seconds, spread, np.full(len(counts), share != 1)
 
     def time_line(self, count: int) -> tuple[float, float]:
-        """Return the time as a line in the share of the batch: the value at 0 and the slope."""
+        """Return the time as a linear function of the share of the batch: intercept and slope."""
         half, whole = (float(self.times(np.array([count]), share)[0][0]) for share in (0.5, 1.0))
-        rise = 2 * (whole - half)
-        return whole - rise, rise
+        slope = 2 * (whole - half)
+        return whole - slope, slope
 
     def overheads(self, processes: int) -> dict[str, TimeEstimate]:
-        """Return the overheads of a job before and beside its work, in order.
+        """Return the expected times of a job besides its work, in order: start, imports, load.
 
-        If separate stage jobs were measured on one process, they give the stage's imports and
-        loading; more processes cost as much more as in the profile of loaded stages.
+        If the stage was measured as a separate job on one process, imports and load come from that
+        measurement. The extra time to load on more processes comes from the other measurements.
         """
         dispatch = self._overhead("dispatch", 1)
         steps = [self._overhead(name, processes) for name in ("submission", "startup")]
         # The completion of the previous job starts this one.
         steps.append(self._overhead("completion", processes))
-        parts = {"start": dispatch if dispatch.mean else _sum(*steps)}
+        parts = {"start": dispatch if dispatch.mean else _add_estimates(*steps)}
         parts["imports"] = self._overhead("imports", processes)
         parts["load"] = self._load(processes)
-        alone = self._overhead("alone", 1, self.stage)
-        if alone.mean:
+        separate = self._overhead("alone", 1, self.stage)
+        if separate.mean:
             parts["imports"] = self._overhead("imports", 1, self.stage)
-            more = self._load(processes).mean - self._load(1).mean
-            own = alone.mean - float(self.times(np.array([1]))[0][0]) + max(0.0, more)
-            parts["load"] = TimeEstimate(max(0.0, own), alone.spread)
+            extra_s = self._load(processes).mean - self._load(1).mean
+            load_s = separate.mean - float(self.times(np.array([1]))[0][0]) + max(0.0, extra_s)
+            parts["load"] = TimeEstimate(max(0.0, load_s), separate.spread)
         return parts
 
     def _load(self, processes: int) -> TimeEstimate:
-        """Return the time of loading and the extra time of a process's first work."""
-        parts = [self._overhead(LOAD_OVERHEADS[self._loads], processes)] if self._loads else []
-        if self._cold:
-            near = min(self._cold, key=lambda count: abs(math.log(count / processes)))
-            parts.append(TimeEstimate(max(0.0, self._cold[near])))
-        return _sum(*parts)
+        """Return the time to load, including the extra time of the first iteration of a process."""
+        parts = [self._overhead(LOAD_OVERHEADS[self._holds], processes)] if self._holds else []
+        if self._warmup_s:
+            nearest = min(self._warmup_s, key=lambda count: abs(math.log(count / processes)))
+            parts.append(TimeEstimate(max(0.0, self._warmup_s[nearest])))
+        return _add_estimates(*parts)
 
     def max_per_node(self) -> int:
-        """Return the maximum processes per node: one per device and, without device memory, as many
-        as fit the node's memory.
+        """Return the maximum processes per node: one per device, and at most what the node's memory
+        allows if devices have no memory of their own.
 
         On GPUs, a process that ran once is assumed to run again.
         """
         kind = self.devices.kind
         if self.devices.has_memory or not self.peak_memory_bytes or not kind.mem_mb_per_node:
             return self.devices.per_node
-        fit = (kind.mem_mb_per_node << 20) // self.peak_memory_bytes
-        return min(self.devices.per_node, fit)
+        max_processes = (kind.mem_mb_per_node << 20) // self.peak_memory_bytes
+        return min(self.devices.per_node, max_processes)
 
     def _overhead(self, name: schema.OverheadName, processes: int, stage: str = "") -> TimeEstimate:
-        every = self.devices.profile.overheads
-        known = [entry for entry in every if entry.name == name and entry.stage == stage]
-        if not known:
+        overheads = self.devices.profile.overheads
+        matching = [entry for entry in overheads if entry.name == name and entry.stage == stage]
+        if not matching:
             return TimeEstimate(0.0)
-        return self._median(min(known, key=lambda e: abs(math.log(e.processes / processes))))
+        return self._median(min(matching, key=lambda e: abs(math.log(e.processes / processes))))
 
     def _median(self, measured: schema.Measurement) -> TimeEstimate:
-        single = len(measured.seconds) == 1
-        spread = self._single * measured.median_s if single else measured.spread_s
+        is_single = len(measured.seconds) == 1
+        spread = self._single_spread * measured.median_s if is_single else measured.spread_s
         return TimeEstimate(measured.median_s, spread)
 
 
 def num_work_items(stage: str, config: RunConfig) -> int:
-    """Return the number of pieces of work that processes can share; more processes would be
-    idle."""
+    """Return the number of work items of a stage; more processes than this would be idle."""
     flow = flow_of(config)
     if not flow.all_stages[stage].uses_device:
         return 1
-    if stage == flow.rollout_stage:  # whole starts are shared out
+    if stage == flow.rollout_stage:  # all samples of a prompt go to one process
         return config.rollout.batch_size
     return config.rollout.batch_size * config.rollout.group_size
 
 
-def _tried(points: list[schema.ProfilePoint], profile: Profile) -> dict[int, str]:
-    """Return how the stage failed by number of processes; "" if the run's own work succeeded.
+def _failures_by_count(points: list[schema.ProfilePoint], profile: Profile) -> dict[int, str]:
+    """Return why the stage failed, by number of processes; "" if the run's batch succeeded.
 
-    A failure with less work, or in smaller micro-batches, is also a failure of the run's own work.
+    A failure with fewer samples, or in smaller micro-batches, is also a failure of the run's batch.
     """
-    own = profile.token_budget or math.inf
-    tried = {p.processes: "" for p in points if p.succeeded and p.token_budget in (None, own)}
+    budget = profile.token_budget or math.inf
+    failures = {p.processes: "" for p in points if p.succeeded and p.token_budget in (None, budget)}
     for p in points:
-        if not p.succeeded and p.samples <= profile.samples and (p.token_budget or 0) <= own:
-            tried[p.processes] = p.failure
-    return tried
+        if not p.succeeded and p.samples <= profile.samples and (p.token_budget or 0) <= budget:
+            failures[p.processes] = p.failure
+    return failures
 
 
-def _sum(*parts: TimeEstimate) -> TimeEstimate:
+def _add_estimates(*parts: TimeEstimate) -> TimeEstimate:
     return TimeEstimate(
         sum(part.mean for part in parts), math.hypot(*(part.spread for part in parts))
     )
 
 
 DEFAULT_MIXING_EFFICIENCY = 0.95
-"""Share of the summed speed that different devices keep on one stage, if it was not measured: the
+"""Speed of different kinds on one stage, relative to the sum of their speeds, if not measured: the
 goal of the benchmark ``hetero_efficiency``."""
 TIME_LIMIT_FACTOR = 10
-"""Requested wall time in predicted times: the limit is for jobs that hang."""
+"""Requested time limit relative to the predicted time; it only ends jobs that hang."""
 MIN_TIME_LIMIT_MIN = 10
 MEMORY_FACTOR = 1.5
 MEMORY_STEP_MB = 256
@@ -267,8 +267,8 @@ class Correction:
     work_factor: float = 1.0
     """Factor of loading and work."""
     spread: float = math.inf
-    """Maximum relative standard deviation that remains, because the run has measured an
-    estimate."""
+    """Maximum relative standard deviation after the correction, because the run has measured what
+    was estimated."""
 
 
 @dataclass(frozen=True)
@@ -277,15 +277,15 @@ class StageOption:
 
     stage: str
     devices: tuple[PartitionDevices, ...]
-    """If there are several, the nodes of each process a share of the batch by their speed."""
+    """If there are several kinds, the batch is divided in proportion to their speeds."""
     nodes: tuple[int, ...]
-    """Number of nodes of each of ``devices``."""
+    """Number of nodes of each kind in ``devices``."""
     processes: int
-    """Processes per node; each has its own device."""
+    """Processes per node; each has a device."""
     parts: Mapping[str, TimeEstimate]
     """Expected times of the job's parts, in order: start, imports, load, warm-up, work."""
     speeds: tuple[float, ...] = ()
-    """Relative speed of a process on each of ``devices``, if there are several."""
+    """Relative speed of a process on each kind, if there are several."""
     peak_memory_bytes: int = 0
     """Peak memory of a process."""
     extrapolated: bool = False
@@ -299,10 +299,9 @@ class StageOption:
 
     @property
     def conservative_s(self) -> float:
-        """The time by which plans are compared: beyond measured numbers the upper end of the
-        interval.
+        """The time by which plans are compared: if extrapolated, the upper end of the interval.
 
-        Devices that share a network or a node are slower together than a fit of fewer predicts.
+        A fit to fewer devices is too optimistic, because more devices share a network or node.
         """
         return (
             q10_q90_interval(self.seconds, self.spread_s)[1] if self.extrapolated else self.seconds
@@ -310,23 +309,24 @@ class StageOption:
 
     @property
     def spread_s(self) -> float:
-        """The standard deviation; errors of the parts count as independent."""
+        """The standard deviation, assuming independent errors of the parts."""
         return math.sqrt(sum(part.spread**2 for part in self.parts.values()))
 
-    def with_corrections(self, known: Mapping[tuple[str, str], Correction]) -> StageOption:
-        """Return the option with a run's corrections by stage and kind; of several kinds the
-        largest."""
-        mine = [known[key] for own in self.devices if (key := (self.stage, own.name)) in known]
-        if not mine:
+    def with_corrections(self, corrections: Mapping[tuple[str, str], Correction]) -> StageOption:
+        """Return the option with a run's corrections, by stage and kind. With several kinds, the
+        largest factor applies."""
+        keys = [(self.stage, entry.name) for entry in self.devices]
+        matching = [corrections[key] for key in keys if key in corrections]
+        if not matching:
             return self
-        starting = max(c.startup_factor for c in mine)
-        working = max(c.work_factor for c in mine)
-        factors = dict.fromkeys(self.parts, working) | {"start": starting, "imports": starting}
+        startup = max(c.startup_factor for c in matching)
+        work = max(c.work_factor for c in matching)
+        factors = dict.fromkeys(self.parts, work) | {"start": startup, "imports": startup}
         parts = {}
         for name, part in self.parts.items():
             mean = part.mean * factors[name]
-            most = max(c.spread for c in mine) * mean if mean else 0.0
-            parts[name] = TimeEstimate(mean, min(part.spread * factors[name], most))
+            max_spread = max(c.spread for c in matching) * mean if mean else 0.0
+            parts[name] = TimeEstimate(mean, min(part.spread * factors[name], max_spread))
         return replace(self, parts=parts)
 
     @property
@@ -341,32 +341,31 @@ class StageOption:
 
     @property
     def num_devices(self) -> tuple[int, ...]:
-        """The number of devices of each of ``devices``; a stage without need for a device uses no
-        GPU."""
+        """The number of devices of each kind; 0 GPUs if the stage needs no device."""
         return tuple(
-            nodes * self.processes if self.needs_device or not own.kind.gpus_per_node else 0
-            for own, nodes in zip(self.devices, self.nodes, strict=True)
+            nodes * self.processes if self.needs_device or not entry.kind.gpus_per_node else 0
+            for entry, nodes in zip(self.devices, self.nodes, strict=True)
         )
 
     @property
     def price_per_hour(self) -> float:
         """The price of all devices for one hour."""
-        return sum(own.price * n for own, n in zip(self.devices, self.num_devices, strict=True))
+        return sum(entry.price * n for entry, n in zip(self.devices, self.num_devices, strict=True))
 
     @property
     def wait_s(self) -> float:
         """The expected time in the queue."""
-        return max(own.wait_s(sum(self.nodes)) for own in self.devices)
+        return max(entry.wait_s(sum(self.nodes)) for entry in self.devices)
 
     @property
     def interruptions_per_hour(self) -> float:
         """Expected preemptions and failures per hour."""
-        return max(own.interruptions_per_hour for own in self.devices)
+        return max(entry.interruptions_per_hour for entry in self.devices)
 
     @property
     def limit_s(self) -> float:
-        """The maximum seconds of a job there."""
-        return min(own.limit_s for own in self.devices)
+        """The maximum seconds of a job on these devices."""
+        return min(entry.limit_s for entry in self.devices)
 
     @property
     def fits_time_limit(self) -> bool:
@@ -375,15 +374,15 @@ class StageOption:
 
     @property
     def place(self) -> str:
-        """The place in a word: ``h100``, ``gpu: a100+h100``."""
+        """The name of the devices: ``h100``, ``gpu: a100+h100``."""
         if len(self.devices) == 1:
             return self.devices[0].name
-        kinds = "+".join(own.kind.gpu_type for own in self.devices)
+        kinds = "+".join(entry.kind.gpu_type for entry in self.devices)
         return f"{self.devices[0].kind.partition}: {kinds}"
 
     @property
     def size(self) -> str:
-        """The size: ``2x4``, nodes by devices of each."""
+        """The size, nodes x devices per node: ``2x4``."""
         nodes = "+".join(map(str, self.nodes))
         return f"{nodes}x{self.processes}"
 
@@ -395,7 +394,7 @@ def request_for_option(option: StageOption) -> StagePlan:
         "partition": first.partition or None,
         "nodes": sum(option.nodes),
         "processes": option.processes,
-        "time_limit_min": _minutes(option),
+        "time_limit_min": _time_limit_min(option),
     }
     if first.gpus_per_node:
         values |= {
@@ -407,18 +406,18 @@ def request_for_option(option: StageOption) -> StagePlan:
     if first.constraint and len(option.devices) == 1:
         values["constraint"] = first.constraint
     if len(option.devices) > 1:
-        features = [str(own.feature) for own in option.devices]
+        features = [str(entry.feature) for entry in option.devices]
         nodes = zip(features, option.nodes, strict=True)
         values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
         values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
     if option.peak_memory_bytes and not option.devices[0].has_memory:
-        need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
-        rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
+        memory_mb = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
+        rounded = math.ceil(memory_mb / MEMORY_STEP_MB) * MEMORY_STEP_MB
         values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
     return build_stage_plan(values)
 
 
-def _minutes(option: StageOption) -> int:
+def _time_limit_min(option: StageOption) -> int:
     minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
     return int(min(minutes, option.limit_s / 60))
 
@@ -436,183 +435,190 @@ def stage_options(
         allowed: the only kinds that it may use.
 
     Raises:
-        PlanError: the stage cannot run anywhere; names the reason for each kind.
+        PlanError: the stage cannot run anywhere; the message has a reason for each kind.
     """
-    usable = {n: own for n, own in devices.items() if allowed is None or n in allowed}
-    found: list[StageOption] = []
+    usable = {n: entry for n, entry in devices.items() if allowed is None or n in allowed}
+    options: list[StageOption] = []
     reasons = []
-    works: dict[str, StageTimes] = {}
-    every: dict[str, dict[tuple[object, ...], StageOption]] = {}
-    most, spec = num_work_items(stage, config), flow_of(config).all_stages[stage]
-    for name, own in usable.items():
+    stage_times: dict[str, StageTimes] = {}
+    options_by_kind: dict[str, dict[tuple[object, ...], StageOption]] = {}
+    max_processes, spec = num_work_items(stage, config), flow_of(config).all_stages[stage]
+    for name, entry in usable.items():
         try:
-            works[name] = StageTimes(own, stage, spec, profile)
-            mine = [single_kind_option(works[name], *shape) for shape in _shapes(works[name], most)]
-            every[name] = {(o.nodes, o.processes): o for o in _allowed(mine)}
+            times = stage_times[name] = StageTimes(entry, stage, spec, profile)
+            kind_options = [single_kind_option(times, *s) for s in _shapes(times, max_processes)]
+            permitted = _permitted_options(kind_options)
+            options_by_kind[name] = {(o.nodes, o.processes): o for o in permitted}
         except PlanError as error:
             reasons.append(f"{name}: {error}")
-    for name, shapes in every.items():
-        # The same nodes count under the better kind, except for jobs too long or large for it.
-        same = usable[name].better_kind or ""
-        limit_s = usable[same].limit_s if same in usable else 0.0
-        others = every.get(same, {})
-        found += [o for shape, o in shapes.items() if shape not in others or o.seconds > limit_s]
-    if spec.uses_device:  # unlike devices may share it
-        for a, b in itertools.combinations(works.values(), 2):
+    for name, by_shape in options_by_kind.items():
+        # Nodes are used under their better kind, unless a job is too long or too large for it.
+        better = usable[name].better_kind or ""
+        better_limit_s = usable[better].limit_s if better in usable else 0.0
+        better_options = options_by_kind.get(better, {})
+        for shape, option in by_shape.items():
+            if shape not in better_options or option.seconds > better_limit_s:
+                options.append(option)
+    if spec.uses_device:  # two kinds may share a job
+        for a, b in itertools.combinations(stage_times.values(), 2):
             if can_share_job(a.devices, b.devices):
-                mixed = [
-                    mixed_kind_option((a, b), *shape) for shape in _shared_shapes((a, b), most)
-                ]
-                found += _allowed(mixed, refuse=False)
-    found = [option for option in found if math.isfinite(option.seconds)]
-    if found and not any(option.seconds <= option.limit_s for option in found):
-        quickest = min(found, key=lambda option: option.seconds)
-        limit = min(quickest.devices, key=lambda own: own.limit_s)
+                pairs = _shared_shapes((a, b), max_processes)
+                mixed = [mixed_kind_option((a, b), *shape) for shape in pairs]
+                options += _permitted_options(mixed, required=False)
+    options = [option for option in options if math.isfinite(option.seconds)]
+    if options and not any(option.seconds <= option.limit_s for option in options):
+        fastest = min(options, key=lambda option: option.seconds)
+        limit = min(fastest.devices, key=lambda entry: entry.limit_s)
         reasons.append(
-            f"{quickest.place} {quickest.size} is the quickest and takes "
-            f"{quickest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
+            f"{fastest.place} {fastest.size} is the quickest and takes "
+            f"{fastest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
             f"{limit.limit_s / 60:g}"
         )
     # A job that its time limit ends would be requeued forever.
-    found = [option for option in found if option.seconds <= option.limit_s]
-    if not found:
+    options = [option for option in options if option.seconds <= option.limit_s]
+    if not options:
         raise PlanError(
             f"stage {stage!r} fits nowhere: {'; '.join(reasons) or 'no device is allowed'}"
         )
-    return found
+    return options
 
 
-def _allowed(found: Sequence[StageOption], *, refuse: bool = True) -> list[StageOption]:
+def _permitted_options(
+    options: Sequence[StageOption], *, required: bool = True
+) -> list[StageOption]:
     """Return the options whose jobs accounting allows.
 
     Raises:
-        PlanError: it allows none, and ``refuse``; names the limit for the smallest job.
+        PlanError: ``required`` and none is allowed; the message has the limit for the smallest job.
     """
-    late = [option for option in found if not option.fits_time_limit]  # left out for their time
-    in_time = [option for option in found if option.fits_time_limit]
+    too_long = [option for option in options if not option.fits_time_limit]
+    in_time = [option for option in options if option.fits_time_limit]
     reasons = [
         option.devices[0].allowance.refusal_for(
             request_for_option(option), f"stages.{option.stage}"
         )
         for option in in_time
     ]
-    if refuse and in_time and all(reasons):
-        _, why = min(zip(in_time, reasons, strict=True), key=lambda pair: pair[0].count)
-        raise PlanError(why)
-    return [*late, *(o for o, why in zip(in_time, reasons, strict=True) if not why)]
+    if required and in_time and all(reasons):
+        _, reason = min(zip(in_time, reasons, strict=True), key=lambda pair: pair[0].count)
+        raise PlanError(reason)
+    return [*too_long, *(o for o, reason in zip(in_time, reasons, strict=True) if not reason)]
 
 
-def single_kind_option(work: StageTimes, nodes: int, processes: int) -> StageOption:
+def single_kind_option(times: StageTimes, nodes: int, processes: int) -> StageOption:
     """Return a stage's option on nodes of one kind; infinite seconds if its time is unknown."""
-    seconds, spread, beyond = work.times(np.array([nodes * processes]))
+    seconds, spread, extrapolated = times.times(np.array([nodes * processes]))
     return StageOption(
-        work.stage,
-        (work.devices,),
+        times.stage,
+        (times.devices,),
         (nodes,),
         processes,
         {
-            **work.overheads(nodes * processes),
+            **times.overheads(nodes * processes),
             "work": TimeEstimate(float(seconds[0]), float(spread[0])),
         },
-        peak_memory_bytes=work.peak_memory_bytes,
-        extrapolated=bool(beyond[0]),
-        needs_device=work.device,
+        peak_memory_bytes=times.peak_memory_bytes,
+        extrapolated=bool(extrapolated[0]),
+        needs_device=times.device,
     )
 
 
 def mixed_kind_option(
-    works: tuple[StageTimes, StageTimes], nodes: tuple[int, ...], processes: int
+    stage_times: tuple[StageTimes, StageTimes], nodes: tuple[int, ...], processes: int
 ) -> StageOption:
     """Return a stage's option on nodes of two kinds in one job, with equal processes per node.
 
-    The batch is divided so that both kinds end together; times are linear in their share of it.
+    The batch is divided so that both kinds end together; times are linear in the share.
     """
     counts = [count * processes for count in nodes]
-    lines = [work.time_line(count) for work, count in zip(works, counts, strict=True)]
+    lines = [times.time_line(count) for times, count in zip(stage_times, counts, strict=True)]
     (fixed_a, rate_a), (fixed_b, rate_b) = lines
-    rise = rate_a + rate_b
-    first = (fixed_b + rate_b - fixed_a) / rise if rise > 0 else math.nan
-    # If times are unknown or independent of the size, all processes do the same amount.
-    first = first if math.isfinite(first) else counts[0] / sum(counts)
-    first = min(max(first, MIN_BATCH_SHARE), 1 - MIN_BATCH_SHARE)
+    total_rate = rate_a + rate_b
+    share_a = (fixed_b + rate_b - fixed_a) / total_rate if total_rate > 0 else math.nan
+    # If times are unknown or independent of the share, divide the batch equally over processes.
+    share_a = share_a if math.isfinite(share_a) else counts[0] / sum(counts)
+    share_a = min(max(share_a, MIN_BATCH_SHARE), 1 - MIN_BATCH_SHARE)
     parts = [
-        work.times(np.array([count]), share)
-        for work, count, share in zip(works, counts, (first, 1 - first), strict=True)
+        times.times(np.array([count]), share)
+        for times, count, share in zip(stage_times, counts, (share_a, 1 - share_a), strict=True)
     ]
     slowest = max(range(2), key=lambda i: float(parts[i][0][0]))
-    kept = mixing_efficiency(works)
-    seconds, spread, _ = (float(value[0]) / kept for value in parts[slowest])
-    speeds = [first / counts[0], (1 - first) / counts[1]]
-    each = [work.overheads(sum(nodes) * processes) for work in works]
+    efficiency = mixing_efficiency(stage_times)
+    seconds, spread, _ = (float(value[0]) / efficiency for value in parts[slowest])
+    speeds = [share_a / counts[0], (1 - share_a) / counts[1]]
+    overheads = [times.overheads(sum(nodes) * processes) for times in stage_times]
     return StageOption(
-        works[0].stage,
-        tuple(work.devices for work in works),
+        stage_times[0].stage,
+        tuple(times.devices for times in stage_times),
         nodes,
         processes,
         {
             # A job starts with its slowest process.
-            **{name: max((e[name] for e in each), key=lambda s: s.mean) for name in each[0]},
+            **{
+                name: max((o[name] for o in overheads), key=lambda s: s.mean)
+                for name in overheads[0]
+            },
             "work": TimeEstimate(seconds, spread),
         },
         tuple(round(speed / min(speeds), 3) for speed in speeds),
-        max(work.peak_memory_bytes for work in works),
+        max(times.peak_memory_bytes for times in stage_times),
         any(bool(part[2][0]) for part in parts),
     )
 
 
-def mixing_efficiency(works: tuple[StageTimes, StageTimes]) -> float:
-    """Return the share of the summed speed that a stage keeps on devices of two kinds, from the
-    measured times of each for its part of the batch and of both for the whole batch."""
-    for name, (mixture, place) in works[0].mixtures.items():
-        if name not in works[1].measured_as:
+def mixing_efficiency(stage_times: tuple[StageTimes, StageTimes]) -> float:
+    """Return a stage's speed on two kinds together, relative to the sum of their speeds: the time
+    of each kind for its part of the batch, divided by that of both for the whole batch."""
+    for name, (mixture, index) in stage_times[0].mixtures.items():
+        if name not in stage_times[1].measured_as:
             continue
-        given = mixture.batch_share[place]
-        parts = zip(works, (given, 1 - given), strict=True)
-        slowest = max(float(work.times(np.array([1]), share)[0][0]) for work, share in parts)
+        first_share = mixture.batch_share[index]
+        parts = zip(stage_times, (first_share, 1 - first_share), strict=True)
+        slowest = max(float(times.times(np.array([1]), share)[0][0]) for times, share in parts)
         if math.isfinite(slowest):
             return min(1.0, slowest / mixture.median_s)
     return DEFAULT_MIXING_EFFICIENCY
 
 
 def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
-    """Return True if one job can have nodes of both: one partition, and distinct features."""
+    """Return True if a job can have nodes of both kinds: one partition and distinct features."""
     are_distinct = a.feature is not None and b.feature is not None and a.feature != b.feature
-    # The feature with the GPU's name does not select one memory size.
-    alike = not (a.kind.constraint or b.kind.constraint)
-    return a.kind.partition == b.kind.partition and are_distinct and alike
+    # The feature with the GPU's name selects GPUs of all memory sizes.
+    are_selectable = not (a.kind.constraint or b.kind.constraint)
+    return a.kind.partition == b.kind.partition and are_distinct and are_selectable
 
 
-def _shapes(work: StageTimes, most: int) -> Iterator[tuple[int, int]]:
-    """Yield nodes and processes per node: for every number of processes the fewest nodes."""
-    per_node = work.max_per_node()
+def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
+    """Yield nodes and processes per node, with the fewest nodes for each number of processes."""
+    per_node = times.max_per_node()
     if not per_node:
         raise PlanError(
-            f"one process of stage {work.stage!r} needs {work.peak_memory_bytes >> 20} MiB, "
-            f"a node has {work.devices.kind.mem_mb_per_node}"
+            f"one process of stage {times.stage!r} needs {times.peak_memory_bytes >> 20} MiB, "
+            f"a node has {times.devices.kind.mem_mb_per_node}"
         )
     seen = set()
-    for nodes in range(1, work.devices.max_job_nodes + 1):
+    for nodes in range(1, times.devices.max_job_nodes + 1):
         for processes in range(1, per_node + 1):
             count = nodes * processes
-            if count <= most and count not in seen and not work.refusal_for(count):
+            if count <= max_processes and count not in seen and not times.refusal_for(count):
                 seen.add(count)
                 yield nodes, processes
 
 
 def _shared_shapes(
-    works: tuple[StageTimes, StageTimes], most: int
+    pair: tuple[StageTimes, StageTimes], max_processes: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    for processes in range(1, min(work.max_per_node() for work in works) + 1):
-        for nodes in itertools.product(*(_some(work.devices.max_job_nodes) for work in works)):
+    for processes in range(1, min(times.max_per_node() for times in pair) + 1):
+        for nodes in itertools.product(*(_node_counts(t.devices.max_job_nodes) for t in pair)):
             count = sum(nodes) * processes
             # Both kinds are in one partition, whose limit applies to the job.
-            if any(sum(nodes) > (work.devices.max_nodes_per_job or sum(nodes)) for work in works):
+            if any(sum(nodes) > (t.devices.max_nodes_per_job or sum(nodes)) for t in pair):
                 continue
-            if count <= most and not any(work.refusal_for(count) for work in works):
+            if count <= max_processes and not any(times.refusal_for(count) for times in pair):
                 yield nodes, processes
 
 
-def _some(count: int) -> Sequence[int]:
-    """Return all small numbers, then powers of two, and the maximum."""
+def _node_counts(count: int) -> Sequence[int]:
+    """Return small numbers, powers of two, and ``count``."""
     powers = {2**i for i in range(3, count.bit_length())}
     return sorted({*range(1, min(count, 8) + 1), *powers, count})

@@ -1,8 +1,6 @@
-"""The forecast of a placement when speeds are uncertain: a distribution of times, and what it
-depends on.
+"""The forecast of a placement with uncertain speeds: the distribution of times and its sensitivity.
 
-The formulas of an iteration are those of :mod:`pipeline.planning.planner.predictor`, with speeds
-that are sampled many times.
+:mod:`pipeline.planning.planner.predictor` computes the times from randomly sampled speeds.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from rlinf.errors import PlanError
 
 Array = np.ndarray
 Tables = Mapping[str, Mapping[str, RateTable]]
-"""Source of the problem's rates, by stage and kind."""
+"""Rate tables from which the problem was built, by stage and kind."""
 
 DRAWS = 1024
 IMPROVEMENT = 0.1
@@ -35,7 +33,7 @@ IMPROVEMENT = 0.1
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The time saved if one quantity improves by :data:`IMPROVEMENT`."""
+    """The time that is saved if one quantity improves by :data:`IMPROVEMENT`."""
 
     quantity: str
     """Name of the quantity: ``train on h100: seconds``."""
@@ -54,16 +52,16 @@ class PlacementForecast:
     q50_s: float
     q90_s: float
     idle_shares: tuple[float, ...]
-    """Share of an iteration in which a GPU of each job does no work, averaged over its GPUs."""
+    """Share of an iteration in which a GPU does no work, by job, as a mean over its GPUs."""
     memory_bytes: tuple[Mapping[str, float], ...]
     """Maximum memory of a GPU by pool and kind; NaN if a stage's memory is unknown."""
     gpu_hours: float
-    """GPU-hours of one iteration, idle ones included."""
+    """GPU-hours of one iteration, including idle time."""
     interruption_s: float
     """Expected seconds lost to preemption and failures per iteration; not part of the other
     times."""
     sensitivities: tuple[Sensitivity, ...]
-    """Quantities with their effect, the largest first."""
+    """Quantities with their effect, largest first."""
     unmeasured: tuple[str, ...]
     """Speeds that are extrapolated or from data sheets: ``train on h100: extrapolated``."""
 
@@ -80,7 +78,7 @@ def forecast_placement(
 
     The time of each stage on each kind is sampled from a log-normal distribution whose mean is the
     table's time and whose relative standard deviation is the table's spread. There is one factor
-    per stage and kind, because a wrong prediction is wrong for all of its GPUs. Samples are
+    per stage and kind, because an error of the prediction applies to all of its GPUs. Samples are
     stratified (Latin hypercube, McKay, Beckman and Conover 1979), so few suffice.
 
     Args:
@@ -92,48 +90,51 @@ def forecast_placement(
         PlanError: the placement does not fit the problem, cannot run, or a table is missing.
     """
     _check(problem, placement)
-    exact = Predictor(problem)
-    nominal = exact.predict(placement)
+    predictor = Predictor(problem)
+    nominal = predictor.predict(placement)
     if not np.isfinite(nominal.total_s):
         raise PlanError("this placement cannot run: a stage has no GPUs that it can use")
     total_s = float(nominal.total_s)
-    used = list(_used(problem, placement, exact))
+    speeds = list(_used_speeds(problem, placement, predictor))
     spread = np.zeros((len(problem.stages), len(problem.kinds)))
-    for s, k, gpus in used:
-        spread[s, k] = _table(problem, tables, s, k).spread[gpus]
-    drawn = _Drawn(problem, spread, draws, np.random.default_rng(seed)).total_s(placement)
-    q10, q50, q90 = (float(q) for q in np.quantile(drawn, (0.1, 0.5, 0.9)))
-    together = [np.array(placement.gpus)[list(job)].sum(0) for job in placement.jobs]
-    lost = interruption_overhead(problem, np.array([total_s]), [gpus[:, None] for gpus in together])
-    busy = np.zeros(len(together))
-    for s, k, gpus in used:
-        job = next(j for j, own in enumerate(placement.jobs) if s in placement.stages_of(own))
-        working = float(_table(problem, tables, s, k).used[gpus])
-        busy[job] += float(nominal.busy_s[s]) * working / together[job].sum()
+    for s, k, gpus in speeds:
+        spread[s, k] = _rate_table(problem, tables, s, k).spread[gpus]
+    sampler = _SamplingPredictor(problem, spread, draws, np.random.default_rng(seed))
+    samples = sampler.total_s(placement)
+    q10, q50, q90 = (float(q) for q in np.quantile(samples, (0.1, 0.5, 0.9)))
+    job_gpus = [np.array(placement.gpus)[list(job)].sum(0) for job in placement.jobs]
+    overhead = interruption_overhead(
+        problem, np.array([total_s]), [gpus[:, None] for gpus in job_gpus]
+    )
+    busy = np.zeros(len(job_gpus))
+    for s, k, gpus in speeds:
+        job = next(j for j, pools in enumerate(placement.jobs) if s in placement.stages_of(pools))
+        num_working = float(_rate_table(problem, tables, s, k).used[gpus])
+        busy[job] += float(nominal.busy_s[s]) * num_working / job_gpus[job].sum()
     return PlacementForecast(
         nominal_s=total_s,
-        mean_s=float(drawn.mean()),
+        mean_s=float(samples.mean()),
         q10_s=q10,
         q50_s=q50,
         q90_s=q90,
         idle_shares=tuple(float(share) for share in 1 - busy / total_s),
         memory_bytes=tuple(
-            _memory(problem, placement, tables, used, pool) for pool in range(len(placement.pools))
+            _memory(problem, placement, tables, speeds, p) for p in range(len(placement.pools))
         ),
         gpu_hours=sum(sum(pool) for pool in placement.gpus) * total_s / 3600,
-        interruption_s=float(lost[0]) * total_s,
-        sensitivities=_influences(problem, placement, used, total_s),
+        interruption_s=float(overhead[0]) * total_s,
+        sensitivities=_sensitivities(problem, placement, speeds, total_s),
         unmeasured=tuple(
-            f"{_name(problem, s, k)}: {source}"
-            for s, k, gpus in used
+            f"{_speed_name(problem, s, k)}: {source}"
+            for s, k, gpus in speeds
             if (source := tables[problem.stages[s].name][problem.kinds[k].name].source(gpus))
             in ("extrapolated", "data sheet")
         ),
     )
 
 
-class _Drawn(Predictor):
-    """A predictor with other speeds in each sample: its allocations are the samples."""
+class _SamplingPredictor(Predictor):
+    """A predictor that draws random speeds for each element of its batch."""
 
     def __init__(
         self, problem: PlacementProblem, spread: Array, draws: int, rng: np.random.Generator
@@ -146,8 +147,8 @@ class _Drawn(Predictor):
         self._factors = np.exp(sigma * normal - sigma**2 / 2)
         """Factors of the times, ``[stages, kinds, draws]``, with mean 1."""
 
-    def rates(self, stage: int, gpus: Array, allocated: Array) -> Array:
-        return super().rates(stage, gpus, allocated) / self._factors[stage]
+    def rates(self, stage: int, gpus: Array, assigned_gpus: Array) -> Array:
+        return super().rates(stage, gpus, assigned_gpus) / self._factors[stage]
 
     def total_s(self, placement: Placement) -> Array:
         """Return the seconds of an iteration ``[draws]``."""
@@ -160,34 +161,34 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
     if stages != list(range(len(problem.stages))) or len(placement.gpus) != len(placement.pools):
         raise PlanError("the placement must have every stage of the problem in one of its pools")
     for k, kind in enumerate(problem.kinds):
-        allocated = sum(pool[k] for pool in placement.gpus)
-        if allocated > kind.gpus:
+        num_gpus = sum(pool[k] for pool in placement.gpus)
+        if num_gpus > kind.gpus:
             raise PlanError(
-                f"the placement holds {allocated} GPUs of {kind.name!r}; there are {kind.gpus}"
+                f"the placement holds {num_gpus} GPUs of {kind.name!r}; there are {kind.gpus}"
             )
 
 
-def _used(
+def _used_speeds(
     problem: PlacementProblem, placement: Placement, predictor: Predictor
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield stage, kind and GPUs of every speed that the placement uses."""
+    """Yield stage, kind and number of GPUs of every speed that the placement uses."""
     for s in range(len(problem.stages)):
         for k, number in enumerate(placement.gpus_of(s)):
             if predictor.tables[s][k][number] > 0:
                 yield s, k, number
 
 
-def _table(problem: PlacementProblem, tables: Tables, stage: int, kind: int) -> RateTable:
-    found = tables.get(problem.stages[stage].name, {}).get(problem.kinds[kind].name)
-    if found is None:
+def _rate_table(problem: PlacementProblem, tables: Tables, stage: int, kind: int) -> RateTable:
+    table = tables.get(problem.stages[stage].name, {}).get(problem.kinds[kind].name)
+    if table is None:
         raise PlanError(
-            f"{_name(problem, stage, kind)}: how well its speed is known was not given; "
+            f"{_speed_name(problem, stage, kind)}: the spread of its speed is unknown; "
             "pass its rate table"
         )
-    return found
+    return table
 
 
-def _name(problem: PlacementProblem, stage: int, kind: int) -> str:
+def _speed_name(problem: PlacementProblem, stage: int, kind: int) -> str:
     return f"{problem.stages[stage].name} on {problem.kinds[kind].name}"
 
 
@@ -195,70 +196,68 @@ def _memory(
     problem: PlacementProblem,
     placement: Placement,
     tables: Tables,
-    used: list[tuple[int, int, int]],
+    speeds: list[tuple[int, int, int]],
     pool: int,
 ) -> dict[str, float]:
-    """Return the memory of a GPU by kind: stages that are offloaded use it one at a time, all
-    others together."""
-    staying: dict[str, float] = {}
-    switched: dict[str, float] = {}
-    for s, k, gpus in used:
+    """Return the memory of a GPU by kind: of all resident stages and the largest offloaded one."""
+    resident: dict[str, float] = {}
+    offloaded: dict[str, float] = {}
+    for s, k, gpus in speeds:
         if s not in placement.pools[pool]:
             continue
         stage, kind = problem.stages[s], problem.kinds[k].name
-        need = float(_table(problem, tables, s, k).memory_bytes[gpus])
+        memory = float(_rate_table(problem, tables, s, k).memory_bytes[gpus])
         if stage.switch_s.get(kind, 0.0) > 0:
-            switched[kind] = float(np.maximum(switched.get(kind, 0.0), need))
+            offloaded[kind] = float(np.maximum(offloaded.get(kind, 0.0), memory))
         else:
-            staying[kind] = staying.get(kind, 0.0) + need
+            resident[kind] = resident.get(kind, 0.0) + memory
     return {
-        kind: staying.get(kind, 0.0) + switched.get(kind, 0.0)
-        for kind in sorted(staying.keys() | switched.keys())
+        kind: resident.get(kind, 0.0) + offloaded.get(kind, 0.0)
+        for kind in sorted(resident.keys() | offloaded.keys())
     }
 
 
-def _influences(
+def _sensitivities(
     problem: PlacementProblem,
     placement: Placement,
-    used: list[tuple[int, int, int]],
+    speeds: list[tuple[int, int, int]],
     total_s: float,
 ) -> tuple[Sensitivity, ...]:
-    found = []
-    for name, better in _better(problem, used):
-        after = float(Predictor(better).predict(placement).total_s)
-        found.append(Sensitivity(name, total_s - after))
-    return tuple(sorted(found, key=lambda influence: (-influence.saved_s, influence.quantity)))
+    sensitivities = []
+    for name, improved in _improved_problems(problem, speeds):
+        improved_s = float(Predictor(improved).predict(placement).total_s)
+        sensitivities.append(Sensitivity(name, total_s - improved_s))
+    return tuple(sorted(sensitivities, key=lambda entry: (-entry.saved_s, entry.quantity)))
 
 
-def _better(
-    problem: PlacementProblem, used: list[tuple[int, int, int]]
+def _improved_problems(
+    problem: PlacementProblem, speeds: list[tuple[int, int, int]]
 ) -> Iterator[tuple[str, PlacementProblem]]:
-    """Yield every quantity that the placement's time depends on, and the problem with it
-    improved."""
-    less = 1 - IMPROVEMENT
+    """Yield every quantity that determines the placement's time, and a problem that improves it."""
+    factor = 1 - IMPROVEMENT
 
     def with_stage(s: int, stage: PlacementStage) -> PlacementProblem:
         return replace(problem, stages=[*problem.stages[:s], stage, *problem.stages[s + 1 :]])
 
-    for s, k, _ in used:
+    for s, k, _ in speeds:
         stage, kind = problem.stages[s], problem.kinds[k].name
-        rates = {**stage.rates, kind: stage.rates[kind] / less}
-        yield f"{_name(problem, s, k)}: seconds", with_stage(s, replace(stage, rates=rates))
+        rates = {**stage.rates, kind: stage.rates[kind] / factor}
+        yield f"{_speed_name(problem, s, k)}: seconds", with_stage(s, replace(stage, rates=rates))
         if stage.switch_s.get(kind, 0.0) > 0:
-            switch = {**stage.switch_s, kind: less * stage.switch_s[kind]}
+            switch = {**stage.switch_s, kind: factor * stage.switch_s[kind]}
             yield (
-                f"{_name(problem, s, k)}: switching",
+                f"{_speed_name(problem, s, k)}: switching",
                 with_stage(s, replace(stage, switch_s=switch)),
             )
     for s, stage in enumerate(problem.stages):
         if stage.chunk_s > 0:
             yield (
-                f"{stage.name}: overhead of a micro-batch",
-                with_stage(s, replace(stage, chunk_s=less * stage.chunk_s)),
+                f"{stage.name}: overhead of a chunk",
+                with_stage(s, replace(stage, chunk_s=factor * stage.chunk_s)),
             )
     for pair, sync_s in problem.sync_s.items():
         if sync_s > 0:
             yield (
                 f"weights from {pair[0]} to {pair[1]}",
-                replace(problem, sync_s={**problem.sync_s, pair: less * sync_s}),
+                replace(problem, sync_s={**problem.sync_s, pair: factor * sync_s}),
             )

@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     from rlinf.errors import RlinfError
 
     process_tuning.tune_process()
-    # The imports of a stage's process before its work.
+    # Import what the process of a stage imports before its work.
     import stages.rollout
     import stages.runner
     import stages.train  # noqa: F401

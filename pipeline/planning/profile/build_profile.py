@@ -1,4 +1,4 @@
-"""Build a profile from trials: repeats become medians with intervals, failures stay failures."""
+"""Builds a profile from trials: medians and intervals of repeats, and failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.planning.profile.schema import (
 )
 from stages.flow import Flow, on_policy
 
-MOST_LENGTHS = 2000
+MAX_LENGTHS = 2000
 QUANTILES = (0.1, 0.5, 0.9)
 
 
@@ -32,10 +32,10 @@ def build_kind_profile(
     kind: DeviceKind,
     trials: Sequence[Trial],
     waits: Iterable[QueueWait],
-    alone: Sequence[Overhead] = (),
+    stage_job_overheads: Sequence[Overhead] = (),
     flow: Flow = on_policy,
 ) -> KindProfile:
-    """Build the profile of a kind from its trials, of which at least one has a sample.
+    """Build the profile of a kind from its trials, at least one of which has a sample.
 
     Args:
         alone: overheads that were measured with separate stage jobs.
@@ -48,7 +48,7 @@ def build_kind_profile(
         hosts=tuple(sorted({host for trial in trials for host in trial.hosts})),
         memory=memory_location(trials),
         points=tuple(point for trial in trials for point in points(trial, flow)),
-        overheads=(*overheads(trials), *alone),
+        overheads=(*overheads(trials), *stage_job_overheads),
         links=tuple(links(trials)),
         waits=tuple(waits),
     )
@@ -71,79 +71,79 @@ def points(trial: Trial, flow: Flow = on_policy) -> list[ProfilePoint]:
 
 def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
     first = group[0]
-    shared: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "stage": first.stage,
         "nodes": trial.nodes,
         "processes": trial.processes,
         "samples": first.samples,
         "token_budget": first.token_budget,
     }
-    ran = [sample for sample in group if not sample.failure]
-    if not ran:
-        return ProfilePoint(tokens=0, failure=first.failure, **shared)
-    cold = [sample for sample in ran if sample.cold]
+    succeeded = [sample for sample in group if not sample.failure]
+    if not succeeded:
+        return ProfilePoint(tokens=0, failure=first.failure, **fields)
+    cold = [sample for sample in succeeded if sample.cold]
     # A stage that ran only once has no warm time, so its cold time is used.
-    warm = [sample for sample in ran if not sample.cold] or cold
+    warm = [sample for sample in succeeded if not sample.cold] or cold
     names = {name for sample in warm for name in sample.parts_s}
     return ProfilePoint(
-        tokens=round(statistics.fmean(sample.tokens for sample in ran)),
+        tokens=round(statistics.fmean(sample.tokens for sample in succeeded)),
         time=Measurement.of([sample.seconds for sample in warm]),
         cold=Measurement.of([sample.seconds for sample in cold]) if cold else None,
         parts_s={
             name: statistics.median(sample.parts_s.get(name, 0.0) for sample in warm)
             for name in sorted(names)
         },
-        peak_memory_bytes=max(sample.peak_memory_bytes for sample in ran),
-        **shared,
+        peak_memory_bytes=max(sample.peak_memory_bytes for sample in succeeded),
+        **fields,
     )
 
 
 def overheads(trials: Sequence[Trial]) -> list[Overhead]:
-    """Return the overheads of trials. Of a submission only the fastest counts, because others
-    waited for nodes."""
-    found = []
+    """Return the overheads of trials. For ``submission`` only the fastest is used, because others
+    include waiting for nodes."""
+    result = []
     for trial in trials:
         for name, seconds in trial.overheads_s.items():
-            counted = [min(seconds)] if name == "submission" else seconds
-            where = {"nodes": trial.nodes, "processes": trial.processes}
-            found.append(Overhead.of(counted, name=name, **where))
-    return found
+            measured = [min(seconds)] if name == "submission" else seconds
+            size = {"nodes": trial.nodes, "processes": trial.processes}
+            result.append(Overhead.of(measured, name=name, **size))
+    return result
 
 
 def links(trials: Sequence[Trial]) -> list[MeasuredLink]:
-    """Return one link of each path: the one measured with the fewest processes."""
-    found: dict[str, MeasuredLink] = {}
+    """Return one link per path: the one that was measured with the fewest processes."""
+    links_by_path: dict[str, MeasuredLink] = {}
     for trial in sorted(trials, key=lambda trial: (trial.nodes, trial.processes)):
         for link in trial.links:
-            found.setdefault(link.path, link)
-    return list(found.values())
+            links_by_path.setdefault(link.path, link)
+    return list(links_by_path.values())
 
 
 def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
-    """Return the response lengths of the trial with the most; None if no full batch was rolled
-    out."""
+    """Return the response lengths of the trial with the most full-batch rollouts; None without
+    such rollouts."""
     best = max(trials, key=lambda trial: len(trial.lengths), default=None)
     if best is None or not best.lengths:
         return None
-    every = np.sort(np.concatenate([np.asarray(part, np.int64) for part in best.lengths]))
-    kept = every
-    if len(every) > MOST_LENGTHS:
-        kept = every[np.linspace(0, len(every) - 1, MOST_LENGTHS).round().astype(int)]
+    rollouts = [np.asarray(rollout, np.int64) for rollout in best.lengths]
+    selected = sampled = np.sort(np.concatenate(rollouts))
+    if len(sampled) > MAX_LENGTHS:
+        selected = sampled[np.linspace(0, len(sampled) - 1, MAX_LENGTHS).round().astype(int)]
     return ResponseLengths(
-        samples=tuple(int(length) for length in kept),
-        count=len(every),
-        truncated_share=best.truncated / len(every),
+        samples=tuple(int(length) for length in selected),
+        count=len(sampled),
+        truncated_share=best.truncated / len(sampled),
         horizon=horizon,
     )
 
 
 def build_queue_wait(
-    nodes: int, expected_s: float | None, past: Sequence[tuple[int, float]]
+    nodes: int, expected_s: float | None, past_waits: Sequence[tuple[int, float]]
 ) -> QueueWait:
-    """Return the expected wait, from past jobs with half to twice as many nodes."""
-    like = [seconds for size, seconds in past if nodes <= 2 * size and size <= 2 * nodes]
+    """Return the expected wait; its history has past jobs with half to twice as many nodes."""
+    similar = [s for size, s in past_waits if nodes <= 2 * size and size <= 2 * nodes]
     history = None
-    if like:
-        q10, q50, q90 = (float(q) for q in np.quantile(like, QUANTILES))
-        history = WaitHistory(jobs=len(like), q10_s=q10, q50_s=q50, q90_s=q90)
+    if similar:
+        q10, q50, q90 = (float(q) for q in np.quantile(similar, QUANTILES))
+        history = WaitHistory(jobs=len(similar), q10_s=q10, q50_s=q50, q90_s=q90)
     return QueueWait(nodes=nodes, test_only_s=expected_s, history=history)

@@ -1,8 +1,8 @@
 """A profile from data sheets and the model's shape, for plans before any measurement.
 
 The formulas are those of :mod:`pipeline.planning.cost`; other costs of a job are assumed below. The
-points have the layout of measured ones, so that every reader of a profile can use them;
-``estimated`` makes their intervals wide.
+profile has the same form as a measured one, but is marked as ``estimated``, so its intervals are
+wide.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from stages.factory import create_algorithm, engine_max_batch, environment_class
 from stages.flow import flow_of
 
 FLOAT32_SHARE = 1 / 16
-"""Share of the bfloat16 rate in float32 without TF32: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet),
-67 of 989 (H100)."""
+"""Float32 rate without TF32, relative to bfloat16: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet), 67
+of 989 (H100)."""
 TRAINER_STATE = StateBytes(weights=4, gradients=4, optimizer=8)
-"""Bytes per parameter of our trainers, all in float32."""
-READS_BYTES_PER_S = 1e9
+"""Bytes per parameter of the built-in trainers, all in float32."""
+READ_BYTES_PER_S = 1e9
 """Read rate of a shared filesystem (assumed)."""
-START_S, IMPORTS_S, LOADS_S, REWARD_S = 5.0, 15.0, 5.0, 1e-3
-"""Seconds of a job's start, of its imports, of loading an engine or trainer besides reading
-weights, and of the reward of a sample (all assumed)."""
+START_S, IMPORTS_S, LOAD_S, REWARD_S = 5.0, 15.0, 5.0, 1e-3
+"""Seconds to start a job, to import packages, to load an engine or trainer besides reading weights,
+and to compute the reward of a sample (all assumed)."""
 
 
 def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) -> Profile:
@@ -66,7 +66,7 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
 
     Raises:
         PlanError: there is no such kind, or the formulas do not support the model.
-        DataError: its config.json cannot be used.
+        DataError: the config.json of the model cannot be used.
     """
     job = _Job.of(config)
     kinds: dict[str, KindProfile] = {}
@@ -119,26 +119,26 @@ class _Job:
     """The work of an iteration of a run."""
 
     shape: ModelShape
-    trained: ModelShape
-    """The trainer's networks: with the critic if there is one."""
+    trainer_shape: ModelShape
+    """The trainer's networks, including a separate critic."""
     samples: int
-    prompt: int
+    prompt_tokens: int
     lengths: np.ndarray
-    """Lengths of responses, uniform up to the horizon (assumed)."""
+    """Response lengths, uniform up to the horizon (assumed)."""
     horizon: int
     steps: int
     """Optimizer steps per iteration."""
     token_budget: int | None
-    generates_in: int
-    """Bytes of an element in the engine."""
-    trains_in: int
-    """Bytes of an element in the trainer."""
+    engine_dtype_bytes: int
+    """Bytes per weight in the engine."""
+    trainer_dtype_bytes: int
+    """Bytes per weight in the trainer."""
     max_rows: int
     group_size: int
-    stages: Mapping[str, str | None]
-    """What each stage of the flow holds."""
-    trains: str
-    publishes: str
+    components: Mapping[str, str | None]
+    """The component of each stage: an engine, a trainer or None."""
+    train_stage: str
+    publish_stage: str
     recompute: Recompute
     """Part of the forward pass that the backward pass recomputes."""
     zero: int
@@ -154,38 +154,38 @@ class _Job:
         policy, options = policy_class(config)
         if LANGUAGE_MODEL not in policy.provides:
             raise PlanError(
-                f"nothing is measured, and data sheets tell of language models alone, not of "
+                f"nothing is measured, and data sheets give times only of language models, not of "
                 f"model {config.model.name!r}; measure with: rlinf profile"
             )
         environment, settings = environment_class(config)
         spec = environment.model_spec(settings)
         extent = environment.task_size(settings, policy.check(options, spec))
         shape = _shape(options, spec)
-        trained = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
+        trainer_shape = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
         algorithm, rollout = create_algorithm(config), config.rollout
         engine, trainer = config.engine.model_extra or {}, config.trainer.model_extra or {}
         flow = flow_of(config)
-        loads = {name: stage.holds for name, stage in flow.stages.items()}
-        trainer_stages = [name for name, what in loads.items() if what == "trainer"]
-        sized = {"float32": 4, "bfloat16": 2, "float16": 2}
+        components = {name: stage.holds for name, stage in flow.stages.items()}
+        trainer_stages = [name for name, component in components.items() if component == "trainer"]
+        dtype_sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
         return cls(
             shape=shape,
-            trained=trained,
+            trainer_shape=trainer_shape,
             samples=rollout.batch_size * rollout.group_size,
-            prompt=max(1, extent.max_prompt_tokens),
+            prompt_tokens=max(1, extent.max_prompt_tokens),
             lengths=np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)),
             horizon=rollout.horizon,
             steps=algorithm.minibatches * int(getattr(algorithm.config, "epochs", 1)),
             token_budget=trainer.get("max_tokens_per_microbatch"),
-            generates_in=sized.get(str(engine.get("dtype")), shape.dtype_bytes),
-            trains_in=sized.get(str(trainer.get("param_dtype", "float32")), 4),
+            engine_dtype_bytes=dtype_sizes.get(str(engine.get("dtype")), shape.dtype_bytes),
+            trainer_dtype_bytes=dtype_sizes.get(str(trainer.get("param_dtype", "float32")), 4),
             max_rows=engine_max_batch(config) or rollout.batch_size * rollout.group_size,
             group_size=rollout.group_size,
-            stages=loads,
-            trains=[name for name in trainer_stages if name != flow.publish_stage][-1],
-            publishes=flow.publish_stage,
+            components=components,
+            train_stage=[name for name in trainer_stages if name != flow.publish_stage][-1],
+            publish_stage=flow.publish_stage,
             recompute="full" if trainer.get("gradient_checkpointing") else "selective",
-            zero=_zero(config.trainer.name, trainer),
+            zero=_zero_stage(config.trainer.name, trainer),
             state=_state(shape, trainer.get("lora")),
             copies=int(trainer.get("dp_replicate", 1)) if config.trainer.name == "fsdp" else 1,
             state_on_device=_state_on_device(config.trainer.name, trainer),
@@ -196,31 +196,31 @@ class _Job:
         return self.shape.parameters * self.shape.dtype_bytes
 
     @property
-    def longest(self) -> int:
-        return self.prompt + self.horizon
+    def max_tokens(self) -> int:
+        return self.prompt_tokens + self.horizon
 
     def work(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
-        """Return a stage's work for this many samples, its shape, and its share of the peak
+        """Return the workload of a stage for ``samples``, its shape, and its share of the peak
         rate."""
-        mean = self.prompt + round(float(self.lengths.mean()))
-        width = self.generates_in if self.stages[stage] == "engine" else self.trains_in
-        generates = self.stages[stage] == "engine"
-        shape = replace(self.shape if generates else self.trained, dtype_bytes=width)
-        share = FLOAT32_SHARE if width == 4 else 1.0
-        if generates:
+        mean_tokens = self.prompt_tokens + round(float(self.lengths.mean()))
+        is_engine = self.components[stage] == "engine"
+        dtype_bytes = self.engine_dtype_bytes if is_engine else self.trainer_dtype_bytes
+        shape = replace(self.shape if is_engine else self.trainer_shape, dtype_bytes=dtype_bytes)
+        rate_share = FLOAT32_SHARE if dtype_bytes == 4 else 1.0
+        if is_engine:
             lengths = self.lengths.astype(np.float64)
-            rows = GenerationWorkload(lengths, samples, self.prompt, self.group_size, self.max_rows)
-            return rows, shape, share
-        if stage == self.trains:
-            each = max(1, samples // self.steps)
-            return self._training(each, mean), shape, share
-        return InferenceWorkload(samples, mean, self.longest), shape, share
+            settings = self.prompt_tokens, self.group_size, self.max_rows
+            return GenerationWorkload(lengths, samples, *settings), shape, rate_share
+        if stage == self.train_stage:
+            step_samples = max(1, samples // self.steps)
+            return self._training(step_samples, mean_tokens), shape, rate_share
+        return InferenceWorkload(samples, mean_tokens, self.max_tokens), shape, rate_share
 
     def _training(self, samples: int, mean: int) -> TrainingWorkload:
         return TrainingWorkload(
             samples,
             mean,
-            self.longest,
+            self.max_tokens,
             self.steps,
             self.zero,
             self.state,
@@ -229,8 +229,8 @@ class _Job:
         )
 
 
-def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage: what processes shard; FSDP shards everything."""
+def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage of a trainer; FSDP shards everything (stage 3)."""
     if trainer == "deepspeed":
         return int(settings.get("zero_stage", 2))
     if trainer == "megatron":
@@ -239,8 +239,8 @@ def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
 
 
 def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
-    """Return the optimizer bytes that are on the device at once; None if all stay there. With
-    DeepSpeed the host runs the step."""
+    """Return the maximum optimizer bytes on the device; None: all. With DeepSpeed the host runs the
+    optimizer step."""
     if not settings.get("offload_optimizer"):
         return None
     return (
@@ -251,26 +251,26 @@ def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
 
 
 def with_critic(shape: ModelShape) -> ModelShape:
-    """Return the shape of a policy with a separate critic: twice the layers."""
-    behind = tuple(number + shape.layers for number in shape.dense_layers)
+    """Return the shape of a policy with a separate critic, which has twice the layers."""
+    critic_dense_layers = tuple(number + shape.layers for number in shape.dense_layers)
     return replace(
         shape,
         layers=2 * shape.layers,
-        dense_layers=(*shape.dense_layers, *behind),
+        dense_layers=(*shape.dense_layers, *critic_dense_layers),
         embeddings=2,
     )
 
 
 def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
-    """Return the bytes per parameter of a trainer; with LoRA only adapters have gradients and
-    moments. Adapters are assumed at all linear layers of the blocks."""
+    """Return the bytes per parameter of a trainer. With LoRA only adapters have gradients and
+    moments; adapters are assumed on all linear layers of the blocks."""
     if not lora:
         return TRAINER_STATE
-    ends = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
+    matrix_dims = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
     matrices = 3 if shape.gated else 2
-    inner = [shape.ffn, shape.shared_ffn, *[shape.expert_ffn] * shape.experts]
-    ends += [shape.hidden + width for width in inner if width] * matrices
-    share = int(lora["rank"]) * sum(ends) * shape.layers / shape.parameters
+    ffn_widths = [shape.ffn, shape.shared_ffn, *[shape.expert_ffn] * shape.experts]
+    matrix_dims += [shape.hidden + width for width in ffn_widths if width] * matrices
+    share = int(lora["rank"]) * sum(matrix_dims) * shape.layers / shape.parameters
     return StateBytes(
         TRAINER_STATE.weights * (1 + share),
         TRAINER_STATE.gradients * share,
@@ -302,52 +302,54 @@ def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
 
 
 def _points(job: _Job, device: GpuDevice, nodes: int, per_node: int) -> Iterator[ProfilePoint]:
-    """Yield points of each stage on powers of two of a node's devices and on whole nodes, for the
-    batch and half of it."""
-    inside = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
-    counts = sorted({*inside, *(per_node * n for n in _some(nodes))})
+    """Yield points of each stage for the batch and half of it, on powers of two of a node's devices
+    and on whole nodes."""
+    counts_in_node = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
+    counts = sorted({*counts_in_node, *(per_node * n for n in _node_counts(nodes))})
     sizes = sorted({job.samples, max(job.group_size, job.samples // 2)})
-    for stage, loads in job.stages.items():
-        if loads is None or stage == job.publishes:
-            each = REWARD_S * job.samples
-            duration_s = job.weights_bytes / READS_BYTES_PER_S if stage == job.publishes else each
+    for stage, component in job.components.items():
+        if component is None or stage == job.publish_stage:
+            reward_s = REWARD_S * job.samples
+            publish_s = job.weights_bytes / READ_BYTES_PER_S
+            duration_s = publish_s if stage == job.publish_stage else reward_s
             yield _point(stage, 1, 1, job.samples, 0, duration_s)
             continue
         for count in counts:
             for samples in sizes:
-                if count <= samples // (job.group_size if loads == "engine" else 1):
-                    yield _of(job, device, stage, -(-count // per_node), count, samples)
+                if count <= samples // (job.group_size if component == "engine" else 1):
+                    yield _estimate_point(job, device, stage, -(-count // per_node), count, samples)
 
 
-def _some(nodes: int) -> list[int]:
-    """Return up to 8 one by one, then powers of two and the maximum."""
-    few, powers = range(1, min(nodes, 8) + 1), (1 << n for n in range(nodes.bit_length()))
-    return sorted({*few, *powers, nodes})
+def _node_counts(nodes: int) -> list[int]:
+    """Return all numbers up to 8, then powers of two, and the maximum."""
+    small, powers = range(1, min(nodes, 8) + 1), (1 << n for n in range(nodes.bit_length()))
+    return sorted({*small, *powers, nodes})
 
 
-def _of(
+def _estimate_point(
     job: _Job, device: GpuDevice, stage: str, nodes: int, count: int, samples: int
 ) -> ProfilePoint:
     work, shape, share = job.work(stage, samples)
     device = replace(device, flops=device.flops * share)
     budget = job.token_budget or 8192
     layout = CandidateLayout(
-        dp=count, micro_batch=max(1, budget // job.longest), recompute=job.recompute
+        dp=count, micro_batch=max(1, budget // job.max_tokens), recompute=job.recompute
     )
-    need = float(np.max(stage_memory(shape, layout, work).total))
+    memory_bytes = float(np.max(stage_memory(shape, layout, work).total))
     tokens = round(float(job.lengths.mean())) + (
-        0 if isinstance(work, GenerationWorkload) else job.prompt
+        0 if isinstance(work, GenerationWorkload) else job.prompt_tokens
     )
     point = partial(_point, stage, nodes, count, samples, tokens)
-    budget_of = None if isinstance(work, GenerationWorkload) else job.token_budget
+    token_budget = None if isinstance(work, GenerationWorkload) else job.token_budget
     duration_s = float(np.max(stage_seconds(shape, layout, work, device).total))
-    if stage == job.trains and count > 1 and count % job.copies:
-        why = f"trainer.dp_replicate: {job.copies} does not divide {count} processes"
-        return point(None, token_budget=budget_of, failure=why)
-    if need > device.usable_bytes or not np.isfinite(duration_s):
-        why = f"{need / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable ({device.name})"
-        return point(None, token_budget=budget_of, failure=f"does not fit: it needs {why}")
-    return point(duration_s, token_budget=budget_of, peak_memory_bytes=int(need))
+    if stage == job.train_stage and count > 1 and count % job.copies:
+        reason = f"trainer.dp_replicate: {job.copies} does not divide {count} processes"
+        return point(None, token_budget=token_budget, failure=reason)
+    if memory_bytes > device.usable_bytes or not np.isfinite(duration_s):
+        sizes = f"{memory_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable"
+        reason = f"does not fit: it needs {sizes} ({device.name})"
+        return point(None, token_budget=token_budget, failure=reason)
+    return point(duration_s, token_budget=token_budget, peak_memory_bytes=int(memory_bytes))
 
 
 def _point(
@@ -357,7 +359,7 @@ def _point(
     samples: int,
     tokens: int,
     duration_s: float | None,
-    **more: Any,
+    **fields: Any,
 ) -> ProfilePoint:
     return ProfilePoint(
         stage=stage,
@@ -366,23 +368,24 @@ def _point(
         samples=samples,
         tokens=tokens,
         time=None if duration_s is None else Measurement.of([duration_s]),
-        **more,
+        **fields,
     )
 
 
 def _overheads(job: _Job, device: GpuDevice) -> Iterator[Overhead]:
-    reads = job.weights_bytes / READS_BYTES_PER_S
-    whole = job.trained.parameters * job.trained.dtype_bytes / READS_BYTES_PER_S
-    kept = job.state.weights + (job.state.optimizer if job.state_on_device is None else 0.0)
-    state = job.trained.parameters * kept / device.host.bytes_per_s
+    read_s = job.weights_bytes / READ_BYTES_PER_S
+    trainer_read_s = job.trainer_shape.parameters * job.trainer_shape.dtype_bytes / READ_BYTES_PER_S
+    optimizer_bytes = job.state.optimizer if job.state_on_device is None else 0.0
+    parameter_bytes = job.state.weights + optimizer_bytes
+    offload_s = job.trainer_shape.parameters * parameter_bytes / device.host.bytes_per_s
     for name, duration_s in (
         ("startup", START_S),
         ("imports", IMPORTS_S),
-        ("engine_load", LOADS_S + reads),
-        ("trainer_load", LOADS_S + whole),
-        ("weight_load", reads),
-        ("publish", whole),
-        ("offload", state),
-        ("onload", state),
+        ("engine_load", LOAD_S + read_s),
+        ("trainer_load", LOAD_S + trainer_read_s),
+        ("weight_load", read_s),
+        ("publish", trainer_read_s),
+        ("offload", offload_s),
+        ("onload", offload_s),
     ):
         yield Overhead.of([duration_s], name=name, nodes=1, processes=1)

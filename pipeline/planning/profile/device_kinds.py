@@ -1,4 +1,4 @@
-"""Kinds of devices: the equal GPUs of a partition, or processes if it has no GPUs."""
+"""Kinds of devices: the GPUs of one type in a partition, or its CPUs if it has no GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOCAL_KIND = "local"
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The equal devices of one partition."""
+    """The devices of one type in a partition."""
 
     name: str
     """``partition``, or ``partition:gpu_type`` if the partition has several types."""
@@ -33,31 +33,31 @@ class DeviceKind:
     duty_cycle: float = 1.0
     constraint: str = ""
     """Constraint that sbatch needs besides the GPU's name: the feature that distinguishes these
-    nodes from others of the partition with the same GPU name (``a100`` of 40 and 80 GB)."""
+    nodes from others with the same GPU name, such as ``a100`` of 40 and 80 GB."""
 
     @property
     def devices_per_node(self) -> int:
-        """The number of GPUs of a node, or of its CPUs."""
+        """The number of GPUs per node, or of CPUs without GPUs."""
         return self.gpus_per_node or max(1, self.cpus_per_node)
 
 
 def list_kinds(inventory: Inventory, site: SiteConfig) -> dict[str, DeviceKind]:
-    """Return all kinds of a cluster by name, without closed and empty partitions.
+    """Return all kinds of a cluster by name, without unavailable and empty partitions.
 
-    If several groups of a partition have one type of GPU, the larger is the kind; see
+    If several groups of a partition have the same type of GPU, the kind is the largest group; see
     :func:`describe_excluded_nodes`.
 
     Raises:
         PlanError: no node can be used now.
     """
-    found: dict[str, DeviceKind] = {}
+    kinds: dict[str, DeviceKind] = {}
     for name, partition in inventory.partitions.items():
         types = {group.gpu_type for group in partition.groups if group.gpus_per_node}
         for group in sorted(partition.groups, key=lambda g: g.usable_nodes):
-            several = len(types) > 1 and group.gpus_per_node > 0
-            kind = f"{name}:{group.gpu_type}" if several else name
-            if partition.is_available and group.usable_nodes and not _lesser(group, types):
-                found[kind] = DeviceKind(
+            needs_type = len(types) > 1 and group.gpus_per_node > 0
+            kind = f"{name}:{group.gpu_type}" if needs_type else name
+            if partition.is_available and group.usable_nodes and not _lacks_gpus(group, types):
+                kinds[kind] = DeviceKind(
                     name=kind,
                     partition=name,
                     nodes=group.usable_nodes,
@@ -69,65 +69,65 @@ def list_kinds(inventory: Inventory, site: SiteConfig) -> dict[str, DeviceKind]:
                     duty_cycle=site.settings_for(name).duty_cycle_for(
                         group.gpu_type, *group.features
                     ),
-                    constraint=_telling(
+                    constraint=_constraint(
                         group, partition.groups, site.settings_for(name).constraint
                     ),
                 )
-    if not found:
+    if not kinds:
         down = sum(g.down_nodes for p in inventory.partitions.values() for g in p.groups)
-        closed = [name for name, p in inventory.partitions.items() if not p.is_available]
+        unavailable = [name for name, p in inventory.partitions.items() if not p.is_available]
         raise PlanError(
             f"no node of this cluster can be used now: {down} are down or drained, partitions "
-            f"that are closed: {', '.join(closed) or 'none'}"
+            f"that are closed: {', '.join(unavailable) or 'none'}"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(kinds.items()))
 
 
 def node_group_of_kind(kind: DeviceKind, inventory: Inventory) -> NodeGroup | None:
     """Return the largest node group of a kind; None if no node can be used."""
     groups = inventory.partitions[kind.partition].groups
-    mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
-    # Among equals the last one, as in list_kinds.
-    return max(reversed(mine), key=lambda group: group.usable_nodes, default=None)
+    matching = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
+    # If several are largest, take the last one, as list_kinds does.
+    return max(reversed(matching), key=lambda group: group.usable_nodes, default=None)
 
 
 def describe_excluded_nodes(kind: DeviceKind, inventory: Inventory) -> str:
-    """Describe the nodes with the same GPU name that do not belong to a kind; "" if there are
-    none."""
-    own = node_group_of_kind(kind, inventory)
-    others = [
+    """Describe nodes with the same GPU name that are not part of the kind; "" if none exist."""
+    kind_group = node_group_of_kind(kind, inventory)
+    excluded = [
         group
         for group in inventory.partitions[kind.partition].groups
-        if group is not own and group.usable_nodes and group.gpu_type == kind.gpu_type
+        if group is not kind_group and group.usable_nodes and group.gpu_type == kind.gpu_type
     ]
-    if own is None or not others:
+    if kind_group is None or not excluded:
         return ""
-    nodes = " and ".join(f"{group.usable_nodes} of {group.description}" for group in others)
-    why = ""
-    if not kind.constraint and any(_gpu(group) != _gpu(own) for group in others):
-        why = ", but jobs may run there, for no feature tells them apart"
-    return f"{kind.name} is the nodes of {own.description}; left out are {nodes}{why}"
+    nodes = " and ".join(f"{group.usable_nodes} of {group.description}" for group in excluded)
+    reason = ""
+    if not kind.constraint and any(_hardware(g) != _hardware(kind_group) for g in excluded):
+        reason = ", but jobs may run there, because no feature distinguishes them"
+    return f"{kind.name} is the nodes of {kind_group.description}; left out are {nodes}{reason}"
 
 
-def _gpu(group: NodeGroup) -> tuple[object, ...]:
+def _hardware(group: NodeGroup) -> tuple[object, ...]:
     return group.gpus_per_node, group.gpu_model, group.gpu_memory_gib
 
 
-def _telling(group: NodeGroup, groups: Sequence[NodeGroup], given: str | None) -> str:
-    """Return the constraint for a group whose GPU name is ambiguous: its distinguishing feature,
-    combined with the site file's constraint; "" if not needed or if no feature distinguishes it."""
-    others = [g for g in groups if g.gpu_type == group.gpu_type and _gpu(g) != _gpu(group)]
+def _constraint(group: NodeGroup, groups: Sequence[NodeGroup], site_constraint: str | None) -> str:
+    """Return the constraint of a group whose GPU name is ambiguous: its distinguishing feature,
+    combined with the site's constraint; "" if it is not needed or no feature is distinguishing."""
+    same_type = [g for g in groups if g.gpu_type == group.gpu_type]
+    others = [g for g in same_type if _hardware(g) != _hardware(group)]
     if not group.gpus_per_node or not others:
         return ""
-    theirs = {feature for other in others for feature in other.features}
-    mine = [f for f in group.features if f not in theirs]
-    telling = next(iter([*filter(gpus.is_gpu_feature, mine), *mine]), "")
-    if not telling or telling == given:
+    other_features = {feature for other in others for feature in other.features}
+    own_features = [f for f in group.features if f not in other_features]
+    selected = next(iter([*filter(gpus.is_gpu_feature, own_features), *own_features]), "")
+    if not selected or selected == site_constraint:
         return ""
-    return f"({given})&{telling}" if given else telling
+    return f"({site_constraint})&{selected}" if site_constraint else selected
 
 
-def _lesser(group: NodeGroup, types: set[str]) -> bool:
+def _lacks_gpus(group: NodeGroup, types: set[str]) -> bool:
     """Return True for nodes without GPUs in a partition with GPUs."""
     return bool(types) and not group.gpus_per_node
 
@@ -153,16 +153,16 @@ def select_kinds(kinds: dict[str, DeviceKind], partitions: Sequence[str]) -> lis
     """Return the kinds of some partitions; names of kinds are accepted too.
 
     Raises:
-        PlanError: there is no such partition, or none of its nodes is up.
+        PlanError: a partition does not exist, or has no usable nodes.
     """
-    chosen = []
-    for wanted in partitions:
-        mine = [kind for kind in kinds.values() if wanted in (kind.name, kind.partition)]
-        if not mine:
+    selected = []
+    for requested in partitions:
+        matching = [kind for kind in kinds.values() if requested in (kind.name, kind.partition)]
+        if not matching:
             names = {kind.partition or kind.name for kind in kinds.values()}
             raise PlanError(
-                f"--partition {wanted}: no such partition with nodes that are up"
-                f"{did_you_mean(wanted, names)}"
+                f"--partition {requested}: no such partition with nodes that are up"
+                f"{did_you_mean(requested, names)}"
             )
-        chosen += [kind for kind in mine if kind not in chosen]
-    return chosen
+        selected += [kind for kind in matching if kind not in selected]
+    return selected

@@ -1,4 +1,4 @@
-"""Measuring links: between two processes, and through the shared filesystem."""
+"""Measures links between two processes and through the shared filesystem."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipeline.planning.profile.schema import CONFIDENCE, ConfidenceInterval, Mea
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 REPEATS = 4
-"""Repeats of each size; the first is not counted."""
+"""Repeats per size; the first one is discarded."""
 MAX_BANDWIDTH_FACTOR = 100.0
-"""Maximum factor of the bandwidth's upper limit above its estimate, if nothing limits it."""
+"""Maximum ratio of the bandwidth's upper confidence limit to its estimate."""
 
 
 def fit_link(
-    seconds: Sequence[Sequence[float]], sizes: Sequence[int], **which: Any
+    seconds: Sequence[Sequence[float]], sizes: Sequence[int], **fields: Any
 ) -> MeasuredLink:
     """Fit ``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
 
@@ -29,38 +29,38 @@ def fit_link(
         seconds: repeats of each size.
 
     Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
-    2003, section 3.10); the intervals of its two factors are by Student's t.
+    2003, section 3.10). The intervals of both coefficients use Student's t.
     """
     rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
     size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
     design = np.stack([1 / time_s, size / time_s], axis=1)
-    # Sizes are large numbers, so the columns are scaled to the same magnitude.
+    # Scale the columns to the same magnitude, because sizes are large numbers.
     scale = np.linalg.norm(design, axis=0)
-    factors, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
-    factors = factors / scale
-    if factors[0] < 0:
-        factors = np.array([0.0, 1 / np.mean(size / time_s)])
-    residuals = 1 - design @ factors
+    coefficients, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
+    coefficients = coefficients / scale
+    if coefficients[0] < 0:
+        coefficients = np.array([0.0, 1 / np.mean(size / time_s)])
+    residuals = 1 - design @ coefficients
     variance = residuals @ residuals / max(1, len(rows) - 2)
     inverse = np.linalg.pinv((design / scale).T @ (design / scale)) / np.outer(scale, scale)
-    half = float(student.ppf((1 + CONFIDENCE) / 2, max(1, len(rows) - 2))) * np.sqrt(
+    half_widths = float(student.ppf((1 + CONFIDENCE) / 2, max(1, len(rows) - 2))) * np.sqrt(
         variance * np.diag(inverse)
     )
-    latency, slope = (float(factor) for factor in factors)
+    latency, slope = (float(coefficient) for coefficient in coefficients)
     slope = max(slope, 1e-15)
     return MeasuredLink(
         sizes_bytes=tuple(sizes),
         median_s=tuple(float(np.median(times)) for times in seconds),
         repeats=len(rows),
         latency_s=ConfidenceInterval(
-            value=latency, low=max(0.0, latency - half[0]), high=latency + half[0]
+            value=latency, low=max(0.0, latency - half_widths[0]), high=latency + half_widths[0]
         ),
         bandwidth_bytes_per_s=ConfidenceInterval(
             value=1 / slope,
-            low=1 / (slope + half[1]),
-            high=1 / max(slope - half[1], slope / MAX_BANDWIDTH_FACTOR),
+            low=1 / (slope + half_widths[1]),
+            high=1 / max(slope - half_widths[1], slope / MAX_BANDWIDTH_FACTOR),
         ),
-        **which,
+        **fields,
     )
 
 
@@ -79,7 +79,7 @@ def measure_peer_link(
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         times = []
         for _ in range(REPEATS):
-            _wait(device)
+            _synchronize(device)
             start = time.perf_counter()
             if rank == 0:
                 dist.send(buffer, other)
@@ -87,7 +87,7 @@ def measure_peer_link(
             else:
                 dist.recv(buffer, 0)
                 dist.send(buffer, 0)
-            _wait(device)
+            _synchronize(device)
             times.append((time.perf_counter() - start) / 2)
         seconds.append(times[1:])
     if rank:
@@ -97,8 +97,7 @@ def measure_peer_link(
 
 
 def measure_storage_links(folder: Path, kind: str) -> list[MeasuredLink]:
-    """Measure writing (synced) and reading (page cache dropped) through the filesystem of
-    ``folder``."""
+    """Measure writing (synced) and reading (without page cache) in the filesystem of ``folder``."""
     path = folder / "bandwidth"
 
     def write(data: bytes) -> None:
@@ -111,24 +110,24 @@ def measure_storage_links(folder: Path, kind: str) -> list[MeasuredLink]:
         with path.open("rb") as file:
             assert len(file.read()) == len(data)
 
-    def forget() -> None:
+    def drop_page_cache() -> None:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    written, readings = [], []
+    writes, reads = [], []
     for size in SIZES_BYTES:
         data = os.urandom(size)
-        written.append([_seconds(write, data) for _ in range(REPEATS)][1:])
+        writes.append([_seconds(write, data) for _ in range(REPEATS)][1:])
         times = []
         for _ in range(REPEATS):
-            forget()
+            drop_page_cache()
             times.append(_seconds(read, data))
-        readings.append(times[1:])
+        reads.append(times[1:])
     path.unlink()
-    which: dict[str, Any] = {"backend": "file", "between": (kind,)}
+    fields: dict[str, Any] = {"backend": "file", "between": (kind,)}
     return [
-        fit_link(written, SIZES_BYTES, path="write", **which),
-        fit_link(readings, SIZES_BYTES, path="read", **which),
+        fit_link(writes, SIZES_BYTES, path="write", **fields),
+        fit_link(reads, SIZES_BYTES, path="read", **fields),
     ]
 
 
@@ -138,7 +137,7 @@ def _seconds(action: Callable[[bytes], None], data: bytes) -> float:
     return time.perf_counter() - start
 
 
-def _wait(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     if device.type == "cuda":
         import torch
 

@@ -1,6 +1,6 @@
-"""The task of a profiling job and its measurements so far, in two small files.
+"""The task of a profiling job, and its trial: the file of its measurements so far.
 
-The job updates its trial after every iteration, so that the next job continues there.
+The job updates its trial after every iteration, so that the next job can continue.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from rlinf.artifacts import write_atomic
 from rlinf.config import Section
 
 MIN_REPEATS = 3
-"""Minimum repeats of a measurement that was not the first of its process."""
+"""Minimum number of repeats, without the first one of each process."""
 RUN_SIZE_TURNS = 3
-"""Turns of the run's own size for each turn of another size."""
+"""Number of repeats of the run's own size per repeat of another size."""
 CONVERGED_SHARE = 0.05
-"""Measuring ends if the interval is narrower on either side than this share of the mean."""
+"""A case has converged if half the confidence interval is below this share of the median."""
 CONVERGED_S = 0.005
-"""Measuring also ends if the interval is narrower than these seconds."""
+"""A case has also converged if half the confidence interval is below these seconds."""
 
 
 class ProfileCase(Section):
-    """A size of the work of one repeat, which runs all stages of an iteration."""
+    """The size of the work of an iteration."""
 
     starts: int = Field(gt=0)
     """Number of prompts or environments."""
     token_budget: int | None = None
 
     def covers(self, other: ProfileCase) -> bool:
-        """Return True if this case is at least as large in every respect."""
+        """Return True if this case has at least as many prompts and tokens as another."""
         budgets = self.token_budget or 0, other.token_budget or 0
         return self.starts >= other.starts and budgets[0] >= budgets[1]
 
@@ -55,9 +55,9 @@ class ProfileTask(Section):
     """Committed output of the run's SFT stage."""
     key: str
     kinds: tuple[str, ...]
-    """The kind of device of the job; both kinds for a link between two jobs."""
+    """The kind of device of the job; both kinds for a link or a mixture."""
     folder: Path
-    """Folder of this file, of the trial and of the measured stages' output."""
+    """Folder of this file, the trial, and the output of the measured stages."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     """Number of ranks that measure; the job may have more."""
@@ -68,7 +68,7 @@ class ProfileTask(Section):
     submitted: float
     """Seconds since the epoch."""
     first: bool = True
-    """True if the job did not have to wait for another job."""
+    """True for the first job of an array, which does not wait for another one."""
     rank: int | None = None
     """Rank of this job in a group of two jobs with one process each."""
 
@@ -94,7 +94,7 @@ class StageTiming(Section):
 
 
 class RunningCase(Section):
-    """The stage and case that are running; if the job dies, they caused it."""
+    """The running stage and case, which count as the cause if the job dies."""
 
     stage: str
     case: ProfileCase
@@ -103,7 +103,7 @@ class RunningCase(Section):
 
 
 class CaseRepeats(Section):
-    """Times of whole iterations of a case, without each process's first one."""
+    """Times of whole iterations of a case, without the first one of each process."""
 
     case: ProfileCase
     seconds: tuple[Seconds, ...] = ()
@@ -111,7 +111,7 @@ class CaseRepeats(Section):
 
     @property
     def has_converged(self) -> bool:
-        """True if more repeats would hardly change the result."""
+        """True if the case failed, or its confidence interval is narrow enough."""
         if self.failed or len(self.seconds) < MIN_REPEATS:
             return self.failed
         measured = Measurement.of(self.seconds)
@@ -131,7 +131,7 @@ class Trial(Section):
     processes: int = Field(gt=0)
     hosts: tuple[str, ...] = ()
     iterations: int = Field(default=0, ge=0)
-    """Iterations so far, of all jobs."""
+    """Number of iterations so far, over all jobs."""
     running: RunningCase | None = None
     repeats: tuple[CaseRepeats, ...] = ()
     samples: tuple[StageTiming, ...] = ()
@@ -148,8 +148,8 @@ class Trial(Section):
     def start_s(self) -> float | None:
         """Seconds from the start of the last job to its first iteration, without the queue."""
         names = ("startup", "imports", "engine_load", "trainer_load")
-        known = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
-        return sum(known) if "imports" in self.overheads_s else None
+        times = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
+        return sum(times) if "imports" in self.overheads_s else None
 
     def repeats_of(self, case: ProfileCase) -> CaseRepeats:
         """Return the repeats of a case."""
@@ -157,47 +157,46 @@ class Trial(Section):
 
     def with_repeat(self, case: ProfileCase, seconds: float | None) -> Trial:
         """Return the trial with another repeat of a case, or with its failure."""
-        old = self.repeats_of(case)
-        change = {"failed": True} if seconds is None else {"seconds": (*old.seconds, seconds)}
-        rest = tuple(r for r in self.repeats if r.case != case)
-        return self.model_copy(update={"repeats": (*rest, old.model_copy(update=change))})
+        previous = self.repeats_of(case)
+        change = {"failed": True} if seconds is None else {"seconds": (*previous.seconds, seconds)}
+        others = tuple(r for r in self.repeats if r.case != case)
+        return self.model_copy(update={"repeats": (*others, previous.model_copy(update=change))})
 
     def next_case(self, cases: Sequence[ProfileCase]) -> ProfileCase | None:
-        """Return the next case: each a few times in turn, then the one with the fewest repeats.
+        """Return the case with the fewest repeats that has not converged; None: all have converged.
 
-        The first case is the run's own, the basis of every prediction; it has more turns and the
-        first ones. Cases at least as large as a failed one are skipped. None: all cases have
-        converged.
+        The first case is the run's own size, on which every prediction is based, so it is measured
+        first and more often. Cases at least as large as a failed one are skipped.
         """
         failed = [r.case for r in self.repeats if r.failed]
-        able = [c for c in cases if not any(c.covers(bad) for bad in failed)]
-        open_ = [c for c in able if not self.repeats_of(c).has_converged]
+        runnable = [c for c in cases if not any(c.covers(failed_case) for failed_case in failed)]
+        unfinished = [c for c in runnable if not self.repeats_of(c).has_converged]
 
-        def turn(case: ProfileCase) -> float:
+        def priority(case: ProfileCase) -> float:
             return (len(self.repeats_of(case).seconds) + 1) / (
                 RUN_SIZE_TURNS if case == cases[0] else 1
             )
 
-        return min(open_, key=turn, default=None)
+        return min(unfinished, key=priority, default=None)
 
     def with_overhead(self, name: str, seconds: float) -> Trial:
         """Return the trial with another measurement of an overhead."""
-        known = self.overheads_s
-        # Clocks of two machines may differ by more than a short duration.
-        more = {**known, name: (*known.get(name, ()), max(0.0, seconds))}
-        return self.model_copy(update={"overheads_s": more})
+        overheads = self.overheads_s
+        # Clocks of two machines may differ, so a short duration may be negative.
+        updated = {**overheads, name: (*overheads.get(name, ()), max(0.0, seconds))}
+        return self.model_copy(update={"overheads_s": updated})
 
     def with_crash(self, reason: str) -> Trial:
-        """Return the trial with the running case as a failure, for a job that died of it."""
+        """Return the trial with the running case marked as failed, after its job died."""
         if self.running is None:
             return self
-        failed = StageTiming(
+        failure = StageTiming(
             stage=self.running.stage,
             samples=self.running.samples,
             token_budget=self.running.token_budget,
             failure=reason,
         )
-        update = {"samples": (*self.samples, failed), "running": None}
+        update = {"samples": (*self.samples, failure), "running": None}
         return self.model_copy(update=update).with_repeat(self.running.case, None)
 
     def save(self, path: Path) -> None:
@@ -209,7 +208,7 @@ def load_trial(path: Path) -> Trial | None:
     """Read a trial; None if it does not exist yet.
 
     Raises:
-        PlanError: the file is damaged; names the file and the key.
+        PlanError: the file is damaged; the message names the file and the key.
     """
     try:
         path.stat()

@@ -1,4 +1,4 @@
-"""The identity of a profile: costs are valid for one model, configuration and code only."""
+"""The identity of a profile, which is valid only for one model, configuration and code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COST_SECTIONS = (
 )
 """Sections of the configuration on which a stage's time may depend."""
 LENGTH_SECTIONS = ("sft",)
-"""Sections that change the policy's output, and so the length of its responses."""
+"""Sections that affect the lengths of responses."""
 
 
 class ProfileIdentity(Section):
-    """The digests of a profile; equal ones mean the same work."""
+    """The digests of a profile; equal digests mean the same work."""
 
     model: str = Field(min_length=1)
     """Digest of the model's settings and, for a checkpoint, of its files' names and sizes."""
@@ -32,14 +32,12 @@ class ProfileIdentity(Section):
     @classmethod
     def of(cls, config: RunConfig) -> ProfileIdentity:
         """Return the identity of a run's costs."""
-        semantic = config.semantic_values()
-        # A starting run sets this value, on which measurements do not depend.
-        semantic["optimizer"] |= {"lr_decay_iterations": None}
+        values = config.semantic_values()
+        # A run sets this value when it starts; measurements do not depend on it.
+        values["optimizer"] |= {"lr_decay_iterations": None}
         return cls(
-            model=json_digest([semantic["model"], _files(semantic["model"])]),
-            config=json_digest(
-                {name: semantic[name] for name in (*COST_SECTIONS, *LENGTH_SECTIONS)}
-            ),
+            model=json_digest([values["model"], _files(values["model"])]),
+            config=json_digest({name: values[name] for name in (*COST_SECTIONS, *LENGTH_SECTIONS)}),
             code="+".join(map(str, program_version())),
         )
 

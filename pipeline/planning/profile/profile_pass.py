@@ -1,7 +1,7 @@
 """The profile pass: short jobs on one kind of device after the other, then one profile file.
 
-Jobs never run side by side, because neighbours would slow each other down. Their measurements are
-cached beside the runs, so that an interrupted pass continues and a second pass over the same work
+Jobs never run at the same time, because they would slow each other down. Measurements are cached
+in the folder of the runs, so an interrupted pass can continue, and a second pass for the same work
 ends at once.
 """
 
@@ -70,7 +70,7 @@ INTERRUPTED_STATES = frozenset(
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
-    """Record how late the end of a job was noticed, or record an out-of-memory failure as data.
+    """Record the delay until the end of a job was noticed, or its out-of-memory failure.
 
     Raises:
         InputError, StageError: the job failed for another reason.
@@ -89,33 +89,33 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
             )
             trial.with_crash(line.strip()).save(task.trial)
         return
-    where = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
+    job_name = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
     if status.state in INTERRUPTED_STATES:
-        log.warning("%s: job ended early (%s)", where, status.state.value)
+        log.warning("%s: job ended early (%s)", job_name, status.state.value)
     elif status.exit_code == EXIT_BAD_INPUT:
-        raise InputError(f"{where}: {reason}")
+        raise InputError(f"{job_name}: {reason}")
     else:
-        raise StageError(f"{where}: {reason}")
+        raise StageError(f"{job_name}: {reason}")
 
 
 def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
-    """Return the run's own size, smaller batches, and other token budgets."""
+    """Return cases with the run's own size, smaller batches, and other token budgets."""
     budget, batch = trainer_token_budget(config), config.rollout.batch_size
     minibatches = create_algorithm(config).minibatches
-    found = [ProfileCase(starts=batch, token_budget=budget)]
-    for part in (2, 4):
-        starts = batch // part
-        if starts >= processes and not starts * config.rollout.group_size % minibatches:
-            found.append(ProfileCase(starts=starts, token_budget=budget))
+    cases = [ProfileCase(starts=batch, token_budget=budget)]
+    for divisor in (2, 4):
+        num_prompts = batch // divisor
+        if num_prompts >= processes and not num_prompts * config.rollout.group_size % minibatches:
+            cases.append(ProfileCase(starts=num_prompts, token_budget=budget))
     if budget is not None:
-        found += [
+        cases += [
             ProfileCase(starts=batch, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
         ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(cases))
 
 
 def trainer_token_budget(config: RunConfig) -> int | None:
-    """Return the token budget of the run's trainer; None without one."""
+    """Return the token budget of the run's trainer; None if it has no budget."""
     options = config.trainer.validate_options(trainers.get(config.trainer.name).Config, "trainer")
     budget = getattr(options, "max_tokens_per_microbatch", None)
     return None if budget is None else int(budget)
@@ -128,16 +128,16 @@ CACHE_DIR = ".profiles"
 STAGE_JOB_LIMIT_MIN = 5
 """Time limit of each separate stage job, minutes."""
 STAGE_JOBS_SHARE, MIN_STAGE_JOBS_S, LINKS_SHARE, MIXTURE_SHARE = 0.5, 60.0, 0.1, 0.15
-"""Share of the time for separate stage jobs, the seconds that they need, and the shares for links
-between kinds and for each pair of kinds in one job."""
+"""Share of the time for separate stage jobs, the minimum seconds for these, the share for links
+between kinds, and the share for each pair of kinds in one job."""
 MIN_MEASURING_S = 1.0
-"""A job with less time to measure is not started, unless nothing is known yet."""
+"""Minimum measuring time of a job; shorter ones start only if nothing was measured yet."""
 DEFAULT_START_S = 8.0
-"""Seconds reserved for the start of a job until a start was measured."""
+"""Assumed seconds for the start of a job, until a start was measured."""
 MIN_RESTART_S = 15.0
-"""A job is not restarted for less than this."""
+"""Minimum measuring time for which a job is restarted."""
 MAX_ROUNDS = 6
-"""Maximum starts of the jobs of a kind: after an out-of-memory death a job continues without the
+"""Maximum starts of the jobs of a kind. After an out-of-memory failure a job continues without the
 case that caused it."""
 MIN_QUEUE_WAIT_S = 60.0
 """Minimum seconds that jobs wait for nodes."""
@@ -164,9 +164,9 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
         sft: runs the stages before the first iteration, unless they are done.
 
     Raises:
-        PlanError: no such partition, or a damaged file of an earlier pass.
+        PlanError: a partition does not exist, or a file of an earlier pass is damaged.
         InputError: the stages cannot run as configured, or nothing could be measured.
-        StageError: a job failed for another reason than memory.
+        StageError: a job failed, but not because of memory.
         SlurmError: Slurm does not answer.
     """
     cluster = validate(ClusterConfig, run.config.cluster, "cluster")
@@ -174,7 +174,7 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
     if not on_slurm:
         cluster = cluster.model_copy(update={"launcher": "local"})
     plan = resolve_plan(Plan.from_run(run.folder), cluster)
-    kinds = _kinds(cluster, plan, flow_of(run.config), options.partitions)
+    kinds = _kinds_to_measure(cluster, plan, flow_of(run.config), options.partitions)
     identity = ProfileIdentity.of(run.config)
     sft(run)
     with run.lock():
@@ -187,42 +187,41 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
                 else []
             )
             share = LINKS_SHARE * (on_slurm and len(kinds) > 1) + MIXTURE_SHARE * len(pairs)
-            kept = 60 * options.minutes * min(0.5, share)
+            reserved_s = 60 * options.minutes * min(0.5, share)
             work = ProfilePass(run, cluster, plan, launcher, identity, options)
-            for number, kind in enumerate(kinds):
-                work.measure_kind(kind, (end - kept - time.time()) / (len(kinds) - number))
-            between = work.measure_links(kinds, end) if on_slurm else []
-            mixed = [found for pair in pairs for found in work.measure_mixture(pair, end)]
+            for index, kind in enumerate(kinds):
+                work.measure_kind(kind, (end - reserved_s - time.time()) / (len(kinds) - index))
+            links = work.measure_links(kinds, end) if on_slurm else []
+            mixtures = [m for pair in pairs for m in work.measure_mixture(pair, end)]
         finally:
             launcher.close()
     return work.build_profile(
-        kinds, between, mixed, SlurmClient(cluster.poll_interval_s) if on_slurm else None
+        kinds, links, mixtures, SlurmClient(cluster.poll_interval_s) if on_slurm else None
     )
 
 
-def _kinds(
-    cluster: ClusterConfig, plan: Plan, flow: Flow, wanted: Sequence[str]
+def _kinds_to_measure(
+    cluster: ClusterConfig, plan: Plan, flow: Flow, requested: Sequence[str]
 ) -> list[DeviceKind]:
-    """Return the kinds of the requested partitions, else of those in the plan, else of the default
-    partition."""
+    """Return the kinds of the requested partitions, else those of the plan or the default."""
     if cluster.launcher != "slurm":
-        return select_kinds({"local": local_kind()}, wanted or ("local",))
+        return select_kinds({"local": local_kind()}, requested or ("local",))
     inventory = load_or_survey(None, cluster.site)
     kinds = list_kinds(inventory, load_site(cluster.site) if cluster.site else SiteConfig())
     default = default_partition(inventory.partitions)
-    named = [
+    planned = [
         plan.stage_plan(stage).partition or default
         for stage in (flow.rollout_stage, flow.train_stage)
         if stage
     ]
-    chosen = tuple(wanted) or tuple(dict.fromkeys(name for name in named if name))
-    if not chosen:
-        there = ", ".join(sorted({kind.partition for kind in kinds.values()}))
+    partitions = tuple(requested) or tuple(dict.fromkeys(name for name in planned if name))
+    if not partitions:
+        available = ", ".join(sorted({kind.partition for kind in kinds.values()}))
         raise PlanError(
-            "--partition: say which to measure: the plan names none, and the cluster has no "
-            f"default one; there are {there}"
+            "--partition: name a partition to measure: the plan has none, and the cluster has "
+            f"no default; there are {available}"
         )
-    return select_kinds(kinds, chosen)
+    return select_kinds(kinds, partitions)
 
 
 @dataclass
@@ -253,68 +252,64 @@ class ProfilePass:
         end = time.time() + seconds
         self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
         for task in tasks:
-            load_trial(task.trial)  # a damaged one is refused before anything runs
+            load_trial(task.trial)  # raise for a damaged file before anything runs
         if STAGE_JOBS_SHARE * seconds >= MIN_STAGE_JOBS_S:
-            needs = self.stage_plan(kind, 1, 1, time_limit_min=STAGE_JOB_LIMIT_MIN)
-            log.info(
-                "%s: %d iterations of jobs on their own",
-                kind.name,
-                stage_job_bench.MEASURED_ITERATIONS,
-            )
-            until = time.time() + STAGE_JOBS_SHARE * seconds
+            stage_plan = self.stage_plan(kind, 1, 1, time_limit_min=STAGE_JOB_LIMIT_MIN)
+            count = stage_job_bench.MEASURED_ITERATIONS
+            log.info("%s: %d iterations with separate stage jobs", kind.name, count)
+            stage_jobs_end = time.time() + STAGE_JOBS_SHARE * seconds
             self.stage_job_overheads[kind.name] = stage_job_bench.measure_stage_jobs(
-                self.run, self.cluster, needs, folder, until
+                self.run, self.cluster, stage_plan, folder, stage_jobs_end
             )
-        for number in range(MAX_ROUNDS):
-            todo = [task for task in tasks if not is_finished(task)]
-            if not todo or (number and self.share_s(tasks, end, len(todo)) < MIN_RESTART_S):
+        for round_index in range(MAX_ROUNDS):
+            remaining = [task for task in tasks if not is_finished(task)]
+            left_s = self.share_s(tasks, end, max(1, len(remaining)))
+            if not remaining or (round_index and left_s < MIN_RESTART_S):
                 break
-            while todo := self.tasks_in_time(tasks, todo, end):
-                # Tasks of an array have one size; on one machine each task runs alone.
-                group = [task for task in todo if task.nodes == todo[0].nodes]
-                group = group if kind.partition else group[:1]
-                share = max(MIN_MEASURING_S, self.share_s(tasks, end, len(todo)))
-                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(group), share)
-                self.wait_for_jobs(self.submit(kind, group, share), end)
-                todo = todo[len(group) :]
+            while remaining := self.tasks_in_time(tasks, remaining, end):
+                # Tasks of an array have equally many nodes; on one machine tasks run one by one.
+                batch = [task for task in remaining if task.nodes == remaining[0].nodes]
+                batch = batch if kind.partition else batch[:1]
+                task_s = max(MIN_MEASURING_S, self.share_s(tasks, end, len(remaining)))
+                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(batch), task_s)
+                self.wait_for_jobs(self.submit(kind, batch, task_s), end)
+                remaining = remaining[len(batch) :]
 
     def tasks_in_time(
         self, tasks: Sequence[ProfileTask], todo: list[ProfileTask], end: float
     ) -> list[ProfileTask]:
-        """Return the tasks, smallest first, for which there is time; at least one if nothing is
-        known.
+        """Return the first tasks for which there is time; at least one if nothing was measured yet.
 
-        The others are measured by a pass with more time.
+        The others need a pass with more time.
         """
-        kept = list(todo)
-        least = 0 if any(load_trial(task.trial) for task in tasks) else 1
-        while len(kept) > least and self.share_s(tasks, end, len(kept)) < MIN_MEASURING_S:
-            left = kept.pop()
+        first = list(todo)
+        minimum = 0 if any(load_trial(task.trial) for task in tasks) else 1
+        while len(first) > minimum and self.share_s(tasks, end, len(first)) < MIN_MEASURING_S:
+            dropped = first.pop()
             log.warning(
                 "%s: no time for %d processes; give more with --minutes",
-                "+".join(left.kinds),
-                left.processes,
+                "+".join(dropped.kinds),
+                dropped.processes,
             )
-        return kept
+        return first
 
-    def share_s(self, tasks: Sequence[ProfileTask], end: float, jobs: int) -> float:
-        """Return the measuring time of each of some jobs, without their starts."""
-        known = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
-        start_s = max((s for s in known if s is not None), default=DEFAULT_START_S)
-        return (end - time.time()) / jobs - start_s
+    def share_s(self, tasks: Sequence[ProfileTask], end: float, num_jobs: int) -> float:
+        """Return the measuring time of each of ``num_jobs`` jobs, without the time to start."""
+        start_times = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
+        start_s = max((s for s in start_times if s is not None), default=DEFAULT_START_S)
+        return (end - time.time()) / num_jobs - start_s
 
     def new_tasks(self, kind: DeviceKind, folder: Path) -> list[ProfileTask]:
-        """Return a task for each number of processes: powers of two on a node, a full node, two
-        full nodes."""
-        most = (
+        """Return a task per number of processes: powers of two up to a full node, and two nodes."""
+        max_processes = (
             kind.devices_per_node
             if kind.gpus_per_node
             else min(kind.cpus_per_node, MAX_CPU_PROCESSES)
         )
-        most = min(most, self.options.processes or most)
-        counts = sorted({most, *(1 << i for i in range(most.bit_length()))})
+        max_processes = min(max_processes, self.options.processes or max_processes)
+        counts = sorted({max_processes, *(1 << i for i in range(max_processes.bit_length()))})
         shapes = [(1, count) for count in counts]
-        shapes += [(2, 2 * most)] if kind.nodes > 1 else []
+        shapes += [(2, 2 * max_processes)] if kind.nodes > 1 else []
         return [self.task(kind, folder, nodes, count) for nodes, count in shapes]
 
     def task(self, kind: DeviceKind, folder: Path, nodes: int, processes: int) -> ProfileTask:
@@ -337,24 +332,27 @@ class ProfilePass:
         kind: DeviceKind,
         group: list[ProfileTask],
         seconds: float,
-        changed: Callable[[StagePlan], StagePlan] = lambda stage_plan: stage_plan,
+        adapt: Callable[[StagePlan], StagePlan] = lambda stage_plan: stage_plan,
     ) -> dict[str, ProfileTask]:
-        """Start one job for each task, as an array if there are several. Returns the tasks by job
-        id."""
-        # All jobs of an array request what the largest needs.
+        """Start a job for each task, as an array if there are several, and return tasks by job id.
+
+        Args:
+            adapt: changes the request of the jobs.
+        """
+        # All jobs of an array have the request of the largest.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
         stage_plan = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
-        needs = job_resources(changed(stage_plan), self.cluster)
-        stamp = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
-        needs = replace(needs, setup=(stamp, *needs.setup), array_parallelism=1)
+        resources = job_resources(adapt(stage_plan), self.cluster)
+        record_start = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
+        resources = replace(resources, setup=(record_start, *resources.setup), array_parallelism=1)
         jobs = []
-        for number, task in enumerate(group):
+        for index, task in enumerate(group):
             task.folder.mkdir(parents=True, exist_ok=True)
             (task.folder / MANIFEST).unlink(missing_ok=True)
-            for old in task.folder.glob("work-*"):
-                shutil.rmtree(old, ignore_errors=True)
-            update = {"seconds": seconds, "submitted": time.time(), "first": number == 0}
+            for old_folder in task.folder.glob("work-*"):
+                shutil.rmtree(old_folder, ignore_errors=True)
+            update = {"seconds": seconds, "submitted": time.time(), "first": index == 0}
             path = task.folder / "task.json"
             write_atomic(path, task.model_copy(update=update).model_dump_json())
             logs = self.run.folder / "logs" / "profile"
@@ -365,7 +363,7 @@ class ProfilePass:
                     (str(path),),
                     task.folder,
                     logs,
-                    needs,
+                    resources,
                     "pipeline.planning.profile.bench_main",
                 )
             )
@@ -374,8 +372,7 @@ class ProfilePass:
     def stage_plan(
         self, kind: DeviceKind, nodes: int, per_node: int, time_limit_min: int
     ) -> StagePlan:
-        """Return the resources on a kind; what the kind does not define is as in the plan for
-        training."""
+        """Return a request on a kind; the plan's training stage defines CPUs and memory."""
         train = self.plan.stage_plan(self.flow.train_stage)
         return StagePlan(
             partition=kind.partition or None,
@@ -390,32 +387,32 @@ class ProfilePass:
         )
 
     def wait_for_jobs(self, jobs: dict[str, ProfileTask], end: float) -> None:
-        """Wait until jobs have ended; those that have not started by ``end`` are cancelled.
+        """Wait until jobs have ended, and cancel those that have not started by ``end``.
 
-        If nothing is known yet, they wait a minute at least.
+        If nothing was measured yet, jobs may wait for at least ``MIN_QUEUE_WAIT_S``.
         """
-        open_ = dict(jobs)
+        active = dict(jobs)
         if not any(load_trial(task.trial) for task in jobs.values()):
             end = max(end, time.time() + MIN_QUEUE_WAIT_S)
-        while open_:
-            for identity, status in self.launcher.poll(list(open_)).items():
-                # The next task of an array starts as soon as the previous one has ended.
-                waits = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
-                late = waits and time.time() > end
-                if late:
-                    log.warning("job %s waits for %s: cancelled", identity, status.reason)
-                    self.launcher.cancel([identity])
+        while active:
+            for job_id, status in self.launcher.poll(list(active)).items():
+                # A task of an array that waits for the previous task is not late.
+                is_queued = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
+                is_late = is_queued and time.time() > end
+                if is_late:
+                    log.warning("job %s waits for %s: cancelled", job_id, status.reason)
+                    self.launcher.cancel([job_id])
                 elif not status.state.is_active:
-                    record_job_outcome(open_[identity], status)
-                if late or not status.state.is_active:
-                    del open_[identity]
-            if open_:
+                    record_job_outcome(active[job_id], status)
+                if is_late or not status.state.is_active:
+                    del active[job_id]
+            if active:
                 time.sleep(self.launcher.poll_interval_s)
 
     def measure_links(self, kinds: Sequence[DeviceKind], end: float) -> list[MeasuredLink]:
-        """Return the links between kinds, each measured by a job on either; without links that were
-        not measured and whose jobs could not start before ``end``."""
-        found: list[MeasuredLink] = []
+        """Return the links between kinds, each measured by one job on either kind. Links whose jobs
+        could not start before ``end`` are missing."""
+        links: list[MeasuredLink] = []
         for pair in combinations(kinds, 2):
             key = json_digest([kind_key(self.identity, kind) for kind in pair])
             folder = self.cache_folder(key)
@@ -432,12 +429,12 @@ class ProfilePass:
                 except StageError as error:
                     log.warning("no link %s: %s", " - ".join(tasks[0].kinds), error)
             trial = load_trial(tasks[0].trial)
-            found += trial.links if trial is not None else ()
-        return found
+            links += trial.links if trial is not None else ()
+        return links
 
     def measure_mixture(self, pair: KindPair, end: float) -> list[Mixture]:
-        """Measure iterations of one job with a node of either kind; returns nothing if there is no
-        time, or if training was not measured on each kind."""
+        """Measure iterations of a job with a node of each kind; return nothing if there is no time,
+        or if training was not measured on both kinds."""
         times = [self.train_s(kind) for kind in pair.kinds]
         if None in times:
             return []
@@ -448,18 +445,19 @@ class ProfilePass:
         if self.options.fresh:
             shutil.rmtree(folder, ignore_errors=True)
         kind = pair.kinds[0]
-        whole = ProfileCase(
+        full_case = ProfileCase(
             starts=self.run.config.rollout.batch_size,
             token_budget=trainer_token_budget(self.run.config),
         )
         task = self.task(kind, folder, 2, 2).model_copy(
-            update={"kinds": tuple(kind.name for kind in pair.kinds), "cases": (whole,)}
+            update={"kinds": tuple(kind.name for kind in pair.kinds), "cases": (full_case,)}
         )
-        share = min(end - time.time(), 60 * self.options.minutes * MIXTURE_SHARE) - DEFAULT_START_S
-        if not is_finished(task) and share > MIN_MEASURING_S:
-            log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), share)
+        share_s = 60 * self.options.minutes * MIXTURE_SHARE
+        limit_s = min(end - time.time(), share_s) - DEFAULT_START_S
+        if not is_finished(task) and limit_s > MIN_MEASURING_S:
+            log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), limit_s)
             jobs = self.submit(
-                kind, [task], share, lambda stage_plan: pair.request_resources(stage_plan, speeds)
+                kind, [task], limit_s, lambda request: pair.request_resources(request, speeds)
             )
             try:
                 self.wait_for_jobs(jobs, end)
@@ -470,23 +468,23 @@ class ProfilePass:
         return mixed_kinds.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
 
     def train_s(self, kind: DeviceKind) -> float | None:
-        """Return the seconds of training on the whole batch on one process of a kind."""
+        """Return the seconds to train on the whole batch with one process of a kind."""
         samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
-        one = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
-        trials = [trial for path in one if (trial := load_trial(path)) is not None]
-        ran = [
+        paths = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
+        trials = [trial for path in paths if (trial := load_trial(path)) is not None]
+        timings = [
             s
             for t in trials
             for s in t.samples
             if s.stage == self.flow.train_stage and not s.failure
         ]
-        seconds = [s.seconds for s in ran if s.samples == samples and s.seconds > 0]
+        seconds = [s.seconds for s in timings if s.samples == samples and s.seconds > 0]
         return statistics.median(seconds) if seconds else None
 
     def link_task(
         self, pair: Sequence[DeviceKind], key: str, folder: Path, rank: int
     ) -> ProfileTask:
-        """Return the task of one of two jobs that measure their link."""
+        """Return the task of one of the two jobs that measure a link."""
         update = {
             "kinds": tuple(kind.name for kind in pair),
             "folder": folder / str(rank),
@@ -499,8 +497,8 @@ class ProfilePass:
     def build_profile(
         self,
         kinds: Sequence[DeviceKind],
-        between: Sequence[MeasuredLink],
-        mixed: Sequence[Mixture],
+        links: Sequence[MeasuredLink],
+        mixtures: Sequence[Mixture],
         client: SlurmClient | None,
     ) -> Profile:
         """Return the profile of all measurements.
@@ -508,7 +506,7 @@ class ProfilePass:
         Raises:
             InputError: nothing was measured on a kind.
         """
-        config, found, every = self.run.config, {}, []
+        config, kind_profiles, measured = self.run.config, {}, []
         flow = flow_of(config)
         for kind in kinds:
             trials = [t for task in self.tasks[kind.name] if (t := load_trial(task.trial))]
@@ -519,50 +517,52 @@ class ProfilePass:
                     "minutes; give more with --minutes, or leave it out"
                 )
             waits = self.queue_waits(kind, client) if client else []
-            own = self.stage_job_overheads.get(kind.name, [])
-            found[kind.name] = build_profile.build_kind_profile(kind, trials, waits, own, flow)
-            every += trials
-        lengths = build_profile.lengths(every, config.rollout.horizon)
-        size = max(trial.weights_bytes for trial in every)
-        if lengths is None or not size:
-            why = next((s.failure for t in every for s in t.samples if s.failure), "out of time")
-            raise InputError(f"no kind could run a whole iteration of this run: {why}")
+            overheads = self.stage_job_overheads.get(kind.name, [])
+            profile = build_profile.build_kind_profile(kind, trials, waits, overheads, flow)
+            kind_profiles[kind.name] = profile
+            measured += trials
+        lengths = build_profile.lengths(measured, config.rollout.horizon)
+        weights_bytes = max(trial.weights_bytes for trial in measured)
+        if lengths is None or not weights_bytes:
+            failures = (s.failure for t in measured for s in t.samples if s.failure)
+            reason = next(failures, "out of time")
+            raise InputError(f"no kind could run a whole iteration of this run: {reason}")
         return Profile(
             schema_version=SCHEMA,
             created_at=datetime.now(UTC).replace(microsecond=0),
             identity=self.identity,
             samples=config.rollout.batch_size * config.rollout.group_size,
             token_budget=trainer_token_budget(config),
-            weights_bytes=size,
+            weights_bytes=weights_bytes,
             lengths=lengths,
-            kinds=found,
-            links=tuple(between),
-            mixtures=tuple(mixed),
+            kinds=kind_profiles,
+            links=tuple(links),
+            mixtures=tuple(mixtures),
         )
 
     def queue_waits(self, kind: DeviceKind, client: SlurmClient) -> list[QueueWait]:
-        """Return the expected queue waits of jobs of one node and of more."""
-        past = past_waits_s(client, kind.partition)
+        """Return the expected queue waits of jobs with one, two and all nodes of a kind."""
+        past_waits = past_waits_s(client, kind.partition)
         site = job_resources(StagePlan(partition=kind.partition), self.cluster)
-        given = [
+        settings = [
             ("account", site.account),
             ("qos", site.qos),
             ("constraint", kind.constraint or site.constraint),
         ]
-        found = []
+        queue_waits = []
         for nodes in sorted({1, min(2, kind.nodes), kind.nodes}):
             options = [f"--partition={kind.partition}", f"--nodes={nodes}", "--time=60"]
-            options += [f"--{name}={value}" for name, value in given if value]
+            options += [f"--{name}={value}" for name, value in settings if value]
             if kind.gpus_per_node:
                 gpus = ":".join(filter(None, ("gpu", kind.gpu_type, str(kind.gpus_per_node))))
                 options.append(f"--gres={gpus}")
             # The scheduler prints local time without a zone.
             expected = expected_wait_s(client, datetime.now(), *options)
-            found.append(build_profile.build_queue_wait(nodes, expected, past))
-        return found
+            queue_waits.append(build_profile.build_queue_wait(nodes, expected, past_waits))
+        return queue_waits
 
     def cache_folder(self, key: str) -> Path:
-        """Return the folder of the trials of a key."""
+        """Return the folder of the trials with a key."""
         return self.run.folder.parent / CACHE_DIR / key
 
 

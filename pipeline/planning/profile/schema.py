@@ -1,5 +1,4 @@
-"""The profile file: measured costs of an experiment on each kind of device, with units in the
-keys."""
+"""The profile file: measured costs of an experiment on each kind of device; keys contain units."""
 
 from __future__ import annotations
 
@@ -37,23 +36,23 @@ class Measurement(Section):
 
     @model_validator(mode="after")
     def _follows(self) -> Measurement:
-        want = _summary(self.seconds)
-        for name, value in want.items():
-            given = getattr(self, name)
-            if (given is None) != (value is None) or not math.isclose(
-                given or 0.0, value or 0.0, rel_tol=1e-6, abs_tol=1e-9
+        expected = _summary(self.seconds)
+        for name, value in expected.items():
+            stored = getattr(self, name)
+            if (stored is None) != (value is None) or not math.isclose(
+                stored or 0.0, value or 0.0, rel_tol=1e-6, abs_tol=1e-9
             ):
-                raise ValueError(f"{name} {given} does not follow from seconds (that is {value})")
+                raise ValueError(f"{name} {stored} does not follow from seconds (that is {value})")
         return self
 
     @classmethod
     def of(cls, seconds: Sequence[float], **more: Any) -> Self:
-        """Summarise repeats, with the additional fields of a subclass."""
+        """Create a measurement from its repeats and the additional fields of a subclass."""
         return cls(seconds=tuple(seconds), **_summary(seconds), **more)
 
     @property
     def spread_s(self) -> float:
-        """The standard deviation of the repeats; 0 for a single one."""
+        """The standard deviation of the repeats; 0 for a single repeat."""
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
 
 
@@ -67,8 +66,8 @@ def _summary(seconds: Sequence[float]) -> dict[str, float | None]:
         return {"median_s": median, "low_s": None, "high_s": None}
     mean = statistics.fmean(seconds)
     quantile = float(student.ppf((1 + CONFIDENCE) / 2, n - 1))
-    half = quantile * statistics.stdev(seconds) / math.sqrt(n)
-    return {"median_s": median, "low_s": mean - half, "high_s": mean + half}
+    half_width = quantile * statistics.stdev(seconds) / math.sqrt(n)
+    return {"median_s": median, "low_s": mean - half_width, "high_s": mean + half_width}
 
 
 class ProfilePoint(Section):
@@ -77,21 +76,20 @@ class ProfilePoint(Section):
     stage: str
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
-    """Processes of all nodes together: devices used, and the data-parallel size."""
+    """Total number of processes, which is the number of devices and the data-parallel size."""
     samples: int = Field(gt=0)
-    """Samples of the stage, of all processes together; for ``sync`` those of the iteration."""
+    """Samples of the stage over all processes; for ``sync`` those of the iteration."""
     tokens: int = Field(ge=0)
-    """Mean tokens: steps of the responses (rollout, reward), or evaluated positions with prompts
-    and without samples that the algorithm skips (inference, train); 0 for ``sync``."""
+    """Mean tokens: of the responses (rollout, reward), or all computed positions including prompts,
+    without samples that the algorithm skips (inference, train); 0 for ``sync``."""
     token_budget: int | None = Field(default=None, gt=0)
     """Maximum positions of a micro-batch; None if the stage or trainer has no limit."""
     time: Measurement | None = None
-    """Time of the work of one iteration, without job start, imports and loading; None: it
-    failed."""
+    """Time of one iteration, without job start, imports and loading; None: the stage failed."""
     cold: Measurement | None = None
-    """The same for the first work of a process, if it was measured."""
+    """The same for the first iteration of a process, if measured."""
     parts_s: dict[str, Seconds] = {}
-    """Medians of the parts that the stage itself timed, without loading."""
+    """Median seconds of the timed parts of the stage, without loading."""
     peak_memory_bytes: int | None = Field(default=None, ge=0)
     """Maximum over repeats and processes: GPU memory, or resident memory without a GPU."""
     failure: str = ""
@@ -126,32 +124,30 @@ OverheadName = Literal[
 
 
 class Overhead(Measurement):
-    """The time that a stage takes besides its work, for one number of processes."""
+    """Time of a stage besides its work, for one number of processes."""
 
     name: OverheadName
     """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
-    of our code. ``imports``: from there until a stage could begin, with imports on first use.
-    ``completion``: from the end of the work until the driver knows. ``dispatch``: in a run of jobs,
-    from the end of a stage's inputs to its first line. ``alone``: in such a run, from the beginning
-    of ``stage`` to its commit. ``engine_load``: a new engine with weights. ``trainer_load``: a new
-    trainer with weights and optimizer, including its process group. ``weight_load``: other weights
-    into a loaded engine. ``publish``: writing weights. ``offload``, ``onload``: weights and
-    optimizer state from the device into the host's memory and back."""
+    of code. ``imports``: from there until a stage can begin, including imports on first use.
+    ``completion``: from the end of the work until the driver notices it. ``dispatch``: in a run of
+    jobs, from the end of a stage's inputs to its first line of code. ``alone``: in such a run, from
+    the start of ``stage`` to its commit. ``engine_load``: creating an engine with weights.
+    ``trainer_load``: creating a trainer with weights, optimizer and process group. ``weight_load``:
+    loading new weights into an engine. ``publish``: writing weights. ``offload``, ``onload``:
+    moving weights and optimizer state from the device to host memory and back."""
     stage: str = ""
-    """The stage of ``alone`` and of its own imports; "" if the overhead is the same for all
-    stages."""
+    """The stage, for ``alone`` and the imports of that stage; "" if it applies to all stages."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
 
 
 class Mixture(Measurement):
-    """The time of a stage on the whole batch, in one job with a process on a node of each of two
-    kinds."""
+    """The time of a stage on the whole batch, in a job with one process on each of two kinds."""
 
     kinds: tuple[str, str]
     stage: str
     batch_share: tuple[float, float]
-    """Share of the batch of each kind, by its speed."""
+    """Share of the batch that each kind processed."""
 
 
 class ConfidenceInterval(Section):
@@ -169,11 +165,10 @@ class ConfidenceInterval(Section):
 
 
 class MeasuredLink(Section):
-    """The measured time to move ``n`` bytes, ``latency_s + n / bandwidth``, fitted to several
-    sizes."""
+    """The time to transfer ``n`` bytes, ``latency_s + n / bandwidth``, fitted to several sizes."""
 
     path: Literal["intra_node", "inter_node", "inter_partition", "write", "read"]
-    """``write`` and ``read``: through the shared filesystem, synced, page cache dropped."""
+    """``write`` (synced) and ``read`` (without page cache) use the shared filesystem."""
     backend: Literal["gloo", "nccl", "file"]
     between: tuple[str, ...]
     """Kinds at both ends; one if they are the same."""
@@ -208,7 +203,7 @@ class QueueWait(Section):
 
     nodes: int = Field(gt=0)
     test_only_s: Seconds | None = None
-    """Wait expected by Slurm's scheduler (``sbatch --test-only``); None: unknown."""
+    """Wait that Slurm's scheduler expects (``sbatch --test-only``); None: unknown."""
     history: WaitHistory | None = None
     """Waits of the jobs that this user can see in accounting; None: there are none."""
 
@@ -217,7 +212,7 @@ class ResponseLengths(Section):
     """Response lengths in steps, sampled by rollouts of the run's full batch."""
 
     samples: tuple[int, ...] = Field(min_length=1)
-    """Lengths, ascending; of many, evenly spaced ranks with the shortest and the longest."""
+    """Lengths, ascending; if there are many, only evenly spaced ranks, with both extremes."""
     count: int = Field(gt=0)
     """Number of measured lengths."""
     truncated_share: float = Field(ge=0, le=1)
@@ -252,15 +247,13 @@ class KindProfile(Section):
     waits: tuple[QueueWait, ...] = ()
 
     def overhead_s(self, name: OverheadName, processes: int) -> float:
-        """Return the median of an overhead at the measured number of processes nearest to
-        ``processes``.
-
-        It is 0 if it was not measured: a machine without Slurm has no submission.
+        """Return the median of an overhead, measured at the number of processes nearest to
+        ``processes``; 0 if not measured (a machine without Slurm has no submission).
         """
-        known = [entry for entry in self.overheads if entry.name == name and not entry.stage]
-        if not known:
+        matching = [entry for entry in self.overheads if entry.name == name and not entry.stage]
+        if not matching:
             return 0.0
-        return min(known, key=lambda entry: abs(math.log(entry.processes / processes))).median_s
+        return min(matching, key=lambda entry: abs(math.log(entry.processes / processes))).median_s
 
 
 class Profile(Section):
@@ -269,8 +262,8 @@ class Profile(Section):
     schema_version: Literal[1]
     created_at: AwareDatetime
     estimated: bool = False
-    """True if nothing was measured and the numbers come from data sheets, as
-    :mod:`pipeline.planning.profile.data_sheet_profile` makes them."""
+    """True if nothing was measured: the numbers are derived from data sheets, by
+    :mod:`pipeline.planning.profile.data_sheet_profile`."""
     identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Samples of one iteration of the run: prompts times group size."""
@@ -284,42 +277,43 @@ class Profile(Section):
     links: tuple[MeasuredLink, ...] = ()
     """Links between kinds of different partitions."""
     mixtures: tuple[Mixture, ...] = ()
-    """Mixtures of kinds whose nodes one job can have."""
+    """Measurements of jobs with nodes of two kinds."""
 
-    def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], where: str) -> None:
-        """Check that this profile fits a run on some kinds.
+    def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], file: str) -> None:
+        """Check that this profile is valid for a run on some kinds.
 
         Raises:
-            PlanError: it is of another model, configuration or code, or lacks a kind.
+            PlanError: the model, configuration or code differs, or a kind is missing.
         """
         for name, value in identity:
-            if (own := getattr(self.identity, name)) != value:
+            if (measured := getattr(self.identity, name)) != value:
                 raise PlanError(
-                    f"{where}: identity.{name}: this profile is of another {_WORDS[name]} "
-                    f"({own}, the run has {value}); measure again with: rlinf profile"
+                    f"{file}: identity.{name}: this profile is of another {_IDENTITY_NAMES[name]} "
+                    f"({measured}, the run has {value}); measure again with: rlinf profile"
                 )
         for kind in kinds:
             if kind not in self.kinds:
-                raise PlanError(f"{where}: {_lacks(kind, self.kinds)}")
+                raise PlanError(f"{file}: {_missing_kind_message(kind, self.kinds)}")
 
-    def check_stages(self, stages: Collection[str], where: str) -> None:
-        """Check that it contains only stages of a flow.
+    def check_stages(self, stages: Collection[str], file: str) -> None:
+        """Check that the profile contains only stages of a flow.
 
         Raises:
-            PlanError: names the key of the first unknown stage and the most similar one.
+            PlanError: a stage is unknown; the message has its key and a similar stage.
         """
         for name, kind in self.kinds.items():
-            named = [(f"points[{i}]", p.stage) for i, p in enumerate(kind.points)]
-            named += [(f"overheads[{i}]", o.stage) for i, o in enumerate(kind.overheads) if o.stage]
-            for key, stage in named:
+            entries = [(f"points[{i}]", p.stage) for i, p in enumerate(kind.points)]
+            overheads = enumerate(kind.overheads)
+            entries += [(f"overheads[{i}]", o.stage) for i, o in overheads if o.stage]
+            for key, stage in entries:
                 if stage not in stages:
                     raise PlanError(
-                        f"{where}: kinds.{name}.{key}.stage: no stage {stage!r}"
+                        f"{file}: kinds.{name}.{key}.stage: no stage {stage!r}"
                         f"{did_you_mean(stage, stages)}"
                     )
 
     def to_json(self) -> str:
-        """Return the profile as text that :func:`load_profile` reads."""
+        """Return the profile as JSON for :func:`load_profile`."""
         return self.model_dump_json(indent=1) + "\n"
 
     def save(self, path: Path) -> None:
@@ -331,22 +325,22 @@ class Profile(Section):
         write_user_file(path, self.to_json())
 
 
-def _lacks(kind: str, kinds: Mapping[str, KindProfile]) -> str:
+def _missing_kind_message(kind: str, kinds: Mapping[str, KindProfile]) -> str:
     return (
         f"kinds: nothing measured on {kind!r}{did_you_mean(kind, kinds)}; "
         f"measure it with: rlinf profile --partition {kind.partition(':')[0]}"
     )
 
 
-_WORDS = {"model": "model", "config": "configuration", "code": "version of the code"}
+_IDENTITY_NAMES = {"model": "model", "config": "configuration", "code": "version of the code"}
 
 
 def load_profile(path: Path) -> Profile:
     """Read a profile.
 
     Raises:
-        PlanError: the file is missing, not JSON or of another schema, or a key is missing or wrong
-            (negative, not a number, empty); names the file and the key.
+        PlanError: the file is missing, not JSON or of another schema, or a value is missing or
+            invalid; the message names the file and the key.
     """
     values = read_json(path, f"no file {path}; make one with: rlinf profile")
     version = values.get("schema_version", SCHEMA)
@@ -362,7 +356,7 @@ def read_json(path: Path, missing: str) -> dict[str, Any]:
     """Return the JSON object of a measurement file.
 
     Raises:
-        PlanError: there is no valid file; ``missing`` is the message if it does not exist.
+        PlanError: the file is invalid, or does not exist (with the message ``missing``).
     """
     try:
         values = json.loads(path.expanduser().read_text(encoding="utf-8"))
@@ -383,7 +377,7 @@ def validate_section(section: type[SectionT], values: Mapping[str, Any], path: P
     """Validate the ``values`` of a file as a section.
 
     Raises:
-        PlanError: a value is invalid; names the file and the key.
+        PlanError: a value is invalid; the message names the file and the key.
     """
     try:
         return validate(section, values)

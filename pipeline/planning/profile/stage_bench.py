@@ -1,7 +1,7 @@
-"""Measuring inside a profiling job: the run's own stages, iteration after iteration, on its ranks.
+"""Measurements inside a profiling job: it runs the run's stages, iteration after iteration.
 
-The stages run with a learning rate too small to change a weight, so that every repeat, and every
-number of processes, does the same work.
+The learning rate is too small to change a weight, so all repeats and all numbers of processes do
+the same work.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ MAX_LENGTH_ROLLOUTS = 4
 OFFLOAD_REPEATS = 3
 """Repeats of offloading and loading."""
 RENDEZVOUS_DIR = "rendezvous"
-"""Folder in which two jobs find each other; created for each pair."""
+"""Folder of the rendezvous file of two jobs; each pair of kinds has its own."""
 RENDEZVOUS_TIMEOUT_S = 120.0
-"""Seconds that a job waits for the other end of a link."""
+"""Seconds that a job waits for the job at the other end of a link."""
 
 
 def run_task(path: Path, first_line: float, imported: float) -> None:
@@ -77,7 +77,7 @@ def run_task(path: Path, first_line: float, imported: float) -> None:
     world = ProcessGroupInfo.from_environment(task.folder / CHANNELS_FOLDER)
     config = load_config(task.config)
     if task.rank is not None:
-        _meet(task, config)
+        _measure_link_to_other_job(task, config)
     else:
         scratch = task.folder / f"work-{os.environ.get('RLINF_ATTEMPT', 'alone')}"
         bench = StageBench(task, config, world, scratch, imported_at=imported)
@@ -93,7 +93,7 @@ def run_task(path: Path, first_line: float, imported: float) -> None:
 
 @dataclass
 class StageBench:
-    """The state of measuring on one rank; rank 0 writes the trial."""
+    """The state of a benchmark on one rank; rank 0 writes the trial."""
 
     task: ProfileTask
     config: RunConfig
@@ -106,32 +106,32 @@ class StageBench:
     connect_s: float = 0.0
     first_load_s: float = 0.0
     num_iterations: int = 0
-    """Iterations of this process."""
+    """Number of iterations of this process."""
     trajectories: list[Trajectory] = field(default_factory=list)
     trainable_keys: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.config)
         task = self.task
-        known = load_trial(task.trial)
-        blank = Trial(key=task.key, nodes=task.nodes, processes=task.processes)
-        self.trial = blank if known is None or known.key != task.key else known
-        self.device = _device(self.config)
+        saved = load_trial(task.trial)
+        new_trial = Trial(key=task.key, nodes=task.nodes, processes=task.processes)
+        self.trial = new_trial if saved is None or saved.key != task.key else saved
+        self.device = _trainer_device(self.config)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def record_startup(self, first_line: float) -> None:
-        """Record the cost of this job's start, and create the process group."""
-        begun = float(os.environ.get(JOB_STARTED_VARIABLE, self.task.submitted))
+        """Record the time to start this job, and create the process group."""
+        job_start = float(os.environ.get(JOB_STARTED_VARIABLE, self.task.submitted))
         if JOB_STARTED_VARIABLE in os.environ and self.task.first:
-            self.overhead("submission", begun - self.task.submitted)
-        self.overhead("startup", first_line - begun)
+            self.overhead("submission", job_start - self.task.submitted)
+        self.overhead("startup", first_line - job_start)
         self.imports_s = self.imported_at - first_line
         start = time.perf_counter()
         if self.world.size > 1:
             self.world.init_process_group(self.device.type)
         self.connect_s = time.perf_counter() - start
-        # Packages that are imported on first use are separated from loading by loading twice.
+        # Load once here, so that a later load does not include imports on first use.
         start = time.perf_counter()
         policy, options = policy_class(self.config)
         weights = read_manifest(self.task.initial)
@@ -144,27 +144,27 @@ class StageBench:
     def run(self, deadline: float) -> None:
         """Measure links once, then iterations until all cases have converged or time is up.
 
-        Every process runs the first case twice, cold and warm, even without time.
+        Every process runs at least two iterations, a cold and a warm one, even if time is up.
         """
         if self.world.rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch.mkdir(parents=True)
         if not self.trial.links:
             self.measure_links()
-        longest = 0.0
+        longest_s = 0.0
         with StopFlag() as stop, contextlib.suppress(RequeueRequested):
             while True:
                 case = self.trial.next_case(self.task.cases)
-                late = time.time() + longest > deadline and self.num_iterations >= 2
-                number = -1
-                if case is not None and not late and not stop.is_set():
-                    number = self.task.cases.index(case)
-                number = self.broadcast_number(number)
-                if number < 0:
+                is_late = time.time() + longest_s > deadline and self.num_iterations >= 2
+                case_index = -1
+                if case is not None and not is_late and not stop.is_set():
+                    case_index = self.task.cases.index(case)
+                case_index = self.broadcast_number(case_index)
+                if case_index < 0:
                     return
                 start = time.time()
-                self.run_iteration(self.task.cases[number], stop.is_set)
-                longest = max(longest, time.time() - start)
+                self.run_iteration(self.task.cases[case_index], stop.is_set)
+                longest_s = max(longest_s, time.time() - start)
                 if self.num_iterations == 1:
                     self.record_imports()
                     self.measure_offload()
@@ -177,33 +177,33 @@ class StageBench:
             if trainer is not None and budget:
                 trainer.set_max_tokens(budget)
         samples = case.starts * config.rollout.group_size
-        warm = self.stages_run.issuperset(self.graph.flow.stages)
-        total = 0.0
+        is_warm = self.stages_run.issuperset(self.graph.flow.stages)
+        total_s = 0.0
         for stage in self.graph.flow.stages:
-            given = budget if self.has_token_budget(stage) else None
+            limit = budget if self.has_token_budget(stage) else None
             self.update_trial(
-                running=RunningCase(stage=stage, case=case, samples=samples, token_budget=given),
+                running=RunningCase(stage=stage, case=case, samples=samples, token_budget=limit),
             )
             node = StageNode(stage, self.num_iterations)
             inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
-            # The configuration is in the run's folder, whose old outputs sync prunes.
+            # The sync stage prunes old outputs in the folder of this configuration file.
             call = StageCall(
                 stage, self.scratch / CONFIG_FILE, self.folder(node), self.trial.iterations, inputs
             )
-            _forget_peak()
-            # All ranks begin together, even if rank 0 had to write files meanwhile.
+            _reset_peak()
+            # Begin on all ranks at the same time, although rank 0 may have written files.
             self.broadcast_number(0)
             manifest = run_stage(
                 call, config=config, worker_state=self.worker_state, should_stop=stopping
             )
-            peak = self.max_across_ranks(_peak_bytes())
+            peak_bytes = self.max_across_ranks(_peak_bytes())
             if self.world.rank == 0:
-                total += self.record_stage(manifest, samples, given, peak)
+                total_s += self.record_stage(manifest, samples, limit, peak_bytes)
             self.stages_run.add(stage)
         change: dict[str, Any] = {"running": None, "iterations": self.trial.iterations + 1}
         change["memory"] = "device" if _on_gpu() else "host"
-        if warm and self.world.rank == 0:
-            change["repeats"] = self.trial.with_repeat(case, total).repeats
+        if is_warm and self.world.rank == 0:
+            change["repeats"] = self.trial.with_repeat(case, total_s).repeats
         self.update_trial(**change)
         if self.world.rank == 0 and self.num_iterations:
             shutil.rmtree(
@@ -214,8 +214,7 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output: offline stages use the run's, all others a scratch
-        folder."""
+        """Return the folder of a node's output; for offline stages, that of the run."""
         if node.stage in self.graph.flow.offline:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
@@ -223,21 +222,19 @@ class StageBench:
     def record_stage(
         self, manifest: Manifest, samples: int, budget: int | None, peak_bytes: int
     ) -> float:
-        """Add a stage's measurement to the trial. Returns its seconds without loading and
+        """Add a stage's measurement to the trial, and return its seconds without loading and
         offloading."""
-        stage, folder = (
-            manifest.stage,
-            stage_folder(self.scratch, manifest.stage, self.num_iterations),
-        )
-        parts, flow = span_seconds(manifest), self.graph.flow
-        load = parts.pop("load", 0.0)
-        # Offloading depends on what shares the device, so a plan counts it separately.
-        moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
-        seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
-        if load and flow.all_stages[stage].holds == "engine":
-            self.overhead("weight_load" if stage in self.stages_run else "engine_load", load)
-        elif load:
-            self.overhead("trainer_load", load + self.connect_s)
+        stage = manifest.stage
+        folder = stage_folder(self.scratch, stage, self.num_iterations)
+        part_seconds, flow = span_seconds(manifest), self.graph.flow
+        load_s = part_seconds.pop("load", 0.0)
+        # Offloading depends on the stages that share the device, so a plan adds it separately.
+        offload_s = part_seconds.pop("offload", 0.0) + part_seconds.pop("onload", 0.0)
+        seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load_s - offload_s)
+        if load_s and flow.all_stages[stage].holds == "engine":
+            self.overhead("weight_load" if stage in self.stages_run else "engine_load", load_s)
+        elif load_s:
+            self.overhead("trainer_load", load_s + self.connect_s)
             self.connect_s = 0.0
         if stage == flow.producer_of("trajectories"):
             files = (folder / manifest.data).glob("trajectories-*.h5")
@@ -249,7 +246,7 @@ class StageBench:
             rewards = map(StepRewards.from_record, RecordFileReader(files))
             self.trainable_keys = {each.identity.key for each in rewards if each.is_included}
         if stage == flow.publish_stage:
-            self.overhead("publish", parts["publish"])
+            self.overhead("publish", part_seconds["publish"])
             self.update_trial(weights_bytes=int(manifest.metrics["bytes"]))
         sample = StageTiming(
             stage=stage,
@@ -258,7 +255,7 @@ class StageBench:
             cold=stage not in self.stages_run,
             seconds=seconds,
             tokens=self.tokens(stage),
-            parts_s=parts,
+            parts_s=part_seconds,
             peak_memory_bytes=peak_bytes,
         )
         self.update_trial(samples=(*self.trial.samples, sample))
@@ -270,8 +267,8 @@ class StageBench:
         return spec.uses_device and spec.holds == "trainer"
 
     def tokens(self, stage: str) -> int:
-        """Return the tokens of a stage: response steps with loss, or positions that the trainer
-        evaluates."""
+        """Return the tokens of a stage: response tokens in the loss, or all positions that the
+        trainer computes."""
         flow = self.graph.flow
         if stage in (flow.producer_of("trajectories"), flow.producer_of("rewards")):
             return sum(self.lengths())
@@ -279,69 +276,69 @@ class StageBench:
         if not self.has_token_budget(stage) or trainer is None:
             return 0
         policy = trainer.policy
-        chosen = [
-            t
-            for t in self.trajectories
-            if stage != flow.train_stage or t.identity.key in self.trainable_keys
+        records = [
+            trajectory
+            for trajectory in self.trajectories
+            if stage != flow.train_stage or trajectory.identity.key in self.trainable_keys
         ]
-        return sum(map(policy.num_tokens, chosen))
+        return sum(map(policy.num_tokens, records))
 
     def lengths(self) -> list[int]:
-        """Return the length of each response of the last rollout, without the output of tools."""
+        """Return the length of each response of the last rollout, without tool outputs."""
         return [int(loss_mask(trajectory).sum()) for trajectory in self.trajectories]
 
     def record_lengths(self) -> None:
         """Record the response lengths of the last rollout."""
         if len(self.trial.lengths) < MAX_LENGTH_ROLLOUTS:
-            cut = sum(trajectory.stop_reason == "length" for trajectory in self.trajectories)
+            truncated = sum(trajectory.stop_reason == "length" for trajectory in self.trajectories)
             lengths = tuple(sorted(self.lengths()))
-            self.update_trial(
-                lengths=(*self.trial.lengths, lengths), truncated=self.trial.truncated + cut
-            )
+            truncated += self.trial.truncated
+            self.update_trial(lengths=(*self.trial.lengths, lengths), truncated=truncated)
 
     def measure_links(self) -> None:
-        """Measure links to a neighbour on this node and on the next, and through the filesystem."""
-        found: list[MeasuredLink | None] = []
-        between = self.task.kinds
+        """Measure links to a rank on the same node and on the next node, and to the filesystem."""
+        links: list[MeasuredLink | None] = []
+        kinds = self.task.kinds
         per_node = self.world.size // self.task.nodes
-        ends = {1: "intra_node"} if per_node > 1 else {}
+        paths_by_rank = {1: "intra_node"} if per_node > 1 else {}
         if self.task.nodes > 1:
-            ends[per_node] = "inter_node"
-        for other, path in ends.items():
-            if self.world.rank in (0, other):
-                found.append(
-                    link_bench.measure_peer_link(path, between, self.world.rank, other, self.device)
+            paths_by_rank[per_node] = "inter_node"
+        for peer, path in paths_by_rank.items():
+            if self.world.rank in (0, peer):
+                links.append(
+                    link_bench.measure_peer_link(path, kinds, self.world.rank, peer, self.device)
                 )
         if self.world.size == 1:
-            found += link_bench.measure_storage_links(self.scratch, between[0])
-        self.update_trial(links=tuple(link for link in found if link is not None))
+            links += link_bench.measure_storage_links(self.scratch, kinds[0])
+        self.update_trial(links=tuple(link for link in links if link is not None))
 
     def record_imports(self) -> None:
-        """Record the cost of imports: the extra time of the first load."""
-        known = self.trial.overheads_s
-        loads = [known[name][-1] for name in ("engine_load", "trainer_load") if name in known]
-        late = max(0.0, self.first_load_s - min(loads, default=self.first_load_s))
-        self.overhead("imports", self.imports_s + late)
+        """Record the time of imports; those on first use are the extra time of the first load."""
+        overheads = self.trial.overheads_s
+        names = ("engine_load", "trainer_load")
+        loads = [overheads[name][-1] for name in names if name in overheads]
+        late_imports_s = max(0.0, self.first_load_s - min(loads, default=self.first_load_s))
+        self.overhead("imports", self.imports_s + late_imports_s)
 
     def _trainer(self) -> Trainer | None:
-        loaded = self.worker_state.trainer
-        return None if loaded is None else loaded.trainer
+        state = self.worker_state.trainer
+        return None if state is None else state.trainer
 
     def measure_offload(self) -> None:
-        """Offload the trainer's state to the host's memory and load it again."""
-        trainer, residency = self._trainer(), self.worker_state.device_memory
-        if trainer is None or residency is None:
+        """Measure offloading the trainer's state to host memory and loading it back."""
+        trainer, device_memory = self._trainer(), self.worker_state.device_memory
+        if trainer is None or device_memory is None:
             return
-        residency.acquire(trainer)
-        all_or_nothing = DeviceMemoryManager(self.device, sys.maxsize)
-        all_or_nothing.acquire(trainer)
+        device_memory.acquire(trainer)
+        unlimited = DeviceMemoryManager(self.device, sys.maxsize)
+        unlimited.acquire(trainer)
         for _ in range(OFFLOAD_REPEATS):
-            all_or_nothing.offload_all(span=self.timed)
-            all_or_nothing.acquire(trainer, span=self.timed)
+            unlimited.offload_all(span=self.timed)
+            unlimited.acquire(trainer, span=self.timed)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Time a block as an overhead."""
+        """Record the time of a block as an overhead."""
         start = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -352,46 +349,46 @@ class StageBench:
         """Add one measurement of an overhead."""
         self.trial = self.trial.with_overhead(name, seconds)
 
-    def update_trial(self, **change: Any) -> None:
-        """Update the trial; rank 0 writes it."""
-        self.trial = self.trial.model_copy(update=change)
+    def update_trial(self, **changes: Any) -> None:
+        """Update the trial, and write it on rank 0."""
+        self.trial = self.trial.model_copy(update=changes)
         if self.world.rank == 0:
             self.trial.save(self.task.trial)
 
     def broadcast_number(self, number: int) -> int:
-        """Return the number of rank 0."""
-        return self._reduced(number if self.world.rank == 0 else 0, dist.ReduceOp.SUM)
+        """Return the number that rank 0 passes."""
+        return self._all_reduce(number if self.world.rank == 0 else 0, dist.ReduceOp.SUM)
 
     def max_across_ranks(self, number: int) -> int:
-        """Return the largest number of all ranks."""
-        return self._reduced(number, dist.ReduceOp.MAX)
+        """Return the maximum over all ranks."""
+        return self._all_reduce(number, dist.ReduceOp.MAX)
 
-    def _reduced(self, number: int, how: Any) -> int:
+    def _all_reduce(self, number: int, operation: Any) -> int:
         if self.world.size == 1:
             return number
         tensor = torch.tensor(number, dtype=torch.int64)
-        dist.all_reduce(tensor, how)
+        dist.all_reduce(tensor, operation)
         return int(tensor)
 
 
 def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
-    """Return the run's configuration with the size of a case and weights that do not change."""
+    """Return the run's configuration with the size of a case and a negligible learning rate."""
 
-    def named(part: Any, **change: Any) -> Any:
-        return type(part)(**{**part.model_dump(), **change})
+    def updated(section: Any, **values: Any) -> Any:
+        return type(section)(**{**section.model_dump(), **values})
 
     budget = {} if case.token_budget is None else {"max_tokens_per_microbatch": case.token_budget}
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"batch_size": case.starts}),
-            "trainer": named(config.trainer, **budget),
+            "trainer": updated(config.trainer, **budget),
             "optimizer": config.optimizer.model_copy(update=FROZEN_OPTIMIZER),
         }
     )
 
 
 def span_seconds(manifest: Manifest) -> dict[str, float]:
-    """Return the seconds of each part that a stage timed itself, of its slowest rank."""
+    """Return the seconds of each timed part of a stage, as the maximum over ranks."""
     sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in manifest.timing["spans"]:
         if span["name"] != manifest.stage:
@@ -399,12 +396,12 @@ def span_seconds(manifest: Manifest) -> dict[str, float]:
     return {name: max(0.0, *ranks.values()) for name, ranks in sums.items()}
 
 
-def _meet(task: ProfileTask, config: RunConfig) -> None:
-    """Measure the link to the job that was started beside this one."""
+def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
+    """Measure the link to the other job of a pair."""
     assert task.rank is not None
-    device = _device(config)
-    rendezvous = task.folder.parent / RENDEZVOUS_DIR / "link.json"
-    ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous).init_process_group(
+    device = _trainer_device(config)
+    rendezvous_file = task.folder.parent / RENDEZVOUS_DIR / "link.json"
+    ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous_file).init_process_group(
         device.type, RENDEZVOUS_TIMEOUT_S
     )
     link = link_bench.measure_peer_link(
@@ -416,7 +413,7 @@ def _meet(task: ProfileTask, config: RunConfig) -> None:
     dist.destroy_process_group()
 
 
-def _device(config: RunConfig) -> torch.device:
+def _trainer_device(config: RunConfig) -> torch.device:
     return local_device(str((config.trainer.model_extra or {}).get("device", "auto")))
 
 
@@ -425,11 +422,11 @@ def _on_gpu() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
-        # proc(5): 5 resets the peak of the resident set; without permission the peak stays.
+        # proc(5): writing 5 resets the peak resident set size; this needs permission.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

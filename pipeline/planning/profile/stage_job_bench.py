@@ -1,4 +1,4 @@
-"""Measuring stages as separate jobs, one after another, as in a run of the execution ``stage``."""
+"""Measures stages as separate jobs, one after another, as in a run of the execution ``jobs``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from stages.layout import offline_folder
 log = logging.getLogger("rlinf")
 
 MEASURED_ITERATIONS = 3
-"""Number of iterations. The first has no checkpoint to load, so only its dispatches count."""
+"""Number of iterations. In the first one nothing is loaded, so only its dispatches are used."""
 QUEUED_DISPATCH_FACTOR = 3.0
-"""A dispatch that took this many times longer than the fastest was waiting for nodes."""
+"""A dispatch that took longer than this many times the fastest one has waited for nodes."""
 
 
 def measure_stage_jobs(
     run: Run, cluster: ClusterConfig, resources: StagePlan, folder: Path, deadline: float
 ) -> list[Overhead]:
-    """Run a few iterations, each stage as a job of one process, in a separate run folder.
+    """Run a few iterations with each stage as a job of one process, in a separate run folder.
 
-    Finished work is not repeated.
+    Finished stages of an earlier call are not repeated.
 
     Args:
-        deadline: when to stop, in seconds since the epoch; what is finished by then counts.
+        deadline: time to stop, in seconds since the epoch; finished stages are used.
 
     Raises:
         StageError: a stage failed.
@@ -50,14 +50,14 @@ def measure_stage_jobs(
     plan = Plan(defaults=resources)
     scratch = clone_run(run, plan, folder, "alone", MEASURED_ITERATIONS)
 
-    def late() -> bool:
+    def is_late() -> bool:
         return time.time() > deadline
 
-    executor = JobExecutor(scratch, create_launcher(cluster, plan), plan, cluster, late)
+    executor = JobExecutor(scratch, create_launcher(cluster, plan), plan, cluster, is_late)
     try:
         Driver(scratch, executor, max_retries=cluster.max_retries).drive()
     except RequeueRequested:
-        log.warning("time is up before all stages ran as jobs of their own")
+        log.warning("time is up before all stages ran as separate jobs")
         executor.cancel()
     return stage_job_overheads(scratch)
 
@@ -65,33 +65,32 @@ def measure_stage_jobs(
 def stage_job_overheads(run: Run) -> list[Overhead]:
     """Return the dispatch times of all stages together, and imports and work of each stage."""
     graph = Graph(run.config)
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node in graph.nodes():
         manifest = stage_manifest(run.folder, *node)
         if manifest is None or node.stage not in graph.flow.stages:
             continue
         began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
         inputs = graph.inputs(node).values()
-        known = [stage_manifest(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
-        ends = [source.timing["end"] for source in known if source is not None]
-        if ends:
-            found["dispatch", ""].append(began - max(ends))
+        sources = [stage_manifest(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
+        input_ends = [source.timing["end"] for source in sources if source is not None]
+        if input_ends:
+            times["dispatch", ""].append(began - max(input_ends))
         if node.iteration:
-            found["imports", node.stage].append(start - began)
-            found["alone", node.stage].append(end - start)
-    if found:
-        quickest = min(found["dispatch", ""])
-        on_free_nodes = [s for s in found["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * quickest]
-        found["dispatch", ""] = on_free_nodes or [quickest]
+            times["imports", node.stage].append(start - began)
+            times["alone", node.stage].append(end - start)
+    if times:
+        fastest = min(times["dispatch", ""])
+        on_free_nodes = [s for s in times["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * fastest]
+        times["dispatch", ""] = on_free_nodes or [fastest]
     return [
         Overhead.of([max(0.0, s) for s in seconds], name=name, stage=stage, nodes=1, processes=1)
-        for (name, stage), seconds in found.items()
+        for (name, stage), seconds in times.items()
     ]
 
 
 def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
-    """Create a run of the same work under another plan, with SFT done and little
-    evaluation."""
+    """Create a run with the same work and another plan, a finished SFT and no evaluation."""
     config = run.config.model_copy(
         update={
             "run": RunSection(name=name, root=root),
@@ -102,19 +101,19 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
     )
     clone = create_run(config, plan.to_dict())
     for stage in flow_of(config).offline:
-        source, target = (offline_folder(one.folder, stage) for one in (run, clone))
+        source, target = (offline_folder(owner.folder, stage) for owner in (run, clone))
         if target.exists():
             continue
-        partly = target.with_name(f"{target.name}.part")
-        shutil.rmtree(partly, ignore_errors=True)
-        # The manifest must not exist before the files.
-        shutil.copytree(source, partly, copy_function=os.link)
+        partial = target.with_name(f"{target.name}.part")
+        shutil.rmtree(partial, ignore_errors=True)
+        # Rename at the end, because the manifest must not exist before the other files.
+        shutil.copytree(source, partial, copy_function=os.link)
         manifest = read_manifest(source)
         if manifest is not None:
-            # It was evaluated on more samples, and must count nevertheless.
-            (partly / MANIFEST).unlink()
+            # The original used other evaluation settings, so give it the key of this run.
+            (partial / MANIFEST).unlink()
             code = CodeSnapshot.from_checkout(clone.config, stage).digest(stage)
             key = stage_key(clone.config, stage, 0, manifest.inputs, code)
-            commit_output(partly, replace(manifest, key=key))
-        partly.rename(target)
+            commit_output(partial, replace(manifest, key=key))
+        partial.rename(target)
     return clone

@@ -25,38 +25,38 @@ OTHER_COLOURS = {
 """Colours of activities that are not stages of a language task."""
 
 
-def gantt_chart(trace: SimulationTrace, newest: int = 3) -> Figure:
-    """Draw the spans of the last iterations, on a lane for each pool."""
+def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
+    """Draw the spans of the last ``num_iterations``, with one row per pool."""
     pools = len(trace.placement.pools)
-    since = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - newest)]
+    start_s = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - num_iterations)]
     colours = _stage_colours(trace)
     height = 0.55 * pools + 1.3
     figure, axis = plt.subplots(figsize=(10, height))
-    shown: set[str] = set()
+    drawn: set[str] = set()
     for pool in range(pools):
         bars: dict[str, list[tuple[float, float]]] = {}
         for span in trace.spans:
-            if span.pool == pool and span.end > since and span.kind != "transfer":
+            if span.pool == pool and span.end > start_s and span.kind != "transfer":
                 name = span.stage if span.kind == "work" else span.kind
-                start = max(span.start, since)
-                bars.setdefault(name, []).append((start - since, span.end - start))
+                span_start = max(span.start, start_s)
+                bars.setdefault(name, []).append((span_start - start_s, span.end - span_start))
         for name, spans in bars.items():
-            shown.add(name)
-            # Weights move while the pool does other work.
-            y, thick = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
+            drawn.add(name)
+            # Weights are sent while the pool does other work.
+            y, size = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
             edge = "white" if len(spans) <= 120 else "none"
-            axis.broken_barh(spans, (y, thick), facecolors=colours[name], edgecolor=edge, lw=0.3)
-    for begin in trace.iteration_starts:
-        if begin >= since:
-            axis.axvline(begin - since, color="#9aa4af", lw=0.8, ls=":")
+            axis.broken_barh(spans, (y, size), facecolors=colours[name], edgecolor=edge, lw=0.3)
+    for boundary in trace.iteration_starts:
+        if boundary >= start_s:
+            axis.axvline(boundary - start_s, color="#9aa4af", lw=0.8, ls=":")
     axis.set_yticks(range(pools), [_label(trace, pool) for pool in range(pools)], fontsize=8)
     axis.set(
-        xlim=(0, trace.iteration_starts[-1] - since),
+        xlim=(0, trace.iteration_starts[-1] - start_s),
         ylim=(pools - 0.45, -0.55),
         xlabel="seconds",
     )
     axis.grid(axis="y", visible=False)
-    names = [name for name in colours if name in shown]
+    names = [name for name in colours if name in drawn]
     handles = [Patch(color=colours[name], label=name) for name in names]
     axis.legend(
         handles=handles, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8
@@ -73,20 +73,20 @@ def write_png(trace: SimulationTrace, path: Path) -> None:
 
 
 def write_html(
-    trace: SimulationTrace, path: Path, title: str, called: str, scenario: Scenario, seed: int
+    trace: SimulationTrace, path: Path, title: str, label: str, scenario: Scenario, seed: int
 ) -> None:
-    """Write an HTML page with the scenario, the figures, the chart and the table.
+    """Write an HTML page with the scenario, the statistics, the chart and the table.
 
     Args:
-        called: the name or the file of the scenario.
+        label: the name or the file of the scenario.
     """
-    head, *body = pool_table(trace)
+    header, *body = pool_table(trace)
     config = scenario.model_dump(mode="json", exclude_defaults=True)
     page = render_template(
         "simulation.html.jinja",
         name=f"{title}: simulation",
         tiles=summary_tiles(trace, seed),
-        called=called,
+        scenario_name=label,
         scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
         sections=[
             {
@@ -95,7 +95,7 @@ def write_html(
                 "svg": inline_svg(gantt_chart(trace), "g"),
             }
         ],
-        head=head,
+        header=header,
         rows=body,
     )
     write_user_file(path, page)

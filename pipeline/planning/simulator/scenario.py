@@ -22,14 +22,14 @@ class DecodingReplica(Section):
     gpus: int = Field(default=1, ge=1)
     """GPUs of one worker (tensor parallel)."""
     slots: int = Field(default=256, ge=1)
-    """Samples that run at once; others wait for a slot."""
+    """Samples that run concurrently; others wait for a slot."""
     fixed_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a decoding step with full slots that does not shrink with fewer samples: reading the
     weights, launching kernels."""
 
 
 class LengthDistribution(Section):
-    """Samples of unequal length, because of which the workers of a stage do not finish together.
+    """Samples of unequal length, which make workers of a stage finish at different times.
 
     Relative lengths have mean 1. They come from a lognormal distribution cut at ``longest``, or
     from the measured lengths in ``empirical``.
@@ -47,8 +47,8 @@ class LengthDistribution(Section):
     replicas: dict[str, DecodingReplica] = {}
     """Workers by kind of GPU; a missing kind uses the defaults of ``DecodingReplica``."""
     profiled: bool = True
-    """True if the measured speed of the stage includes its tail: times are then scaled so that the
-    mean duration is the measured one, otherwise so that equal lengths take it."""
+    """True if the measured duration includes the tail of long samples, so that the simulated mean
+    equals it; False if it is the duration for samples of equal length."""
 
 
 class Stragglers(Section):
@@ -57,20 +57,19 @@ class Stragglers(Section):
     per_gpu_hour: float = Field(gt=0)
     """How often a GPU becomes slow, per hour."""
     factor: float = Field(default=2.0, ge=1)
-    """Factor by which its work takes longer."""
+    """Factor by which work takes longer while the GPU is slow."""
     mean_s: float = Field(default=600.0, gt=0)
-    """Mean duration of being slow (exponential)."""
+    """Mean duration of a slow phase (exponential)."""
     balanced: frozenset[str] = frozenset({"rollout"})
-    """Stages whose workers fetch samples when they are free; in others the slowest GPU determines
-    the speed."""
+    """Stages whose workers fetch work when they are free; in other stages the slowest GPU
+    determines the speed."""
 
 
 class QueueWaits(Section):
     """Queue waits before a job starts; without them jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: every wait is that of its kind; ``exponential``: the wait of the kind is the
-    mean."""
+    """``none``: every wait equals that of its kind; ``exponential``: that is only the mean."""
 
 
 class JobInterruptions(Section):
@@ -82,25 +81,25 @@ class JobInterruptions(Section):
     per_hour: dict[str, NotNegative] = {}
     """Interruptions by kind, instead of the ``interruptions_per_hour`` of the problem."""
     redo: Literal["micro-batch", "iteration"] = "micro-batch"
-    """The work that is repeated after an interruption: the micro-batch, or the iteration in all
-    pools."""
+    """The work that is repeated after an interruption: the chunk (``micro-batch``), or the
+    iteration in all pools."""
 
 
 class Walltime(Section):
     """A time limit of jobs, which are followed by new ones.
 
-    A pool begins no micro-batch that would not end within its lease.
+    A pool begins no chunk that would end after its lease.
     """
 
     limit_s: float = Field(gt=0)
     lead_s: float = Field(default=0.0, ge=0)
     """Seconds before the end at which the next job is submitted; 0: after the end of the old job.
-    Both may be allocated for some time."""
+    Otherwise both jobs may be allocated for some time."""
 
     @model_validator(mode="after")
     def _ends(self) -> Walltime:
         if self.lead_s >= self.limit_s:
-            raise ValueError("lead_s must be below limit_s, or no job would come to its end")
+            raise ValueError("lead_s must be below limit_s, or jobs would be replaced at once")
         return self
 
 
@@ -126,7 +125,7 @@ class Scenario(Section):
     """A scenario. With the defaults, pools work at their measured speed without disturbances."""
 
     capacity: int | None = Field(default=None, ge=1)
-    """Maximum micro-batches in a channel between pools before the sender waits; None: no limit."""
+    """Maximum chunks in a channel between pools before the sender waits; None: no limit."""
     startup_s: float = Field(default=0.0, ge=0)
     """Seconds from the start of a job to its first work: processes, weights, compilation."""
     lengths: LengthDistribution | None = None
@@ -141,16 +140,16 @@ def check_scenario(scenario: Scenario, stages: Collection[str], kinds: Collectio
     """Check that a scenario names only stages and kinds of a problem.
 
     Raises:
-        PlanError: names the key of the first unknown name and the most similar known one.
+        PlanError: the scenario has an unknown name; the message suggests a similar one.
     """
-    for key, what, name in _named(scenario):
-        known = stages if what == "stage" else kinds
+    for key, category, name in _referenced_names(scenario):
+        known = stages if category == "stage" else kinds
         if name not in known:
-            raise PlanError(f"{key}: no {what} {name!r}{did_you_mean(name, known)}")
+            raise PlanError(f"{key}: no {category} {name!r}{did_you_mean(name, known)}")
 
 
-def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
-    """Yield keys with the stages and kinds that they name."""
+def _referenced_names(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+    """Yield key, category (stage or kind) and name of everything that a scenario refers to."""
     if scenario.lengths is not None:
         yield "lengths.stage", "stage", scenario.lengths.stage
         yield from (("lengths.replicas", "kind", kind) for kind in scenario.lengths.replicas)
@@ -169,5 +168,5 @@ def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return a random generator for one purpose and object, independent of all others."""
+    """Return an independent random generator for one purpose and the object ``ids``."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))

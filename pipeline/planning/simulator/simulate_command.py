@@ -1,5 +1,4 @@
-"""The command ``rlinf simulate``: load a problem by name or from files, simulate it, and print a
-table."""
+"""The command ``rlinf simulate``: load a placement problem, simulate it, and print a table."""
 
 from __future__ import annotations
 
@@ -26,42 +25,43 @@ from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
 
 
-def load_problem(what: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
-    """Return the problem of a study or file, and the placement of the plan, of the file, or the
-    best.
+def load_problem(name: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
+    """Return the problem of a study or YAML file, and its placement.
+
+    The placement is that of ``plan``, else that of the file, else the best one.
 
     Raises:
         PlanError: the study or file does not exist, or is invalid.
     """
     placement = None
-    if what in studies.STUDIES:
-        problem = studies.STUDIES[what].problem
-    elif Path(what).suffix in (".yaml", ".yml"):
-        problem, placement = read_problem(Path(what))
+    if name in studies.STUDIES:
+        problem = studies.STUDIES[name].problem
+    elif Path(name).suffix in (".yaml", ".yml"):
+        problem, placement = read_problem(Path(name))
     else:
         raise PlanError(
-            f"{what!r} is neither a YAML file nor a study{did_you_mean(what, studies.STUDIES)}"
+            f"{name!r} is neither a YAML file nor a study{did_you_mean(name, studies.STUDIES)}"
         )
     if plan is not None:
-        known = read_plan(plan)
-        seldom = known.flow.all_stages.keys() - known.flow.stages
-        placement = placement_from_pools(problem, known.pools, known.num_chunks, seldom)
+        loaded = read_plan(plan)
+        occasional = loaded.flow.all_stages.keys() - loaded.flow.stages
+        placement = placement_from_pools(problem, loaded.pools, loaded.num_chunks, occasional)
     return problem, placement or solve(problem)[0].placement
 
 
-def load_scenario(what: str, scenario: str | None) -> Scenario:
-    """Return the scenario of a file, or by name for a study; everything is off without one.
+def load_scenario(problem_name: str, scenario: str | None) -> Scenario:
+    """Return a scenario by name (for a study) or from a file; None: no disturbances.
 
     Raises:
-        ConfigError: the file is missing, not YAML, or invalid; names the key.
+        ConfigError: the file is missing, not YAML, or invalid; the message names the key.
     """
     if scenario is None:
         return Scenario()
-    if what in studies.STUDIES and scenario in studies.SCENARIOS:
-        return studies.STUDIES[what].scenario(scenario)
+    if problem_name in studies.STUDIES and scenario in studies.SCENARIOS:
+        return studies.STUDIES[problem_name].scenario(scenario)
     path = Path(scenario)
     if not path.exists():
-        hint = did_you_mean(scenario, studies.SCENARIOS) if what in studies.STUDIES else ""
+        hint = did_you_mean(scenario, studies.SCENARIOS) if problem_name in studies.STUDIES else ""
         raise ConfigError(f"scenario: no file {path}{hint}")
     values = read_yaml(path, "scenario", ConfigError) or {}
     if not isinstance(values, Mapping):
@@ -70,7 +70,7 @@ def load_scenario(what: str, scenario: str | None) -> Scenario:
 
 
 def run_simulate(
-    what: str,
+    problem_name: str,
     plan: Path | None,
     scenario: str | None,
     iterations: int,
@@ -79,12 +79,12 @@ def run_simulate(
     page: Path | None,
 ) -> None:
     """Simulate, print the table, and write the requested charts."""
-    problem, placement = load_problem(what, plan)
-    loaded = load_scenario(what, scenario)
-    trace = simulate(problem, placement, loaded, iterations, seed)
+    problem, placement = load_problem(problem_name, plan)
+    loaded_scenario = load_scenario(problem_name, scenario)
+    trace = simulate(problem, placement, loaded_scenario, iterations, seed)
     console = create_console()
-    head, *body = pool_table(trace)
-    table = Table(*head)
+    header, *body = pool_table(trace)
+    table = Table(*header)
     for row in body:
         table.add_row(*row)
     console.print(table)
@@ -95,5 +95,5 @@ def run_simulate(
         if png is not None:
             charts.write_png(trace, png)
         if page is not None:
-            called = scenario or "none"
-            charts.write_html(trace, page, what, called, loaded, seed)
+            scenario_name = scenario or "none"
+            charts.write_html(trace, page, problem_name, scenario_name, loaded_scenario, seed)

@@ -1,4 +1,4 @@
-"""A simulated pool: jobs that wait, start, are interrupted or reach their limit, and their work."""
+"""A simulated pool: its jobs wait, start, work, are interrupted or reach their time limit."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from rlinf.errors import PlanError
 
 Process = Generator[Any, Any, Any]
 INTERRUPTED = "lost"
-"""Cause of the interrupt that the working process receives."""
+"""Cause of the interrupt that the simulated process receives."""
 MAX_RENEWALS = 10_000
-"""Maximum renewals of jobs in a row without work between them."""
+"""Maximum number of consecutive renewals of jobs without work between them."""
 MAX_SPEED_CHANGES = 100_000
-"""Maximum speed changes of a pool during one micro-batch."""
+"""Maximum number of speed changes of a pool during one chunk."""
 MAX_INTERRUPTIONS = 1000
-"""Maximum interruptions in a row of one micro-batch."""
+"""Maximum number of consecutive interruptions of one chunk."""
 
 
 class StragglerSpeed:
-    """The speed of a pool over time: 1, or less while some of its GPUs are slow.
+    """The relative speed of a pool over time: 1, or less while some of its GPUs are slow.
 
-    Times of calls must not decrease.
+    Calls must come in the order of time.
     """
 
     def __init__(self, model: Stragglers | None, gpus: int, rng: np.random.Generator) -> None:
         self._model, self._gpus, self._rng = model, gpus, rng
-        self._ends: list[float] = []
-        self._next = self._gap(0.0) if model else math.inf
+        self._slow_until: list[float] = []
+        self._next_slowdown = self._draw_slowdown(0.0) if model else math.inf
 
-    def _gap(self, now: float) -> float:
+    def _draw_slowdown(self, now: float) -> float:
         assert self._model is not None
         rate = self._model.per_gpu_hour * self._gpus / 3600
         return now + float(self._rng.exponential(1 / rate))
@@ -58,25 +58,26 @@ class StragglerSpeed:
             return start + seconds
         now = start
         for _ in range(MAX_SPEED_CHANGES):
-            while self._next <= now:
-                end = self._next + float(self._rng.exponential(self._model.mean_s))
-                heapq.heappush(self._ends, end)
-                self._next = self._gap(self._next)
-            while self._ends and self._ends[0] <= now:
-                heapq.heappop(self._ends)
-            slow = len(self._ends)
+            while self._next_slowdown <= now:
+                end = self._next_slowdown + float(self._rng.exponential(self._model.mean_s))
+                heapq.heappush(self._slow_until, end)
+                self._next_slowdown = self._draw_slowdown(self._next_slowdown)
+            while self._slow_until and self._slow_until[0] <= now:
+                heapq.heappop(self._slow_until)
+            num_slow = len(self._slow_until)
             if balanced:
-                pace = 1 - min(1.0, slow / self._gpus) * (1 - 1 / self._model.factor)
+                speed = 1 - min(1.0, num_slow / self._gpus) * (1 - 1 / self._model.factor)
             else:
-                pace = 1 / self._model.factor if slow else 1.0
-            until = min(self._next, self._ends[0] if self._ends else math.inf)
-            if seconds <= pace * (until - now):
-                return now + seconds / pace
-            seconds -= pace * (until - now)
-            now = until
+                speed = 1 / self._model.factor if num_slow else 1.0
+            next_end = self._slow_until[0] if self._slow_until else math.inf
+            next_change = min(self._next_slowdown, next_end)
+            if seconds <= speed * (next_change - now):
+                return now + seconds / speed
+            seconds -= speed * (next_change - now)
+            now = next_change
         raise PlanError(
             f"stragglers.per_gpu_hour: {self._model.per_gpu_hour:g} makes {self._gpus} GPUs slow "
-            f"more than {MAX_SPEED_CHANGES:,} times during one micro-batch; lower it"
+            f"more than {MAX_SPEED_CHANGES:,} times during one chunk; lower it"
         )
 
 
@@ -86,56 +87,56 @@ class SimulatedJob:
     def __init__(self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, seed: int, k: int):
         self.pool, self.kind, self.gpus = pool, kind, gpus
         self._scenario = scenario
-        self._waits = random_generator(seed, "waits", pool, k)
-        self.losses = random_generator(seed, "losses", pool, k)
+        self._wait_rng = random_generator(seed, "waits", pool, k)
+        self.interruption_rng = random_generator(seed, "losses", pool, k)
         self.allocated_since = self.wait()
-        self.up_at = self.allocated_since + scenario.startup_s
-        """Time at which it can work (again)."""
+        self.ready_at = self.allocated_since + scenario.startup_s
+        """Time from which the job can work (again)."""
         self.allocations: list[GpuAllocation] = []
 
     def wait(self) -> float:
-        """Return the seconds in the queue."""
+        """Draw the seconds that the job waits in the queue."""
         queue = self._scenario.queue
         expected = float(self.kind.queue_wait_s(np.array(self.gpus)))
         if queue is None or not expected:
             return 0.0
         if queue.spread == "none":
             return expected
-        return float(self._waits.exponential(expected))
+        return float(self._wait_rng.exponential(expected))
 
     @property
     def lease_end(self) -> float:
-        """The end of the job by its time limit."""
+        """The time at which the job reaches its time limit."""
         walltime = self._scenario.walltime
         return math.inf if walltime is None else self.allocated_since + walltime.limit_s
 
     def close(self, now: float) -> None:
-        """End the job, or record its end at the time limit."""
+        """End the job at ``now``, or at its time limit if that is earlier."""
         end = min(now, self.lease_end)
         if end > self.allocated_since:
             self.allocations.append(
                 GpuAllocation(self.pool, self.kind.name, self.gpus, self.allocated_since, end)
             )
 
-    def lose(self, now: float) -> None:
+    def interrupt(self, now: float) -> None:
         """Interrupt the job, which then waits in the queue again."""
         self.close(now)
         self.allocated_since = now + self.wait()
-        self.up_at = self.allocated_since + self._scenario.startup_s
+        self.ready_at = self.allocated_since + self._scenario.startup_s
 
     def renew(self, now: float) -> None:
-        """Replace the job by the next one, which may have been submitted before."""
+        """Replace the job by the next one, which may have been submitted before ``now``."""
         walltime = self._scenario.walltime
         assert walltime is not None
         submitted = max(self.allocated_since, min(now, self.lease_end - walltime.lead_s))
         started = submitted + self.wait()
         ready = started + self._scenario.startup_s
         if walltime.lead_s:
-            # The old job stays until the new one can work, but not beyond its limit.
+            # The old job runs until the new one can work, but not beyond its time limit.
             self.close(max(now, ready))
         else:
             self.close(now)
-        self.allocated_since, self.up_at = started, ready
+        self.allocated_since, self.ready_at = started, ready
 
 
 class SimulatedPool:
@@ -150,139 +151,139 @@ class SimulatedPool:
         scenario: Scenario,
         seed: int,
         trace: SimulationTrace,
-        lost: Callable[[], None],
+        on_interruption: Callable[[], None],
     ) -> None:
         self._env, self.number, self._scenario, self._trace = env, number, scenario, trace
-        self._lost = lost
+        self._on_interruption = on_interruption
         self.jobs = [
             SimulatedJob(number, kind, n, scenario, seed, k)
             for k, (kind, n) in enumerate(zip(kinds, gpus, strict=True))
             if n
         ]
-        self.turn = simpy.Resource(env)
-        """Held by the working process, if several compete (the halves of a cycle)."""
-        total = sum(job.gpus for job in self.jobs)
-        self._pace = StragglerSpeed(
-            scenario.stragglers, total, random_generator(seed, "stragglers", number)
+        self.lock = simpy.Resource(env)
+        """Lock of the working process, if several compete (the halves of a cycle)."""
+        num_gpus = sum(job.gpus for job in self.jobs)
+        self._straggler_speed = StragglerSpeed(
+            scenario.stragglers, num_gpus, random_generator(seed, "stragglers", number)
         )
-        self._balanced = scenario.stragglers.balanced if scenario.stragglers else frozenset()
-        self._at_work: simpy.Process | None = None
+        self._balanced_stages = scenario.stragglers.balanced if scenario.stragglers else frozenset()
+        self._worker: simpy.Process | None = None
         if scenario.losses is not None:
             for job in self.jobs:
                 rate = scenario.losses.per_hour.get(job.kind.name, job.kind.interruptions_per_hour)
                 if rate:
-                    env.process(self._losses(job, 3600 / rate))
+                    env.process(self._interrupt_randomly(job, 3600 / rate))
 
     def start(self) -> Process:
         """Wait for the jobs to start."""
-        up = max(job.up_at for job in self.jobs)
-        if up > self._env.now:
-            self.add_span("", 0, 0, "queue", self._env.now, up)
-            yield self._env.timeout(up - self._env.now)
+        ready_at = max(job.ready_at for job in self.jobs)
+        if ready_at > self._env.now:
+            self.add_span("", 0, 0, "queue", self._env.now, ready_at)
+            yield self._env.timeout(ready_at - self._env.now)
 
     def close(self) -> list[GpuAllocation]:
         """End all jobs, and return their allocations."""
         for job in self.jobs:
             job.close(self._env.now)
-        return [hold for job in self.jobs for hold in job.allocations]
+        return [allocation for job in self.jobs for allocation in job.allocations]
 
     def work(
         self,
         seconds: float,
         stage: str,
         iteration: int,
-        micro_batch: int = 0,
+        chunk: int = 0,
         kind: SpanKind | None = "work",
-        beside: Sequence[SimulatedPool] = (),
+        other_pools: Sequence[SimulatedPool] = (),
     ) -> Process:
-        """Do work that takes ``seconds`` at full speed, again if it is interrupted, and return its
-        seconds.
+        """Do work that takes ``seconds`` at full speed, and return its duration.
 
-        If ``kind`` is None, the caller records the span. Pools in ``beside`` work on it too.
+        Interrupted work is repeated. If ``kind`` is None, the caller records the span. The
+        ``other_pools`` work on it too.
 
         Raises:
             PlanError: the work takes longer than a lease, or is interrupted too often.
         """
-        every, losses = (self, *beside), 0
+        pools, num_interruptions = (self, *other_pools), 0
         while seconds > 0:
-            for pool in every:
+            for pool in pools:
                 yield from pool._available(seconds, stage, iteration)
-            start, balanced = self._env.now, stage in self._balanced
-            end = max(pool._pace.finish(start, seconds, balanced=balanced) for pool in every)
-            for pool in every:
-                pool._at_work = self._env.active_process
+            start, balanced = self._env.now, stage in self._balanced_stages
+            end = max(
+                pool._straggler_speed.finish(start, seconds, balanced=balanced) for pool in pools
+            )
+            for pool in pools:
+                pool._worker = self._env.active_process
             try:
                 yield self._env.timeout(end - start)
             except simpy.Interrupt as interrupt:
-                self.add_span(stage, iteration, micro_batch, "redone", start, self._env.now)
+                self.add_span(stage, iteration, chunk, "redone", start, self._env.now)
                 if interrupt.cause != INTERRUPTED:
                     raise
-                self._lost()
-                losses += 1
-                if losses == MAX_INTERRUPTIONS:
+                self._on_interruption()
+                num_interruptions += 1
+                if num_interruptions == MAX_INTERRUPTIONS:
                     raise PlanError(
-                        f"losses: a micro-batch of stage {stage!r}, {seconds:.3g} s, was lost "
-                        f"{losses} times in a row and would never end; lower losses.per_hour, or "
-                        "use more micro-batches"
+                        f"losses: a chunk of stage {stage!r}, {seconds:.3g} s, was lost "
+                        f"{MAX_INTERRUPTIONS} times in a row and would never end; lower "
+                        "losses.per_hour, or use more chunks"
                     ) from None
                 continue
             finally:
-                for pool in every:
-                    pool._at_work = None
+                for pool in pools:
+                    pool._worker = None
             if kind is not None:
-                for pool in every:
-                    pool.add_span(stage, iteration, micro_batch, kind, start, end)
+                for pool in pools:
+                    pool.add_span(stage, iteration, chunk, kind, start, end)
             return end - start
         return 0.0
 
     def _available(self, seconds: float, stage: str, iteration: int) -> Process:
-        """Wait until all jobs run and their leases last for ``seconds``."""
+        """Wait until all jobs run and have at least ``seconds`` left."""
         walltime = self._scenario.walltime
         if walltime and seconds > walltime.limit_s - self._scenario.startup_s:
             raise PlanError(
-                f"stage {stage!r}: a micro-batch takes {seconds:.0f} s on pool {self.number}, more "
-                f"than a job of {walltime.limit_s:.0f} s; use more micro-batches or longer jobs"
+                f"stage {stage!r}: a chunk takes {seconds:.0f} s on pool {self.number}, more "
+                f"than a job of {walltime.limit_s:.0f} s; use more chunks or longer jobs"
             )
-        since, renewals = self._env.now, 0
+        wait_start, renewals = self._env.now, 0
         while True:
             now = self._env.now
-            up = max(job.up_at for job in self.jobs)
-            if up > now:
-                yield self._env.timeout(up - now)
+            ready_at = max(job.ready_at for job in self.jobs)
+            if ready_at > now:
+                yield self._env.timeout(ready_at - now)
                 continue
-            short = [job for job in self.jobs if now + seconds > job.lease_end]
-            if not short:
+            expiring = [job for job in self.jobs if now + seconds > job.lease_end]
+            if not expiring:
                 break
-            for job in short:
+            for job in expiring:
                 job.renew(now)
                 self._trace.renewals += 1
             renewals += 1
             if renewals == MAX_RENEWALS:
                 raise PlanError(
-                    f"stage {stage!r}: the jobs of pool {self.number} wait so long and last so "
-                    "short that they hardly ever run together; use longer jobs or GPUs of one kind"
+                    f"stage {stage!r}: the jobs of pool {self.number} wait so long and run so "
+                    "briefly that they hardly ever overlap; use longer jobs or GPUs of one kind"
                 )
-        self.add_span(stage, iteration, 0, "down", since, self._env.now)
+        self.add_span(stage, iteration, 0, "down", wait_start, self._env.now)
 
-    def _losses(self, job: SimulatedJob, mean_s: float) -> Process:
+    def _interrupt_randomly(self, job: SimulatedJob, mean_s: float) -> Process:
         while True:
-            yield self._env.timeout(float(job.losses.exponential(mean_s)))
-            now, process = self._env.now, self._at_work
+            yield self._env.timeout(float(job.interruption_rng.exponential(mean_s)))
+            now, process = self._env.now, self._worker
             if not job.allocated_since <= now < job.lease_end:
                 continue
             self._trace.interruptions.append(
                 JobInterruption(self.number, job.kind.name, now, process is not None)
             )
-            job.lose(now)
+            job.interrupt(now)
             if process is not None:
-                self._at_work = None
+                self._worker = None
                 process.interrupt(INTERRUPTED)
 
     def add_span(
-        self, stage: str, i: int, micro_batch: int, kind: SpanKind, start: float, end: float
+        self, stage: str, i: int, chunk: int, kind: SpanKind, start: float, end: float
     ) -> None:
         """Record a span, unless it is empty."""
         if end > start:
-            self._trace.spans.append(
-                TraceSpan(self.number, stage, i, micro_batch, kind, start, end)
-            )
+            self._trace.spans.append(TraceSpan(self.number, stage, i, chunk, kind, start, end))

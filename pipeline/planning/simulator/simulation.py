@@ -1,20 +1,18 @@
 """The simulation: processes of pools that work, wait, transfer and are interrupted.
 
-In every iteration a pool runs its stages in the order of the problem. It finishes one before the
-next, which it loads (``switch_s``) as soon as it is free. A stage is divided into micro-batches if
-it streams to or from another pool; it starts with its first input, and each micro-batch costs
-``chunk_s``. A cycle in several pools sends one micro-batch after the other through all its steps,
-in two halves that alternate. A stage in several pools begins when the last of them reaches it. New
-weights move as soon as they are trained. An iteration ends when all stages are done and the weights
-have arrived; then the next one begins.
+In every iteration a pool runs its stages in the order of the problem, one after the other. Loading
+the next stage takes ``switch_s``. A stage is divided into chunks if it streams to or from another
+pool. It starts with its first input, and each chunk costs ``chunk_s``. A cycle over several pools
+sends one chunk after the other through all its steps, in two halves that alternate. A stage in
+several pools begins when the last of them reaches it. New weights are sent as soon as they are
+trained. The next iteration begins when all stages are done and the weights have arrived.
 
-The predictor judges a placement by formulas; this module shares none of them (only which stages
+The predictor evaluates a placement by formulas. This module shares none of them (only which stages
 form a cycle), so that each can verify the other.
 
-Transfers share the network as fluid flows at max-min fair rates. Rates grow together until a link
-is full; the flows on it keep their rate and the others go on growing (progressive filling;
-Bertsekas and Gallager, Data Networks, section 6.5.2). Rates are recomputed whenever a flow starts
-or ends.
+Transfers share the network as fluid flows at max-min fair rates, computed by progressive filling
+(Bertsekas and Gallager, Data Networks, section 6.5.2): all rates grow until a link is full, its
+flows keep their rates, and the others grow on. Rates are recomputed when a flow starts or ends.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from rlinf.errors import PlanError
 
 class _Flow:
     def __init__(self, size: float, links: frozenset[Hashable], done: simpy.Event) -> None:
-        self.left, self.links, self.done, self.rate = size, links, done, 0.0
+        self.bytes_left, self.links, self.done, self.rate = size, links, done, 0.0
 
 
 class SharedNetwork:
@@ -62,72 +60,72 @@ class SharedNetwork:
     ) -> None:
         self._env, self._capacities, self._latency = env, capacities, latency_s
         self._flows: list[_Flow] = []
-        self._since = env.now
-        self._change = 0
+        self._last_update = env.now
+        self._revision = 0
 
     def send(self, size: float, links: Iterable[Hashable]) -> Generator[Any, Any, None]:
-        """Yield until ``size`` bytes have crossed all ``links``.
+        """Wait for the latency, and then until ``size`` bytes have crossed all ``links``.
 
-        The latency comes first. Links without a capacity are no limit.
+        Links without a known capacity are unlimited.
         """
         yield self._env.timeout(self._latency)
-        known = frozenset(link for link in links if link in self._capacities)
-        if size <= 0 or not known:
+        limited_links = frozenset(link for link in links if link in self._capacities)
+        if size <= 0 or not limited_links:
             return
-        flow = _Flow(size, known, self._env.event())
+        flow = _Flow(size, limited_links, self._env.event())
         self._advance()
         self._flows.append(flow)
-        self._share()
+        self._update_rates()
         yield flow.done
 
     def _advance(self) -> None:
-        elapsed = self._env.now - self._since
+        elapsed = self._env.now - self._last_update
         for flow in self._flows:
-            flow.left -= flow.rate * elapsed
-        self._since = self._env.now
+            flow.bytes_left -= flow.rate * elapsed
+        self._last_update = self._env.now
 
-    def _share(self) -> None:
+    def _update_rates(self) -> None:
         for flow, rate in zip(
             self._flows, fair_rates([f.links for f in self._flows], self._capacities), strict=True
         ):
             flow.rate = rate
-        self._change += 1
+        self._revision += 1
         if self._flows:
-            self._env.process(self._wait(self._change))
+            self._env.process(self._end_first_flow(self._revision))
 
-    def _wait(self, change: int) -> Generator[Any, Any, None]:
-        first = min(self._flows, key=lambda flow: flow.left / flow.rate)
-        yield self._env.timeout(max(0.0, first.left / first.rate))
-        if change != self._change:
+    def _end_first_flow(self, revision: int) -> Generator[Any, Any, None]:
+        first = min(self._flows, key=lambda flow: flow.bytes_left / flow.rate)
+        yield self._env.timeout(max(0.0, first.bytes_left / first.rate))
+        if revision != self._revision:
             return
         self._advance()
-        # Equal flows end together; rounding errors must not cause another event.
-        ended = [f for f in self._flows if f is first or f.left <= 1e-9 * f.rate]
+        # Equal flows end at the same time; rounding errors must not cause another event.
+        ended = [f for f in self._flows if f is first or f.bytes_left <= 1e-9 * f.rate]
         self._flows = [f for f in self._flows if f not in ended]
         for flow in ended:
             flow.done.succeed()
-        self._share()
+        self._update_rates()
 
 
 def fair_rates(
     flows: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
 ) -> list[float]:
-    """Return max-min fair rates of flows that each cross the given links."""
+    """Return max-min fair rates of ``flows``, each given by the links that it crosses."""
     rates = [0.0] * len(flows)
     free = dict(capacities)
     growing = set(range(len(flows)))
     while growing:
-        crowd: dict[Hashable, int] = {}
+        users: dict[Hashable, int] = {}
         for i in growing:
             for link in flows[i]:
-                crowd[link] = crowd.get(link, 0) + 1
-        step = min((free[link] / count for link, count in crowd.items()), default=math.inf)
+                users[link] = users.get(link, 0) + 1
+        step = min((free[link] / count for link, count in users.items()), default=math.inf)
         if math.isinf(step):
             raise ValueError("a flow crosses no link with a capacity")
-        full = {link for link, count in crowd.items() if free[link] <= step * count * (1 + 1e-12)}
+        full = {link for link, count in users.items() if free[link] <= step * count * (1 + 1e-12)}
         for i in growing:
             rates[i] += step
-        for link, count in crowd.items():
+        for link, count in users.items():
             free[link] -= step * count
         growing = {i for i in growing if not flows[i] & full}
     return rates
@@ -135,7 +133,7 @@ def fair_rates(
 
 Array = np.ndarray
 Edge = tuple[int, int]
-"""Numbers of two stages in different pools; the second consumes the output of the first."""
+"""Indices of two stages in different pools; the second consumes the output of the first."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +141,16 @@ class StageSpeed:
     """The speed of a stage on its pool."""
 
     seconds: float
-    """Duration of an iteration's work."""
+    """Duration of the stage in one iteration."""
     shares: Array
-    """Part of the work of each kind, ``[kinds]``."""
+    """Share of the work that each kind does, ``[kinds]``."""
     used: Array
-    """Working GPUs, int ``[kinds]``."""
+    """Number of working GPUs, int ``[kinds]``."""
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages that work as one: a single stage, or those of a cycle."""
+    """A single stage, or the stages of a cycle, which run together."""
 
     stages: tuple[int, ...]
     pools: tuple[int, ...]
@@ -160,12 +158,12 @@ class StageGroup:
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
     num_chunks: int
-    """Number of micro-batches: as many as it streams from or to other pools, else 1."""
+    """Number of chunks: 1 unless the group streams to or from other pools."""
     overhead_s: float
-    """Overhead of each micro-batch; 0 without exchange with other pools."""
+    """Overhead of each chunk; 0 without exchange with other pools."""
     shares: tuple[float, ...]
-    """Share of the stages' time of each micro-batch: 1 in total, more if micro-batches are produced
-    one after another and repeat some of it."""
+    """Duration of each chunk relative to the whole batch. The sum is 1, or more if every chunk
+    repeats a part of the work."""
 
 
 class PlacementWork:
@@ -180,136 +178,133 @@ class PlacementWork:
         self.problem, self.placement = problem, placement
         stages = problem.stages
         index = {stage.name: s for s, stage in enumerate(stages)}
-        self.home = pools_of_stages(placement.pools)
-        """The pools that each stage works on, by stage."""
+        self.stage_pools = pools_of_stages(placement.pools)
+        """The pools of each stage."""
         self.speeds = [
             stage_speed(problem, stage, placement.gpus_of(s)) for s, stage in enumerate(stages)
         ]
         edges = [(index[name], s) for s, stage in enumerate(stages) for name in stage.after]
         self.groups = [self._group(members, edges) for members in lockstep_groups(problem)]
-        self.pieces = {s: group.num_chunks for group in self.groups for s in group.stages}
-        """Number of micro-batches by stage."""
-        self.turns = [
+        self.stage_chunks = {s: group.num_chunks for group in self.groups for s in group.stages}
+        """Number of chunks by stage."""
+        self.pool_groups = [
             [g for g, group in enumerate(self.groups) if p in group.pools]
             for p in range(len(placement.pools))
         ]
-        """Groups of each pool, in the order of their work."""
-        ends = problem.sync
-        known = ends is not None and all(name in index for name in ends)
-        self.sync: Edge | None = (index[ends[0]], index[ends[1]]) if ends and known else None
-        """Source and target stage of the weights; None if they stay in their pool."""
-        if self.sync and set(self.home[self.sync[0]]) & set(self.home[self.sync[1]]):
-            self.sync = None
+        """Groups of each pool, in the order in which they run."""
+        self.sync: Edge | None = None
+        """Source and target stage of the weights; None if both are in the same pool."""
+        if problem.sync is not None and all(name in index for name in problem.sync):
+            source, target = (index[name] for name in problem.sync)
+            if not set(self.stage_pools[source]) & set(self.stage_pools[target]):
+                self.sync = (source, target)
 
     def switch_s(self, pool: int, group: int) -> float:
-        """Return the seconds until a pool with other stages has loaded a group's stages.
+        """Return the seconds in which a pool loads a group's stages; 0 if it has no other stages.
 
-        Each kind of GPU loads one stage after the other, and all kinds at the same time.
+        A kind of GPU loads one stage after the other; all kinds load at the same time.
         """
-        if len(self.turns[pool]) == 1:
+        if len(self.pool_groups[pool]) == 1:
             return 0.0
-        mine = [s for s in self.groups[group].stages if pool in self.home[s]]
+        stages = [s for s in self.groups[group].stages if pool in self.stage_pools[s]]
         return max(
-            sum(self.problem.stages[s].switch_s.get(kind, 0.0) for s in mine)
+            sum(self.problem.stages[s].switch_s.get(kind, 0.0) for s in stages)
             for kind in self.kinds(pool)
         )
 
     def sync_s(self) -> float:
-        """Return the seconds of the weight transfer; 0 if they stay in their pool."""
+        """Return the seconds of the weight transfer; 0 within a pool."""
         if self.sync is None:
             return 0.0
         source, target = (
-            {kind for pool in self.home[s] for kind in self.kinds(pool)} for s in self.sync
+            {kind for pool in self.stage_pools[s] for kind in self.kinds(pool)} for s in self.sync
         )
         return max(self.problem.sync_s.get((a, b), 0.0) for a in source for b in target)
 
     def kinds(self, pool: int) -> list[str]:
         """Return the names of the kinds of GPUs of a pool."""
-        allocated = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
-        return [kind.name for n, kind in allocated if n]
+        counts = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
+        return [kind.name for n, kind in counts if n]
 
     def active_gpus(
         self, stage: int, used: Sequence[int] | Array | None = None
     ) -> dict[int, Array]:
-        """Return the GPUs that a stage uses, by pool as bool ``[gpus]``, in the order of kinds.
+        """Return masks of the GPUs that a stage uses, bool ``[gpus]`` by pool, ordered by kind.
 
         Args:
-            used: GPUs of each kind, if not those of the stage's speed.
+            used: number of GPUs of each kind; None: as many as the stage's speed assumes.
         """
-        left = np.array(self.speeds[stage].used if used is None else used)
+        remaining = np.array(self.speeds[stage].used if used is None else used)
         masks = {}
-        for pool in self.home[stage]:
-            allocated = np.array(self.placement.gpus[pool])
-            here = np.minimum(allocated, left)
-            left -= here
-            parts = [np.arange(n) < u for n, u in zip(allocated, here, strict=True)]
+        for pool in self.stage_pools[stage]:
+            counts = np.array(self.placement.gpus[pool])
+            active = np.minimum(counts, remaining)
+            remaining -= active
+            parts = [np.arange(n) < m for n, m in zip(counts, active, strict=True)]
             masks[pool] = np.concatenate(parts)
         return masks
 
     def _group(self, members: tuple[int, ...], edges: list[Edge]) -> StageGroup:
-        stages = self.problem.stages
-        crossing = [(a, b) for a, b in edges if not set(self.home[a]) & set(self.home[b])]
+        stages, pools = self.problem.stages, self.stage_pools
+        crossing = [(a, b) for a, b in edges if not set(pools[a]) & set(pools[b])]
         inputs = tuple((a, b) for a, b in crossing if b in members and a not in members)
         outputs = tuple((a, b) for a, b in crossing if a in members and b not in members)
         streamed = any(stages[b].streams for _, b in inputs + outputs)
-        pieces = self.placement.num_chunks if streamed else 1
+        num_chunks = self.placement.num_chunks if streamed else 1
         return StageGroup(
             members,
-            tuple(sorted({pool for s in members for pool in self.home[s]})),
+            tuple(sorted({pool for s in members for pool in pools[s]})),
             inputs,
             outputs,
-            pieces,
+            num_chunks,
             max(stages[s].chunk_s for s in members) if inputs or outputs else 0.0,
-            self._shares(members, pieces),
+            self._shares(members, num_chunks),
         )
 
-    def _shares(self, members: tuple[int, ...], pieces: int) -> tuple[float, ...]:
-        stage, chunks = self.problem.stages[members[0]], self.placement.num_chunks
-        # Stages on the whole job run after all parts of stages on some of its pools.
-        pools = {pool for s in members for pool in self.home[s]}
-        others = {s for pool in pools for s in self.placement.pools[pool]} - set(members)
-        if any(len(self.home[s]) == 1 or self.home[s] == self.home[members[0]] for s in others):
-            return ((1 + (chunks - 1) * stage.again) / pieces,) * pieces
-        allocated = sum(self.placement.gpus_of(members[0]))
-        first = (
-            float(stage.first_chunk_share(pieces, np.array(allocated)))
-            if stage.lead
-            else 1 / pieces
-        )
-        return (first, *((1 - first) / max(1, pieces - 1) for _ in range(pieces - 1)))
+    def _shares(self, members: tuple[int, ...], num_chunks: int) -> tuple[float, ...]:
+        stage, plan_chunks = self.problem.stages[members[0]], self.placement.num_chunks
+        # A stage on all pools of a job runs after all chunks of stages on some of the pools.
+        pools = self.stage_pools
+        used_pools = {pool for s in members for pool in pools[s]}
+        other_stages = {s for p in used_pools for s in self.placement.pools[p]} - set(members)
+        if any(len(pools[s]) == 1 or pools[s] == pools[members[0]] for s in other_stages):
+            return ((1 + (plan_chunks - 1) * stage.again) / num_chunks,) * num_chunks
+        num_gpus = sum(self.placement.gpus_of(members[0]))
+        first = 1 / num_chunks
+        if stage.lead:
+            first = float(stage.first_chunk_share(num_chunks, np.array(num_gpus)))
+        return (first, *((1 - first) / max(1, num_chunks - 1) for _ in range(num_chunks - 1)))
 
 
 def stage_speed(
     problem: PlacementProblem, stage: PlacementStage, gpus: tuple[int, ...]
 ) -> StageSpeed:
-    """Return the speed of a stage on GPUs of each kind: together, or of the fastest kind if only
-    one can run it.
+    """Return the speed of a stage on all kinds together, or on the fastest kind if it cannot be
+    divided between kinds.
 
     Raises:
-        PlanError: the stage cannot run there.
+        PlanError: the stage cannot run on these GPUs.
     """
     tables = [problem.rate_table(stage, k) for k in range(len(gpus))]
     rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
-    # GPUs without work are idle.
+    # The smallest number of GPUs with this rate works; the others are idle.
     used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
     if not stage.divisible:
         rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
     elif np.any((rates == 0) & (np.array(gpus) > 0)):
         rates = 0 * rates
-    together = rates.sum() * (problem.mixing if (rates > 0).sum() > 1 else 1.0)
-    if not together > 0:
-        allocated = ", ".join(
-            f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n
-        )
-        raise PlanError(f"stage {stage.name!r}: cannot run on {allocated or 'a pool without GPUs'}")
-    return StageSpeed(float(1 / together), rates / rates.sum(), np.where(rates > 0, used, 0))
+    speed = rates.sum() * (problem.mixing if (rates > 0).sum() > 1 else 1.0)
+    if not speed > 0:
+        gpu_list = ", ".join(f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n)
+        raise PlanError(f"stage {stage.name!r}: cannot run on {gpu_list or 'a pool without GPUs'}")
+    return StageSpeed(float(1 / speed), rates / rates.sum(), np.where(rates > 0, used, 0))
 
 
 def _check(problem: PlacementProblem, placement: Placement) -> None:
-    home = pools_of_stages(placement.pools)
-    if list(home) != list(range(len(problem.stages))):
+    stage_pools = pools_of_stages(placement.pools)
+    if list(stage_pools) != list(range(len(problem.stages))):
         raise PlanError("placement: every stage must be in a pool")
-    if any(len(places) > 1 and places not in placement.jobs for places in home.values()):
+    if any(len(pools) > 1 and pools not in placement.jobs for pools in stage_pools.values()):
         raise PlanError("placement: pools that overlap must do so in the same stages")
     if len(placement.gpus) != len(placement.pools):
         raise PlanError(
@@ -318,16 +313,16 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
     if placement.num_chunks < 1:
         raise PlanError(f"placement: chunks must be at least 1 (got {placement.num_chunks})")
     for k, kind in enumerate(problem.kinds):
-        wanted = [pool[k] if k < len(pool) else -1 for pool in placement.gpus]
-        if min(wanted) < 0 or any(len(pool) != len(problem.kinds) for pool in placement.gpus):
+        counts = [pool[k] if k < len(pool) else -1 for pool in placement.gpus]
+        if min(counts) < 0 or any(len(pool) != len(problem.kinds) for pool in placement.gpus):
             raise PlanError("placement: each pool needs a number of GPUs of each kind, 0 or more")
-        if sum(wanted) > kind.gpus:
-            raise PlanError(f"placement: {sum(wanted)} {kind.name} are requested, of {kind.gpus}")
+        if sum(counts) > kind.gpus:
+            raise PlanError(f"placement: {sum(counts)} {kind.name} are requested, of {kind.gpus}")
 
 
 Process = Generator[Any, Any, Any]
 MAX_REPEATS = 1000
-"""Maximum repeats of one iteration that is always interrupted."""
+"""Maximum number of consecutive repeats of an iteration."""
 
 
 def simulate(
@@ -341,8 +336,8 @@ def simulate(
 
     Raises:
         PlanError: the placement does not fit the problem, a stage cannot run on its pool, channels
-            are so small that pools deadlock, a micro-batch does not fit into a job, or the scenario
-            names an unknown stage or kind.
+            are so small that pools deadlock, a chunk takes longer than a job, or the scenario names
+            an unknown stage or kind.
     """
     if iterations < 1:
         raise PlanError(f"iterations: must be at least 1 (got {iterations})")
@@ -358,7 +353,7 @@ def simulate(
 
 
 class _Channel:
-    """The micro-batches on their way from one stage to another, in order."""
+    """The queue of chunks from one stage to another."""
 
     def __init__(self, env: simpy.Environment, capacity: int | None) -> None:
         self.arrived = simpy.Container(env)
@@ -367,7 +362,7 @@ class _Channel:
 
 @dataclass
 class _Cycle:
-    """A cycle whose pools wait for each other."""
+    """The rendezvous of the pools of a group."""
 
     begin: simpy.Event
     end: simpy.Event
@@ -381,34 +376,35 @@ class _Iteration:
     number: int
     channels: dict[Edge, _Channel]
     trained: simpy.Event
-    """Set when the new weights exist on their source."""
-    left: dict[int, float] = field(default_factory=dict)
-    """Time at which each pool was done with its stages."""
+    """Triggered when the new weights exist on their source."""
+    finish_times: dict[int, float] = field(default_factory=dict)
+    """Time at which each pool finished its stages."""
     cycles: dict[int, _Cycle] = field(default_factory=dict)
 
 
 class _Run:
     def __init__(self, work: PlacementWork, scenario: Scenario, count: int, seed: int) -> None:
         self.work, self.scenario, self.count, self.seed = work, scenario, count, seed
-        self.problem, self.placement, self.home = work.problem, work.placement, work.home
+        self.problem, self.placement = work.problem, work.placement
+        self.stage_pools = work.stage_pools
         self.names = [stage.name for stage in self.problem.stages]
         self.env = simpy.Environment()
         self.trace = SimulationTrace(self.problem, self.placement)
         self.masks = [work.active_gpus(s) for s in range(len(self.names))]
         self.network = _network(self.env, work, scenario.network)
         self.decoding = self._decoding()
-        self.redo = self.env.event()
+        self.repeat = self.env.event()
         """Triggered when the iteration must be repeated."""
         self.pools = [
             SimulatedPool(
-                self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._lost
+                self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._interrupted
             )
             for p, gpus in enumerate(self.placement.gpus)
         ]
-        self.tasks: list[simpy.Process] = []
+        self.processes: list[simpy.Process] = []
         """Processes of the current iteration."""
-        self.full: dict[Edge, int] = {}
-        """Number of senders that wait for space, by edge."""
+        self.blocked_senders: dict[Edge, int] = {}
+        """Number of senders that wait for room in the channel, by edge."""
 
     def run(self) -> SimulationTrace:
         """Run all iterations."""
@@ -416,10 +412,10 @@ class _Run:
         try:
             self.env.run(until=main)
         except RuntimeError:
-            # There is no event left that could end a wait.
-            if main.triggered or not any(self.full.values()):
+            # simpy: no event is left that could end the wait.
+            if main.triggered or not any(self.blocked_senders.values()):
                 raise
-            raise PlanError(self._stuck()) from None
+            raise PlanError(self._deadlock_message()) from None
         for pool in self.pools:
             self.trace.allocations += pool.close()
         return self.trace
@@ -428,10 +424,10 @@ class _Run:
         yield self.env.all_of([self.env.process(pool.start()) for pool in self.pools])
         self.trace.iteration_starts.append(self.env.now)
         for i in range(self.count):
-            first = self.trace.repeated_iterations
+            repeats_before = self.trace.repeated_iterations
             while not (yield from self._attempt(i)):
                 self.trace.repeated_iterations += 1
-                if self.trace.repeated_iterations - first == MAX_REPEATS:
+                if self.trace.repeated_iterations - repeats_before == MAX_REPEATS:
                     raise PlanError(
                         f"losses: iteration {i} was lost {MAX_REPEATS} times in a row and would "
                         "never end; lower losses.per_hour, or set losses.redo: micro-batch"
@@ -439,158 +435,158 @@ class _Run:
             self.trace.iteration_starts.append(self.env.now)
 
     def _attempt(self, i: int) -> Process:
-        """Run one iteration; False if an interruption requires a repeat."""
-        counted = [busy.copy() for busy in self.trace.gpu_busy]
-        first = len(self.trace.spans)
-        self.redo, self.tasks, self.full = self.env.event(), [], {}
+        """Run one iteration; return False if it must be repeated after an interruption."""
+        busy_before = [busy.copy() for busy in self.trace.gpu_busy]
+        first_span = len(self.trace.spans)
+        self.repeat, self.processes, self.blocked_senders = self.env.event(), [], {}
         state = _Iteration(
             i,
             {edge: self._channel(edge) for group in self.work.groups for edge in group.outputs},
             self.env.event(),
         )
-        parts = [self._task(self._serve(p, state)) for p in range(len(self.pools))]
+        branches = [self._start_process(self._run_pool(p, state)) for p in range(len(self.pools))]
         if self.work.sync:
-            parts.append(self._task(self._send_weights(state)))
-        yield self.env.all_of(parts) | self.redo
-        if self.redo.triggered:
-            for task in self.tasks:
-                if task.is_alive:
-                    task.interrupt()
-            self.trace.gpu_busy = counted
-            self.trace.mark_repeated(first)
+            branches.append(self._start_process(self._send_weights(state)))
+        yield self.env.all_of(branches) | self.repeat
+        if self.repeat.triggered:
+            for process in self.processes:
+                if process.is_alive:
+                    process.interrupt()
+            self.trace.gpu_busy = busy_before
+            self.trace.mark_repeated(first_span)
             return False
-        last = max(state.left, key=lambda p: state.left[p])
-        slowest = self.names[self.work.groups[self.work.turns[last][-1]].stages[-1]]
-        for p, since in state.left.items():
-            self.trace.add_wait(p, slowest, state.left[last] - since)
-            self.trace.add_wait(p, "weights", self.env.now - state.left[last])
+        last = max(state.finish_times, key=lambda p: state.finish_times[p])
+        slowest = self.names[self.work.groups[self.work.pool_groups[last][-1]].stages[-1]]
+        for p, finish_s in state.finish_times.items():
+            self.trace.add_wait(p, slowest, state.finish_times[last] - finish_s)
+            self.trace.add_wait(p, "weights", self.env.now - state.finish_times[last])
         return True
 
-    def _task(self, work: Process) -> simpy.Process:
-        """Start a process that ends quietly when the iteration is repeated."""
+    def _start_process(self, work: Process) -> simpy.Process:
+        """Start a process that ends without an error when the iteration is repeated."""
 
-        def quiet() -> Process:
+        def run_until_repeat() -> Process:
             try:
                 yield from work
             except simpy.Interrupt:
                 return
 
-        task = self.env.process(quiet())
-        self.tasks.append(task)
-        return task
+        process = self.env.process(run_until_repeat())
+        self.processes.append(process)
+        return process
 
-    def _lost(self) -> None:
+    def _interrupted(self) -> None:
         """Handle the interruption of a working pool."""
         losses = self.scenario.losses
-        if losses is not None and losses.redo == "iteration" and not self.redo.triggered:
-            self.redo.succeed()
+        if losses is not None and losses.redo == "iteration" and not self.repeat.triggered:
+            self.repeat.succeed()
 
     # One pool
 
-    def _serve(self, p: int, state: _Iteration) -> Process:
+    def _run_pool(self, p: int, state: _Iteration) -> Process:
         """Run a pool's work of one iteration."""
-        for g in self.work.turns[p]:
+        for g in self.work.pool_groups[p]:
             group = self.work.groups[g]
             yield from self.pools[p].work(
                 self.work.switch_s(p, g), self.names[group.stages[0]], state.number, kind="switch"
             )
             if len(group.pools) == 1:
-                yield from self._alone(p, group, state)
+                yield from self._run_group(p, group, state)
             else:
-                yield from self._join(p, g, state)
-        state.left[p] = self.env.now
+                yield from self._run_together(p, g, state)
+        state.finish_times[p] = self.env.now
 
-    def _alone(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Run the stages of a group in turns, all in this pool."""
+    def _run_group(self, p: int, group: StageGroup, state: _Iteration) -> Process:
+        """Run the stages of a group one after the other, chunk by chunk, in the same pools."""
         pool, i = self.pools[p], state.number
-        beside = [self.pools[q] for q in group.pools if q != p]
-        yield from self._take_whole(p, group, state)
+        partners = [self.pools[q] for q in group.pools if q != p]
+        yield from self._get_whole_inputs(p, group, state)
         decoding = self.decoding.get(group.stages[0])
         if decoding:
-            pieces, busy = decoding.iteration(
+            chunk_seconds, busy = decoding.iteration(
                 random_generator(self.seed, "lengths", i), group.num_chunks
             )
-            nominal, elapsed_s = pieces.sum(), 0.0
+            nominal_s, elapsed_s = chunk_seconds.sum(), 0.0
         for k in range(group.num_chunks):
-            yield from self._take(p, group, state)
+            yield from self._get_next_chunk(p, group, state)
             for s in group.stages:
                 seconds = group.shares[k] * self.work.speeds[s].seconds
                 if decoding:
-                    seconds = pieces[k]
+                    seconds = chunk_seconds[k]
                 if s == group.stages[-1]:
                     seconds += group.overhead_s
-                spent = yield from pool.work(seconds, self.names[s], i, k, beside=beside)
+                spent_s = yield from pool.work(seconds, self.names[s], i, k, other_pools=partners)
                 if decoding:
-                    elapsed_s += spent
+                    elapsed_s += spent_s
                 else:
-                    self._count(s, spent)
-            yield from self._pass_on(p, group, k, state)
+                    self._add_busy(s, spent_s)
+            yield from self._send_outputs(p, group, k, state)
         if decoding:
-            worked = busy if len(group.pools) == 1 else busy.mean()
+            busy_s = busy if len(group.pools) == 1 else busy.mean()
             for q, mask in self.masks[group.stages[0]].items():
-                self.trace.gpu_busy[q][mask] += worked * (elapsed_s / nominal)
+                self.trace.gpu_busy[q][mask] += busy_s * (elapsed_s / nominal_s)
         self._finish(group, state)
 
-    def _take_whole(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Get all inputs that the group cannot start on a part of."""
+    def _get_whole_inputs(self, p: int, group: StageGroup, state: _Iteration) -> Process:
+        """Wait for all chunks of the inputs that the group does not stream."""
         for edge in group.inputs:
             if not self.problem.stages[edge[1]].streams:
-                for _ in range(self.work.pieces[edge[0]]):
-                    yield from self._get(p, edge, state)
+                for _ in range(self.work.stage_chunks[edge[0]]):
+                    yield from self._receive(p, edge, state)
 
-    def _take(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Get the next micro-batch of the other inputs."""
+    def _get_next_chunk(self, p: int, group: StageGroup, state: _Iteration) -> Process:
+        """Wait for the next chunk of the inputs that the group streams."""
         for edge in group.inputs:
             if self.problem.stages[edge[1]].streams:
-                yield from self._get(p, edge, state)
+                yield from self._receive(p, edge, state)
 
-    def _get(self, p: int, edge: Edge, state: _Iteration) -> Process:
-        since, channel = self.env.now, state.channels[edge]
+    def _receive(self, p: int, edge: Edge, state: _Iteration) -> Process:
+        start, channel = self.env.now, state.channels[edge]
         yield channel.arrived.get(1)
         if channel.room is not None:
             yield channel.room.put(1)
-        self.trace.add_wait(p, self.names[edge[0]], self.env.now - since)
+        self.trace.add_wait(p, self.names[edge[0]], self.env.now - start)
 
-    def _pass_on(self, p: int, group: StageGroup, micro_batch: int, state: _Iteration) -> Process:
+    def _send_outputs(self, p: int, group: StageGroup, chunk: int, state: _Iteration) -> Process:
         for edge in group.outputs:
-            since, channel = self.env.now, state.channels[edge]
+            start, channel = self.env.now, state.channels[edge]
             if channel.room is not None:
-                self.full[edge] = self.full.get(edge, 0) + 1
+                self.blocked_senders[edge] = self.blocked_senders.get(edge, 0) + 1
                 yield channel.room.get(1)
-                self.full[edge] -= 1
-            self.trace.add_wait(p, f"room in {self.names[edge[1]]}", self.env.now - since)
+                self.blocked_senders[edge] -= 1
+            self.trace.add_wait(p, f"room in {self.names[edge[1]]}", self.env.now - start)
             if self.network is None:
                 channel.arrived.put(1)
             else:
-                self._task(self._send(edge, micro_batch, state))
+                self._start_process(self._send(edge, chunk, state))
 
     def _finish(self, group: StageGroup, state: _Iteration) -> None:
         if self.work.sync and self.work.sync[0] in group.stages:
             state.trained.succeed()
 
-    def _count(self, s: int, seconds: float) -> None:
+    def _add_busy(self, s: int, seconds: float) -> None:
         for pool, mask in self.masks[s].items():
             self.trace.gpu_busy[pool][mask] += seconds
 
-    # What moves between pools
+    # Transfers between pools
 
     def _channel(self, edge: Edge) -> _Channel:
         streams = self.problem.stages[edge[1]].streams
         return _Channel(self.env, self.scenario.capacity if streams else None)
 
-    def _send(self, edge: Edge, micro_batch: int, state: _Iteration) -> Process:
+    def _send(self, edge: Edge, chunk: int, state: _Iteration) -> Process:
         assert self.network is not None
         assert self.scenario.network is not None
         source, target = (self.names[s] for s in edge)
-        whole = self.scenario.network.payload.get(source, {}).get(target, 0.0)
+        payload = self.scenario.network.payload.get(source, {}).get(target, 0.0)
         start = self.env.now
-        yield from self._transfer(edge, whole / self.work.pieces[edge[0]])
+        yield from self._transfer(edge, payload / self.work.stage_chunks[edge[0]])
         self.trace.spans.append(
             TraceSpan(
-                self.home[edge[1]][0],
+                self.stage_pools[edge[1]][0],
                 source,
                 state.number,
-                micro_batch,
+                chunk,
                 "transfer",
                 start,
                 self.env.now,
@@ -607,79 +603,82 @@ class _Run:
             yield from self._transfer(self.work.sync, network.weights_bytes)
         else:
             yield self.env.timeout(self.work.sync_s())
-        pool = self.pools[self.home[source][0]]
+        pool = self.pools[self.stage_pools[source][0]]
         pool.add_span(self.names[source], state.number, 0, "sync", start, self.env.now)
 
     def _transfer(self, edge: Edge, size: float) -> Process:
         assert self.network is not None
-        links = (("out", self.home[edge[0]]), ("in", self.home[edge[1]]), "fabric")
+        links = (("out", self.stage_pools[edge[0]]), ("in", self.stage_pools[edge[1]]), "fabric")
         yield from self.network.send(size, links)
 
     # A stage on several pools, or a cycle over them
 
-    def _join(self, p: int, g: int, state: _Iteration) -> Process:
-        """Work on a group together; the pool that comes last leads."""
+    def _run_together(self, p: int, g: int, state: _Iteration) -> Process:
+        """Run a group on several pools; the pool that arrives last runs it, the others wait."""
         group = self.work.groups[g]
         cycle = state.cycles.setdefault(g, _Cycle(self.env.event(), self.env.event()))
         cycle.joined += 1
         if cycle.joined < len(group.pools):
-            since = self.env.now
+            wait_start = self.env.now
             yield cycle.begin
-            partners = [self.names[s] for s in group.stages if p not in self.home[s]]
-            self.trace.add_wait(p, (partners or ["the others"])[0], self.env.now - since)
+            partners = [self.names[s] for s in group.stages if p not in self.stage_pools[s]]
+            self.trace.add_wait(p, (partners or ["the others"])[0], self.env.now - wait_start)
             yield cycle.end
             return
         cycle.begin.succeed()
-        if len({self.home[s] for s in group.stages}) == 1:
-            yield from self._alone(p, group, state)
+        if len({self.stage_pools[s] for s in group.stages}) == 1:
+            yield from self._run_group(p, group, state)
             cycle.end.succeed()
             return
-        yield from self._take_whole(p, group, state)
+        yield from self._get_whole_inputs(p, group, state)
         for k in range(group.num_chunks):
-            yield from self._take(p, group, state)
+            yield from self._get_next_chunk(p, group, state)
             start = self.env.now
-            yield self.env.all_of([self._task(self._half(group, state)) for _ in range(2)])
+            halves = [self._run_half(group, state) for _ in range(2)]
+            yield self.env.all_of([self._start_process(half) for half in halves])
             if group.overhead_s:
-                overheads = [self._hand_over(q, group, state) for q in group.pools]
-                yield self.env.all_of([self._task(each) for each in overheads])
+                overheads = [self._pay_overhead(q, group, state) for q in group.pools]
+                yield self.env.all_of([self._start_process(overhead) for overhead in overheads])
             for q in group.pools:
-                first = next(s for s in group.stages if q in self.home[s])
+                stage = next(s for s in group.stages if q in self.stage_pools[s])
                 self.pools[q].add_span(
-                    self.names[first], state.number, k, "work", start, self.env.now
+                    self.names[stage], state.number, k, "work", start, self.env.now
                 )
-            yield from self._pass_on(p, group, k, state)
+            yield from self._send_outputs(p, group, k, state)
         self._finish(group, state)
         cycle.end.succeed()
 
-    def _half(self, group: StageGroup, state: _Iteration) -> Process:
-        """Send half of a micro-batch through all steps."""
+    def _run_half(self, group: StageGroup, state: _Iteration) -> Process:
+        """Run half of a chunk through all steps."""
         steps = self.problem.cycle_steps
-        # It keeps a pool as long as its next stage is in the same pool.
-        for home, members in itertools.groupby(group.stages * steps, lambda s: self.home[s]):
-            pool, *beside = (self.pools[p] for p in home)
-            with pool.turn.request() as turn:
-                yield turn
+        # Hold the lock of a pool as long as the next stage is in the same pool.
+        by_pools = itertools.groupby(group.stages * steps, lambda s: self.stage_pools[s])
+        for pools, members in by_pools:
+            pool, *partners = (self.pools[p] for p in pools)
+            with pool.lock.request() as request:
+                yield request
                 for s in members:
                     seconds = self.work.speeds[s].seconds / (2 * steps * group.num_chunks)
-                    spent = yield from pool.work(
-                        seconds, self.names[s], state.number, kind=None, beside=beside
+                    duration_s = yield from pool.work(
+                        seconds, self.names[s], state.number, kind=None, other_pools=partners
                     )
-                    self._count(s, spent)
+                    self._add_busy(s, duration_s)
 
-    def _hand_over(self, p: int, group: StageGroup, state: _Iteration) -> Process:
+    def _pay_overhead(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         name = self.names[group.stages[0]]
         yield from self.pools[p].work(group.overhead_s, name, state.number, kind=None)
 
-    def _stuck(self) -> str:
-        edges = [f"{self.names[a]} to {self.names[b]}" for (a, b), n in self.full.items() if n]
+    def _deadlock_message(self) -> str:
+        full = [edge for edge, senders in self.blocked_senders.items() if senders]
+        edges = ", ".join(f"{self.names[a]} to {self.names[b]}" for a, b in full)
         return (
-            f"channels of {self.scenario.capacity} micro-batches are too small for this placement: "
-            f"pools wait for each other for ever ({', '.join(edges)} is full); allow "
-            f"{self.placement.num_chunks}, or do not place a stage with what comes two stages later"
+            f"channels of {self.scenario.capacity} chunks are too small for this placement: "
+            f"pools wait for each other for ever ({edges} is full); allow "
+            f"{self.placement.num_chunks}, or separate a stage from the stage after the next"
         )
 
     def _decoding(self) -> dict[int, DecodingStage]:
-        """Return the stage whose samples have lengths."""
+        """Return the decoding stage of the scenario, by its index; empty without lengths."""
         lengths = self.scenario.lengths
         if lengths is None:
             return {}
@@ -687,47 +686,49 @@ class _Run:
         if self.problem.stages[s].cycle is not None:
             raise PlanError(f"lengths.stage: {lengths.stage!r} is part of a cycle, which has steps")
         speed = self.work.speeds[s]
-        parts = _parts(lengths, speed, [kind.name for kind in self.problem.kinds])
-        # The mask covers complete workers; the remaining GPUs are idle.
-        self.masks[s] = self.work.active_gpus(s, [part.workers * part.gpus for part in parts])
-        return {s: DecodingStage(lengths, parts, speed.seconds, self.seed)}
+        workers = _decoding_workers(lengths, speed, [kind.name for kind in self.problem.kinds])
+        # Only complete workers work; the remaining GPUs are idle.
+        self.masks[s] = self.work.active_gpus(s, [w.workers * w.gpus for w in workers])
+        return {s: DecodingStage(lengths, workers, speed.seconds, self.seed)}
 
 
 def _network(
     env: simpy.Environment, work: PlacementWork, network: NetworkModel | None
 ) -> SharedNetwork | None:
-    """Build the links out of and into each pool, and the fabric."""
+    """Return a network with links out of and into each pool, and the fabric."""
     if network is None:
         return None
-    known = network.gpu_bytes_per_s
+    bandwidths = network.gpu_bytes_per_s
     capacities: dict[Any, float] = {}
-    for s, home in work.home.items():
-        speed = 0.0
+    for s, pools in work.stage_pools.items():
+        bandwidth = 0.0
         for n, kind in zip(work.placement.gpus_of(s), work.problem.kinds, strict=True):
-            if n and kind.name not in known:
-                raise PlanError(f"network.gpu_bytes_per_s: nothing for {kind.name!r}")
-            speed += n * known.get(kind.name, 0.0)
-        capacities["out", home] = capacities["in", home] = speed
+            if n and kind.name not in bandwidths:
+                raise PlanError(f"network.gpu_bytes_per_s: missing kind {kind.name!r}")
+            bandwidth += n * bandwidths.get(kind.name, 0.0)
+        capacities["out", pools] = capacities["in", pools] = bandwidth
     if network.fabric_bytes_per_s is not None:
         capacities["fabric"] = network.fabric_bytes_per_s
     return SharedNetwork(env, capacities, network.latency_s)
 
 
-def _parts(
+def _decoding_workers(
     lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
 ) -> list[DecodingWorkers]:
     """Return the workers of each kind, with samples in proportion to its share of the work."""
-    parts, left, weight = [], lengths.samples, 1.0
+    all_workers, remaining_samples, remaining_share = [], lengths.samples, 1.0
     for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
         replica = lengths.replicas.get(kind, DecodingReplica())
-        workers = int(used) // replica.gpus
-        if used and not workers:
+        num_workers = int(used) // replica.gpus
+        if used and not num_workers:
             raise PlanError(
                 f"lengths.replicas.{kind}: a worker has {replica.gpus} GPUs, but the pool {used}"
             )
-        samples = round(left * share / weight) if weight > 1e-12 else 0
-        left, weight = left - samples, weight - share
-        parts.append(
-            DecodingWorkers(workers, replica.gpus, replica.slots, replica.fixed_share, samples)
+        samples = (
+            round(remaining_samples * share / remaining_share) if remaining_share > 1e-12 else 0
         )
-    return parts
+        remaining_samples, remaining_share = remaining_samples - samples, remaining_share - share
+        all_workers.append(
+            DecodingWorkers(num_workers, replica.gpus, replica.slots, replica.fixed_share, samples)
+        )
+    return all_workers

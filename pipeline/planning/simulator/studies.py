@@ -1,7 +1,7 @@
 """Studies: clusters and models for placements on 64 to 4,096 GPUs of several kinds, 7B and 70B.
 
-**Every speed here is derived, none is measured**: it comes from data sheets by the cost model
-(:mod:`pipeline.planning.cost`), whose devices name their sources. Further assumptions are below.
+**No speed here is measured.** The cost model (:mod:`pipeline.planning.cost`) derives all of them
+from data sheets, whose sources its devices name. Further assumptions are below.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ GROUP_SIZE, PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, SIGMA, MAX_RELATIVE_LENGTH = (
 """Responses per prompt, tokens of a prompt, mean tokens of a response; the standard deviation of
 the logarithm of lengths, and their limit in mean lengths (all assumed)."""
 MIXING = 0.95
-"""Share of the summed speed that different GPUs keep on one stage (assumed)."""
+"""Speed of different GPUs on one stage, relative to the sum of their speeds (assumed)."""
 GPUS_PER_NODE = 8
 CHUNK_S = 0.1
-"""Overhead of a micro-batch passed between pools (assumed)."""
-WAKE_S = 3.0
-"""Seconds to set up an engine's cache and graphs at each turn (assumed)."""
+"""Overhead of passing a chunk between pools (assumed)."""
+ENGINE_SETUP_S = 3.0
+"""Seconds to set up an engine's KV cache and CUDA graphs whenever it is loaded (assumed)."""
 PREEMPTIBLE = "a100-80gb-sxm"
 """The kind whose jobs may be preempted."""
 GPU_FAILURES_PER_HOUR = 419 / (54 * 24 * 16384)
@@ -70,7 +70,7 @@ WAIT_S = 600.0
 """Mean queue wait of a job (assumed)."""
 STARTUP_S = 120.0
 """Seconds from the start of a job to its first work (assumed)."""
-SLOW = Stragglers(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
+STRAGGLERS = Stragglers(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
 """Slow GPUs (assumed)."""
 
 
@@ -124,7 +124,7 @@ class PlacementStudy:
                 for b in self.gpus
             },
             mixing=MIXING,
-            # Except for generators, a job has equal GPUs on whole nodes.
+            # Only generators may mix kinds; other jobs have GPUs of one kind on whole nodes.
             mixes=frozenset({"rollout"}),
         )
 
@@ -138,16 +138,14 @@ class PlacementStudy:
         Raises:
             KeyError: there is no such scenario.
         """
-        parts = SCENARIOS[name]
+        disturbances = SCENARIOS[name]
         rates = {kind.name: kind.interruptions_per_hour for kind in self.problem.kinds}
         return Scenario(
-            startup_s=STARTUP_S if "preemption" in parts else 0.0,
-            lengths=self._lengths() if "tails" in parts else None,
-            stragglers=Stragglers(per_gpu_hour=0.002, factor=1.5)
-            if "stragglers" in parts
-            else None,
-            queue=QueueWaits() if "preemption" in parts else None,
-            losses=JobInterruptions(per_hour=rates) if "preemption" in parts else None,
+            startup_s=STARTUP_S if "preemption" in disturbances else 0.0,
+            lengths=self._lengths() if "tails" in disturbances else None,
+            stragglers=STRAGGLERS if "stragglers" in disturbances else None,
+            queue=QueueWaits() if "preemption" in disturbances else None,
+            losses=JobInterruptions(per_hour=rates) if "preemption" in disturbances else None,
         )
 
     @functools.cached_property
@@ -187,7 +185,7 @@ class PlacementStudy:
             return 0.0
         work, device = self._work[stage], self._devices[kind]
         seconds = float(switch_seconds(MODELS[self.model], layout, work, device))
-        return seconds + (WAKE_S if stage == "rollout" else 0.0)
+        return seconds + (ENGINE_SETUP_S if stage == "rollout" else 0.0)
 
     def _lengths(self) -> LengthDistribution:
         replicas = {}
@@ -198,11 +196,11 @@ class PlacementStudy:
             if layout is None:
                 continue
             slots = max(1, int(running_requests(shape, layout, work, device)))
-            one, full = (
+            one_request_s, full_step_s = (
                 float(decode_step(shape, layout, n, mean_context(work), device).total)
                 for n in (1, slots)
             )
-            fixed = (one * slots / full - 1) / (slots - 1) if slots > 1 else 1.0
+            fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
             replicas[kind] = DecodingReplica(
                 gpus=int(layout.tp), slots=slots, fixed_share=float(np.clip(fixed, 0, 1))
             )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.cost.layout import ALL_REPLICAS, candidate_layouts, split_pipeline
+from pipeline.planning.cost.layout import MAX_EXHAUSTIVE_REPLICAS, candidate_layouts, split_pipeline
 from pipeline.planning.cost.workload import GenerationWorkload, InferenceWorkload, TrainingWorkload
 from tests.pipeline.planning.cost.shapes import LLAMA_3_70B, MIXTRAL, SMALL, gpt
 
@@ -43,7 +43,7 @@ def test_no_useful_number_of_replicas_is_left_out(samples):
     least = samples + 1
     for replicas in range(1, samples + 1):
         share = -(-samples // replicas)
-        assert (replicas in found) or (replicas > ALL_REPLICAS and share == least)
+        assert (replicas in found) or (replicas > MAX_EXHAUSTIVE_REPLICAS and share == least)
         least = min(least, share)
 
 

@@ -149,7 +149,7 @@ def test_memory_that_does_not_suffice_is_respected():
 
 
 def test_gpus_that_there_is_no_work_for_stand_idle():
-    table = measured_rates(points((1, 2, 4, 8), amdahl), 1000.0, 32, most=16)
+    table = measured_rates(points((1, 2, 4, 8), amdahl), 1000.0, 32, max_gpus=16)
     assert np.all(table.rates[16:] == table.rates[16])
     assert list(table.used[15:18]) == [15, 16, 16]
 

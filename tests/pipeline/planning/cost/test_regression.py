@@ -40,7 +40,7 @@ def test_exact_measurements_give_the_coefficients_back(constant, serial, shared)
 def test_the_terms_that_made_the_times_are_found():
     fit = fit_times(measured((2.0, 0.0, 0.5, 0.0, 0.3)))
     assert fit.terms == ("constant", "size / processes", "processes - 1")
-    assert fit.factors[[0, 2, 4]] == pytest.approx([2.0, 0.5, 0.3], rel=1e-6)
+    assert fit.coefficients[[0, 2, 4]] == pytest.approx([2.0, 0.5, 0.3], rel=1e-6)
 
 
 @pytest.mark.parametrize(

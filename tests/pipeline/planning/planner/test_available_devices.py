@@ -87,7 +87,7 @@ def test_partitions_that_let_others_in_are_left_out(
     assert set(found) == {"a100"}
     assert notes[0].startswith("h100 is left out")
     assert why in notes[0]
-    with pytest.raises(PlanError, match=f"h100: jobs of yours do not run there: .*{why}"):
+    with pytest.raises(PlanError, match=f"h100: your jobs cannot run there: .*{why}"):
         select_devices(inventory(**rules), SiteConfig(), profile, ["h100"])
     named = SiteConfig(defaults=PartitionSettings(account="physics", qos="long"))
     assert "h100" in select_devices(inventory(**rules), named, profile)[0]
@@ -337,7 +337,7 @@ def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(by_hand("jobs", 1).to_dict()))
     names = (str(tmp_path / name) for name in ("profile.json", "there.json"))
     sources = PlanningSources(**dict(zip(("profile", "inventory"), names, strict=True)))
-    with pytest.raises(PlanError, match="jobs of yours do not run there"):
+    with pytest.raises(PlanError, match="your jobs cannot run there"):
         build_request(config, sources)
     run_plan(config, sources, tmp_path / "out.yaml", "time", (), tmp_path / "plan.yaml")
     assert "no plan is better" in " ".join(capsys.readouterr().out.split())

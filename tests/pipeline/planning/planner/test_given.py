@@ -176,7 +176,7 @@ def test_training_is_never_put_where_it_failed(
     request = changed(ask(config, "h100", objective=objective, execution=execution), failed)
     best = propose_plan(request).plan
     assert best.stage_plan("train").nodes * best.stage_plan("train").processes >= 2
-    with pytest.raises(PlanError, match=r"needs 90 GiB.*so 1 are not planned with; .* 2, 4"):
+    with pytest.raises(PlanError, match=r"needs 90 GiB.*does not use 1; .* 2, 4"):
         assess_jobs(request, plan(), "plan.yaml")
 
 

@@ -167,11 +167,11 @@ def test_a_slower_plan_names_the_best_one(plan_request: PlanRequest) -> None:
     [
         (
             [{"devices": {"a100": 4}, "stage_ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
-            r"pools\[0\].stage_ranks: \[0, 1\] and \[1, 2\] have some processes in common",
+            r"pools\[0\].stage_ranks: \[0, 1\] and \[1, 2\] overlap",
         ),
         (
             [{"devices": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
-            r"pools\[0\].stage_ranks.reward: rollout has all processes before it",
+            r"pools\[0\].stage_ranks.reward: rollout has all processes and runs before it",
         ),
         ([{"devices": {"a100": 100}}], "100 a100 requested, there are"),
         ([{"devices": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),

@@ -255,7 +255,7 @@ def test_alternatives_are_worse_and_say_why(
     assert costs == sorted(costs)
     assert len(costs) == 4
     assert costs[0] >= proposal.forecast.cost
-    assert all(other.why for other in proposal.alternatives)
+    assert all(other.reason for other in proposal.alternatives)
     print_proposal(proposal)
     printed = capsys.readouterr().out
     assert "why" in printed
@@ -264,7 +264,7 @@ def test_alternatives_are_worse_and_say_why(
 
 def test_what_if_tells_the_best_plan_of_another_cluster(config: RunConfig) -> None:
     request = ask(config, "a100", "h100")
-    cases = {case.what: case.seconds for case in propose_plan(request, ["h100=2"]).what_ifs}
+    cases = {case.case: case.seconds for case in propose_plan(request, ["h100=2"]).what_ifs}
     fewer = replace(request, devices=with_counts(request.devices, {"h100": 2}))
     assert cases["h100=2"] == propose_plan(fewer).forecast.iteration_s
     assert cases["h100=8"] < propose_plan(request).forecast.iteration_s < cases["without h100"]
@@ -319,7 +319,7 @@ def test_a_partition_without_measurements_is_left_out_or_refused(config: RunConf
     assert any("h100 was not measured" in note for note in notes)
     with pytest.raises(PlanError, match=r"nothing measured on 'h100'.*rlinf profile --partition"):
         select_devices(clusters.inventory(), SiteConfig(), profile, ["h100"])
-    with pytest.raises(PlanError, match="it has a100, this cluster cpu"):
+    with pytest.raises(PlanError, match="it has a100, but this cluster has cpu"):
         select_devices(_without("a100", "gpu", "h100"), SiteConfig(), profile)
 
 

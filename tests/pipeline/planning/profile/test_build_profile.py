@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.planning.profile.build_profile import (
-    MOST_LENGTHS,
+    MAX_LENGTHS,
     build_queue_wait,
     lengths,
     memory_location,
@@ -74,12 +74,12 @@ def test_a_profile_keeps_whose_memory_was_measured() -> None:
     assert [memory_location(values[:n]) for n in (1, 2, 3)] == [None, "host", "device"]
 
 
-@given(st.lists(st.integers(0, 900), min_size=1, max_size=3 * MOST_LENGTHS))
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=3 * MAX_LENGTHS))
 def test_kept_lengths_have_the_tail_of_all(values: list[int]) -> None:
     found = lengths([trial(lengths=(tuple(sorted(values)),))], 900)
     assert found is not None
     assert found.count == len(values)
-    assert len(found.samples) <= MOST_LENGTHS
+    assert len(found.samples) <= MAX_LENGTHS
     assert (found.samples[0], found.samples[-1]) == (min(values), max(values))
     assert set(found.samples) <= set(values)
 

@@ -105,7 +105,7 @@ def test_where_no_feature_tells_them_apart_it_is_said() -> None:
     cluster = inventory(gpu=tuple(bare))
     (kind,) = list_kinds(cluster, SiteConfig()).values()
     assert kind.constraint == ""
-    assert "jobs may run there, for no feature tells them apart" in describe_excluded_nodes(
+    assert "jobs may run there, because no feature distinguishes them" in describe_excluded_nodes(
         kind, cluster
     )
 

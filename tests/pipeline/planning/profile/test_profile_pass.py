@@ -200,15 +200,19 @@ def test_a_plan_that_names_no_partition_is_measured_on_the_default_one(
     inventory = there.model_copy(update={"partitions": {**there.partitions, "h100": part}})
     monkeypatch.setattr(profile_pass, "load_or_survey", lambda source, site: inventory)
     cluster = ClusterConfig(launcher="slurm")
-    assert [kind.name for kind in profile_pass._kinds(cluster, Plan(), on_policy, ())] == ["h100"]
+    assert [
+        kind.name for kind in profile_pass._kinds_to_measure(cluster, Plan(), on_policy, ())
+    ] == ["h100"]
     named = Plan(stages={"train": StagePlan(partition="a100")})
-    assert [kind.name for kind in profile_pass._kinds(cluster, named, on_policy, ())] == [
+    assert [
+        kind.name for kind in profile_pass._kinds_to_measure(cluster, named, on_policy, ())
+    ] == [
         "h100",
         "a100",
     ]
     monkeypatch.setattr(profile_pass, "load_or_survey", lambda source, site: there)
-    with pytest.raises(PlanError, match="names none, and the cluster has no default one"):
-        profile_pass._kinds(cluster, Plan(), on_policy, ())
+    with pytest.raises(PlanError, match="the plan has none, and the cluster has no default"):
+        profile_pass._kinds_to_measure(cluster, Plan(), on_policy, ())
 
 
 def test_a_damaged_trial_is_refused_until_fresh(

@@ -48,8 +48,8 @@ def two_pools(chunks: int = 4, **changes: object) -> tuple[PlacementProblem, Pla
 def test_a_pipeline_takes_the_slower_stage_the_last_piece_and_the_weights() -> None:
     trace = simulate(*two_pools(), iterations=3)
     assert trace.iteration_s == pytest.approx([8 + 4 / 4 + 1] * 3)
-    assert trace.idle(0) == pytest.approx(0.2)
-    assert trace.idle(1) == pytest.approx(0.6)
+    assert trace.idle_share(0) == pytest.approx(0.2)
+    assert trace.idle_share(1) == pytest.approx(0.6)
     assert trace.longest_waits(1)[0][0] == "rollout"
     assert dict(trace.longest_waits(0)) == pytest.approx({"train": 0.1, "weights": 0.1})
     assert trace.gpu_hours == pytest.approx(6 * 30 / 3600)
@@ -180,7 +180,7 @@ def test_transfers_share_the_network_fairly() -> None:
 
 def test_continuous_batching_by_hand() -> None:
     """Two slots, lengths 3, 1, 2: one ends after 1 step, both others after 3."""
-    times = completion_times(np.array([[3.0, 1.0, 2.0]]), 2, fixed=1.0, each=1.0)
+    times = completion_times(np.array([[3.0, 1.0, 2.0]]), 2, fixed=1.0, per_sample=1.0)
     assert times == pytest.approx(np.array([[3.0, 9.0, 9.0]]))
 
 
