@@ -29,7 +29,7 @@ def test_work_that_is_longer_than_a_lease_is_given_up() -> None:
         pool.check_progress(member)
     one = lease(MAX_TIMEOUTS)
     one.assigned.add(train)
-    with pytest.raises(PlanError, match=r"pools\[0\].*not finished train.*time_limit_min"):
+    with pytest.raises(PlanError, match=r"pools\[0\].*before they finished train.*time_limit_min"):
         pool.check_progress(one)
 
 
@@ -40,7 +40,7 @@ def test_so_is_a_policy_apart_whose_leases_are_shorter_than_what_it_answers() ->
         member.served.add(StageNode("rollout", 3))
     for member in members[:-1]:
         pool.check_progress(member)
-    with pytest.raises(PlanError, match=r"pools\[1\].*not finished rollout\.generate, which"):
+    with pytest.raises(PlanError, match=r"pools\[1\].*before they finished rollout\.generate, which"):
         pool.check_progress(members[-1])
 
 
