@@ -41,7 +41,7 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("edge", {"transports": {"rollout -> rewards": "file"}}, ["did you mean 'rollout -> reward'"]),
     ("way", {"transports": {"rollout -> reward": "http"}}, ["rollout -> reward", "'socket'"]),
     ("weights", {"transports": {"rollout -> reward": "nccl"}}, ["carries weights alone"]),
-    ("in-process", pools(pool()), ["pools are processes", "cluster=local"]),
+    ("in-process", pools(pool()), ["pools need processes", "cluster=local"]),
     ("twice", pools(pool(), pool("train")), ["plan.pools", "'train' is in two"]),
     ("unknown", pools(pool("rolout", "train")), ["pools[0].stages", "did you mean 'rollout'"]),
     ("empty", pools({"stages": [], "devices": {"cpu": 1}}), ["plan.pools.0.stages"]),

@@ -52,7 +52,7 @@ def test_the_table_says_what_was_reached_and_what_was_not() -> None:
     known["sums_grpo"] = {"0": run(0.3, 0.9)}
     lines = {line.split("|")[3].strip(): line for line in table(known).splitlines()}
     assert (
-        "| 470, 300, 9 (cut off) | 1,000, not reached, not reached environment steps |"
+        "| 470 / 300 / 9 (cut off) | 1,000 / not reached / not reached environment steps |"
         in (lines["`cartpole_ppo`"])
     )
     assert "| 0.9 | 1,000 tokens |" in lines["`sums_grpo`"]
