@@ -341,7 +341,7 @@ def test_snakemake_does_not_make_whole_jobs_of_what_a_plan_places_apart(
 ) -> None:
     values = compose("cluster=local", "run.name=flow", experiment="cartpole_ppo")
     run = prepare_run(values | {"plan": APART})
-    with pytest.raises(PlanError, match=r"rollout\.generate: Snakemake makes .*rlinf run"):
+    with pytest.raises(PlanError, match=r"rollout\.generate: Snakemake runs .*rlinf run"):
         Workflow(run, OnMismatch.ERROR)
 
 

@@ -115,7 +115,7 @@ def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path
     console.width = 400
     with console.capture() as shown:
         console.print(status_view(read_status(run)))
-    assert f"0.500 of version 2: {run / 'it/0001/sync'}" in shown.get()
+    assert f"0.5 after iteration 2: {run / 'it/0001/sync'}" in shown.get()
     text = report_html(read_report_data(run))
     assert "0.5 (version 2)" in text
     assert "version 2, held-out score 0.5: it/0001/sync of the run" in text
@@ -126,7 +126,7 @@ def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path
 def test_best_weights_that_were_removed_are_not_passed_off(compose: Compose) -> None:
     run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1], "checkpoint.keep_best=0")
     assert sorted(weight_versions(run)) == [0, 5, 6]
-    with pytest.raises(InputError, match=r"version 2 .* removed it .*one of 0, 5, 6"):
+    with pytest.raises(InputError, match=r"version 2 .* removed it .*: 0, 5, 6"):
         best_version(run)
     assert "removed by the retention policy" in report_html(read_report_data(run))
 

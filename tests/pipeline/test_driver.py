@@ -60,7 +60,7 @@ def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="is a file"):
         export_weights(reference, tmp_path / "file", None)
-    with pytest.raises(InputError, match="is not on disk"):
+    with pytest.raises(InputError, match="not on disk"):
         export_weights(reference, tmp_path / "other", 77)
 
 

@@ -258,7 +258,7 @@ def test_alternatives_are_worse_and_say_why(
     assert all(other.reason for other in proposal.alternatives)
     print_proposal(proposal)
     printed = capsys.readouterr().out
-    assert "why" in printed
+    assert "reason" in printed
     assert "no plan is better" in " ".join(printed.split())
 
 

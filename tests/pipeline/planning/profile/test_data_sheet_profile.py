@@ -234,7 +234,7 @@ def test_what_the_sheets_do_not_tell_is_to_be_measured(config: RunConfig, compos
     with pytest.raises(PlanError, match=r"there are no GPUs.*rlinf profile"):
         estimate_profile(config, groups(cpu=2), SiteConfig())
     cartpole = validate(RunConfig, compose(experiment="cartpole_ppo"))
-    with pytest.raises(PlanError, match="language models alone, not of model 'mlp'"):
+    with pytest.raises(PlanError, match="only of language models, not of model 'mlp'"):
         estimate_profile(cartpole, groups(a100=1), SiteConfig())
     with pytest.raises(PlanError, match=r"no profile\.json; make one with: rlinf profile"):
         build_request(config, PlanningSources(profile=""))

@@ -240,7 +240,7 @@ def test_the_command_simulates_a_file_and_draws(tmp_path: Path) -> None:
     assert tiles["iteration, simulated"] == "9.0 s"
     assert tiles["iteration, predicted"] == "9.0 s (+0.0%)"
     assert tiles["seed"] == "7"
-    assert "price of 3 iterations" in tiles
+    assert "cost of 3 iterations" in tiles
     scenario.write_text("capacitty: 2\n")
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, ConfigError)
