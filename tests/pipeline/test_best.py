@@ -117,8 +117,8 @@ def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path
         console.print(status_view(read_status(run)))
     assert f"0.5 after iteration 2: {run / 'it/0001/sync'}" in shown.get()
     text = report_html(read_report_data(run))
-    assert "0.5 (version 2)" in text
-    assert "version 2, held-out score 0.5: it/0001/sync of the run" in text
+    assert "best held-out score (iteration 2)" in text
+    assert "after iteration 2, held-out score 0.5: it/0001/sync of the run" in text
     both = CliRunner().invoke(app, ["export", str(run), "new", "--best", "--version", "6"])
     assert isinstance(both.exception, ConfigError)
 

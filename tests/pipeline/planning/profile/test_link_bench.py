@@ -29,7 +29,8 @@ task = ProfileTask(
     config=folder, initial=folder, key="k", kinds=("a", "b"), folder=folder / str(rank),
     nodes=1, processes=1, seconds=1, submitted=0, rank=rank,
 )
-stage_bench._measure_link_to_other_job(task, SimpleNamespace(trainer=SimpleNamespace(model_extra={"device": "cpu"})))
+config = SimpleNamespace(trainer=SimpleNamespace(model_extra={"device": "cpu"}))
+stage_bench._measure_link_to_other_job(task, config)
 """
 
 
