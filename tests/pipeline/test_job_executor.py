@@ -281,7 +281,7 @@ def test_what_no_command_can_be_given_is_refused(cluster: dict[str, Any]) -> Non
 
 
 def test_a_device_of_a_pool_is_one_line() -> None:
-    with pytest.raises(PlanError, match=r"pools\.0\.gpus\.gpu\n.*control character"):
+    with pytest.raises(PlanError, match=r"pools\.0\.devices\.gpu\n.*control character"):
         pools({"stages": ["rollout"], "devices": {"gpu\nb": 1}})
 
 
