@@ -178,7 +178,7 @@ def test_pruning_keeps_the_manifest(tmp_path: Path) -> None:
     prune_output(tmp_path)
     assert is_pruned(tmp_path)
     assert read_manifest(tmp_path) == manifest
-    with pytest.raises(ArtifactError, match="checkpoint"):
+    with pytest.raises(ArtifactError, match="retention policy"):
         verify_output(tmp_path, manifest, checksums=False)
 
 

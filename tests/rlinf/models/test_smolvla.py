@@ -161,6 +161,7 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
         means.append(float(rewards.mean()))
         advantages = ((rewards - rewards.mean()) / rewards.std())[:, None]
         chained = {**steps, CHAIN_COLUMN: done[CHAIN_COLUMN].numpy()}
+        chained["actions"] = done["action"].numpy()
         batch = policy.collate([Trajectory(identity=RecordId(0, 0), **step_fields(chained))])
         for _ in range(2):
             outputs = policy.evaluate(batch, 1.0).logprobs[0]

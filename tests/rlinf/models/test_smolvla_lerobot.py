@@ -139,6 +139,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
             chained = {**seen, "observations": seen["observation"]}
             with torch.no_grad():
                 acted = policy.act(columns, steps, temperature)
+                chained["actions"] = acted["action"].numpy()
                 chained[CHAIN_COLUMN] = chains[f"{kind}{temperature}"] = acted[CHAIN_COLUMN].numpy()
                 batch = policy.collate(
                     [Trajectory(identity=RecordId(0, 0), **step_fields(chained))]

@@ -158,7 +158,7 @@ def test_an_unknown_task_is_refused_with_those_near_it() -> None:
 
 
 def test_an_unknown_simulator_is_refused_with_the_one_near_it() -> None:
-    with pytest.raises(InputError, match=r"task\.simulator: unknown simulator 'metawrld'.*metaworld"):
+    with pytest.raises(InputError, match=r"unknown simulator 'metawrld'.*metaworld"):
         simulators.target("metawrld", "task.simulator")
 
 
