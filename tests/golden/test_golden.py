@@ -57,7 +57,7 @@ def test_a_run_that_was_killed_ends_with_the_bytes_on_file(name: str, tmp_path: 
     need(name)
     chance = random.Random(name)
     words, log = command(name, "process", tmp_path), tmp_path / "log"
-    killed_until_it_ends(words, log, chance, seconds=(3, 6), attempts=8, last_s=600, env=PORTABLE)
+    killed_until_it_ends(words, log, chance, seconds=(2, 4), attempts=8, last_s=600, env=PORTABLE)
     assert_recorded(name, tmp_path)
 
 
