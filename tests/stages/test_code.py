@@ -64,6 +64,7 @@ def test_a_stage_depends_on_its_program_and_on_the_classes_that_are_named(compos
     code = CodeSnapshot.from_checkout(validate(RunConfig, compose()))
     train, rollout = (set(code.stages[stage]) for stage in ("train", "rollout"))
     assert {"stages.train", "rlinf.algorithms.group_relative", "rlinf.trainers.fsdp"} <= train
+    assert {"rlinf.trainers.minibatch", "rlinf.models.base"} <= train
     assert {"stages.rollout", "rlinf.engines.transformers", "rlinf.envs.arithmetic"} <= rollout
     assert not any("ppo" in name or "gym" in name for name in train | rollout)
     assert not any(name.startswith(("rlinf.trainers", "rlinf.algorithms")) for name in rollout)
