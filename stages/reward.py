@@ -48,7 +48,7 @@ def compute_rewards(
     scores = list[float]()
     if environment is not None:
         scores = score_trajectories(environment, trajectories, failure_counts)
-    # A score is NaN only where no step has the trajectory counts.
+    # A score is NaN only if no step of the trajectory counts.
     results = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for trajectory, result in zip(trajectories, results, strict=True):
