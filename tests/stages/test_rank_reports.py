@@ -212,7 +212,7 @@ def test_a_rank_that_is_lost_is_given_up_and_what_others_wrote_stays(two: Two) -
     lost.parent.mkdir(parents=True)
     lost.touch()  # its process was killed
     end = two.start(0, writes)
-    with pytest.raises(StageError, match=r"data-a: rank 1 gave no sign of life for 0 s"):
+    with pytest.raises(StageError, match=r"data-a: rank 1 sent no heartbeat for 0 s"):
         end.result(30)
     assert (two.out / "data-a" / "of-0").exists()
     again = [two.start(rank, writes, "b") for rank in range(2)]
