@@ -75,10 +75,8 @@ def run(ctx: StageContext) -> None:
     for trajectory in trajectories:
         failures.add(trajectory)
     failures.log_metrics(ctx)
-    settings, video_columns = (
-        ctx.config.evaluate,
-        environment.video_columns(environment_class(ctx.config)[1]),
-    )
+    settings = ctx.config.evaluate
+    video_columns = environment.video_columns(environment_class(ctx.config)[1])
     if settings.videos:
         with ctx.span("videos"):
             write_videos(
@@ -93,19 +91,15 @@ def run(ctx: StageContext) -> None:
         output.put(replace(trajectory, videos={}).to_record())
     output.close()
     if trajectories:
-        valid_scores = [score for score in scores if not np.isnan(score)]
+        valid = [score for score in scores if not np.isnan(score)]
         # A rank without scores has weight 0; if no rank has scores, the commit fails.
-        ctx.log_metric(
-            "score",
-            float(np.mean(valid_scores)) if valid_scores else np.nan,
-            weight=len(valid_scores),
-        )
+        ctx.log_metric("score", float(np.mean(valid)) if valid else np.nan, weight=len(valid))
         for task, task_scores in scores_by_task(trajectories, scores).items():
             ctx.log_metric(f"score/{task}", float(np.mean(task_scores)), weight=len(task_scores))
         lengths = [loss_mask(trajectory).sum() for trajectory in trajectories]
         ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
         for name, value in environment.episode_metrics(trajectories).items():
-            ctx.log_metric(name, value, weight=len(valid_scores))
+            ctx.log_metric(name, value, weight=len(valid))
         ctx.log_counts(counts, len(scores), "held-out answers")
 
 

@@ -173,19 +173,15 @@ def get_engine(
     """
     weights = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
-    engine_weights = worker_state.engine_weights
-    if (
-        max_version is not None
-        and engine_weights is not None
-        and version < engine.version <= max_version
-    ):
+    loaded = worker_state.engine_weights
+    if max_version is not None and loaded is not None and version < engine.version <= max_version:
         ensure_on_device(ctx, engine)
         return engine
     content_id = weights.content_id
     # Read it again: another stage may have loaded other weights while this stage waited.
-    engine_weights, worker_state.engine_weights = worker_state.engine_weights, None
-    if engine_weights != content_id:
-        tensors = weights.live_object(WEIGHTS) if engine_weights is not None else None
+    loaded, worker_state.engine_weights = worker_state.engine_weights, None
+    if loaded != content_id:
+        tensors = weights.live_object(WEIGHTS) if loaded is not None else None
         if tensors is None:
             _ = weights.manifest  # wait here, because the loading must not wait
             # Another stage may have loaded other weights meanwhile; they are overwritten now.
@@ -195,7 +191,7 @@ def get_engine(
         ensure_on_device(ctx, engine, copy_data=False)
         with ctx.span("load"):
             if tensors is None:
-                if engine_weights is not None and worker_state.weight_deltas is not None:
+                if loaded is not None and worker_state.weight_deltas is not None:
                     tensors = worker_state.weight_deltas.read(ctx, name)
                 content_id = weights.content_id
             if tensors is not None:
@@ -245,20 +241,12 @@ def get_trainer(ctx: StageContext) -> Trainer:
     checkpoint_id = checkpoint.content_id if checkpoint else ""
     initial_id = initial.content_id
     worker_state = ctx.worker_state
-    actor = worker_state.actor
-    if (
-        worker_state.trainer is None
-        and checkpoint is None
-        and actor
-        and actor.weights == initial_id
-    ):
+    loaded, actor = worker_state.trainer, worker_state.actor
+    if loaded is None and checkpoint is None and actor and actor.weights == initial_id:
         # Before the first update, the actor with the initial weights is a fresh trainer.
-        worker_state.actor, worker_state.trainer = (
-            None,
-            LoadedTrainer(actor.trainer, initial_id, checkpoint_id),
-        )
+        loaded = LoadedTrainer(actor.trainer, initial_id, checkpoint_id)
+        worker_state.actor, worker_state.trainer = None, loaded
     del actor
-    loaded = worker_state.trainer
     if loaded is None or (loaded.initial_weights, loaded.checkpoint) != (initial_id, checkpoint_id):
         for stage_input in (initial, checkpoint) if checkpoint else (initial,):
             _ = stage_input.manifest  # wait here, because the loading must not wait
@@ -283,11 +271,8 @@ def get_actor(ctx: StageContext) -> Trainer:
     """
     initial_id, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
     weights_id, worker_state = weights.content_id, ctx.worker_state
-    trainer_state = (
-        (initial_id, "")
-        if weights_id == initial_id
-        else worker_state.published_states.get(weights_id)
-    )
+    states = {**worker_state.published_states, initial_id: (initial_id, "")}
+    trainer_state = states.get(weights_id)
     resident = worker_state.trainer
     if resident is not None and (resident.initial_weights, resident.checkpoint) == trainer_state:
         worker_state.drop_actor()

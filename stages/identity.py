@@ -34,10 +34,7 @@ from stages.layout import ACCEPTED_FILE, CODE_FILE
 
 
 def program_version() -> list[str | int]:
-    """Return the versions of the program and of its file formats, for measurements.
-
-    They are not part of a key.
-    """
+    """Return the program and file-format versions for measurements; they are in no key."""
     return [__version__, SCHEMA]
 
 
@@ -222,9 +219,7 @@ class CodeSnapshot(_Strict):
         names = {name for names in stages.values() for name in names}
         modules = {name: _module(name).source for name in sorted(names) if ":" not in name}
         files = {
-            n: _content_digest(_data_file_path(config, n))
-            for n in sorted(names)
-            if n.startswith(FILE_PREFIX)
+            n: _content(_file_path(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
         }
         return cls(stages, modules, files)
 
@@ -284,10 +279,7 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
         return CodeSnapshot.from_checkout(config, stage).digest(stage)
     code = _recorded(run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     for name in code.stages.get(stage, ()):
-        if (
-            name in code.files
-            and _content_digest(_data_file_path(config, name)) != code.files[name]
-        ):
+        if name in code.files and _content(_file_path(config, name)) != code.files[name]:
             raise CodeIdentityError(
                 f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} has changed since "
                 "this run was started. Nothing was written; put it back, or start the run again"
@@ -303,11 +295,9 @@ def _recorded(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapsho
     for name in code.stages.get(stage, ()):
         if name not in code.modules:
             continue
-        recorded = code.modules[name]
-        if (
-            _file(name) != recorded.file_digest
-            and _module(name).source.ast_digest != recorded.ast_digest
-        ):
+        digests = code.modules[name]
+        file_changed = _file(name) != digests.file_digest
+        if file_changed and _module(name).source.ast_digest != digests.ast_digest:
             raise CodeIdentityError(
                 f"{stage}: {name} differs from the code with which this run was started: it was "
                 "edited, or this process is an old one. Nothing was written; start the run again"
@@ -339,17 +329,13 @@ def _names(config: RunConfig, stage: str) -> set[str]:
         if name in FACTORY_MODULES:
             continue
         imports = set(_module(name).imports)
-        if not _is_project_module(name):
+        if not _is_project(name):
             # Importing a module also runs its parent packages.
             imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
         pending += [
             other
             for other in imports
-            if (
-                _affects_results(other)
-                if _is_project_module(other)
-                else _is_user_module(other, packages, name)
-            )
+            if (_affects_results(other) if _is_project(other) else _is_user(other, packages, name))
         ]
     return names
 
@@ -383,19 +369,17 @@ def _is_data_file(section: str, text: str) -> bool:
         return False
 
 
-def _data_file_path(config: RunConfig, name: str) -> Path:
+def _file_path(config: RunConfig, name: str) -> Path:
     section, _, key = name.removeprefix(FILE_PREFIX).partition(".")
     return Path(dict(_text_options(getattr(config, section).model_extra))[key]).expanduser()
 
 
-def _content_digest(path: Path) -> str:
+def _content(path: Path) -> str:
     """Return the content digest of a data file, or of a folder's files; empty if it is missing."""
     try:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            return json_digest(
-                [[str(file.relative_to(path)), _content_digest(file)] for file in files]
-            )
+            return json_digest([[str(file.relative_to(path)), _content(file)] for file in files])
         file_state = path.stat()
         return _file_digest(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except OSError:
@@ -411,7 +395,7 @@ def _file_digest(path: Path, file_state: tuple[int, ...]) -> str:
     return content.hexdigest()
 
 
-def _is_project_module(name: str) -> bool:
+def _is_project(name: str) -> bool:
     return name.partition(".")[0] in ("rlinf", "stages")
 
 
@@ -424,12 +408,12 @@ def _affects_results(name: str) -> bool:
     return not is_infrastructure and path is not None and path.name != "__init__.py"
 
 
-def _is_user_module(name: str, packages: set[str], importer: str) -> bool:
+def _is_user(name: str, packages: set[str], importer: str) -> bool:
     """Return whether a module is the user's: in a named package, or outside ``site-packages``.
 
     Other installed packages are not part of an identity.
     """
-    if _is_project_module(importer) or (path := _path(name)) is None:
+    if _is_project(importer) or (path := _path(name)) is None:
         return False
     return name.partition(".")[0] in packages or not _is_installed(path)
 
@@ -476,7 +460,7 @@ def _file(name: str) -> str:
 def _path(name: str) -> Path | None:
     """Return the file of a module; modules of the project are found without an import."""
     first, *rest = name.split(".")
-    if _is_project_module(name):
+    if _is_project(name):
         root = (
             Path(package_paths.__file__).parent.parent if first == "rlinf" else package_paths.ROOT
         )
@@ -526,11 +510,7 @@ def _ast_tokens(node: Any) -> Iterator[bytes]:
         yield f"({type(node).__name__}".encode()
         for name in node._fields:
             value = getattr(node, name, None)
-            if (
-                name == "body"
-                and isinstance(value, list)
-                and isinstance(node, _NODES_WITH_DOCSTRING)
-            ):
+            if name == "body" and isinstance(value, list) and isinstance(node, _DOCSTRING_NODES):
                 value = [part for part in value if not _is_text(part)]
             if value is None or value == [] or name in ("kind", "ctx"):
                 continue
@@ -547,7 +527,7 @@ def _ast_tokens(node: Any) -> Iterator[bytes]:
         yield repr(node).encode()
 
 
-_NODES_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCSTRING_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -65,9 +65,7 @@ def emit_trajectories(
 
     def generate_chunks() -> Generator[Trajectory]:
         for samples in ctx.chunks():
-            yield from generate(
-                ctx, [start for start in shard if start * settings.group_size in samples]
-            )
+            yield from generate(ctx, [s for s in shard if s * settings.group_size in samples])
 
     # After an error, too, the engine must stop before another stage gets the device.
     with contextlib.closing(generate_chunks()) as trajectories:
@@ -80,8 +78,7 @@ def receive_trajectories(ctx: StageContext) -> None:
     Repeated records were dropped on arrival, so all readers of the channel get the same records.
 
     Raises:
-        UpstreamFailed: trajectories were generated with weights of an attempt that was not
-            committed.
+        UpstreamFailed: trajectories were generated with weights that were not committed.
     """
     total = ctx.config.rollout.batch_size * ctx.config.rollout.group_size
     records = ctx.receive_records("trajectories", total, source_input="weights")
@@ -137,12 +134,10 @@ def generate_trajectories(
 def policy_runner(ctx: StageContext) -> PolicyRunner:
     """Return the engine with input ``weights``, or with newer weights for in-flight updates."""
     settings = ctx.config.rollout
-    updates_in_flight = settings.in_flight_updates
+    in_flight = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
-    engine = get_engine(
-        ctx, "weights", version, max_version=ctx.iteration if updates_in_flight else None
-    )
-    hooks = RolloutHooks(newer_weights_poller(ctx, engine) if updates_in_flight else None)
+    engine = get_engine(ctx, "weights", version, max_version=ctx.iteration if in_flight else None)
+    hooks = RolloutHooks(newer_weights_poller(ctx, engine) if in_flight else None)
     return PolicyRunner(engine, ctx.config.seed, "rollout", hooks)
 
 
@@ -152,20 +147,16 @@ def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], to
     Lengths, steps and staleness count only unmasked steps.
     """
     output = ctx.open_writer("trajectories")
-    writes_open_episodes = carries_over_episodes(ctx.config) and ctx.world.is_primary
-    open_episodes_file = (
-        RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank)
-        if writes_open_episodes
-        else None
-    )
+    open_episodes_file = None
+    if carries_over_episodes(ctx.config) and ctx.world.is_primary:
+        open_episodes_file = RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank)
     lengths, truncated, lags = [], 0, 0
     failures = DialogueFailures(ctx.config)
     clip_ratios = list[float]()
     for trajectory in trajectories:
-        if (
-            open_episode := pop_open_episode(trajectory)
-        ) is not None and open_episodes_file is not None:
-            open_episodes_file.put(open_episode)
+        episode = pop_open_episode(trajectory)
+        if episode is not None and open_episodes_file is not None:
+            open_episodes_file.put(episode)
         output.put(trajectory.to_record())
         failures.add(trajectory)
         mask = loss_mask(trajectory)
@@ -186,9 +177,8 @@ def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], to
         ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
         ctx.log_metric("truncated_ratio", truncated / len(lengths), weight=len(lengths))
         if clip_ratios:
-            ctx.log_metric(
-                "action_clip_ratio", float(np.mean(clip_ratios)), weight=len(clip_ratios)
-            )
+            clip_ratio = float(np.mean(clip_ratios))
+            ctx.log_metric("action_clip_ratio", clip_ratio, weight=len(clip_ratios))
         if ctx.config.rollout.in_flight_updates:
             ctx.log_metric("staleness_mean", lags / max(1, sum(lengths)), weight=sum(lengths))
 
@@ -253,14 +243,12 @@ def local_rollout_iter(
     failure: list[BaseException] = []
     closed = threading.Event()
 
-    def should_abort(remaining: int, num_samples: int) -> bool:
+    def should_abort(remaining: int, total: int) -> bool:
         if closed.is_set():
             raise _IteratorClosed
         if should_stop():
-            raise RequeueRequested(
-                f"{stage}: stopping with {remaining} of {num_samples} samples left"
-            )
-        return hooks.should_abort is not None and hooks.should_abort(remaining, num_samples)
+            raise RequeueRequested(f"{stage}: stopping with {remaining} of {total} samples left")
+        return hooks.should_abort is not None and hooks.should_abort(remaining, total)
 
     engine_hooks = replace(hooks, should_abort=should_abort)
 

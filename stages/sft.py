@@ -131,9 +131,8 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
         if curve and is_target_reached(curve[-1], settings.target_score):
             break
         demonstrations = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
-        examples = [
-            trainer.policy.prepare_demonstration(d, ctx.config.seed) for d in demonstrations
-        ]
+        prepare = trainer.policy.prepare_demonstration
+        examples = [prepare(d, ctx.config.seed) for d in demonstrations]
         length = max(map(len, examples))
         token_mask = pad_right([token_weights(example) for example in examples], length)
         weights = token_mask / token_mask.sum().clamp(min=1)
@@ -151,24 +150,20 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
         ):
             pass
         evaluates = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
-        score = (
-            evaluate_weights(ctx, trainer, environment, engine) if evaluates and engine else None
-        )
-        held_out_loss = eval_loss(ctx, trainer, held_out) if evaluates and held_out else None
-        row = {
-            "step": step + 1,
-            "loss": metrics["loss"],
-            "score": score,
-            "eval_loss": held_out_loss,
-        }
+        score = test_loss = None
+        if evaluates and engine:
+            score = evaluate_weights(ctx, trainer, environment, engine)
+        if evaluates and held_out:
+            test_loss = eval_loss(ctx, trainer, held_out)
+        row = {"step": step + 1, "loss": metrics["loss"], "score": score, "eval_loss": test_loss}
         curve.append(row)
         if evaluates:
             save_progress(ctx, trainer, curve)
         scores += [] if score is None else [score]
         score_text = f", held-out score {scores[-1]:.3f}" if scores else ""
         note = f"loss {metrics['loss']:.4g}{score_text}"
-        if held_out_loss is not None:
-            log.info("sft: step %d, held-out loss %.4f nats", step + 1, held_out_loss)
+        if test_loss is not None:
+            log.info("sft: step %d, held-out loss %.4f nats", step + 1, test_loss)
         ctx.report_progress(step + 1, settings.max_steps, "steps", note)
     return curve
 

@@ -42,10 +42,7 @@ class ParallelLayout(Section):
         return self.tp * self.pp * self.cp
 
     def check(self, size: int, source: str) -> None:
-        """Check that ``size`` processes fit the layout.
-
-        Args:
-            source: where the layout was set, for the error.
+        """Check that ``size`` processes fit the layout; ``source`` says where it was set.
 
         Raises:
             ConfigError: they do not fit.
@@ -116,15 +113,13 @@ class ProcessGroupInfo:
 
         Rank 0 is always a primary rank.
         """
-        return (
-            self.rank % self._replica_stride == 0
-            and self.rank < self._replica_stride * self.data_parallel_size
-        )
+        rank, step = self.rank, self._num_same_data
+        return rank % step == 0 and rank < step * self.data_parallel_size
 
     @property
     def primary_ranks(self) -> list[int]:
         """The primary ranks by data-parallel rank."""
-        return [rank * self._replica_stride for rank in range(self.data_parallel_size)]
+        return [rank * self._num_same_data for rank in range(self.data_parallel_size)]
 
     @property
     def data_parallel_speeds(self) -> tuple[float, ...]:
@@ -136,12 +131,12 @@ class ProcessGroupInfo:
         return tuple(speeds)
 
     @property
-    def _replica_stride(self) -> int:
+    def _num_same_data(self) -> int:
         """Number of consecutive ranks with the same data."""
         return self.layout.tp * self.layout.cp
 
     def _data_parallel_rank_of(self, rank: int) -> int:
-        return rank // self._replica_stride % self.data_parallel_size
+        return rank // self._num_same_data % self.data_parallel_size
 
     def shard(self, count: int) -> list[int]:
         """Return which of ``count`` equal items this data-parallel rank processes, by index."""
@@ -163,9 +158,8 @@ class ProcessGroupInfo:
             ConfigError: a variable is invalid.
         """
         try:
-            rank, size, local_rank = (
-                int(os.environ.get(name, default)) for name, default in _VARIABLES
-            )
+            values = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
+            rank, size, local_rank = values
             text = os.environ.get(SPEED_WEIGHTS_VARIABLE)
             speeds = tuple(float(part) for part in text.split(",")) if text else None
             rendezvous = (

@@ -63,9 +63,8 @@ def write_large_columns(path: Path, file: h5py.File, columns: dict[str, list[np.
                 column[row : row + len(block)] = block
                 checksums.append(_checksum(block))
                 row += len(block)
-            data = file.create_dataset(
-                f"steps/rows/{name}", data=np.array(checksums, dtype=np.uint64)
-            )
+            table = np.array(checksums, dtype=np.uint64)
+            data = file.create_dataset(f"steps/rows/{name}", data=table)
             data.attrs["shape"], data.attrs["dtype"] = shape, dtype.str
             data.attrs["block"] = size
 
@@ -128,10 +127,8 @@ class LargeColumn:
         if rows.shape[1:] != self._shape[1:] or rows.dtype != self._dtype:
             raise self._damage_error("another shape or type")
         for block in range(-(-len(rows) // block_rows)):
-            if (
-                _checksum(rows[block * block_rows : (block + 1) * block_rows])
-                != self._checksums[first + block]
-            ):
+            content = rows[block * block_rows : (block + 1) * block_rows]
+            if _checksum(content) != self._checksums[first + block]:
                 raise self._damage_error("altered (checksum differs)")
         if len(rows) < stop - first * block_rows:
             raise self._damage_error("truncated")
@@ -242,9 +239,7 @@ class RecordFileWriter(RecordSink):
         self._closed = True
         if self._part.items or not self._parts:
             self._flush()
-        parts = list(
-            _split_into_parts(sorted(position for part in self._parts for position in part))
-        )
+        parts = list(_split_into_parts(sorted(p for part in self._parts for p in part)))
         if len(self._parts) > 1 and parts != self._parts:
             self._rewrite_sorted(parts)
 
@@ -285,9 +280,8 @@ class RecordFileWriter(RecordSink):
                         part_records = columns[old_part].records(*span)
                     else:
                         with _open(written[old_part]) as file:
-                            part_records = _Columns(file, written[old_part], lazy=False).records(
-                                *span
-                            )
+                            part_columns = _Columns(file, written[old_part], lazy=False)
+                            part_records = part_columns.records(*span)
                     records.update(zip(part_positions, part_records, strict=True))
                 write_records(self._path(number), [records[position] for position in positions])
 
@@ -437,10 +431,7 @@ def _open(path: Path) -> h5py.File:
 
 
 class _Columns:
-    """The columns of a record file, looked up once.
-
-    A lookup for each read would take longer than most reads.
-    """
+    """The columns of a record file, looked up once: a lookup takes longer than most reads."""
 
     def __init__(self, file: h5py.File, path: Path, *, lazy: bool = True) -> None:
         """

@@ -176,9 +176,8 @@ class PolicySession:
             self.reply_clients = {
                 n: client for n, client in self.reply_clients.items() if client is not connection
             }
-            self.requests = deque(
-                r for r in self.requests if _first_sample(r) in self.reply_clients
-            )
+            clients = self.reply_clients
+            self.requests = deque(r for r in self.requests if _first_sample(r) in clients)
             self.condition.notify_all()
 
     def end(self, reason: str) -> None:
@@ -259,12 +258,9 @@ class PolicySession:
         with self.condition:
             connection = self.reply_clients.pop(_first_sample(reply), None)
         if connection is not None:
-            content = (
-                f"what the policy answers {connection.client} in one step of {self.order.node}"
-            )
-            self.send(
-                connection, encode_policy_message(reply, self.max_reply_bytes, content, "a reply")
-            )
+            client, node, limit = connection.client, self.order.node, self.max_reply_bytes
+            content = f"what the policy answers {client} in one step of {node}"
+            self.send(connection, encode_policy_message(reply, limit, content, "a reply"))
 
     def _used_disk_fallback(self) -> bool:
         return self.context is not None and self.context.inputs["weights"].used_disk_fallback
@@ -284,9 +280,8 @@ class PolicySession:
         spans = []
         if self.finished_clients | {connection.client} >= set(self.order.clients):
             # Report each span once; the running span has not ended.
-            finished = [
-                s for s in self.context.spans if s["name"] not in (*IDLE_SPANS, GENERATE_SPAN)
-            ]
+            excluded = (*IDLE_SPANS, GENERATE_SPAN)
+            finished = [s for s in self.context.spans if s["name"] not in excluded]
             spans = [(s["name"], s["start"], s["end"]) for s in finished]
             spans.append((GENERATE_SPAN, self.serving_since, time.time()))
         return SlotReleased(spans=json.dumps(spans), host=os.uname().nodename)
@@ -365,9 +360,8 @@ class PolicyServer:
         with self._lock:
             for running in self._sessions.values():
                 # Its order is from a dead driver; other clients wait now.
-                if running.order.node == order.node and {*running.order.clients} != {
-                    *order.clients
-                }:
+                same_clients = {*running.order.clients} == {*order.clients}
+                if running.order.node == order.node and not same_clients:
                     running.end("another attempt takes its place")
             self._sessions[order.attempt] = session
             for connection in [s for s in self._connections.values() if s.attempt == order.attempt]:
@@ -460,9 +454,8 @@ class PolicyServer:
         if isinstance(event, PeerJoined):
             connection = self._connections.get(event.worker)
             if connection is None:
-                fields = (
-                    str(event.description.get(name)) for name in ("client", "node", "attempt")
-                )
+                names = ("client", "node", "attempt")
+                fields = (str(event.description.get(name)) for name in names)
                 self._connections[event.worker] = PolicyConnection(event.worker, *fields)
             return
         connection = self._connections.get(event.worker)

@@ -61,7 +61,7 @@ class RolloutWorker:
         self._live_store, self._record_sender, self._schedule = store, sender, schedule
         self._activity, self._report, self._should_stop = activity, report, should_stop
         self._thread = ThreadPoolExecutor(1, "generate")
-        self._active_items: set[str] = set()
+        self._items: set[str] = set()
         """Queued and running work items that were not cancelled."""
         self._queue: list[GenerateStarts] = []
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class RolloutWorker:
     def enqueue(self, order: GenerateStarts) -> None:
         """Add a work item to the queue."""
         with self._lock:
-            self._active_items.add(order.work_item)
+            self._items.add(order.work_item)
             self._queue.append(order)
         self._thread.submit(self._process_next)
 
@@ -80,7 +80,7 @@ class RolloutWorker:
         with self._lock:
             queued = [order for order in self._queue if order.work_item == work_item]
             self._queue = [order for order in self._queue if order.work_item != work_item]
-            if not queued and work_item in self._active_items:
+            if not queued and work_item in self._items:
                 self._successors[work_item] = successor
         for order in queued:
             starts = order.starts
@@ -90,7 +90,7 @@ class RolloutWorker:
 
     def cancel(self) -> None:
         """Cancel all work items so far."""
-        self._active_items.clear()
+        self._items.clear()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run other work in the thread of the engine."""
@@ -107,22 +107,20 @@ class RolloutWorker:
                     return
                 order = min(self._queue, key=lambda order: order.iteration)
                 self._queue.remove(order)
-            if order.work_item in self._active_items:
+            if order.work_item in self._items:
                 self._process(order)
 
     def _process(self, order: GenerateStarts) -> None:
         work_item, code, reason = order.work_item, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
         unfinished, successor = list[Trajectory](), ""
-        ctx = self._context(
-            order, lambda: self._should_stop() or work_item not in self._active_items
-        )
+        ctx = self._context(order, lambda: self._should_stop() or work_item not in self._items)
         name = order.label
         self._activity.add(name, ctx.stage)
         try:
             with withdraw_on_damage():
                 self._activity.start(name, lambda: ctx.activity)
-                unfinished, successor = self._generate_and_send(ctx, order)
+                unfinished, successor = self._generate(ctx, order)
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, UpstreamFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
@@ -154,13 +152,11 @@ class RolloutWorker:
         Its last sample may end the rollout, which cancels all work items, before this report.
         """
         completed = not report.exit_code and bool(report.spans)
-        if report.work_item in self._active_items or completed:
-            self._active_items.discard(report.work_item)
+        if report.work_item in self._items or completed:
+            self._items.discard(report.work_item)
             self._report(report)
 
-    def _generate_and_send(
-        self, ctx: StageContext, order: GenerateStarts
-    ) -> tuple[list[Trajectory], str]:
+    def _generate(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Trajectory], str]:
         """Generate the trajectories and send them to the receiver.
 
         Returns:
@@ -171,9 +167,7 @@ class RolloutWorker:
         """
         self._use_weights(ctx, order)
         # The receiver checks later whether these weights were committed.
-        attempt_mark = (
-            {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
-        )
+        source = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
         receiver, work_item, out = order.receiver, order.work_item, order.output
         sender = self._record_sender.stream_to(f"{out}:trajectories", [receiver], 0, 1)
         total, partial_samples = len(order.starts) * self._config.rollout.group_size, None
@@ -194,7 +188,7 @@ class RolloutWorker:
             if trajectory.stop_reason == UNFINISHED:
                 unfinished.append(trajectory)
             else:
-                marked = replace(trajectory, extra={**trajectory.extra, **attempt_mark})
+                marked = replace(trajectory, extra={**trajectory.extra, **source})
                 sender.put(marked.to_record())
                 ctx.report_progress(num_done, total, "samples")
         if not sender.flush():

@@ -104,7 +104,7 @@ class BroadcastGroups:
         self._failed_groups: dict[tuple[str, ...], None] = {}
         self._receivers: dict[str, _GroupReceiver] = {}
         """Groups in which this worker receives, by name."""
-        self._closing_receivers: list[_GroupReceiver] = []
+        self._closing: list[_GroupReceiver] = []
         """Closed groups whose threads still run."""
         self._closed = False
 
@@ -171,18 +171,14 @@ class BroadcastGroups:
             self._drop_sender(group)
         for name in list(self._receivers):
             self._leave_group(name)
-        for receiver in self._closing_receivers:
+        for receiver in self._closing:
             receiver.join()
 
     def _leave_group(self, name: str) -> None:
         with self._lock:
             if (receiver := self._receivers.pop(name, None)) is not None:
                 receiver.leave()
-                self._closing_receivers = [
-                    receiver
-                    for receiver in [*self._closing_receivers, receiver]
-                    if receiver.is_alive
-                ]
+                self._closing = [r for r in [*self._closing, receiver] if r.is_alive]
 
     def _form_group(self, group: tuple[str, ...]) -> tuple[str, _GroupMember]:
         backend, _, *workers = group
@@ -484,13 +480,8 @@ class WeightPublisher:
             checksums.append(int(bucket_checksum(data)))
             message = WeightsBucket(attempt=version.attempt, checksum=f"{checksums[-1]:x}")
             send_weight_message(*target, message, data.numpy(), bucket)
-        send_weight_message(
-            *target,
-            WeightsEnd(
-                attempt=version.attempt,
-                digest=version_digest(version.number, layout_json, checksums),
-            ),
-        )
+        digest = version_digest(version.number, layout_json, checksums)
+        send_weight_message(*target, WeightsEnd(attempt=version.attempt, digest=digest))
 
 
 @dataclass
