@@ -148,17 +148,17 @@ class UsageMeter:
     def __init__(self, interval_s: float = SAMPLE_INTERVAL_S) -> None:
         self._interval_s, self._lock = interval_s, threading.Lock()
         self._windows: list[UsageWindow] = []
-        self._last: tuple[float, UsageSample | None] = (0.0, None)
+        self._last_sample: tuple[float, UsageSample | None] = (0.0, None)
         self._has_windows = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def measure(self, results: list[dict[str, Any]], **labels: Any) -> Iterator[None]:
         """Append the labels and the summary of the enclosed time to ``results``."""
-        last_time, last = self._last
-        if last is None or time.monotonic() - last_time > REUSE_SAMPLE_S:
-            last = sample_usage()
-        window = UsageWindow(samples=[last])
+        last_time, sample = self._last_sample
+        if sample is None or time.monotonic() - last_time > REUSE_SAMPLE_S:
+            sample = sample_usage()
+        window = UsageWindow(samples=[sample])
         with self._lock:
             self._windows.append(window)
             if self._thread is None or not self._thread.is_alive():
@@ -173,7 +173,7 @@ class UsageMeter:
                 if not self._windows:
                     self._has_windows.clear()
             window.samples.append(sample_usage())
-            self._last = time.monotonic(), window.samples[-1]
+            self._last_sample = time.monotonic(), window.samples[-1]
             results.append({**labels, **window.summary()})
 
     def _run(self) -> None:

@@ -71,8 +71,8 @@ class RetentionPolicy:
         ]
 
     def _awaits_evaluation(self, version: int) -> bool:
-        every = self._evaluate.every
-        return every > 0 and version % every == 0 and version not in self._scores
+        interval = self._evaluate.every
+        return interval > 0 and version % interval == 0 and version not in self._scores
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,13 @@ def compute_rewards(
     results = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for trajectory, result in zip(trajectories, results, strict=True):
-        values, ends = np.asarray(result.reward, np.float32), result.episode_ends
+        values, episode_ends = np.asarray(result.reward, np.float32), result.episode_ends
         rewards.append(
             StepRewards(
                 identity=trajectory.identity,
                 rewards=rewards_per_step(values),
                 action_rewards=values if values.ndim > 1 else None,
-                episode_ends=None if ends is None else np.asarray(ends, np.uint8),
+                episode_ends=None if episode_ends is None else np.asarray(episode_ends, np.uint8),
                 group=trajectory.require("group"),
                 failure=result.failure if reward.failure_kinds else None,
             )

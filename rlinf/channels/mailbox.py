@@ -175,7 +175,7 @@ class MailboxHost:
         joined or was reported lost, the item waits until a peer of that name joins.
         """
         with self._changed:
-            self._check()
+            self._raise_if_failed()
             session = self._polled_sessions.get(peer)
             if session is None:
                 session = self._sessions_by_name.get(peer)
@@ -193,7 +193,7 @@ class MailboxHost:
         with self._changed:
             self._acknowledge_polled()
             while True:
-                self._check()
+                self._raise_if_failed()
                 remaining_s = deadline - time.monotonic()
                 if self._events or remaining_s <= 0:
                     break
@@ -253,7 +253,7 @@ class MailboxHost:
             os.eventfd_write(self._wakeup, 1)
         self._polled = []
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._closed:
             raise ChannelClosed(f"{self._pointer.name}: closed by its host")
 
@@ -532,7 +532,7 @@ class MailboxPeer:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                self._check()
+                self._raise_if_failed()
                 remaining_s = deadline - time.monotonic()
                 if self._items or remaining_s <= 0:
                     break
@@ -552,9 +552,9 @@ class MailboxPeer:
         """
         with self._changed:
             while wait and self._sender.is_full(len(item), WINDOW_BYTES):
-                self._check()
+                self._raise_if_failed()
                 self._changed.wait(HEARTBEAT_S)
-            self._check()
+            self._raise_if_failed()
             if self._sender.add(item):
                 os.eventfd_write(self._wakeup, 1)
 
@@ -566,9 +566,9 @@ class MailboxPeer:
         """
         with self._changed:
             while self._sender:
-                self._check()
+                self._raise_if_failed()
                 self._changed.wait(HEARTBEAT_S)
-            self._check()
+            self._raise_if_failed()
 
     def set_status(self, status: bytes) -> None:
         """Set the status that the host sees; only the last status is sent.
@@ -577,7 +577,7 @@ class MailboxPeer:
             ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
-            self._check()
+            self._raise_if_failed()
             self._status = status
             if not self._status_changed:
                 self._status_changed = True
@@ -595,7 +595,7 @@ class MailboxPeer:
         self._context.term()
         os.close(self._wakeup)
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._leave_deadline is not None:
             raise ChannelClosed(f"{self._name} has left {self._pointer.name}")
         if (reason := self._failure or self._host_is_silent()) is not None:

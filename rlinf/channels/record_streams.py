@@ -401,7 +401,7 @@ class SharedMemorySink(SocketSink):
         with self._write_lock:
             while True:
                 with self._changed:
-                    self._check()
+                    self._raise_if_failed()
                 if self._ring.put(encoded):
                     return
                 if time.monotonic() > deadline:
@@ -416,9 +416,9 @@ class SharedMemorySink(SocketSink):
         """Wait until the reader has attached the segment. Records then survive this process."""
         with self._changed:
             while not self._is_connected:
-                self._check()
+                self._raise_if_failed()
                 self._changed.wait(MAX_POLL_S)
-            self._check()
+            self._raise_if_failed()
 
     def close(self) -> None:
         """Leave; the records can still be read."""

@@ -291,11 +291,11 @@ def join_rendezvous(
             pointer.unlink(missing_ok=True)
 
 
-_ADDRESS_KEY = "via"
+_ADDRESS_KEY = "address"
 
 
 def _rank_key(rank: int | str) -> str:
-    return f"here/{rank}"
+    return f"joined/{rank}"
 
 
 def _find_rank_0(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]:

@@ -83,7 +83,7 @@ class SharedWeightsWriter:
         with self._exclusive_lock(slot):
             buffer = _buffer(slot)
             struct.pack_into("<qqq", buffer, _VERSION, -1, version, 0)
-            checksums, flat_buffer = _parts(buffer, self._layout)
+            checksums, flat_buffer = _slot_views(buffer, self._layout)
             for bucket in range(self._layout.num_buckets):
                 data = flat_buffer[self._layout.bucket_slice(bucket)]
                 self._layout.pack_bucket(bucket, tensors, data)
@@ -250,7 +250,7 @@ class _MappedSlot:
             raise WeightTransferError(f"shared memory {name!r} is smaller than its layout")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self._checksums, self._flat_buffer = _parts(self._mapping, self._layout)
+            self._checksums, self._flat_buffer = _slot_views(self._mapping, self._layout)
         self.tensors = self._layout.tensor_views(self._flat_buffer)
         self._verified_version, self._verified_buckets = -1, 0
 
@@ -290,7 +290,7 @@ def _data_start(layout_bytes: int, num_buckets: int) -> int:
     return math.ceil((_HEADER.size + layout_bytes + 7 + 8 * num_buckets) / _PAGE) * _PAGE
 
 
-def _parts(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[Tensor, Tensor]:
+def _slot_views(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[Tensor, Tensor]:
     """Return views of checksums, int64 ``[buckets]``, and flat buffer, uint8 ``[nbytes]``."""
     *_, length = _HEADER.unpack_from(buffer)
     start = _data_start(length, layout.num_buckets)

@@ -53,7 +53,7 @@ class StageOrder(WorkerMessage):
 
 
 class RunStages(WorkerMessage):
-    """Compute stages; all of them enter the device schedule before any starts."""
+    """Compute stages; all of them enter the device schedule before one of them begins."""
 
     type: Literal["run_stages"] = "run_stages"
     stages: tuple[StageOrder, ...]
@@ -83,7 +83,7 @@ class PartialSamples(WorkerMessage):
 
 
 class GenerateStarts(WorkerMessage):
-    """Generate some starts of a rollout."""
+    """Generate the trajectories of some starts of a rollout."""
 
     type: Literal["generate_starts"] = "generate_starts"
     work_item: str
