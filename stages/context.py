@@ -136,12 +136,8 @@ class LiveContext:
         open_sink: Callable[[str], RecordWriter],
         num_chunks: int,
     ) -> None:
-        self.output, self.slot, self.open_sink, self.num_chunks = (
-            output,
-            slot,
-            open_sink,
-            num_chunks,
-        )
+        self.output, self.slot = output, slot
+        self.open_sink, self.num_chunks = open_sink, num_chunks
         self.deferred_writes: list[Callable[[], None]] = []
         self.stream_digests: dict[str, int] = {}
         """The digest of the records that this attempt wrote, by channel."""

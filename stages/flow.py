@@ -108,11 +108,8 @@ class Flow:
         return None if self.rollout_stage is None else self.rollout_stage + POLICY_SUFFIX
 
     def with_separate_policy(self) -> Flow:
-        """Return the flow for plans that place :attr:`policy_stage` in another pool.
-
-        The policy answers the simulators of the rollout. It has no output and is not a stage of an
-        iteration.
-        """
+        """Return the flow for plans that place :attr:`policy_stage` in another pool. The policy
+        answers the simulators; it has no output and is not a stage of an iteration."""
         if self.rollout_stage is None or self.policy_stage is None:
             return self
         policy = StageSpec(holds="engine", config_sections=("engine",))
@@ -146,11 +143,8 @@ class Flow:
         return self.all_stages[stage].module or f"stages.{stage}"
 
     def device_dependencies(self) -> dict[str, tuple[str, ...]]:
-        """Return the direct dependencies within an iteration between stages that use devices.
-
-        A dependency that follows from others is left out, and so is the publish stage, which only
-        transfers weights.
-        """
+        """Return the dependencies within an iteration between stages that use devices, without
+        those that follow from others and without the publish stage, which transfers weights."""
         on_devices = [name for name in self.stages if name != self.publish_stage]
         direct = {
             name: {s.stage for s in self.stages[name].inputs.values() if not s.lag}

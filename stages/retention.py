@@ -34,9 +34,8 @@ class RetentionPolicy:
         # Outputs are kept until later stages have read them. The two newest checkpoints are
         # always kept, because a damaged checkpoint is computed again from the previous one.
         newest = max(2, self._policy.keep_last, *map(retained, self._state_stages))
-        self._keep_trajectories = max(
-            [self._policy.keep_trajectories, *map(retained, self._stream_stages)]
-        )
+        counts = map(retained, self._stream_stages)
+        self._keep_trajectories = max([self._policy.keep_trajectories, *counts])
         self._oldest_retained = iteration + 1 - newest - config.rollout.staleness
         self._search_range = SEARCH_WINDOW + max(newest, self._keep_trajectories)
         self._scores = evaluation_scores(self._flow, run)

@@ -72,14 +72,8 @@ class StageCall:
 
     def argv(self) -> tuple[str, ...]:
         """Return the arguments after ``python -m stages``."""
-        arguments = [
-            self.stage,
-            "--config",
-            str(self.config_path),
-            "--out",
-            str(self.output_folder),
-        ]
-        arguments += ["--iteration", str(self.iteration)]
+        arguments = [self.stage, "--config", str(self.config_path)]
+        arguments += ["--out", str(self.output_folder), "--iteration", str(self.iteration)]
         for name, folder in self.inputs.items():
             arguments += ["--input", f"{name}={folder}"]
         return tuple(arguments)
@@ -296,9 +290,8 @@ class StageAttempt:
 
     def _rank_fallbacks(self) -> list[str]:
         """Return the inputs that this rank read from disk although memory was expected."""
-        return [
-            name for name, stage_input in self.ctx.inputs.items() if stage_input.used_disk_fallback
-        ]
+        inputs = self.ctx.inputs
+        return [name for name in inputs if inputs[name].used_disk_fallback]
 
     def _merge_reports(self) -> None:
         """Wait for the reports of all ranks and merge them in rank order."""
@@ -365,11 +358,8 @@ class StageAttempt:
         check_failure_limits(ctx.config, ctx.metrics, ctx.dialogue_failures)
         files = describe_files(ctx.data_folder, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
-        non_finite = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if non_finite:
-            raise StageError(
-                f"{call.stage}: metric {non_finite[0]} is not finite; the log says more"
-            )
+        if invalid := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            raise StageError(f"{call.stage}: metric {invalid[0]} is not finite; the log says more")
         manifest = Manifest(
             stage=call.stage,
             iteration=call.iteration,

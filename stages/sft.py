@@ -149,15 +149,12 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             "skipped_steps"
         ):
             pass
-        evaluates = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
-        score = test_loss = None
-        if evaluates and engine:
-            score = evaluate_weights(ctx, trainer, environment, engine)
-        if evaluates and held_out:
-            test_loss = eval_loss(ctx, trainer, held_out)
+        is_eval = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
+        score = evaluate_weights(ctx, trainer, environment, engine) if is_eval and engine else None
+        test_loss = eval_loss(ctx, trainer, held_out) if is_eval and held_out else None
         row = {"step": step + 1, "loss": metrics["loss"], "score": score, "eval_loss": test_loss}
         curve.append(row)
-        if evaluates:
+        if is_eval:
             save_progress(ctx, trainer, curve)
         scores += [] if score is None else [score]
         score_text = f", held-out score {scores[-1]:.3f}" if scores else ""

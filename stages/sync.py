@@ -50,10 +50,8 @@ def run(ctx: StageContext) -> None:
     if ctx.world.rank == 0:
         ctx.defer(lambda: _prune(ctx))
         ctx.log_metric("version", ctx.iteration + 1)
-        ctx.log_metric(
-            "bytes",
-            sum(template.nbytes for template in trainer.stream_weights().templates.values()),
-        )
+        templates = trainer.stream_weights().templates
+        ctx.log_metric("bytes", sum(template.nbytes for template in templates.values()))
 
 
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:

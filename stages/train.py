@@ -163,11 +163,7 @@ def logprob_gap_limit(config: RunConfig) -> float:
     """Return the default of the algorithm's ``max_logprob_diff``, in nats: the largest allowed mean
     difference of log-probabilities between engine and trainer."""
     sections = (config.model, config.engine, config.trainer)
-    names = [
-        (section.model_extra or {}).get(key)
-        for section in sections
-        for key in ("dtype", "param_dtype")
-    ]
+    names = [(s.model_extra or {}).get(key) for s in sections for key in ("dtype", "param_dtype")]
     return (
         LOGPROB_GAP_LIMIT
         if {"bfloat16", "float16"}.isdisjoint(names)

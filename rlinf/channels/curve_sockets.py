@@ -324,10 +324,8 @@ def interface_address(interface: str) -> str:
 def local_addresses() -> list[str]:
     """Return this node's IPv4 addresses: that of the default route first, loopback last."""
     interfaces = _interfaces()
-    default_address = _address_towards("192.0.2.1")
-    addresses = sorted(
-        interfaces, key=lambda ip: (ip.startswith("127."), ip != default_address, ip)
-    )
+    default = _address_towards("192.0.2.1")
+    addresses = sorted(interfaces, key=lambda ip: (ip.startswith("127."), ip != default, ip))
     return addresses or ["127.0.0.1"]
 
 
@@ -383,9 +381,7 @@ def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S
         deadline = time.monotonic() + timeout_s
         while True:
             # The first address that has not failed; it may still answer.
-            candidate = next(
-                (address for address, *_ in endpoints if answers.get(address, True)), None
-            )
+            candidate = next((a for a, *_ in endpoints if answers.get(a, True)), None)
             if candidate is None or candidate in answers:
                 return candidate
             remaining_s = deadline - time.monotonic()

@@ -243,11 +243,9 @@ def read_pointer(path: Path) -> HostPointer | None:
     addresses = pointer.addresses
     texts = [*addresses, pointer.token, pointer.memory] if type(addresses) is list else [None]
     is_valid = all(type(text) is str for text in texts)
-    return (
-        pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes)
-        if is_valid and addresses
-        else None
-    )
+    if not (is_valid and addresses):
+        return None
+    return pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes)
 
 
 def send_message(

@@ -83,9 +83,8 @@ class WeightBroadcast:
         checksums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
         with self._translate_errors():
             self._broadcast(torch.tensor([_MAGIC, version, len(layout_json)]).to(self._device))
-            self._broadcast(
-                torch.frombuffer(bytearray(layout_json), dtype=torch.uint8).to(self._device)
-            )
+            layout_data = torch.frombuffer(bytearray(layout_json), dtype=torch.uint8)
+            self._broadcast(layout_data.to(self._device))
             in_flight: dist.Work | None = None
             for bucket in range(layout.num_buckets):
                 bucket_range = layout.bucket_slice(bucket)
@@ -124,11 +123,8 @@ class WeightBroadcast:
                 f"broadcast of weights: {count} of {layout.num_buckets} buckets of version "
                 f"{version} arrived damaged; they are not served"
             )
-        return ReceivedWeights(
-            version,
-            layout.tensor_views(buffer),
-            version_digest(version, layout_json, checksums.tolist()),
-        )
+        digest = version_digest(version, layout_json, checksums.tolist())
+        return ReceivedWeights(version, layout.tensor_views(buffer), digest)
 
     def close(self) -> None:
         """Abort the group. A rank that waits in a Gloo group waits until its timeout."""

@@ -188,14 +188,8 @@ def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     first_names: dict[object, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        storage_key = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-        )
-        first = first_names.setdefault(storage_key if tensor.numel() else name, name)
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = first_names.setdefault(key if tensor.numel() else name, name)
         if first == name:
             distinct[name] = tensor
         else:

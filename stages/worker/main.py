@@ -128,11 +128,8 @@ class PoolWorker:
         dtype = None if uncast else weight_sync_dtype(config)
         weight_deltas = WeightDeltas(dtype) if deltas else None
         self._worker_state = WorkerState(on_progress=self._on_progress, weight_deltas=weight_deltas)
-        self._live_store, self._schedule, self._activity = (
-            LiveStore(),
-            DeviceSchedule(),
-            ActivityTracker(),
-        )
+        self._live_store, self._schedule = LiveStore(), DeviceSchedule()
+        self._activity = ActivityTracker()
         self._stage_threads: dict[str, threading.Thread] = {}
         self._computed: set[str] = set()
         """Computed stages that are not committed yet."""
@@ -145,10 +142,8 @@ class PoolWorker:
         staleness = config.rollout.staleness
         self._forwarder = RecordForwarder(self._record_sender)
         self._publisher = WeightPublisher(self._record_sender, dtype)
-        weight_receiver = WeightReceiver(
-            self._live_store, self._publisher, staleness, self._report_weights
-        )
-        handlers = {WEIGHTS: weight_receiver.handle_record}
+        weights = WeightReceiver(self._live_store, self._publisher, staleness, self._report_weights)
+        handlers = {WEIGHTS: weights.handle_record}
         self._record_receiver = RecordReceiver(
             run / CHANNELS_FOLDER,
             self._name,

@@ -40,8 +40,7 @@ class StageOrder(WorkerMessage):
     ranks: tuple[int, ...]
     """The ranks of the pool that compute the stage; the first is the primary rank."""
     layout: str = ""
-    """How the ranks shard a model; see
-    :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
+    """How they shard a model; see :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
     """Folder of each input, and whether it is expected in memory, by name."""
     receives_trajectories: bool = False
