@@ -82,7 +82,7 @@ class RecordStream:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage here has read."""
+        """Number of records from other workers that no stage of this worker has read."""
         return len(self._unread)
 
     def has_more_than(self, count: int) -> bool:
@@ -127,7 +127,7 @@ class LiveOutput:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage here has read."""
+        """Number of records from other workers that no stage of this worker has read."""
         with self._changed:
             return sum(stream.num_unread for stream in self._streams.values())
 
@@ -345,7 +345,7 @@ class LiveStore:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage here has read."""
+        """Number of records from other workers that no stage of this worker has read."""
         with self._lock:
             outputs = list(self._outputs.values())
         return sum(output.num_unread for output in outputs)

@@ -133,7 +133,7 @@ class PoolWorker:
         self._stage_threads: dict[str, threading.Thread] = {}
         self._computed: set[str] = set()
         """Computed stages that are not committed yet."""
-        self._is_leaving = threading.Event()
+        self._leaving_event = threading.Event()
         self._last_progress = time.monotonic()
         self._lock = threading.Lock()
         self._record_sender = RecordSender(
@@ -233,7 +233,7 @@ class PoolWorker:
         return not has_work or time.monotonic() - self._last_progress > seconds
 
     def _should_stop(self) -> bool:
-        return self._stop.is_set() or self._is_leaving.is_set()
+        return self._stop.is_set() or self._leaving_event.is_set()
 
     def _shut_down(self, code: int, commits_s: float) -> None:
         """Wait shortly for running work to end, and up to ``commits_s`` for commits.
@@ -241,7 +241,7 @@ class PoolWorker:
         A stage that waits for the commit of an input does not get ``commits_s``, because the worker
         that computes the input may be lost.
         """
-        self._is_leaving.set()
+        self._leaving_event.set()
         with self._lock:
             # Stages in the engine's thread have threads that were never started.
             running = {

@@ -69,7 +69,7 @@ class RecordReceiver:
 
     def _run(self) -> None:
         for record in self._channel:
-            # Copy, because the live store keeps the record for longer than its sender the memory.
+            # Copy, because the sender reuses this memory while the live store has the record.
             self._handle(copy_record(record) if self._channel.is_borrowed else record)
 
     def _handle(self, record: Record) -> None:
