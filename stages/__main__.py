@@ -1,4 +1,4 @@
-"""``python -m stages NAME --config F --out D``: the one command that every driver calls."""
+"""``python -m stages NAME --config F --out D``: the command with which drivers run a stage."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rlinf.user_code import translate_user_errors  # noqa: E402
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; see :class:`stages.runner.StageCall`."""
+    """Parse the command line; see :class:`stages.runner.StageCall`."""
     parser = argparse.ArgumentParser(prog="python -m stages", description="Run one stage.")
-    parser.add_argument("stage", help="its name in the flow")
+    parser.add_argument("stage", help="name of the stage in the flow")
     parser.add_argument("--config", type=Path, required=True, help="config.yaml of the run")
     parser.add_argument("--out", type=Path, required=True, help="output folder of the stage")
     parser.add_argument("--iteration", type=int, default=0)
@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a stage in this process; returns its exit code (see ``rlinf.errors``)."""
+    """Run a stage in this process; return its exit code (see ``rlinf.errors``)."""
     process_tuning.tune_process()
     shared_memory.remove_orphaned_segments()
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)

@@ -1,4 +1,4 @@
-"""The context of a stage: the same under every driver, launcher and execution mode."""
+"""The context of a stage. It is the same for every driver, launcher and execution mode."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ Item = TypeVar("Item", bound=ChannelItem)
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
 MIN_WAIT_SPAN_S = 0.002
-"""Shorter waits are not recorded, and a shorter gap does not separate two equal spans."""
+"""Shorter waits are not recorded, and a shorter gap does not separate two spans of one name."""
 MERGEABLE_SPAN_S = 0.05
-"""Equal spans in a row that are shorter than this are merged into one."""
+"""Consecutive spans of one name that are shorter than this are merged."""
 WAIT_SPAN = "wait"
 IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
-"""Names of spans without computation: waits and transfers to or from the device."""
+"""Names of spans without computation: waits, and transfers to and from the device."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass
 class StageInput:
-    """An input of a stage: a committed output, or one still in memory (``live_output``)."""
+    """An input of a stage: a committed output, or an output in memory (``live_output``)."""
 
     folder: Path
     known_manifest: Manifest | None = None
     live_output: LiveOutput | None = None
     should_stop: Callable[[], bool] = lambda: False
     wait_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """The context manager entered while waiting; it records the wait as a span."""
+    """A context manager for waits; it records the wait as a span."""
     used_live: bool = False
-    """Whether any of it was read from memory."""
+    """Whether any part of the input was read from memory."""
     used_disk_fallback: bool = False
-    """Whether it was expected in memory and was read from disk."""
+    """Whether the input was expected in memory but was read from disk."""
 
     @property
     def manifest(self) -> Manifest:
@@ -71,7 +71,7 @@ class StageInput:
         return self.known_manifest
 
     def is_committed(self) -> bool:
-        """Return whether the output is committed by now."""
+        """Return whether the output is committed now."""
         if self.known_manifest is None:
             self.known_manifest = read_manifest(self.folder)
         return self.known_manifest is not None
@@ -85,7 +85,7 @@ class StageInput:
     def content_id(self) -> str:
         """The identity of the content: output folder and attempt. Equal ids mean equal content."""
         if self.known_manifest is None and self.live_output is not None:
-            # What is sent by another worker may be lost on the way; the commit is not.
+            # Data from another worker may be lost in transfer, so wait for the commit as well.
             with self.wait_scope():
                 attempt = self.live_output.wait_for_attempt(self.should_stop, self.is_committed)
             if attempt is not None:
@@ -95,7 +95,7 @@ class StageInput:
         return f"{self.folder}/{self.manifest.data}"
 
     def live_object(self, name: str) -> Any:
-        """Return an object of the live output by name. None: read it from disk."""
+        """Return an object of the live output by name, or None if it must be read from disk."""
         if self.known_manifest is None and self.live_output is not None:
             return self.live_output.objects.get(name)
         return None
@@ -105,9 +105,9 @@ class DialogueFailure(NamedTuple):
     """Failures of the dialogues of one process."""
 
     error: str
-    """The error that ended the last of them."""
+    """The error that ended the last failed dialogue."""
     is_user_bug: bool
-    """Whether an error in the user's code ended each of them; a retry would fail as well."""
+    """Whether errors in the user's code ended all failed dialogues, so that a retry would fail."""
 
 
 class RecordWriter(Protocol):
@@ -136,27 +136,23 @@ class LiveContext:
         open_sink: Callable[[str], RecordWriter],
         num_chunks: int,
     ) -> None:
-        self.output, self.slot, self.open_sink, self.num_chunks = (
-            output,
-            slot,
-            open_sink,
-            num_chunks,
-        )
+        self.output, self.slot = output, slot
+        self.open_sink, self.num_chunks = open_sink, num_chunks
         self.deferred_writes: list[Callable[[], None]] = []
         self.stream_digests: dict[str, int] = {}
-        """The digest of the records this attempt wrote, by channel."""
+        """The digest of the records that this attempt wrote, by channel."""
 
 
-class _Nowhere:
-    """A writer that drops records, on ranks whose primary rank writes the same."""
+class _NullWriter:
+    """A writer that drops records, for ranks whose primary rank writes the same records."""
 
     def put(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _Both:
-    """A writer that streams records at once and writes their file when the stage commits."""
+class _TeeWriter:
+    """A writer that streams records at once, and writes their file when the stage commits."""
 
     def __init__(
         self, file: RecordFileWriter, live: LiveContext, channel: str, world: ProcessGroupInfo
@@ -165,22 +161,22 @@ class _Both:
         self._channel = channel
         self._stream = live.output.stream(channel)
         self._records: dict[int, Record] = {}
-        self._sinks = live.open_sink(channel)
+        self._sink = live.open_sink(channel)
 
     def put(self, record: Record) -> None:
         self._records.setdefault(record.identity.sample, record)
         self._stream.put(record)
-        self._sinks.put(record)
+        self._sink.put(record)
         self._file.put(record)
 
     def close(self) -> None:
         self._stream.finish_rank(
             len(self._records), self._world.data_parallel_rank, self._world.data_parallel_size
         )
-        self._sinks.close()
-        self._live.deferred_writes.append(self._write)
+        self._sink.close()
+        self._live.deferred_writes.append(self._write_file)
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         self._live.stream_digests[self._channel] = digest_records(self._records.values())
         self._file.close()
 
@@ -205,45 +201,45 @@ class StageContext:
     remote_policy: RemotePolicy | None = None
     """None: the policy is in this process."""
     metrics: dict[str, tuple[float, float, MetricReduction]] = field(default_factory=dict)
-    """By name: value, weight, and how the values of several ranks are reduced."""
+    """Value, weight and reduction over ranks of each metric."""
     dialogue_failures: list[DialogueFailure] = field(default_factory=list)
-    """At most one of this process; after the rank reports are merged, those of all ranks."""
+    """At most one entry for this process; after the rank reports are merged, those of all ranks."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     usage: list[dict[str, Any]] = field(default_factory=list)
     """CPU, memory and GPU use of each rank; see ``stages.resource_usage``."""
     manifest_extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
-    """Name of the resident worker; empty in a job of the stage's own."""
+    """Name of the resident worker; empty if the stage has its own job."""
     activity: str = COMPUTING
-    """Activity of the stage, for the status of the run."""
-    _logged_at: float = 0.0
-    _read: dict[str, list[Record]] = field(default_factory=dict)
+    """Current activity of the stage, for the status of the run."""
+    _last_log: float = 0.0
+    _records_by_channel: dict[str, list[Record]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, entry in self.inputs.items():
-            entry.wait_scope = partial(self.waiting, name)
+        for name, stage_input in self.inputs.items():
+            stage_input.wait_scope = partial(self.waiting, name)
 
     @property
     def key(self) -> str:
-        """The identity of this stage instance. Saved progress counts only under the same key.
+        """The identity of this stage instance. Saved progress is valid only for the same key.
 
         Waits until all inputs are committed.
         """
-        # No cached_property: before Python 3.12 all instances wait while one computes its value.
-        contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
+        # Not a cached_property: before Python 3.12 it locks all instances while one computes it.
+        contents = {name: stage_input.manifest.content for name, stage_input in self.inputs.items()}
         code = stage_code_digest(self.run_folder, self.config, self.stage)
         return stage_key(self.config, self.stage, self.iteration, contents, code)
 
     def chunks(self) -> Iterator[range]:
         """Yield the samples of the batch in the plan's number of chunks.
 
-        A chunk consists of complete groups, always the same ones, so the result does not depend on
+        A chunk consists of complete groups with fixed indices, so the result does not depend on
         arrival order. Other stages of the pool use the device between chunks. After the last chunk
         the stage keeps its device slot until it ends, so its commit overlaps with later stages.
         """
-        starts, size = self.config.rollout.batch_size, self.config.rollout.group_size
-        count = 1 if self.live is None else min(self.live.num_chunks, starts)
-        bounds = [starts * k // count * size for k in range(count + 1)]
+        num_starts, size = self.config.rollout.batch_size, self.config.rollout.group_size
+        count = 1 if self.live is None else min(self.live.num_chunks, num_starts)
+        bounds = [num_starts * k // count * size for k in range(count + 1)]
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             self.yield_device(number)
             yield range(start, stop)
@@ -258,7 +254,7 @@ class StageContext:
         """Return the typed items of input ``channel`` for these samples, by sample number.
 
         Raises:
-            ArtifactError, UpstreamFailed: as of :meth:`read_records`.
+            ArtifactError, UpstreamFailed: as for :meth:`read_records`.
         """
         return [item.from_record(record) for record in self.read_records(channel, samples)]
 
@@ -267,29 +263,29 @@ class StageContext:
 
         Raises:
             ArtifactError: the input is damaged.
-            UpstreamFailed: its stage failed, or committed other records than it sent.
+            UpstreamFailed: the stage of the input failed, or committed other records than it sent.
         """
-        entry = self.inputs[channel]
-        if entry.live_output is not None and channel not in self._read:
+        stage_input = self.inputs[channel]
+        if stage_input.live_output is not None and channel not in self._records_by_channel:
             with self.waiting(channel):
-                here = entry.live_output.wait_for_records(
-                    channel, samples, self.should_stop, entry.is_committed
+                live_records = stage_input.live_output.wait_for_records(
+                    channel, samples, self.should_stop, stage_input.is_committed
                 )
-            if here is not None:
-                entry.used_live = True
-                return here
-        if channel not in self._read:
+            if live_records is not None:
+                stage_input.used_live = True
+                return live_records
+        if channel not in self._records_by_channel:
             source = self.verified_folder(channel)
-            # Of a window ``NAME.1`` and so on are the same channel of earlier outputs.
+            # In a history, ``NAME.1`` and so on are the same channel of earlier outputs.
             stem = channel.partition(".")[0]
             records = list(RecordFileReader(source.glob(f"{stem}-r*.h5")))
-            if entry.live_output is not None and entry.used_live:
-                entry.live_output.compare_with_commit(channel, records)
-            # Some of it may be missing in memory for ever, and need not be compared again.
-            entry.used_disk_fallback |= entry.live_output is not None
-            entry.live_output = None
-            self._read[channel] = records
-        return [r for r in self._read[channel] if r.identity.sample in samples]
+            if stage_input.live_output is not None and stage_input.used_live:
+                stage_input.live_output.compare_with_commit(channel, records)
+            # Some live records may be lost, so read only from disk from now on.
+            stage_input.used_disk_fallback |= stage_input.live_output is not None
+            stage_input.live_output = None
+            self._records_by_channel[channel] = records
+        return [r for r in self._records_by_channel[channel] if r.identity.sample in samples]
 
     def receive_records(self, channel: str, count: int, source_input: str) -> Iterator[Record]:
         """Yield ``count`` records of an output channel that other workers send, as they arrive.
@@ -298,31 +294,31 @@ class StageContext:
             source_input: name of the input from which they are computed.
 
         Raises:
-            UpstreamFailed: they were computed from an attempt that was not committed in the end.
+            UpstreamFailed: the records were computed from an attempt that was not committed.
         """
         assert self.live is not None, "only resident workers receive records"
         committed = self.inputs[source_input].manifest.data
         return self.live.output.iter_records(channel, count, self.should_stop, committed)
 
     def verified_folder(self, name: str) -> Path:
-        """Return the data folder of an input; all its files exist and have their sizes.
+        """Return the data folder of an input, after checking that all files have their sizes.
 
-        Their content is checked as it is read, by :mod:`rlinf.verified_io`.
+        :mod:`rlinf.verified_io` verifies their content when it is read.
 
         Raises:
             ArtifactError: a file is missing or truncated.
         """
-        entry = self.inputs[name]
+        stage_input = self.inputs[name]
         with self.span("verify"):
-            verify_output(entry.folder, entry.manifest, checksums=False)
-        return entry.data_folder
+            verify_output(stage_input.folder, stage_input.manifest, checksums=False)
+        return stage_input.data_folder
 
     def open_writer(self, channel: str) -> RecordWriter:
         """Open an output channel; its files are visible once the stage has committed."""
         if not self.world.is_primary:
-            return _Nowhere()
+            return _NullWriter()
         file = RecordFileWriter(self.data_folder, channel, self.world.rank)
-        return file if self.live is None else _Both(file, self.live, channel, self.world)
+        return file if self.live is None else _TeeWriter(file, self.live, channel, self.world)
 
     def publish_live(self, name: str, value: Any) -> None:
         """Publish an object other than records to later stages of this process."""
@@ -330,7 +326,7 @@ class StageContext:
             self.live.output.objects[name] = value
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run a write now, or in a pool worker while the next stage computes."""
+        """Run a write: now, or in a pool worker while the next stage computes."""
         if self.live is None:
             work()
         else:
@@ -339,24 +335,28 @@ class StageContext:
     def release(self) -> None:
         """Break reference cycles, so that the context and its tensors are freed at once.
 
-        A cycle stays until Python's collector looks through all objects: after many iterations in
-        a large process, each of which would leave a copy of the weights and the optimizer.
+        Python's garbage collector finds cycles only after many iterations in a large process. Until
+        then each iteration would leave a copy of the weights and the optimizer.
         """
-        for entry in self.inputs.values():
-            entry.wait_scope = contextlib.nullcontext
+        for stage_input in self.inputs.values():
+            stage_input.wait_scope = contextlib.nullcontext
         if self.live is not None:
             self.live.deferred_writes.clear()
 
     def log_metric(
         self, name: str, value: float, weight: float = 1.0, reduction: MetricReduction = "mean"
     ) -> None:
-        """Record a deterministic number. Ranks are reduced to the mean by weight (weight 0: the
-        sum), to the maximum (``max``), or (``std``) to the deviation from the metric ``mean``."""
+        """Record a deterministic number.
+
+        Args:
+            weight: weight of this rank in the mean; 0: the ranks are summed.
+            reduction: over ranks: mean, maximum, or (``std``) deviation from the metric ``mean``.
+        """
         if self.world.is_primary:
             self.metrics[name] = (float(value), float(weight), reduction)
 
     def log_counts(self, counts: Mapping[str, int], total: int, unit: str) -> None:
-        """Record counts out of ``total``, and log those above zero."""
+        """Record counts out of ``total``, and log the nonzero counts."""
         for name, number in counts.items():
             self.log_metric(name, number, weight=0)
         if nonzero := [f"{number} {name}" for name, number in counts.items() if number]:
@@ -377,19 +377,19 @@ class StageContext:
     @contextlib.contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Release the device while waiting for an input, and acquire it again afterwards."""
-        rest = contextlib.nullcontext() if self.live is None else self.live.slot.released()
-        with self._timed(f"waiting for {name}"), rest:
+        device_scope = contextlib.nullcontext() if self.live is None else self.live.slot.released()
+        with self._timed(f"waiting for {name}"), device_scope:
             yield
 
     @contextlib.contextmanager
     def _timed(self, activity: str) -> Iterator[None]:
         """Record a wait as a span, unless it is too short to matter."""
-        before, self.activity = self.activity, activity
+        previous, self.activity = self.activity, activity
         start = time.time()
         try:
             yield
         finally:
-            self.activity = before
+            self.activity = previous
             if time.time() - start > MIN_WAIT_SPAN_S:
                 self.add_span(WAIT_SPAN, start)
 
@@ -399,9 +399,9 @@ class StageContext:
         A short span extends the previous one if that has the same name and has just ended.
         """
         if self.spans and time.time() - start < MERGEABLE_SPAN_S:
-            last = self.spans[-1]
-            if last["name"] == name and 0 <= start - last["end"] < MIN_WAIT_SPAN_S:
-                last["end"] = time.time()
+            last_span = self.spans[-1]
+            if last_span["name"] == name and 0 <= start - last_span["end"] < MIN_WAIT_SPAN_S:
+                last_span["end"] = time.time()
                 return
         self.spans.append(
             {
@@ -415,10 +415,10 @@ class StageContext:
         )
 
     def report_progress(self, done: int, total: int, unit: str, note: str = "") -> None:
-        """Report progress, at most every few seconds, and stop here if requested.
+        """Report progress, at most every few seconds, and stop if requested.
 
         Args:
-            note: a further text, such as ``loss 0.5``.
+            note: an additional text, such as ``loss 0.5``.
 
         Raises:
             RequeueRequested: the allocation is about to end.
@@ -428,7 +428,7 @@ class StageContext:
         hook = self.worker_state.on_progress
         if hook is not None:
             hook(self.stage, done, total, unit, note)
-        elif time.monotonic() - self._logged_at > 5:
-            self._logged_at = time.monotonic()
+        elif time.monotonic() - self._last_log > 5:
+            self._last_log = time.monotonic()
             progress = f"{done}/{total} {unit}" + (f", {note}" if note else "")
             log.info("%s/%d: %s", self.stage, self.iteration, progress)

@@ -1,11 +1,12 @@
-"""The schedule of one worker's device: which stage computes while the others wait.
+"""The schedule of one worker's device: which stage computes while other stages wait.
 
 Every running stage has a position: (iteration, chunk of the batch, index in the flow). The stage
-with the lowest position has the device slot, and keeps it while it waits for an input. An input
-always comes from a lower position, here or in another pool, so some stage of the run can proceed.
+with the lowest position gets the device. Other stages wait, even while it waits for an input. An
+input always comes from a lower position, in this or another pool, so some stage of the run can
+always proceed.
 
-A stage that starts late with a lower position, such as a new attempt, gets the slot when the
-present stage finishes its chunk or waits. Two stages never compute at once, because they share
+A stage that starts late with a lower position, such as a new attempt, gets the device when the
+current stage finishes its chunk or waits. Two stages never compute at once, because they share
 engines and trainers. Positions depend on no measurement, so all ranks of a pool schedule the same
 order, as collectives require. Work without a position runs while all stages wait for inputs.
 """
@@ -27,8 +28,8 @@ class DeviceSchedule:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[DeviceSlot, Position] = {}
-        self._computes: DeviceSlot | None = None
+        self._positions: dict[DeviceSlot, Position] = {}
+        self._owner: DeviceSlot | None = None
         self._ready: set[DeviceSlot] = set()
         """Stages that have their inputs and wait for the device."""
         self._closed = False
@@ -41,18 +42,18 @@ class DeviceSchedule:
 
     def add(self, position: Position) -> DeviceSlot:
         """Add a stage; return its slot, a context manager that removes it at exit."""
-        turn = DeviceSlot(self)
-        self.move(turn, position)
-        return turn
+        slot = DeviceSlot(self)
+        self.move(slot, position)
+        return slot
 
     def move(self, slot: DeviceSlot, position: Position | None) -> None:
         """Move a stage to another position; None removes it."""
         with self._changed:
             if position is None:
-                self._waiting.pop(slot, None)
+                self._positions.pop(slot, None)
                 self._release(slot)
             else:
-                self._waiting[slot] = position
+                self._positions[slot] = position
             self._changed.notify_all()
 
     def acquire(self, slot: DeviceSlot) -> None:
@@ -65,16 +66,16 @@ class DeviceSchedule:
             self._release(slot)
             self._ready.add(slot)
             try:
-                while self._computes or not self._first(slot):
-                    self._pause()
+                while self._owner or not self._is_first(slot):
+                    self._wait()
             finally:
                 self._ready.discard(slot)
-            self._computes = slot
+            self._owner = slot
 
     @property
     def is_busy(self) -> bool:
         """Whether a stage computes."""
-        return self._computes is not None
+        return self._owner is not None
 
     @contextlib.contextmanager
     def idle_time(self) -> Iterator[None]:
@@ -83,21 +84,21 @@ class DeviceSchedule:
         Raises:
             RequeueRequested: the schedule is closed.
         """
-        turn = DeviceSlot(self)
+        slot = DeviceSlot(self)
         with self._changed:
-            while self._computes or any(self._first(stage) for stage in self._ready):
-                self._pause()
-            self._computes = turn
+            while self._owner or any(self._is_first(stage) for stage in self._ready):
+                self._wait()
+            self._owner = slot
         try:
             yield
         finally:
             with self._changed:
-                self._release(turn)
+                self._release(slot)
 
-    def _first(self, turn: DeviceSlot) -> bool:
-        return self._waiting[turn] <= min(self._waiting.values())
+    def _is_first(self, slot: DeviceSlot) -> bool:
+        return self._positions[slot] <= min(self._positions.values())
 
-    def _pause(self) -> None:
+    def _wait(self) -> None:
         if self._closed:
             raise RequeueRequested("the worker ends")
         self._changed.wait()
@@ -106,25 +107,25 @@ class DeviceSchedule:
     def released(self, slot: DeviceSlot) -> Iterator[None]:
         """Release the slot of a waiting stage, and acquire it again at exit."""
         with self._changed:
-            had = self._release(slot)
+            was_owner = self._release(slot)
         yield
-        if had:
+        if was_owner:
             self.acquire(slot)
 
-    def _release(self, turn: DeviceSlot) -> bool:
+    def _release(self, slot: DeviceSlot) -> bool:
         """Release the device; return whether this slot had it."""
-        if self._computes is not turn:
+        if self._owner is not slot:
             return False
-        self._computes = None
+        self._owner = None
         self._changed.notify_all()
         return True
 
     def position(self, slot: DeviceSlot) -> Position:
-        return self._waiting[slot]
+        return self._positions[slot]
 
 
 class Unscheduled(contextlib.nullcontext[None]):
-    """A slot for stages that do not compute, or that have a queue of their own."""
+    """A slot for stages that do not compute, or that have their own queue."""
 
     def start_chunk(self, number: int) -> None:
         """Start a chunk of the batch at once."""
@@ -141,9 +142,9 @@ class DeviceSlot:
         self._schedule = schedule
 
     def start_chunk(self, number: int) -> None:
-        """Start a chunk of the batch, after all stages that are at an earlier chunk."""
-        iteration, part, place = self._schedule.position(self)
-        self._schedule.move(self, (iteration, max(part, number), place))
+        """Start a chunk of the batch, after all stages with an earlier chunk."""
+        iteration, chunk, index = self._schedule.position(self)
+        self._schedule.move(self, (iteration, max(chunk, number), index))
         self._schedule.acquire(self)
 
     def released(self) -> contextlib.AbstractContextManager[None]:

@@ -1,8 +1,8 @@
-"""Outages of tools in a batch of dialogues: how many there were, and how many are too many.
+"""Failed dialogues of a batch: their number, and the limit above which the stage fails.
 
-A dialogue that an outage ended trains nothing, so that what is learnt does not depend on it. Only
-its absence does, which is why a batch that lost too many fails. Each process counts its own; how
-many are too many is decided once, where the metrics of all of them are merged.
+A dialogue that ended with an error of a tool is not trained on, so its content does not matter.
+Too many missing dialogues would bias the batch, so the stage then fails. Each process counts its
+failures; the limit is checked where the metrics of all processes are merged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MergedMetric = tuple[float, float, MetricReduction]
 
 
 class DialogueFailures:
-    """Counts over the trajectories of a stage; of other tasks than dialogues there are none."""
+    """Counts failures of the trajectories of a stage; for other tasks than dialogues, none."""
 
     def __init__(self, config: RunConfig) -> None:
         _, options = environment_class(config)
@@ -48,7 +48,7 @@ class DialogueFailures:
             self._counts[name] += trajectory.require(name)
 
     def metrics(self) -> dict[str, MergedMetric]:
-        """``tool_errors`` and ``tool_retries`` (sums), and ``failed_share``, the share lost."""
+        """Return ``tool_errors`` and ``tool_retries`` (sums), and ``failed_ratio``."""
         if not self._samples:
             return {}
         counts: dict[str, MergedMetric] = {n: (self._counts[n], 0.0, "mean") for n in TOOL_METRICS}
@@ -56,11 +56,11 @@ class DialogueFailures:
 
     @property
     def failures(self) -> list[DialogueFailure]:
-        """Return the reasons of the losses; empty if there are none."""
+        """The failures of this process: one entry, or none."""
         return [DialogueFailure(self._error, self._bugs == self._failed)] if self._failed else []
 
     def log_metrics(self, ctx: StageContext) -> None:
-        """Record the metrics and why dialogues were lost; the commit judges those of all ranks."""
+        """Record the metrics and failures of this rank; the commit checks those of all ranks."""
         for name, (value, weight, _) in self.metrics().items():
             ctx.log_metric(name, value, weight=weight)
         ctx.dialogue_failures = self.failures
@@ -69,41 +69,44 @@ class DialogueFailures:
 def mean_eval_score(
     config: RunConfig, trajectories: Sequence[Trajectory], scores: Sequence[float]
 ) -> float:
-    """The mean score of a held-out set that one process has as a whole.
+    """Return the mean score of a held-out set that one process has scored completely.
 
     Raises:
-        StageError, UserCodeError: as of :func:`check_failure_limits`.
+        StageError, UserCodeError: as for :func:`check_failure_limits`.
     """
-    outages, scored = DialogueFailures(config), [score for score in scores if not math.isnan(score)]
+    failures, valid_scores = (
+        DialogueFailures(config),
+        [score for score in scores if not math.isnan(score)],
+    )
     for trajectory in trajectories:
-        outages.add(trajectory)
-    score = float(np.mean(scored)) if scored else math.nan
-    metrics = {**outages.metrics(), "score": (score, float(len(scored)), "mean")}
-    check_failure_limits(config, metrics, outages.failures)
+        failures.add(trajectory)
+    score = float(np.mean(valid_scores)) if valid_scores else math.nan
+    metrics = {**failures.metrics(), "score": (score, float(len(valid_scores)), "mean")}
+    check_failure_limits(config, metrics, failures.failures)
     return score
 
 
 def check_failure_limits(
     config: RunConfig, metrics: Mapping[str, MergedMetric], failures: Sequence[DialogueFailure]
 ) -> None:
-    """See that a stage did not lose too much; the numbers are those of all its processes.
+    """Check that not too many dialogues of a stage, over all its processes, have failed.
 
     Raises:
-        UserCodeError: the user's own code ended every dialogue, and would again.
-        StageError: more than ``task.max_failed_share`` of the dialogues were lost, or all, or no
-            held-out episode could be scored.
+        UserCodeError: errors in the user's code ended every dialogue, so a retry would fail.
+        StageError: more than ``task.max_failed_share`` of the dialogues failed, or all of them, or
+            no held-out episode could be scored.
     """
     _, options = environment_class(config)
     if failures and isinstance(options, DialogueConfig):
         share, samples, _ = metrics[FAILED_RATIO]
-        failed, most = round(share * samples), options.max_failed_share
-        if failed == samples and all(fault.is_user_bug for fault in failures):
+        failed, max_ratio = round(share * samples), options.max_failed_share
+        if failed == samples and all(failure.is_user_bug for failure in failures):
             raise UserCodeError(failures[-1].error)
-        if failed == samples or failed > most * samples:
+        if failed == samples or failed > max_ratio * samples:
             raise StageError(
                 f"{failed} of {samples:.0f} dialogues failed, more than task.max_failed_share="
-                f"{most:g} or all; the log names what each raised. Mend the tool, and let it raise "
-                "rlinf.envs.dialogue.ToolInputError where the policy is at fault. One ended with\n"
+                f"{max_ratio:g} or all; the log has the error of each. Fix the tool; it must raise "
+                "rlinf.envs.dialogue.ToolInputError for errors of the policy. The last error was\n"
                 f"{failures[-1].error}"
             )
     score, scored, _ = metrics.get("score", (0.0, 0.0, "mean"))

@@ -1,9 +1,9 @@
 """Rollout with dynamic sampling (DAPO, arXiv 2503.14476, eq. 11 and algorithm 1).
 
-The algorithm drops a group if all its samples have the same score, because it has no advantage.
-This rollout draws such a group again, from another start, until the group is informative or was
-drawn ``rollout.max_resamples`` times more. Each batch index draws independently of the others, so
-the result does not depend on how the batch is sharded.
+The algorithm drops a group if all its samples have the same score, because their advantages are 0.
+This rollout replaces such a group by a group from another start, at most ``rollout.max_resamples``
+times. Each batch index is resampled independently, so the result does not depend on how the batch
+is sharded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def run(ctx: StageContext) -> None:
     """Input ``weights``; output channel ``trajectories``.
 
     Raises:
-        ConfigError: processes share a copy of the engine's model; they would have to know how often
-            the first of them draws.
+        ConfigError: the engine is sharded. The other ranks of a replica would not know how often
+            its primary rank resamples.
     """
     if ctx.world.layout.parallel_dims():
         raise ConfigError(
@@ -36,7 +36,7 @@ def run(ctx: StageContext) -> None:
             "has a model of its own; leave out the layout or rollout.max_resamples"
         )
     counts = Counter[str]()
-    emit_trajectories(ctx, lambda ctx, places: resample_groups(ctx, places, counts))
+    emit_trajectories(ctx, lambda ctx, batch_indices: resample_groups(ctx, batch_indices, counts))
     # Sums over processes.
     ctx.log_metric("resampled_groups", float(counts["resampled_groups"]), weight=0)
     ctx.log_metric("rejected_groups", float(counts["rejected_groups"]), weight=0)
@@ -45,46 +45,48 @@ def run(ctx: StageContext) -> None:
 def resample_groups(
     ctx: StageContext, batch_indices: Sequence[int], counts: Counter[str]
 ) -> Iterator[Trajectory]:
-    """Yield a group for each batch index, as soon as one is informative.
+    """Yield a group for each batch index, once an informative group is found.
 
-    Groups of the last draw are yielded in any case; the reward stage drops uninformative ones.
+    Groups of the last draw are always yielded; the reward stage drops uninformative groups.
 
     Args:
-        counts: is updated with ``resampled_groups`` and ``rejected_groups``.
+        counts: updated with ``resampled_groups`` and ``rejected_groups``.
     """
     settings = ctx.config.rollout
-    most, pending = settings.max_resamples or 0, list(batch_indices)
+    max_resamples, pending = settings.max_resamples or 0, list(batch_indices)
     algorithm = create_algorithm(ctx.config)
-    for draw in range(most + 1):
+    for draw in range(max_resamples + 1):
         if not pending:
             return
-        starts = [place + draw * settings.batch_size for place in pending]
-        drawn = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
-        # All of them first, because the reward may need the device of the engine.
-        groups = group_by_batch_index(list(drawn), settings.batch_size, settings.group_size)
-        taught = {place for place in pending if is_informative(ctx, algorithm, groups[place])}
-        for place in pending:
-            if place in taught or draw == most:
-                yield from groups[place]
-        pending = [place for place in pending if place not in taught]
-        counts["rejected_groups" if draw == most else "resampled_groups"] += len(pending)
+        starts = [index + draw * settings.batch_size for index in pending]
+        trajectories = generate_trajectories(
+            ctx, starts, num_starts=settings.batch_size * (max_resamples + 1)
+        )
+        # Generate all groups first, because the reward may need the device of the engine.
+        groups = group_by_batch_index(list(trajectories), settings.batch_size, settings.group_size)
+        informative = {index for index in pending if is_informative(ctx, algorithm, groups[index])}
+        for index in pending:
+            if index in informative or draw == max_resamples:
+                yield from groups[index]
+        pending = [index for index in pending if index not in informative]
+        counts["rejected_groups" if draw == max_resamples else "resampled_groups"] += len(pending)
 
 
 def group_by_batch_index(
     trajectories: Sequence[Trajectory], batch: int, group_size: int
 ) -> dict[int, list[Trajectory]]:
-    """Return samples by batch index, numbered as samples of that index, in order."""
+    """Return the samples of each batch index, in order and renumbered for that index."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.identity):
         start, number = divmod(trajectory.identity.sample, group_size)
-        place = start % batch
-        identity = trajectory.identity._replace(sample=place * group_size + number)
-        groups.setdefault(place, []).append(replace(trajectory, identity=identity, group=place))
+        index = start % batch
+        identity = trajectory.identity._replace(sample=index * group_size + number)
+        groups.setdefault(index, []).append(replace(trajectory, identity=identity, group=index))
     return groups
 
 
 def is_informative(ctx: StageContext, algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
-    """Whether the algorithm keeps any sample of a group, by the run's reward."""
+    """Return whether the algorithm keeps any sample of a group."""
     reward = get_reward(ctx)
     environment = primary_rank_environment(ctx) if reward.needs_score else None
     with ctx.span("score"):

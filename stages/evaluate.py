@@ -35,18 +35,18 @@ def write_videos(
     """Write videos of the first samples; return the number of files.
 
     Args:
-        columns: pictures, uint8 ``[T, H, W, 3]``, of a camera each.
-        most: samples below this number are written, if they have a step.
-        fps: steps of a second.
+        columns: one column of images per camera, uint8 ``[T, H, W, 3]``.
+        max_samples: samples with a number below this are written, if they have a step.
+        fps: steps per second.
     """
     count = 0
     for trajectory in trajectories:
-        number = trajectory.identity.sample
-        for name in columns if number < max_samples and len(trajectory) else ():
+        sample = trajectory.identity.sample
+        for name in columns if sample < max_samples and len(trajectory) else ():
             folder.mkdir(exist_ok=True)
             camera = name.partition(".")[2]
             frames = trajectory.videos if name.startswith(VIDEO_PREFIX) else trajectory.images
-            write_video(folder / f"{number:04d}-{camera}.mp4", frames[camera], fps)
+            write_video(folder / f"{sample:04d}-{camera}.mp4", frames[camera], fps)
             count += 1
     return count
 
@@ -60,31 +60,29 @@ def run(ctx: StageContext) -> None:
     environment = primary_rank_environment(ctx)
     policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
-        assert policy is not None, "of processes that ask each speaks"
+        assert policy is not None, "every client of a remote policy is a primary rank"
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
     starts = ctx.world.shard(ctx.config.evaluate.samples)
     counts = Counter[str]()
     with ctx.span("generate"):
-        filmed = ctx.config.evaluate.videos
+        num_videos = ctx.config.evaluate.videos
         trajectories, scores = run_eval_episodes(
-            ctx, environment, policy, starts, counts, num_videos=filmed
+            ctx, environment, policy, starts, counts, num_videos=num_videos
         )
-    outages = DialogueFailures(ctx.config)
+    failures = DialogueFailures(ctx.config)
     for trajectory in trajectories:
-        outages.add(trajectory)
-    outages.log_metrics(ctx)
-    settings, films = (
-        ctx.config.evaluate,
-        environment.video_columns(environment_class(ctx.config)[1]),
-    )
+        failures.add(trajectory)
+    failures.log_metrics(ctx)
+    settings = ctx.config.evaluate
+    video_columns = environment.video_columns(environment_class(ctx.config)[1])
     if settings.videos:
         with ctx.span("videos"):
             write_videos(
                 ctx.data_folder / VIDEOS_FOLDER,
                 trajectories,
-                films,
+                video_columns,
                 max_samples=settings.videos,
                 fps=settings.video_fps,
             )
@@ -93,15 +91,15 @@ def run(ctx: StageContext) -> None:
         output.put(replace(trajectory, videos={}).to_record())
     output.close()
     if trajectories:
-        scored = [score for score in scores if not np.isnan(score)]
-        # One that lost all of its share says nothing; if all did, the commit is refused.
-        ctx.log_metric("score", float(np.mean(scored)) if scored else np.nan, weight=len(scored))
-        for task, own in scores_by_task(trajectories, scores).items():
-            ctx.log_metric(f"score/{task}", float(np.mean(own)), weight=len(own))
+        valid = [score for score in scores if not np.isnan(score)]
+        # A rank without scores has weight 0; if no rank has scores, the commit fails.
+        ctx.log_metric("score", float(np.mean(valid)) if valid else np.nan, weight=len(valid))
+        for task, task_scores in scores_by_task(trajectories, scores).items():
+            ctx.log_metric(f"score/{task}", float(np.mean(task_scores)), weight=len(task_scores))
         lengths = [loss_mask(trajectory).sum() for trajectory in trajectories]
         ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
         for name, value in environment.episode_metrics(trajectories).items():
-            ctx.log_metric(name, value, weight=len(scored))
+            ctx.log_metric(name, value, weight=len(valid))
         ctx.log_counts(counts, len(scores), "held-out answers")
 
 
@@ -139,7 +137,7 @@ def run_eval_episodes(
 
     Args:
         policy: see :func:`stages.rollout.rollout_iter`.
-        filmed: see :class:`rlinf.envs.base.RolloutRequest`.
+        num_videos: see :class:`rlinf.envs.base.RolloutRequest`.
     """
     episodes = RolloutRequest(
         seed=EVAL_SEED,

@@ -1,4 +1,4 @@
-"""Create the components of a stage from the run's configuration and keep them loaded."""
+"""Create the components of a stage from the run's configuration, and keep them loaded."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def weight_sync_dtype(config: RunConfig) -> torch.dtype | None:
 
 
 def engine_max_batch(config: RunConfig) -> int | None:
-    """Return the most samples that a process decodes at once; None: no limit."""
+    """Return the maximum number of samples that a process decodes at once; None: no limit."""
     cls = engines.get(config.engine.name)
-    rows: int | None = cls.max_batch(config.engine.validate_options(cls.Config, "engine"))
-    return rows
+    max_batch: int | None = cls.max_batch(config.engine.validate_options(cls.Config, "engine"))
+    return max_batch
 
 
 def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:
@@ -95,7 +95,7 @@ def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environmen
 
 
 def primary_rank_environment(ctx: StageContext) -> Environment | None:
-    """Return the environment on the primary rank of a model replica, None on other ranks."""
+    """Return the environment on a primary rank, None on other ranks."""
     if not ctx.world.is_primary:
         return None
     return get_environment(ctx, lambda: ctx.verified_folder("weights") / WEIGHTS)
@@ -128,20 +128,20 @@ def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
 
 
 def ensure_on_device(
-    ctx: StageContext, offloadable: Offloadable, *groups: str, filled: bool = True
+    ctx: StageContext, offloadable: Offloadable, *groups: str, copy_data: bool = True
 ) -> None:
     """Load an object onto its device; see :meth:`DeviceMemoryManager.acquire`.
 
-    Call it again after every wait: other stages may use the device in the meantime.
+    Call it again after every wait, because other stages may have used the device meanwhile.
     """
-    get_device_memory(ctx).acquire(offloadable, *groups, copy_data=filled, span=ctx.span)
+    get_device_memory(ctx).acquire(offloadable, *groups, copy_data=copy_data, span=ctx.span)
 
 
 def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = None) -> Engine:
-    """Return the resident engine of this process, with whatever weights it has.
+    """Return the resident engine of this process with its current weights, which may be none.
 
     Args:
-        world: in place of the stage's own.
+        world: the process group of the engine; None: that of the stage.
     """
     loaded, world = ctx.worker_state.engine, world or ctx.world
     if loaded is not None and loaded.world.layout != world.layout:
@@ -166,91 +166,91 @@ def get_engine(
 ) -> Engine:
     """Return the engine with the weights of an input, loading them only if they changed.
 
-    The engine is on its device, so the stage must not wait for anything until it has finished.
+    The engine is on its device, so the stage must not wait until it has finished with the engine.
 
     Args:
-        max_version: an engine with a version between ``version`` and this one keeps its weights.
+        max_version: the engine keeps newer weights up to this version.
     """
-    entry = ctx.inputs[name]
+    weights = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
-    served = worker_state.engine_weights
-    if max_version is not None and served is not None and version < engine.version <= max_version:
+    loaded = worker_state.engine_weights
+    if max_version is not None and loaded is not None and version < engine.version <= max_version:
         ensure_on_device(ctx, engine)
         return engine
-    state = entry.content_id
-    # Only now: while this one waited for it, another stage may have loaded other weights.
-    served, worker_state.engine_weights = worker_state.engine_weights, None
-    if served != state:
-        tensors = entry.live_object(WEIGHTS) if served is not None else None
+    content_id = weights.content_id
+    # Read it again: another stage may have loaded other weights while this stage waited.
+    loaded, worker_state.engine_weights = worker_state.engine_weights, None
+    if loaded != content_id:
+        tensors = weights.live_object(WEIGHTS) if loaded is not None else None
         if tensors is None:
-            _ = entry.manifest  # waits for it: what follows must not
-            # Others may have loaded something meanwhile, which is overwritten now.
+            _ = weights.manifest  # wait here, because the loading must not wait
+            # Another stage may have loaded other weights meanwhile; they are overwritten now.
             worker_state.engine_weights = None
         if engine.version < 0:
             get_device_memory(ctx).offload_all(span=ctx.span)
-        ensure_on_device(ctx, engine, filled=False)
+        ensure_on_device(ctx, engine, copy_data=False)
         with ctx.span("load"):
             if tensors is None:
-                if served is not None and worker_state.weight_deltas is not None:
+                if loaded is not None and worker_state.weight_deltas is not None:
                     tensors = worker_state.weight_deltas.read(ctx, name)
-                state = entry.content_id
+                content_id = weights.content_id
             if tensors is not None:
                 policy = policy_class(ctx.config)[0]
                 engine.load_state(policy.engine_weights(tensors.items()), version)
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)
-    worker_state.engine_weights = state
+    worker_state.engine_weights = content_id
     return engine
 
 
 def newer_weights_poller(
     ctx: StageContext, engine: Engine
 ) -> Callable[[], tuple[Path, int] | None]:
-    """Return a function that finds weights committed since the rollout began."""
-    looked, states = 0.0, dict[int, str]()
-    publishes = flow_of(ctx.config).publish_stage
+    """Return a function that finds weights that were committed after the rollout began."""
+    last_check, content_ids = 0.0, dict[int, str]()
+    publish_stage = flow_of(ctx.config).publish_stage
 
-    def newer() -> tuple[Path, int] | None:
-        nonlocal looked
-        if engine.version in states:  # loaded, since it asks again
-            ctx.worker_state.engine_weights = states.pop(engine.version)
-        if engine.version >= ctx.iteration or time.monotonic() - looked < WEIGHTS_POLL_S:
+    def find_newer_weights() -> tuple[Path, int] | None:
+        nonlocal last_check
+        if engine.version in content_ids:  # the engine has loaded them
+            ctx.worker_state.engine_weights = content_ids.pop(engine.version)
+        if engine.version >= ctx.iteration or time.monotonic() - last_check < WEIGHTS_POLL_S:
             return None
-        looked = time.monotonic()
+        last_check = time.monotonic()
         for version in range(ctx.iteration, engine.version, -1):
-            folder = stage_folder(ctx.run_folder, publishes, version - 1)
-            with contextlib.suppress(ArtifactError):  # who cannot do without them says so
+            folder = stage_folder(ctx.run_folder, publish_stage, version - 1)
+            with contextlib.suppress(ArtifactError):  # a stage that needs these weights reports it
                 manifest = read_manifest(folder)
                 if manifest is not None:
                     verify_output(folder, manifest, checksums=False)
                     ctx.worker_state.engine_weights = None
-                    states[version] = f"{folder}/{manifest.data}"
+                    content_ids[version] = f"{folder}/{manifest.data}"
                     return folder / manifest.data / WEIGHTS, version
         return None
 
-    return newer
+    return find_newer_weights
 
 
 def get_trainer(ctx: StageContext) -> Trainer:
-    """Return the trainer in the state of input ``checkpoint``, or fresh from ``initial``.
+    """Return the trainer in the state of input ``checkpoint``, or a fresh one from ``initial``.
 
-    Its weights are on the device, as long as the stage does not wait for anything.
+    Its weights are on the device until the stage waits.
     """
     initial, checkpoint = ctx.inputs["initial"], ctx.inputs.get("checkpoint")
-    state = checkpoint.content_id if checkpoint else ""
-    start = initial.content_id
+    checkpoint_id = checkpoint.content_id if checkpoint else ""
+    initial_id = initial.content_id
     worker_state = ctx.worker_state
-    fresh = worker_state.actor
-    if worker_state.trainer is None and checkpoint is None and fresh and fresh.weights == start:
-        # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
-        worker_state.actor, worker_state.trainer = None, LoadedTrainer(fresh.trainer, start, state)
-    del fresh
-    loaded = worker_state.trainer
-    if loaded is None or (loaded.initial_weights, loaded.checkpoint) != (start, state):
-        for entry in (initial, checkpoint) if checkpoint else (initial,):
-            _ = entry.manifest  # waits for it: what follows must not
-        # The old one leaves the memory before the new one is made.
+    loaded, actor = worker_state.trainer, worker_state.actor
+    if loaded is None and checkpoint is None and actor and actor.weights == initial_id:
+        # Before the first update, the actor with the initial weights is a fresh trainer.
+        loaded = LoadedTrainer(actor.trainer, initial_id, checkpoint_id)
+        worker_state.actor, worker_state.trainer = None, loaded
+    del actor
+    if loaded is None or (loaded.initial_weights, loaded.checkpoint) != (initial_id, checkpoint_id):
+        for stage_input in (initial, checkpoint) if checkpoint else (initial,):
+            _ = stage_input.manifest  # wait here, because the loading must not wait
+        # Free the memory of the old trainer before the new trainer is created.
         del loaded
         worker_state.drop_trainer()
         get_device_memory(ctx).offload_all(span=ctx.span)
@@ -258,7 +258,7 @@ def get_trainer(ctx: StageContext) -> Trainer:
             trainer = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
             if checkpoint:
                 trainer.load(ctx.verified_folder("checkpoint") / "checkpoint")
-        loaded = worker_state.trainer = LoadedTrainer(trainer, start, state)
+        loaded = worker_state.trainer = LoadedTrainer(trainer, initial_id, checkpoint_id)
     ensure_on_device(ctx, loaded.trainer, "weights")
     return loaded.trainer
 
@@ -266,23 +266,24 @@ def get_trainer(ctx: StageContext) -> Trainer:
 def get_actor(ctx: StageContext) -> Trainer:
     """Return a trainer with the weights of input ``weights``, for evaluating the policy.
 
-    It is the resident trainer if that has these weights. Otherwise it is a second one without
-    optimizer state, which loads later weights. It stays on the device until the stage waits.
+    It is the resident trainer if that has these weights, else a second trainer without optimizer
+    state, which is kept for later weights. It stays on the device until the stage waits.
     """
-    start, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
-    state, worker_state = weights.content_id, ctx.worker_state
-    training = (start, "") if state == start else worker_state.published_states.get(state)
-    trained = worker_state.trainer
-    if trained is not None and (trained.initial_weights, trained.checkpoint) == training:
+    initial_id, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
+    weights_id, worker_state = weights.content_id, ctx.worker_state
+    states = {**worker_state.published_states, initial_id: (initial_id, "")}
+    trainer_state = states.get(weights_id)
+    resident = worker_state.trainer
+    if resident is not None and (resident.initial_weights, resident.checkpoint) == trainer_state:
         worker_state.drop_actor()
-        ensure_on_device(ctx, trained.trainer, "weights")
-        return trained.trainer
+        ensure_on_device(ctx, resident.trainer, "weights")
+        return resident.trainer
     loaded = worker_state.actor
-    if loaded is None or loaded.weights != state:
+    if loaded is None or loaded.weights != weights_id:
         tensors = weights.live_object(WEIGHTS)
         if tensors is None:
-            _ = weights.manifest  # waits for it: what follows must not
-            state = weights.content_id
+            _ = weights.manifest  # wait here, because the loading must not wait
+            weights_id = weights.content_id
         if worker_state.actor is not None and not worker_state.actor.trainer.can_load_weights:
             worker_state.drop_actor()
         loaded, worker_state.actor = worker_state.actor, None
@@ -293,7 +294,7 @@ def get_actor(ctx: StageContext) -> Trainer:
                 trainer = create_trainer(ctx, ctx.verified_folder(source) / WEIGHTS)
             else:
                 trainer = loaded.trainer
-                ensure_on_device(ctx, trainer, "weights", filled=False)
+                ensure_on_device(ctx, trainer, "weights", copy_data=False)
                 if tensors is None and loads_sharded(ctx):
                     trainer.load_policy_folder(ctx.verified_folder("weights") / WEIGHTS)
                 elif (
@@ -306,7 +307,7 @@ def get_actor(ctx: StageContext) -> Trainer:
                     tensors = load_committed_weights(ctx, "weights")
             if tensors is not None:
                 trainer.load_weights(tensors.items())
-        loaded = worker_state.actor = LoadedActor(trainer, state)
+        loaded = worker_state.actor = LoadedActor(trainer, weights_id)
     ensure_on_device(ctx, loaded.trainer, "weights")
     return loaded.trainer
 
@@ -314,7 +315,7 @@ def get_actor(ctx: StageContext) -> Trainer:
 def get_reference(ctx: StageContext) -> Trainer:
     """Return the reference policy. It is on the device until the stage waits."""
     if ctx.worker_state.reference is None:
-        _ = ctx.inputs["initial"].manifest  # waits for it: what follows must not
+        _ = ctx.inputs["initial"].manifest  # wait here, because the loading must not wait
         get_device_memory(ctx).offload_all(span=ctx.span)
         ctx.worker_state.reference = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
     ensure_on_device(ctx, ctx.worker_state.reference, "weights")
@@ -347,7 +348,7 @@ def load_committed_weights(ctx: StageContext, name: str) -> dict[str, Tensor]:
     """Load the full weights of an input, by the policy's parameter names.
 
     Raises:
-        ArtifactError: they are damaged.
+        ArtifactError: the weights are damaged.
     """
     cls, options = policy_class(ctx.config)
     tensors: dict[str, Tensor] = cls.load(
@@ -364,22 +365,22 @@ def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
             folder.mkdir()
             trainer.policy.save_state(folder, state)
     finally:
-        # Other ranks wait for this one, even after an error.
+        # Other ranks wait for rank 0, even after an error.
         state.drain()
 
 
 def mark_trainer_dirty(ctx: StageContext) -> None:
     """Mark the trainer as dirty until :func:`commit_trainer_state`.
 
-    An attempt that fails leaves half an update in it, which must not serve the next one. While
-    gradients only add up, inference on the rest of the batch may still use it.
+    A failed attempt leaves it with a partial update, which the next attempt must not use. While
+    gradients are only accumulated, inference on the rest of the batch may still use the trainer.
     """
     if ctx.worker_state.trainer is not None:
         ctx.worker_state.trainer = replace(ctx.worker_state.trainer, checkpoint=None)
 
 
 def commit_trainer_state(ctx: StageContext) -> None:
-    """Record that the trainer is in the state that this attempt will commit."""
+    """Record that the trainer has the state that this attempt will commit."""
     if ctx.worker_state.trainer is not None:
         ctx.worker_state.trainer = replace(
             ctx.worker_state.trainer, checkpoint=f"{ctx.output_folder}/{ctx.data_folder.name}"
@@ -387,11 +388,11 @@ def commit_trainer_state(ctx: StageContext) -> None:
 
 
 def mark_published(ctx: StageContext) -> None:
-    """Record the trainer state that the weights of this attempt come from."""
-    loaded, known = ctx.worker_state.trainer, ctx.worker_state.published_states
+    """Record the trainer state of the weights that this attempt publishes."""
+    loaded, published = ctx.worker_state.trainer, ctx.worker_state.published_states
     if loaded is not None:
-        known[f"{ctx.output_folder}/{ctx.data_folder.name}"] = (
+        published[f"{ctx.output_folder}/{ctx.data_folder.name}"] = (
             loaded.initial_weights,
             loaded.checkpoint,
         )
-        evict_oldest(known, MAX_PUBLISHED_STATES)
+        evict_oldest(published, MAX_PUBLISHED_STATES)

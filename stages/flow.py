@@ -1,8 +1,8 @@
 """Flows: the stages of an iteration, their inputs and their requirements.
 
 This is the only table of stages. Identities, plans, pools, the planner, retention and the report
-read it. The author of a new algorithm writes a :class:`Flow`, and a module for each stage that the
-package does not have.
+read it. A new algorithm with other stages needs a :class:`Flow`, and a module for each stage that
+the package does not have.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class InputSource:
     stage: str
     lag: int = 0
     initial: str | None = None
-    """The offline stage used before the first iteration; None: the input is absent then."""
+    """The offline stage that is the source before the first iteration; None: no input then."""
     history: int = 1
-    """So many outputs in a row, the newest first: ``NAME``, then ``NAME.1`` of the iteration before
-    it, ``NAME.2``, ... Retention keeps them."""
+    """Number of outputs of consecutive iterations: ``NAME`` is the newest, ``NAME.1`` that of the
+    previous iteration, and so on. Retention keeps them."""
     stale: bool = False
-    """``rollout.staleness`` iterations further back."""
+    """Whether the source is ``rollout.staleness`` iterations older."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class StageSpec:
     config_sections: tuple[str, ...] = ()
     """The configuration sections that its output depends on; part of its identity."""
     output_stream: str | None = None
-    """The channel of its output records, which are streamed while it runs."""
+    """The channel of its output records, which are streamed while the stage runs."""
     holds: Literal["engine", "trainer"] | None = None
     uses_device: bool = True
-    """Computes with the model, on a GPU where there are some, in several processes at will. Else it
-    is the work of one process without a GPU, where it is a job of its own."""
+    """Whether it computes with the model, on GPUs if there are some, in any number of processes. If
+    not, its own job has one process without a GPU."""
     single_process: bool = False
-    """Whether one process computes it, in a pool too, unless the plan gives the stage more."""
+    """Whether one process computes it, even in a pool, unless the plan gives the stage more."""
     elastic: bool = False
-    """Whether its workers may join and leave, because they keep nothing but weights."""
+    """Whether its workers may join and leave at any time, because they keep only weights."""
     colocate_with: str | None = None
-    """The stage with which it runs if the plan does not name it; None: pools must name it."""
+    """The stage whose pool it shares if the plan lists it in none; None: the plan must list it."""
     module: str = ""
     """The module with its ``run(context)``; by default ``stages.NAME``."""
 
@@ -75,7 +75,7 @@ class Flow:
     provides: frozenset[str] = frozenset()
     """Capabilities that components may require."""
     separate_policy: Mapping[str, StageSpec] = field(default_factory=dict)
-    """Parts of stages that a plan places for themselves; see :meth:`with_separate_policy`."""
+    """Parts of stages that a plan places separately; see :meth:`with_separate_policy`."""
 
     @cached_property
     def all_stages(self) -> dict[str, StageSpec]:
@@ -108,23 +108,23 @@ class Flow:
         return None if self.rollout_stage is None else self.rollout_stage + POLICY_SUFFIX
 
     def with_separate_policy(self) -> Flow:
-        """The same where a plan places :attr:`generates`: it answers what the simulators of
-        rollouts observe, and has no output of its own. It is no stage of an iteration."""
+        """Return the flow for plans that place :attr:`policy_stage` in another pool. The policy
+        answers the simulators; it has no output and is not a stage of an iteration."""
         if self.rollout_stage is None or self.policy_stage is None:
             return self
-        part = StageSpec(holds="engine", config_sections=("engine",))
-        return replace(self, separate_policy={self.policy_stage: part})
+        policy = StageSpec(holds="engine", config_sections=("engine",))
+        return replace(self, separate_policy={self.policy_stage: policy})
 
     @cached_property
     def train_stage(self) -> str:
-        """The stage whose checkpoint the published weights come from."""
+        """The stage that produces the checkpoint of the published weights."""
         sources = (source.stage for source in self.stages[self.publish_stage].inputs.values())
         return next((name for name in sources if name in self.stages), self.publish_stage)
 
     def producer_of(self, channel: str) -> str | None:
         """Return the last stage of an iteration that writes a channel."""
-        makers = [name for name, stage in self.stages.items() if stage.output_stream == channel]
-        return makers[-1] if makers else None
+        producers = [name for name, stage in self.stages.items() if stage.output_stream == channel]
+        return producers[-1] if producers else None
 
     @cached_property
     def stream_channels(self) -> frozenset[str]:
@@ -134,8 +134,8 @@ class Flow:
         )
 
     def retained_outputs(self, stage: str) -> int:
-        """Return how many newest outputs of a stage other stages read."""
-        sources = (source for other in self.all_stages.values() for source in other.inputs.values())
+        """Return how many of the newest outputs of a stage are inputs of other stages."""
+        sources = (source for spec in self.all_stages.values() for source in spec.inputs.values())
         return max((s.lag + s.history for s in sources if s.stage == stage), default=0)
 
     def module_of(self, stage: str) -> str:
@@ -143,23 +143,23 @@ class Flow:
         return self.all_stages[stage].module or f"stages.{stage}"
 
     def device_dependencies(self) -> dict[str, tuple[str, ...]]:
-        """The stages of an iteration that hold devices, and whose output of the same iteration each
-        waits for; not what follows from others. The last stage is the transfer of the weights."""
+        """Return the dependencies within an iteration between stages that use devices, without
+        those that follow from others and without the publish stage, which transfers weights."""
         on_devices = [name for name in self.stages if name != self.publish_stage]
         direct = {
             name: {s.stage for s in self.stages[name].inputs.values() if not s.lag}
             & set(on_devices)
             for name in on_devices
         }
-        reach: dict[str, set[str]] = {}
+        ancestors: dict[str, set[str]] = {}
         for name in on_devices:
-            reach[name] = direct[name].union(*(reach[source] for source in direct[name]))
+            ancestors[name] = direct[name].union(*(ancestors[source] for source in direct[name]))
         return {
             name: tuple(
                 source
                 for source in on_devices
                 if source in direct[name]
-                and not any(source in reach[other] for other in direct[name])
+                and not any(source in ancestors[other] for other in direct[name])
             )
             for name in on_devices
         }
@@ -236,7 +236,7 @@ on_policy = Flow(
         colocate_with="rollout",
     ),
 )
-"""Collect with the newest weights, learn from that batch alone, publish."""
+"""Collect with the newest weights, train on this batch only, publish."""
 
 OFF_POLICY_TRAIN_SECTIONS = (
     "seed",
@@ -247,7 +247,7 @@ OFF_POLICY_TRAIN_SECTIONS = (
     "rollout",
     "reward",
 )
-"""The reward judges prior transitions too, which no other stage sees."""
+"""Includes the reward, because the train stage also computes rewards of offline data."""
 off_policy = Flow(
     offline=on_policy.offline,
     stages={
@@ -258,7 +258,7 @@ off_policy = Flow(
                 "trajectories": InputSource("rollout"),
                 "rewards": InputSource("reward"),
                 "initial": INITIAL_WEIGHTS,
-                # Iterations are added to the buffer in their order.
+                # Iterations are added to the buffer in order.
                 "replay": InputSource("replay", lag=1),
             },
             ("task", "model", "algorithm", "rollout"),
@@ -276,14 +276,14 @@ off_policy = Flow(
             holds="trainer",
             single_process=True,
         ),
-        # By the one process that has the trainer.
+        # One process has the trainer.
         "sync": replace(on_policy.stages["sync"], single_process=True),
     },
     evaluate=on_policy.evaluate,
     requires=frozenset({REPLAY_ALGORITHM}),
     provides=frozenset({TRANSITION_REPLAY}),
 )
-"""Collect, add to a buffer on disk, learn from what is in it, publish."""
+"""Collect, add to a replay buffer on disk, train on samples of the buffer, publish."""
 
 offline = Flow(
     offline=on_policy.offline,
@@ -294,14 +294,14 @@ offline = Flow(
             holds="trainer",
             single_process=True,
         ),
-        # By the one process that has the trainer.
+        # One process has the trainer.
         "sync": replace(on_policy.stages["sync"], single_process=True),
     },
     evaluate=replace(on_policy.evaluate, colocate_with="train"),
     requires=frozenset({REPLAY_ALGORITHM}),
     provides=frozenset({TRANSITION_REPLAY, NO_ROLLOUTS}),
 )
-"""Learn from transitions that were there before (``algorithm.offline_data``), and publish."""
+"""Train on existing transitions (``algorithm.offline_data``), and publish."""
 
 flows = Registry(
     "flow",
@@ -331,7 +331,7 @@ def with_resampling(flow: Flow) -> Flow:
     resampling = replace(
         stage,
         config_sections=(*stage.config_sections, "reward", "algorithm"),
-        # Elastic workers have the weights, but not the reward.
+        # Not elastic, because elastic workers have the weights but not the reward.
         elastic=False,
         module=DYNAMIC_SAMPLING_MODULE,
     )
@@ -347,9 +347,9 @@ def with_carried_episodes(flow: Flow) -> Flow:
         return flow
     stage = flow.stages[name]
     inputs = {**stage.inputs, OPEN_EPISODES: InputSource(name, lag=1)}
-    # Elastic workers have the weights, but not the open episodes.
-    continuing = replace(stage, inputs=inputs, elastic=False)
-    return replace(flow, stages={**flow.stages, name: continuing})
+    # Not elastic, because elastic workers have the weights but not the open episodes.
+    carrying_over = replace(stage, inputs=inputs, elastic=False)
+    return replace(flow, stages={**flow.stages, name: carrying_over})
 
 
 def carries_over_episodes(config: RunConfig) -> bool:
@@ -361,7 +361,7 @@ def get_flow(name: str) -> Flow:
     """Return a flow by its registered name or by ``module:variable``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such flow.
     """
     flow: Flow = flows.get(name, "flow")
     return flow

@@ -34,7 +34,7 @@ from stages.layout import ACCEPTED_FILE, CODE_FILE
 
 
 def program_version() -> list[str | int]:
-    """Version of the program and of its file formats, for measurements; no part of a key."""
+    """Return the program and file-format versions for measurements; they are in no key."""
     return [__version__, SCHEMA]
 
 
@@ -43,16 +43,16 @@ def stage_key(
 ) -> str:
     """Return the digest of a stage's configuration sections, input contents and code.
 
-    Resources, paths and log options are not part of it. Nor are keys that the frozen configuration
-    lacks, because an older program wrote it: their defaults apply.
+    Resources, paths and log options are not part of the digest. Nor are keys that an older program
+    did not write into the frozen configuration: their defaults apply.
 
     Args:
         inputs: content digest of each input by name.
         code: digest of the stage's code (:mod:`stages.identity`).
     """
     values = config.explicit_values()
-    wanted = flow_of(config).all_stages[stage].config_sections
-    sections = {name: values[name] for name in wanted if name in values}
+    section_names = flow_of(config).all_stages[stage].config_sections
+    sections = {name: values[name] for name in section_names if name in values}
     if EVALUATE in sections:
         # The interval between evaluations does not change their results.
         sections[EVALUATE] = {k: v for k, v in sections[EVALUATE].items() if k != "every"}
@@ -68,7 +68,7 @@ def stage_key(
 
 
 class AcceptedMismatch(BaseModel):
-    """Results that count although configuration or code has changed (``--keep``)."""
+    """Results that are valid although configuration or code has changed (``--keep``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -87,7 +87,7 @@ class AcceptedMismatches(BaseModel):
     entries: tuple[AcceptedMismatch, ...] = ()
 
     def accepts(self, manifest: Manifest) -> bool:
-        """Return whether a result counts, whatever its key."""
+        """Return whether a result is valid although its key differs."""
         name = f"{manifest.stage}/{manifest.iteration}"
         return any(entry.outputs.get(name) == manifest.key for entry in self.entries)
 
@@ -96,7 +96,7 @@ def read_accepted_mismatches(run: Path) -> AcceptedMismatches:
     """Return the accepted mismatches of a run; empty if there are none.
 
     Raises:
-        ConfigError: damaged.
+        ConfigError: the file is damaged.
     """
     path = run / ACCEPTED_FILE
     try:
@@ -118,8 +118,8 @@ def _read(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
 
 
 CODE_REVISION = 1
-"""Part of every identity. It is raised when a bug in an infrastructure module that made results
-wrong is fixed."""
+"""Part of every identity. Increase it if a fixed bug of an infrastructure module has made results
+wrong."""
 CLASS_REGISTRIES: Mapping[str, Registry] = {
     "task": environments,
     "model": policies,
@@ -128,12 +128,12 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
     "algorithm": algorithms,
     "trainer": trainers,
 }
-"""Sections of the configuration that name a class, and where its module is found."""
+"""Sections of the configuration that name a class, and the registry of the class."""
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
-"""Sections whose files count by content; a model's folder is copied into the run."""
+"""Sections whose files are in the identity by content; a model folder is copied into the run."""
 FILE_PREFIX = "file:"
 SUBPROCESS_MODULES = "SUBPROCESS_MODULES"
-"""Variable of a module with the names of modules that it runs in other processes."""
+"""Variable of a module that lists the modules which it runs in other processes."""
 INFRASTRUCTURE = (
     "rlinf.artifacts",
     "rlinf.channels",
@@ -167,9 +167,9 @@ INFRASTRUCTURE = (
     "stages.resource_usage",
     "stages.worker",
 )
-"""Packages and modules that only store, transfer, place and log results; no part of an identity."""
+"""Packages and modules that only store, transfer, place or log results; not part of an identity."""
 FACTORY_MODULES = ("stages.factory",)
-"""Modules that count without their imports, because they create what the configuration names."""
+"""Modules whose imports are ignored, because they create the components of the configuration."""
 
 
 class _Strict:
@@ -191,51 +191,51 @@ class CodeSnapshot(_Strict):
     """The modules that each stage of a configuration depends on."""
 
     stages: dict[str, tuple[str, ...]]
-    """By stage: names of modules, of classes (``module:attribute``) that are chosen by name, and of
-    data files (``file:section.key``)."""
+    """Names by stage: modules, classes of the configuration (``module:attribute``) and data files
+    (``file:section.key``)."""
     modules: dict[str, ModuleDigest]
     files: dict[str, str] = field(default_factory=dict)
     """Digest of the content of each data file that the configuration names."""
 
     @classmethod
-    def from_checkout(cls, config: RunConfig, *chosen: str) -> CodeSnapshot:
+    def from_checkout(cls, config: RunConfig, *stage_names: str) -> CodeSnapshot:
         """Return a snapshot of this process's checkout.
 
         Args:
-            chosen: stages to include; all by default.
+            stage_names: stages to include; all by default.
 
         Raises:
             CodeIdentityError: a module cannot be read or parsed.
         """
         stages = {
             stage: tuple(sorted(_names(config, stage)))
-            for stage in chosen or flow_of(config).all_stages
+            for stage in stage_names or flow_of(config).all_stages
         }
         names = {name for names in stages.values() for name in names}
         modules = {name: _module(name).source for name in sorted(names) if ":" not in name}
         files = {
-            n: _content(_path_of(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
+            n: _content(_file_path(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
         }
         return cls(stages, modules, files)
 
     def digest(self, stage: str) -> str:
         """Return the identity of a stage's code."""
         names = self.stages[stage]
-        return json_digest([CODE_REVISION, [[name, self._meaning(name)] for name in names]])
+        return json_digest([CODE_REVISION, [[name, self._digest_of(name)] for name in names]])
 
     def changed_names(self, other: CodeSnapshot) -> list[str]:
-        """Return the modules, named classes and files that differ between the two, sorted."""
-        own, others = self._meanings(), other._meanings()
-        names = own.keys() | others.keys()
-        return sorted(n for n in names if own.get(n) != others.get(n))
+        """Return the names of modules, classes and files that differ, sorted."""
+        digests, other_digests = self._digests(), other._digests()
+        names = digests.keys() | other_digests.keys()
+        return sorted(name for name in names if digests.get(name) != other_digests.get(name))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
-    def _meanings(self) -> dict[str, str]:
-        return {name: self._meaning(name) for names in self.stages.values() for name in names}
+    def _digests(self) -> dict[str, str]:
+        return {name: self._digest_of(name) for names in self.stages.values() for name in names}
 
-    def _meaning(self, name: str) -> str:
+    def _digest_of(self, name: str) -> str:
         source = self.modules.get(name)
         return self.files.get(name, "") if source is None else source.ast_digest
 
@@ -247,7 +247,7 @@ def read_code_snapshot(run: Path) -> CodeSnapshot | None:
     """Return the code that a run's driver recorded; None before the first start.
 
     Raises:
-        CodeIdentityError: damaged.
+        CodeIdentityError: the file is damaged.
     """
     path = run / CODE_FILE
     try:
@@ -265,16 +265,16 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
     """Return the recorded digest of a stage's code, after checking that this process runs it.
 
     Raises:
-        CodeIdentityError: it runs other code, because the checkout was edited during the run.
+        CodeIdentityError: this process runs other code; the checkout was edited during the run.
     """
     try:
         file_state = (run / CODE_FILE).stat()
     except FileNotFoundError:
-        # A stage program that was started by hand.
+        # The stage was started by hand.
         return CodeSnapshot.from_checkout(config, stage).digest(stage)
     code = _recorded(run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     for name in code.stages.get(stage, ()):
-        if name in code.files and _content(_path_of(config, name)) != code.files[name]:
+        if name in code.files and _content(_file_path(config, name)) != code.files[name]:
             raise CodeIdentityError(
                 f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} has changed since "
                 "this run was started. Nothing was written; put it back, or start the run again"
@@ -290,8 +290,9 @@ def _recorded(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapsho
     for name in code.stages.get(stage, ()):
         if name not in code.modules:
             continue
-        known = code.modules[name]
-        if _file(name) != known.file_digest and _module(name).source.ast_digest != known.ast_digest:
+        digests = code.modules[name]
+        file_changed = _file(name) != digests.file_digest
+        if file_changed and _module(name).source.ast_digest != digests.ast_digest:
             raise CodeIdentityError(
                 f"{stage}: {name} differs from the code with which this run was started: it was "
                 "edited, or this process is an old one. Nothing was written; start the run again"
@@ -302,16 +303,16 @@ def _recorded(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapsho
 def _names(config: RunConfig, stage: str) -> set[str]:
     """Return the modules and named classes on which a stage's results depend."""
     flow = flow_of(config)
-    named = [
+    targets = [
         CLASS_REGISTRIES[section].target(getattr(config, section).name)
         for section in flow.all_stages[stage].config_sections
         if section in CLASS_REGISTRIES
     ]
-    names = {*named, *_files(config, flow.all_stages[stage].config_sections)}
-    pending = [flow.module_of(stage), *(target.partition(":")[0] for target in named)]
+    names = {*targets, *_data_file_names(config, flow.all_stages[stage].config_sections)}
+    pending = [flow.module_of(stage), *(target.partition(":")[0] for target in targets)]
     simulator = (config.task.model_extra or {}).get("simulator")
     if "task" in flow.all_stages[stage].config_sections and isinstance(simulator, str):
-        # Only the simulator's process may be able to import it, so it is found by name.
+        # Maybe only the simulator's process can import this module, so find it by name.
         module = simulators.target(simulator, "task.simulator").partition(":")[0]
         pending += [module] if _path(module) else []
     packages = {name.partition(".")[0] for name in pending}
@@ -323,39 +324,39 @@ def _names(config: RunConfig, stage: str) -> set[str]:
         if name in FACTORY_MODULES:
             continue
         imports = set(_module(name).imports)
-        if not _is_own(name):
-            # Importing a module runs the packages it is in.
+        if not _is_project(name):
+            # Importing a module also runs its parent packages.
             imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
         pending += [
             other
             for other in imports
-            if (_counts(other) if _is_own(other) else _is_users(other, packages, name))
+            if (_affects_results(other) if _is_project(other) else _is_user(other, packages, name))
         ]
     return names
 
 
-def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
+def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     """Yield the names of a configuration's data files: their keys, not their paths.
 
-    Classes are not imported for this, so any text that is the path of a file counts as a data file.
-    For an algorithm the path of a folder counts too: offline data.
+    Classes are not imported for this, so every text that is the path of a file is a data file. In
+    the algorithm section, the path of a folder is one too (offline data).
     """
     for section in DATA_FILE_SECTIONS.intersection(sections):
-        for key, text in _texts(getattr(config, section).model_extra or {}):
-            if key.partition(".")[0] not in LOCATION_KEYS and _is_data(section, text):
+        for key, text in _text_options(getattr(config, section).model_extra or {}):
+            if key.partition(".")[0] not in LOCATION_KEYS and _is_data_file(section, text):
                 yield f"{FILE_PREFIX}{section}.{key}"
 
 
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield texts by key, those of nested mappings by dotted key."""
+def _text_options(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield text options by key; keys of nested mappings are dotted."""
     for key, value in values.items():
         if isinstance(value, str):
             yield key, value
         elif isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", text) for inner, text in _texts(value))
+            yield from ((f"{key}.{inner}", text) for inner, text in _text_options(value))
 
 
-def _is_data(section: str, text: str) -> bool:
+def _is_data_file(section: str, text: str) -> bool:
     try:
         path = Path(text).expanduser()
         return path.is_file() or (section == "algorithm" and bool(text) and path.is_dir())
@@ -363,9 +364,9 @@ def _is_data(section: str, text: str) -> bool:
         return False
 
 
-def _path_of(config: RunConfig, name: str) -> Path:
+def _file_path(config: RunConfig, name: str) -> Path:
     section, _, key = name.removeprefix(FILE_PREFIX).partition(".")
-    return Path(dict(_texts(getattr(config, section).model_extra))[key]).expanduser()
+    return Path(dict(_text_options(getattr(config, section).model_extra))[key]).expanduser()
 
 
 def _content(path: Path) -> str:
@@ -375,13 +376,13 @@ def _content(path: Path) -> str:
             files = sorted(file for file in path.rglob("*") if file.is_file())
             return json_digest([[str(file.relative_to(path)), _content(file)] for file in files])
         file_state = path.stat()
-        return _digest(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
+        return _file_digest(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except OSError:
         return ""
 
 
 @lru_cache(maxsize=4096)
-def _digest(path: Path, file_state: tuple[int, ...]) -> str:
+def _file_digest(path: Path, file_state: tuple[int, ...]) -> str:
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -389,35 +390,34 @@ def _digest(path: Path, file_state: tuple[int, ...]) -> str:
     return content.hexdigest()
 
 
-def _is_own(name: str) -> bool:
+def _is_project(name: str) -> bool:
     return name.partition(".")[0] in ("rlinf", "stages")
 
 
 @cache
-def _counts(name: str) -> bool:
+def _affects_results(name: str) -> bool:
     """Return whether results depend on a module of the project."""
     is_infrastructure = any(name == c or name.startswith(f"{c}.") for c in INFRASTRUCTURE)
-    # Packages contain tables of names; the chosen module counts by itself.
+    # Packages contain only tables of names; the selected modules are included separately.
     path = _path(name)
     return not is_infrastructure and path is not None and path.name != "__init__.py"
 
 
-def _is_users(name: str, packages: set[str], importer: str) -> bool:
-    """Return whether a module is the user's: of a named package, or a file outside
-    ``site-packages``.
+def _is_user(name: str, packages: set[str], importer: str) -> bool:
+    """Return whether a module is the user's: in a named package, or outside ``site-packages``.
 
-    Installed packages have versions, which are no part of an identity.
+    Other installed packages are not part of an identity.
     """
-    if _is_own(importer) or (path := _path(name)) is None:
+    if _is_project(importer) or (path := _path(name)) is None:
         return False
     return name.partition(".")[0] in packages or not _is_installed(path)
 
 
 def _is_installed(path: Path) -> bool:
-    return "site-packages" in path.parts or any(path.is_relative_to(f) for f in _STANDARD)
+    return "site-packages" in path.parts or any(path.is_relative_to(f) for f in _STANDARD_LIBRARY)
 
 
-_STANDARD = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+_STANDARD_LIBRARY = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 
 
 @dataclass(frozen=True)
@@ -434,15 +434,15 @@ def _module(name: str) -> _Module:
         raise CodeIdentityError(f"{name}: no such module")
     try:
         raw = path.read_bytes()
-        parsed = ast.parse(raw)
+        tree = ast.parse(raw)
     except (OSError, SyntaxError, ValueError) as error:
         raise CodeIdentityError(f"{path}: {error}") from None
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    meaning = xxhash.xxh3_128()
-    for text in _meaning(parsed):
-        meaning.update(text)
-    source = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), meaning.hexdigest())
-    return _Module(source, frozenset([*_imports(parsed, package), *_subprocess_modules(parsed)]))
+    ast_hash = xxhash.xxh3_128()
+    for text in _ast_tokens(tree):
+        ast_hash.update(text)
+    source = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), ast_hash.hexdigest())
+    return _Module(source, frozenset([*_imports(tree, package), *_subprocess_modules(tree)]))
 
 
 @cache
@@ -455,11 +455,11 @@ def _file(name: str) -> str:
 def _path(name: str) -> Path | None:
     """Return the file of a module; modules of the project are found without an import."""
     first, *rest = name.split(".")
-    if _is_own(name):
-        base = (
+    if _is_project(name):
+        root = (
             Path(package_paths.__file__).parent.parent if first == "rlinf" else package_paths.ROOT
         )
-        path = base.joinpath(*name.split("."))
+        path = root.joinpath(*name.split("."))
         candidates = [path.with_suffix(".py"), path / "__init__.py"]
         return next((file for file in candidates if file.is_file()), None)
     try:
@@ -481,12 +481,12 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
+            module = node.module or ""
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, *([base] if base else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+                module = ".".join([*parents, *([module] if module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def _subprocess_modules(parsed: ast.Module) -> Iterator[str]:
@@ -496,7 +496,7 @@ def _subprocess_modules(parsed: ast.Module) -> Iterator[str]:
             yield from ast.literal_eval(node.value)
 
 
-def _meaning(node: Any) -> Iterator[bytes]:
+def _ast_tokens(node: Any) -> Iterator[bytes]:
     """Yield the syntax tree as text, without docstrings, positions and empty fields.
 
     Empty fields are left out so that Python versions with more fields give the same text.
@@ -505,28 +505,28 @@ def _meaning(node: Any) -> Iterator[bytes]:
         yield f"({type(node).__name__}".encode()
         for name in node._fields:
             value = getattr(node, name, None)
-            if name == "body" and isinstance(value, list) and isinstance(node, _DOCUMENTED):
+            if name == "body" and isinstance(value, list) and isinstance(node, _DOCSTRING_NODES):
                 value = [part for part in value if not _is_text(part)]
             if value is None or value == [] or name in ("kind", "ctx"):
                 continue
             yield f" {name}=".encode()
-            yield from _meaning(value)
+            yield from _ast_tokens(value)
         yield b")"
     elif isinstance(node, list):
         yield b"["
         for part in node:
-            yield from _meaning(part)
+            yield from _ast_tokens(part)
             yield b","
         yield b"]"
     else:
         yield repr(node).encode()
 
 
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCSTRING_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _is_text(node: ast.stmt) -> bool:
-    """Return whether a statement is only text: a docstring, also of an attribute."""
+    """Return whether a statement is only text: a docstring, or that of an attribute."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

@@ -15,21 +15,21 @@ def run(ctx: StageContext) -> None:
     algorithm = create_algorithm(ctx.config)
     output = ctx.open_writer("logprobs")
     temperature = ctx.config.rollout.temperature
-    gaps: list[np.ndarray] = []
+    differences: list[np.ndarray] = []
     for samples in ctx.chunks():
         trajectories = ctx.read(Trajectory, "trajectories", samples)
         results = [PolicyOutputs(identity=trajectory.identity) for trajectory in trajectories]
         rows = set[int]()
-        # Advantages use the values of the rollout, if it has some.
-        valued = any(trajectory.values is not None for trajectory in trajectories)
-        recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not valued)
+        # Advantages use the values of the rollout, if there are any.
+        has_values = any(trajectory.values is not None for trajectory in trajectories)
+        recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not has_values)
         if recompute:
             trainer = get_actor(ctx)
             with ctx.span("forward"):
                 for row, outputs in trainer.forward(trajectories, temperature):
                     logprobs = outputs.logprobs.numpy()
-                    gap = logprobs - trajectories[row].require("logprobs")
-                    gaps.append(masked_logprobs(trajectories[row], gap))
+                    difference = logprobs - trajectories[row].require("logprobs")
+                    differences.append(masked_logprobs(trajectories[row], difference))
                     if algorithm.needs_old_logprobs:
                         results[row].logprobs = logprobs
                     if outputs.values is not None:
@@ -46,7 +46,7 @@ def run(ctx: StageContext) -> None:
         for row in sorted(rows):
             output.put(results[row].to_record())
     output.close()
-    if gaps:
-        gap = np.abs(np.concatenate(gaps))
-        ctx.log_metric("logprob_diff_mean", float(gap.mean()), weight=len(gap))
-        ctx.log_metric("logprob_diff_max", float(gap.max()), reduction="max")
+    if differences:
+        difference = np.abs(np.concatenate(differences))
+        ctx.log_metric("logprob_diff_mean", float(difference.mean()), weight=len(difference))
+        ctx.log_metric("logprob_diff_max", float(difference.max()), reduction="max")

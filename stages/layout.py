@@ -1,4 +1,4 @@
-"""The layout of a run folder: the one place that knows the names of folders and files."""
+"""The layout of a run folder: names of its folders and files, which only this module defines."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 CONFIG_FILE, PLAN_FILE, RUN_FILE = "config.yaml", "plan.yaml", "run.json"
 CODE_FILE, ACCEPTED_FILE = "code.json", "accepted_mismatches.json"
-"""Digests of the modules that make results, and the results that ``--keep`` accepted although
-these differ."""
+"""Digests of the modules on which results depend, and results that ``--keep`` accepted although
+code or configuration differ."""
 CHANNELS_FOLDER = "channels"
 """Keys and addresses of the processes that accept connections."""
 POOLS_FOLDER, STATUS_FILE = "pools", "status.json"
 REWARD_CACHE_FOLDER = "reward-cache"
-"""Answers of servers and judges to the reward, so that a repeated stage sends no request twice."""
+"""Answers of reward servers and judges, so that a repeated stage sends no request twice."""
 VIDEOS_FOLDER = "videos"
 """Videos of held-out episodes, in the output of an evaluation."""
 DRIVER_JOB_FOLDER = "driver"
-"""The job of a driver that was submitted."""
+"""The job of a driver that was submitted to Slurm."""
 STOP_FILE = "stop"
 """Contains the token of the driver that must stop."""
 METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
@@ -25,12 +25,12 @@ TRACKED_FILE = "tracked.txt"
 
 
 def offline_folder(run: Path, stage: str) -> Path:
-    """Output folder of a stage that runs once, before the first iteration."""
+    """Return the output folder of a stage that runs once, before the first iteration."""
     return run / stage
 
 
 def stage_folder(run: Path, stage: str, iteration: int) -> Path:
-    """Output folder of a stage of an iteration, or of an evaluation.
+    """Return the output folder of a stage of an iteration, or of an evaluation.
 
     ``iteration`` counts from 0; for ``evaluate`` it is the version of the weights: 0 before the
     first iteration, n after n iterations.
@@ -41,14 +41,14 @@ def stage_folder(run: Path, stage: str, iteration: int) -> Path:
 
 
 WORK_ITEM = "work_item"
-"""Stage name of a share of the starts of a rollout, in the status."""
+"""Stage name, in the status, of a work item: some of the starts of a rollout."""
 
 
 def worker_name(pool: str, rank: int) -> str:
-    """The name of a rank of a pool on the control link."""
+    """Return the name of a rank of a pool on the control link."""
     return f"{pool}-r{rank}"
 
 
 def partial_samples_channel(work_item: str) -> str:
-    """The channel of the unfinished samples that a worker sends to its successor."""
+    """Return the channel for unfinished samples that a worker sends to its successor."""
     return f"partial-samples-{work_item}"

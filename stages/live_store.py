@@ -1,8 +1,8 @@
 """Stage outputs in memory, which other stages read before they are on disk.
 
 Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance that runs
-on it or that sends records to it. A stream keeps all records of its iteration, because several
-stages read them and a stage may read them again. It is dropped when it is committed and no stage
+in the worker or sends records to it. A stream keeps all records of its iteration, because several
+stages read them, and a stage may read them again. It is dropped when it is committed and no stage
 of this worker will read it.
 """
 
@@ -21,7 +21,7 @@ from rlinf.errors import RequeueRequested, UpstreamFailed
 STREAM_DIGESTS = "streams"
 """Key of a manifest's ``extra``: the digest of each channel's records."""
 POLL_S = 0.5
-"""Seconds between the checks of a waiting stage whether it should stop."""
+"""Seconds between two checks whether a waiting stage should stop."""
 
 
 def evict_oldest(entries: dict[Any, Any], max_entries: int) -> None:
@@ -36,13 +36,13 @@ class RecordStream:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._records: dict[int, Record] = {}
-        self._ends: dict[int, int] = {}
-        """By rank that has finished: how many records it produced."""
-        self._due: int | None = None
-        """The final number of records; None: some rank has not finished."""
-        self._reached: dict[int, int] = {}
-        """By start of a range: its first sample that may still be missing."""
-        self._untaken: set[int] = set()
+        self._records_by_rank: dict[int, int] = {}
+        """Number of records of each rank that has finished."""
+        self._num_expected: int | None = None
+        """Number of records of all ranks; None: some rank has not finished."""
+        self._first_missing: dict[int, int] = {}
+        """The first sample of a range that may be missing, by start of the range."""
+        self._unread: set[int] = set()
 
     def put(self, record: Record) -> None:
         """Add a record, unless its sample is already present."""
@@ -55,34 +55,35 @@ class RecordStream:
         """Record that a rank has produced all its records; some samples may have none.
 
         Args:
-            num_records: how many the rank produced. Some may be lost or still on their way.
+            num_records: how many records the rank produced. Some may be lost or not yet received.
         """
         with self._changed:
-            self._ends[rank] = num_records
-            self._due = sum(self._ends.values()) if len(self._ends) >= num_ranks else None
+            self._records_by_rank[rank] = num_records
+            counts = self._records_by_rank.values()
+            self._num_expected = sum(counts) if len(counts) >= num_ranks else None
             self._changed.notify_all()
 
     def is_complete(self, samples: range) -> bool:
-        """Return whether every record that a range of samples will have is present."""
-        if self._due is not None and len(self._records) >= self._due:
+        """Return whether all expected records of a range of samples are present."""
+        if self._num_expected is not None and len(self._records) >= self._num_expected:
             return True
-        reached = self._reached.get(samples.start, samples.start)
-        while reached < samples.stop and reached in self._records:
-            reached += 1
-        self._reached[samples.start] = reached
-        return reached >= samples.stop
+        sample = self._first_missing.get(samples.start, samples.start)
+        while sample < samples.stop and sample in self._records:
+            sample += 1
+        self._first_missing[samples.start] = sample
+        return sample >= samples.stop
 
     def put_remote(self, record: Record) -> None:
-        """Add a record from another worker; it is unread until a stage reads it."""
+        """Add a record from another worker; it counts as unread until a stage reads it."""
         with self._changed:
             if record.identity.sample not in self._records:
-                self._untaken.add(record.identity.sample)
+                self._unread.add(record.identity.sample)
             self.put(record)
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage here has read."""
-        return len(self._untaken)
+        """Number of records from other workers that no stage of this worker has read."""
+        return len(self._unread)
 
     def has_more_than(self, count: int) -> bool:
         """Return whether more than ``count`` records are present."""
@@ -99,14 +100,14 @@ class RecordStream:
 
     def mark_read(self, samples: Iterable[int]) -> None:
         """Mark samples as read by a stage of this worker."""
-        self._untaken.difference_update(samples)
+        self._unread.difference_update(samples)
 
     def __len__(self) -> int:
         return len(self._records)
 
 
 class LiveOutput:
-    """The live output of one stage instance. The next attempt adds to that of a failed one."""
+    """The live output of one stage instance. An attempt adds to the output of a failed attempt."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -117,7 +118,7 @@ class LiveOutput:
         self._failure: str | None = None
         self._source_attempts: set[str] = set()
         self.invalidated = False
-        """Whether readers must give up; the store then replaces this output by a new one."""
+        """Whether readers must fail; the store then replaces this output by a new one."""
 
     def stream(self, channel: str) -> RecordStream:
         """Return the stream of a channel; created on first use."""
@@ -126,7 +127,7 @@ class LiveOutput:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage here has read."""
+        """Number of records from other workers that no stage of this worker has read."""
         with self._changed:
             return sum(stream.num_unread for stream in self._streams.values())
 
@@ -145,16 +146,16 @@ class LiveOutput:
     def get_object(self, name: str, attempt: str) -> Any:
         """Return an object of exactly this attempt; None if it is absent."""
         with self._changed:
-            there = self._attempt == attempt and self._failure is None
-            return self.objects.get(name) if there else None
+            is_present = self._attempt == attempt and self._failure is None
+            return self.objects.get(name) if is_present else None
 
     def depends_on(self, attempt: str) -> None:
-        """Note that a record was computed from an attempt that was not yet committed."""
+        """Register an uncommitted attempt from which a record was computed."""
         with self._changed:
             self._source_attempts.add(attempt)
 
     def fail(self, reason: str) -> None:
-        """Fail the output; every waiting reader gives up."""
+        """Fail the output; every waiting reader raises."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
@@ -176,14 +177,14 @@ class LiveOutput:
     def wait_for_attempt(
         self, should_stop: Callable[[], bool], is_committed: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Wait until the output is complete; return its attempt. None: it is on disk.
+        """Wait until the output is complete and return its attempt, or None if it is on disk.
 
         Args:
-            is_committed: whether the output is on disk; called now and then while waiting, because
+            is_committed: whether the output is on disk; called every ``POLL_S`` s, because
                 records in memory can be lost with the worker that produced them.
 
         Raises:
-            UpstreamFailed: it failed.
+            UpstreamFailed: the output failed.
             RequeueRequested: the process must stop.
         """
         is_live = self._wait(lambda: self._attempt is not None, should_stop, is_committed)
@@ -196,7 +197,7 @@ class LiveOutput:
         should_stop: Callable[[], bool],
         is_committed: Callable[[], bool] = lambda: False,
     ) -> list[Record] | None:
-        """Wait until a range of samples is complete; return its records. None: read the disk.
+        """Wait for a range of samples; return its records, or None if they are on disk.
 
         Args, Raises: as :meth:`wait_for_attempt`.
         """
@@ -220,12 +221,12 @@ class LiveOutput:
         """Yield ``count`` records of a channel as they arrive.
 
         Args:
-            source_attempt: the committed attempt of the source that they were computed from.
+            source_attempt: the committed attempt from which the records should be computed.
 
         Raises:
-            UpstreamFailed: as :meth:`wait_for_attempt`; or a record was computed from another
-                attempt, which invalidates all of them.
-            RequeueRequested: as :meth:`wait_for_attempt`.
+            UpstreamFailed: as for :meth:`wait_for_attempt`; or a record was computed from another
+                attempt, which invalidates the output.
+            RequeueRequested: as for :meth:`wait_for_attempt`.
         """
         stream, num_yielded = self.stream(channel), 0
         while num_yielded < count:
@@ -258,7 +259,7 @@ class LiveOutput:
         return manifest.data == self._attempt
 
     def compare_with_commit(self, channel: str, committed: Iterable[Record]) -> None:
-        """Check that every live record of a channel is among the committed ones.
+        """Check that every live record of a channel equals a committed record.
 
         Raises:
             UpstreamFailed: a live record differs from the committed record.
@@ -290,7 +291,7 @@ class LiveOutput:
                     self._changed.wait(remaining_s)
                 else:
                     return True
-            # A shared filesystem may be slow; records must be able to arrive meanwhile.
+            # Check without the lock, so that records can arrive if the filesystem is slow.
             if is_committed():
                 return False
             deadline = time.monotonic() + POLL_S
@@ -303,7 +304,7 @@ class LiveStore:
         self._lock = threading.Lock()
         self._outputs: dict[str, LiveOutput] = {}
         self._pinned: dict[str, frozenset[str]] = {}
-        """By running stage: the output folders that it writes or reads in memory."""
+        """The output folders that a running stage writes or reads in memory, by stage."""
 
     def output(self, folder: str) -> LiveOutput:
         """Return the live output of a stage instance; created on first use."""
@@ -325,35 +326,35 @@ class LiveStore:
     def release_committed(self, is_committed: Callable[[str], bool]) -> set[str]:
         """Drop committed outputs that no stage has pinned; return their folders.
 
-        Uncommitted outputs stay, pinned or not, because records may arrive before the order to read
-        them. Weights stay as well: the newest versions serve later work items.
+        All uncommitted outputs are kept, because records may arrive before the order to read them.
+        Weights are kept as well, because later work items use the newest versions.
         """
         with self._lock:
-            idle = self._idle()
-        # Not under the lock: records must be able to arrive while a shared filesystem is slow.
-        committed = {folder for folder in idle if is_committed(folder)}
+            unpinned = self._unpinned()
+        # Check without the lock, so that records can arrive if the filesystem is slow.
+        committed = {folder for folder in unpinned if is_committed(folder)}
         with self._lock:
-            dropped = committed & self._idle()
+            dropped = committed & self._unpinned()
             for folder in dropped:
                 del self._outputs[folder]
         return dropped
 
-    def _idle(self) -> set[str]:
-        idle = {folder for folder, output in self._outputs.items() if not output.objects}
-        return idle.difference(*self._pinned.values())
+    def _unpinned(self) -> set[str]:
+        unpinned = {folder for folder, output in self._outputs.items() if not output.objects}
+        return unpinned.difference(*self._pinned.values())
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage here has read."""
+        """Number of records from other workers that no stage of this worker has read."""
         with self._lock:
             outputs = list(self._outputs.values())
         return sum(output.num_unread for output in outputs)
 
     def evict_objects(self, num_newest: int) -> None:
-        """Drop the objects of all but the newest outputs that have some, because they are large."""
+        """Drop the objects, which are large, except those of the ``num_newest`` newest outputs."""
         with self._lock:
-            holders = [output for output in self._outputs.values() if output.objects]
-        for output in holders[:-num_newest]:
+            with_objects = [output for output in self._outputs.values() if output.objects]
+        for output in with_objects[:-num_newest]:
             output.objects.clear()
 
     def __contains__(self, folder: object) -> bool:

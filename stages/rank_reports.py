@@ -1,9 +1,9 @@
 """Heartbeats and reports between the ranks of one attempt.
 
-They share the attempt's data folder. Beside it, in ``data-<attempt>.ranks``, each has a file that
-it touches every few seconds from its order to its end, and at last its report. A process that waits
-for another one gives it up only when that file has not changed for long, by the clock of the
-process that waits: the clocks of two nodes are not compared.
+The ranks share the attempt's data folder. In the folder ``data-<attempt>.ranks`` beside it, each
+rank touches a heartbeat file every few seconds and writes its report at the end. A rank counts as
+lost if its heartbeat file has not changed for a long time. That time is measured by the clock of
+the waiting process; clocks of two nodes are not compared.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from stages.context import MetricReduction
 
 T = TypeVar("T")
 MetricValue = Sequence[Any]
-"""Value, weight and :data:`MetricReduction`, as a list once it was a file."""
+"""Value, weight and :data:`MetricReduction`; a list if read from a file."""
 RANK_TIMEOUT_S = 600.0
-"""Without a sign of life a rank is given up after so long. An NFS client may show a sign that is a
-minute old."""
+"""A rank without a heartbeat for this time is lost. NFS may show heartbeats a minute late."""
 HEARTBEAT_S = 5.0
 POLL_S = 0.02
-_OWNER = re.compile(r"(?:.+-r|rank-)(\d+)-(?:p|of-)\d+\..+")
-"""Names of the files that every rank writes for itself: channels and checkpoints."""
+_RANK_FILE = re.compile(r"(?:.+-r|rank-)(\d+)-(?:p|of-)\d+\..+")
+"""Names of the files that each rank writes separately: channels and checkpoints."""
 
 
 class AttemptRanks:
-    """The heartbeats and reports of one attempt; a single process writes none.
+    """The heartbeats and reports of one attempt. A single process writes none.
 
     Args:
         data: folder of the attempt.
@@ -53,75 +52,75 @@ class AttemptRanks:
     def attempt_scope(self) -> Iterator[None]:
         """Send heartbeats inside this scope; a failed attempt removes its files.
 
-        Rank 0 commits, so it alone knows that the files are nobody's; while another rank lives that
-        may still write some, they are left to the next attempt, which removes them.
+        Only rank 0 removes them, because it knows that they were not committed. If another rank is
+        alive and may still write files, they are left; the next attempt removes them.
         """
         try:
-            with self._living() if self._world.size > 1 else contextlib.nullcontext():
+            with self._send_heartbeats() if self._world.size > 1 else contextlib.nullcontext():
                 yield
         except BaseException:
             if self._world.rank == 0 and all(
-                self._changed(rank) is None for rank in range(self._world.size)
+                self._last_heartbeat(rank) is None for rank in range(self._world.size)
             ):
                 shutil.rmtree(self.data, ignore_errors=True)
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
         if self._world.rank == 0 and self._world.size > 1:
-            # All have reported: nobody waits for another one than this.
+            # All ranks have reported, so no rank waits for a rank other than 0.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _living(self) -> Iterator[None]:
-        sign, over = self._sign(self._world.rank), threading.Event()
+    def _send_heartbeats(self) -> Iterator[None]:
+        heartbeat_file, stopped = self._heartbeat_file(self._world.rank), threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
-        sign.touch()
+        heartbeat_file.touch()
 
         def touch() -> None:
-            while not over.wait(HEARTBEAT_S):
-                # A filesystem that fails now may work the next time; what was removed stays so.
+            while not stopped.wait(HEARTBEAT_S):
+                # Ignore a temporary filesystem error; utime does not create a removed file again.
                 with contextlib.suppress(OSError):
-                    os.utime(sign)
+                    os.utime(heartbeat_file)
 
-        thread = threading.Thread(target=touch, name=f"sign of {self.data.name}", daemon=True)
+        thread = threading.Thread(target=touch, name=f"heartbeat of {self.data.name}", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            stopped.set()
             thread.join()
             with contextlib.suppress(OSError):
-                sign.unlink()
+                heartbeat_file.unlink()
 
     def write_report(self, **content: Any) -> None:
-        """Report to rank 0 that this rank has written all its files; values must be JSON."""
+        """Report to rank 0 that this rank has written all its files; values must fit in JSON."""
         rank = self._world.rank
         files = {}
         for path in self.data.rglob("*") if rank else ():
-            owner = _OWNER.fullmatch(path.name)
-            if owner is not None and int(owner[1]) == rank:
+            match = _RANK_FILE.fullmatch(path.name)
+            if match is not None and int(match[1]) == rank:
                 files[path.relative_to(self.data).as_posix()] = asdict(describe_file(path))
         text = json.dumps({**content, "files": files})
         report = self.folder / f"{rank}.json"
-        unread = report.with_name(f".{report.name}")
-        unread.write_text(text)
-        # Not synced: nobody reads it after a crash, and from now on rank 0 may remove the folder.
-        unread.replace(report)
+        temporary = report.with_name(f".{report.name}")
+        temporary.write_text(text)
+        # No fsync: the report is not read after a crash. Rank 0 may remove the folder from now on.
+        temporary.replace(report)
 
     def wait_for_reports(self) -> list[dict[str, Any]]:
         """Wait for the reports of all ranks; return them in rank order.
 
-        ``files`` of each is what it says of files of its own, by their names below the data folder.
+        ``files`` of a report describes the files of the rank, by path below the data folder.
 
         Raises:
             StageError: a rank sends no heartbeat.
         """
-        result = [
+        reports = [
             self._wait(rank, lambda rank=rank: self._read_report(rank))  # type: ignore[misc]
             for rank in range(self._world.size)
         ]
-        for report in result:
+        for report in reports:
             report["files"] = {name: FileEntry(**entry) for name, entry in report["files"].items()}
-        return result
+        return reports
 
     def wait_for_commit(self, out: Path, key: str) -> Manifest:
         """Wait for the commit of rank 0; return its manifest.
@@ -130,11 +129,11 @@ class AttemptRanks:
             StageError: rank 0 sends no heartbeat.
         """
 
-        def there() -> Manifest | None:
+        def find_commit() -> Manifest | None:
             manifest = read_manifest(out)
             return manifest if manifest is not None and manifest.key == key else None
 
-        return self._wait(0, there)
+        return self._wait(0, find_commit)
 
     def _read_report(self, rank: int) -> dict[str, Any] | None:
         try:
@@ -143,29 +142,30 @@ class AttemptRanks:
             return None
         return report
 
-    def _sign(self, rank: int) -> Path:
+    def _heartbeat_file(self, rank: int) -> Path:
         return self.folder / str(rank)
 
-    def _changed(self, rank: int) -> int | None:
-        """Return the time of a rank's last heartbeat by the filesystem's clock; None: none."""
+    def _last_heartbeat(self, rank: int) -> int | None:
+        """Return the time of a rank's last heartbeat by the filesystem's clock, or None."""
         try:
-            return self._sign(rank).stat().st_mtime_ns
+            return self._heartbeat_file(rank).stat().st_mtime_ns
         except OSError:
             return None
 
     def _wait(self, rank: int, poll: Callable[[], T | None]) -> T:
-        last, silent_s, before = self._changed(rank), 0.0, time.monotonic()
+        last_heartbeat, silent_s, last_poll = self._last_heartbeat(rank), 0.0, time.monotonic()
         while (result := poll()) is None:
             if silent_s > RANK_TIMEOUT_S:
                 raise StageError(
-                    f"{self.data}: rank {rank} gave no sign of life for {RANK_TIMEOUT_S:.0f} s: "
+                    f"{self.data}: rank {rank} sent no heartbeat for {RANK_TIMEOUT_S:.0f} s: "
                     "its process or node is lost, or the filesystem does not show what it writes"
                 )
             time.sleep(POLL_S)
-            now, sign = time.monotonic(), self._changed(rank)
-            # Where this process was suspended for long, so was the other one, maybe.
-            silent_s = silent_s + min(now - before, HEARTBEAT_S) if sign == last else 0.0
-            last, before = sign, now
+            now, heartbeat = time.monotonic(), self._last_heartbeat(rank)
+            # If this process was suspended, the other process may have been suspended too.
+            is_silent = heartbeat == last_heartbeat
+            silent_s = silent_s + min(now - last_poll, HEARTBEAT_S) if is_silent else 0.0
+            last_heartbeat, last_poll = heartbeat, now
         return result
 
 
@@ -175,21 +175,21 @@ def reduce_metric(
     """Reduce a metric of several ranks; see :meth:`StageContext.log_metric`.
 
     Args:
-        means: what the same ranks recorded as ``mean``.
+        means: the metric ``mean`` of the same ranks.
     """
-    weight, how = sum(part[1] for part in values), values[0][2]
-    if how == "max":
-        return max(part[0] for part in values), weight
+    weight, reduction = sum(metric[1] for metric in values), values[0][2]
+    if reduction == "max":
+        return max(metric[0] for metric in values), weight
     if not weight:
-        return sum(part[0] for part in values), 0.0
-    if how == "std":
-        # Within each rank's part and between the parts.
+        return sum(metric[0] for metric in values), 0.0
+    if reduction == "std":
+        # Variance within the ranks and between them.
         mean, _ = reduce_metric(means)
         squares = (
             w * (v**2 + (m[0] - mean) ** 2) for (v, w, _), m in zip(values, means, strict=True)
         )
         return math.sqrt(sum(squares) / weight), weight
-    return sum(part[0] * part[1] for part in values if part[1]) / weight, weight
+    return sum(metric[0] * metric[1] for metric in values if metric[1]) / weight, weight
 
 
 def reduce_metrics(

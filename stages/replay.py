@@ -1,4 +1,4 @@
-"""Replay: add what was collected to the run's buffer of transitions."""
+"""Replay: add the collected transitions to the run's replay buffer."""
 
 from __future__ import annotations
 
@@ -16,69 +16,69 @@ from stages.context import StageContext
 from stages.factory import WEIGHTS, create_algorithm, policy_class
 
 REPLAY_FOLDER = "replay"
-"""Of the buffer, in the run's directory."""
+"""Folder of the replay buffer in the run folder."""
 INTERVENTIONS_FOLDER = "interventions"
-"""Below it, of another one: of the transitions in which a person acted, where a share of each batch
-is of demonstrations."""
+"""Subfolder with a second buffer of human interventions, for algorithms that sample a share of each
+batch from demonstrations."""
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs ``trajectories``, ``rewards``, ``initial``, and after the first iteration ``replay``,
-    what the one before added.
+    """Inputs ``trajectories``, ``rewards``, ``initial``; after the first iteration also
+    ``replay``, the output of the previous iteration.
 
-    Output: the metrics alone; the rows are in the buffer, synced before this commits.
+    Output: only metrics. The transitions are in the buffer, which is synced before the commit.
 
     Raises:
-        InputError: they are no trajectories of a simulator.
-        DataError: the buffer is damaged, of another schema, or lacks what was added before.
+        InputError: the trajectories are not from a simulator.
+        DataError: the buffer is damaged, has another schema, or lacks earlier transitions.
     """
     if ctx.world.rank:
         return
-    parts, acted, helps = [], [], False
+    parts, masks, has_interventions = [], [], False
     for samples in ctx.chunks():
         pairs = join_by_identity(
             ctx.read(Trajectory, "trajectories", samples),
             ctx.read(StepRewards, "rewards", samples),
         )
         for trajectory, reward in pairs:
-            helps |= trajectory.intervened is not None
+            has_interventions |= trajectory.intervened is not None
             if reward.is_included:
                 parts.append(to_transitions(trajectory, reward.rewards, reward.episode_ends))
-                acted.append(intervention_mask(trajectory))
+                masks.append(intervention_mask(trajectory))
     cls, options = policy_class(ctx.config)
     policy = cls.load(ctx.verified_folder("initial") / WEIGHTS, options)
-    rows = concatenate_transitions(parts) if parts else np.zeros(0, policy.transition_dtype)
+    transitions = concatenate_transitions(parts) if parts else np.zeros(0, policy.transition_dtype)
     with ctx.span("append"):
         buffer = open_replay_buffer(ctx, policy.transition_dtype)
-        added = buffer.append(ctx.iteration, rows)
+        added = buffer.append(ctx.iteration, transitions)
         appended = [added]
-        if helps and create_algorithm(ctx.config).uses_offline_data:
-            by_people = rows[np.concatenate(acted)] if acted else rows
+        if has_interventions and create_algorithm(ctx.config).uses_offline_data:
+            interventions = transitions[np.concatenate(masks)] if masks else transitions
             appended.append(
                 open_replay_buffer(ctx, policy.transition_dtype, INTERVENTIONS_FOLDER).append(
-                    ctx.iteration, by_people
+                    ctx.iteration, interventions
                 )
             )
             ctx.log_metric("interventions", appended[-1].stop)
-    ctx.log_metric("added", len(rows))
+    ctx.log_metric("added", len(transitions))
     ctx.log_metric("size", min(added.stop, buffer.capacity))
     ctx.log_metric("total", added.stop)
     for name in ("terminated", "truncated"):
-        ctx.log_metric(name, float(rows[name].sum()))
-    # Its checksum makes the content of this stage that of the rows.
-    lines = [f"{each.start} {each.stop} {each.checksum}\n" for each in appended]
+        ctx.log_metric(name, float(transitions[name].sum()))
+    # With the checksums, the content digest of this stage depends on the transitions.
+    lines = [f"{range_.start} {range_.stop} {range_.checksum}\n" for range_ in appended]
     (ctx.data_folder / "added.txt").write_text("".join(lines))
 
 
-def open_replay_buffer(ctx: StageContext, dtype: np.dtype, below: str = "") -> ReplayBuffer:
-    """The run's buffer, or the one :data:`INTERVENTIONS_FOLDER`, for rows of this type.
+def open_replay_buffer(ctx: StageContext, dtype: np.dtype, subfolder: str = "") -> ReplayBuffer:
+    """Open the run's replay buffer, or that in ``subfolder``, for transitions of this dtype.
 
     Raises:
-        DataError: it is damaged, or of another schema.
+        DataError: the buffer is damaged or has another schema.
     """
     settings = ctx.config.rollout
     return ReplayBuffer(
-        ctx.run_folder / REPLAY_FOLDER / below,
+        ctx.run_folder / REPLAY_FOLDER / subfolder,
         dtype,
         capacity=create_algorithm(ctx.config).replay_capacity,
         most=settings.batch_size * settings.group_size * settings.horizon,

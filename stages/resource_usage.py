@@ -1,4 +1,4 @@
-"""Resource usage of a process and its children: processors, memory, a GPU.
+"""Resource usage of a process and its children: CPU time, memory and GPU.
 
 A thread takes a sample every few seconds while a stage computes. The summary is part of the
 manifest's ``timing``, because it differs between equal runs.
@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 SAMPLE_INTERVAL_S = 2.0
 REUSE_SAMPLE_S = 0.02
-"""Maximum age of a sample that a new window reuses. A sample costs a millisecond if there are many
-threads."""
+"""Maximum age of a sample that a new window reuses. A sample takes 1 ms with many threads."""
 _PROC = Path("/proc")
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -32,7 +31,7 @@ class UsageSample(NamedTuple):
     """One sample. ``gpu_*`` are None unless this process already uses a GPU."""
 
     cpu_s: float
-    """Processor seconds of this process and its children until now, including ended ones."""
+    """CPU seconds of this process and its children since their start, including ended children."""
     memory_bytes: int
     """Resident memory; shared pages count once for each process."""
     gpu_share: float | None = None
@@ -93,8 +92,8 @@ def _device(uuid: str) -> ctypes.c_void_p | None:
     library, handle = _nvml(), ctypes.c_void_p()
     if library is None:
         return None
-    known = library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
-    return handle if known == 0 else None
+    status = library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
+    return handle if status == 0 else None
 
 
 def _gpu() -> tuple[float | None, int | None, int | None]:
@@ -149,21 +148,21 @@ class UsageMeter:
     def __init__(self, interval_s: float = SAMPLE_INTERVAL_S) -> None:
         self._interval_s, self._lock = interval_s, threading.Lock()
         self._windows: list[UsageWindow] = []
-        self._last: tuple[float, UsageSample | None] = (0.0, None)
+        self._last_sample: tuple[float, UsageSample | None] = (0.0, None)
         self._has_windows = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def measure(self, results: list[dict[str, Any]], **labels: Any) -> Iterator[None]:
         """Append the labels and the summary of the enclosed time to ``results``."""
-        at, last = self._last
-        if last is None or time.monotonic() - at > REUSE_SAMPLE_S:
-            last = sample_usage()
-        window = UsageWindow(samples=[last])
+        last_time, sample = self._last_sample
+        if sample is None or time.monotonic() - last_time > REUSE_SAMPLE_S:
+            sample = sample_usage()
+        window = UsageWindow(samples=[sample])
         with self._lock:
             self._windows.append(window)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="usage", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
                 self._thread.start()
         self._has_windows.set()
         try:
@@ -174,17 +173,17 @@ class UsageMeter:
                 if not self._windows:
                     self._has_windows.clear()
             window.samples.append(sample_usage())
-            self._last = time.monotonic(), window.samples[-1]
+            self._last_sample = time.monotonic(), window.samples[-1]
             results.append({**labels, **window.summary()})
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while self._has_windows.wait():
             time.sleep(self._interval_s)
             with self._lock:
-                open_ = list(self._windows)
-            if open_:
+                windows = list(self._windows)
+            if windows:
                 sample = sample_usage()
-                for window in open_:
+                for window in windows:
                     window.samples.append(sample)
 
 

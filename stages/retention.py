@@ -14,7 +14,7 @@ from stages.flow import EVALUATE, Flow, flow_of
 from stages.layout import offline_folder, stage_folder
 
 SEARCH_WINDOW = 50
-"""How many iterations before the oldest retained one are searched for outputs to remove."""
+"""Number of iterations before the oldest retained iteration that are searched for old outputs."""
 
 
 class RetentionPolicy:
@@ -28,49 +28,50 @@ class RetentionPolicy:
         self._policy, self._evaluate = config.checkpoint, config.evaluate
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
-        self._streams = [name for name, stage in stages.items() if stage.output_stream]
-        self._states = [name for name in stages if name not in self._streams]
+        self._stream_stages = [name for name, stage in stages.items() if stage.output_stream]
+        self._state_stages = [name for name in stages if name not in self._stream_stages]
         retained = self._flow.retained_outputs
-        # Outputs that later stages read stay until they are read. The newest two
-        # checkpoints always stay, because a damaged one is rebuilt from the one before.
-        newest = max(2, self._policy.keep_last, *map(retained, self._states))
-        self._trajectories = max([self._policy.keep_trajectories, *map(retained, self._streams)])
-        self._oldest = iteration + 1 - newest - config.rollout.staleness
-        self._reach = SEARCH_WINDOW + max(newest, self._trajectories)
+        # Outputs are kept until later stages have read them. The two newest checkpoints are
+        # always kept, because a damaged checkpoint is computed again from the previous one.
+        newest = max(2, self._policy.keep_last, *map(retained, self._state_stages))
+        counts = map(retained, self._stream_stages)
+        self._keep_trajectories = max([self._policy.keep_trajectories, *counts])
+        self._oldest_retained = iteration + 1 - newest - config.rollout.staleness
+        self._search_range = SEARCH_WINDOW + max(newest, self._keep_trajectories)
         self._scores = evaluation_scores(self._flow, run)
         self._best = best_versions(self._scores, self._policy.keep_best)
 
     def should_keep(self, stage: str, iteration: int) -> bool:
         """Return whether the output of a stage of an earlier iteration stays on disk.
 
-        Weights also stay while their evaluation is still to come, and while they are among the
-        best by held-out score.
+        Weights also stay until they are evaluated, and while they are among the best by held-out
+        score.
         """
-        if stage in self._streams:
-            # The first trajectories stay: the report compares them with the last.
-            return not 0 < iteration < self._iteration + 1 - self._trajectories
+        if stage in self._stream_stages:
+            # The first trajectories are kept; the report compares them with the last ones.
+            return not 0 < iteration < self._iteration + 1 - self._keep_trajectories
         version = iteration + 1
-        if iteration >= self._oldest or self._due(version):
+        if iteration >= self._oldest_retained or self._awaits_evaluation(version):
             return True
         if self._policy.keep_every and version % self._policy.keep_every == 0:
             return True
         return stage == self._flow.publish_stage and version in self._best
 
     def expired_outputs(self) -> list[Path]:
-        """Return the output folders whose data is removed now."""
-        window = range(max(0, self._iteration - self._reach), self._iteration)
-        # Weights that were the best until now may be older than that.
+        """Return the output folders whose data must be removed now."""
+        window = range(max(0, self._iteration - self._search_range), self._iteration)
+        # Weights that were among the best until now may be older than the window.
         scored = {version - 1 for version in self._scores if 0 < version <= self._iteration}
         return [
             stage_folder(self._run, stage, old)
             for old in sorted(scored.union(window))
-            for stage in (*self._streams, *self._states)
+            for stage in (*self._stream_stages, *self._state_stages)
             if not self.should_keep(stage, old)
         ]
 
-    def _due(self, version: int) -> bool:
-        every = self._evaluate.every
-        return every > 0 and version % every == 0 and version not in self._scores
+    def _awaits_evaluation(self, version: int) -> bool:
+        interval = self._evaluate.every
+        return interval > 0 and version % interval == 0 and version not in self._scores
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def best_weights(config: RunConfig, run: Path) -> BestWeights | None:
 
 
 def best_versions(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """Return the versions with the ``count`` highest scores, best first; earlier wins a tie."""
+    """Return the ``count`` versions with the highest scores, best first, then oldest first."""
     scored = [(-score, version) for version, score in scores.items() if score is not None]
     return [version for _, version in sorted(scored)[:count]]
 
@@ -103,8 +104,8 @@ def best_versions(scores: Mapping[int, float | None], count: int) -> list[int]:
 def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
     """Return the held-out score of each evaluated version, ascending by version.
 
-    An evaluation of weights that were replaced since does not count. The score is None where an
-    evaluation of the user's own has none.
+    Evaluations of weights that were replaced later are ignored. The score is None if a
+    user-defined evaluation has none.
     """
     scores = {}
     for folder in sorted((run / EVALUATE).glob("[0-9]*"), key=lambda path: int(path.name)):
@@ -112,12 +113,12 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
         weights = _committed(weights_folder(flow, run, int(folder.name)))
         if evaluation is None or weights is None:
             continue
-        of = [
+        evaluated_contents = [
             evaluation.inputs.get(name)
             for name, source in flow.evaluate.inputs.items()
             if source.stage == flow.publish_stage
         ]
-        if all(content == weights.content for content in of):
+        if all(content == weights.content for content in evaluated_contents):
             scores[int(folder.name)] = evaluation.score
     return scores
 
@@ -138,14 +139,14 @@ class _Commit:
 
 def _committed(out: Path) -> _Commit | None:
     try:
-        mark = (out / MANIFEST).stat()
-        return _read(out, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+        file_state = (out / MANIFEST).stat()
+        return _read(out, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except FileNotFoundError:
         return None
 
 
 @lru_cache(maxsize=1 << 15)
-def _read(out: Path, mark: tuple[int, ...]) -> _Commit | None:
+def _read(out: Path, file_state: tuple[int, ...]) -> _Commit | None:
     """Read the fields of a manifest that retention needs; cached, because it is called often."""
     try:
         manifest = read_manifest(out)

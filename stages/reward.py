@@ -42,23 +42,23 @@ def compute_rewards(
     """Compute the rewards of complete groups.
 
     Args:
-        environment: None: the reward needs no scores of the task.
-        failure_counts: receives the number of failures by kind.
+        environment: computes task scores; None: the reward needs none.
+        failure_counts: updated with the number of failures by kind.
     """
     scores = list[float]()
     if environment is not None:
         scores = score_trajectories(environment, trajectories, failure_counts)
-    # A score is NaN only if no step of the trajectory counts.
+    # A score is NaN only if the trajectory has no unmasked step.
     results = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for trajectory, result in zip(trajectories, results, strict=True):
-        values, ends = np.asarray(result.reward, np.float32), result.episode_ends
+        values, episode_ends = np.asarray(result.reward, np.float32), result.episode_ends
         rewards.append(
             StepRewards(
                 identity=trajectory.identity,
                 rewards=rewards_per_step(values),
                 action_rewards=values if values.ndim > 1 else None,
-                episode_ends=None if ends is None else np.asarray(ends, np.uint8),
+                episode_ends=None if episode_ends is None else np.asarray(episode_ends, np.uint8),
                 group=trajectory.require("group"),
                 failure=result.failure if reward.failure_kinds else None,
             )
@@ -66,9 +66,9 @@ def compute_rewards(
     failure_counts.update(dict.fromkeys(reward.failure_kinds, 0))
     failure_counts.update(result.failure for result in results if result.failure)
     valid = np.array([result.valid for result in results])
-    groups = np.array([each.group for each in rewards])
-    totals = np.array([each.rewards.sum(dtype=np.float64) for each in rewards])
-    # A trajectory without a step that counts has no gradient, and no place in its group's mean.
+    groups = np.array([r.group for r in rewards])
+    totals = np.array([r.rewards.sum(dtype=np.float64) for r in rewards])
+    # A fully masked trajectory has no gradient and is not part of its group's mean.
     has_steps = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
     failure_counts["fully_masked"] += int((~has_steps).sum())
     valid &= has_steps
@@ -77,20 +77,22 @@ def compute_rewards(
     raw = [result.raw_reward for result in results]
     unshaped = np.array([t if r is None else r for t, r in zip(totals, raw, strict=True)])
     included[included] = algorithm.select_samples(unshaped[included], groups[included])
-    shown = np.nan_to_num(scores).tolist() or totals.tolist()
-    for each, score, is_included in zip(rewards, shown, included.tolist(), strict=True):
-        each.score, each.is_included = score, is_included
+    displayed_scores = np.nan_to_num(scores).tolist() or totals.tolist()
+    for step_rewards, score, is_included in zip(
+        rewards, displayed_scores, included.tolist(), strict=True
+    ):
+        step_rewards.score, step_rewards.is_included = score, is_included
     return RewardBatch(scores, rewards, totals, groups, valid)
 
 
 def run(ctx: StageContext) -> None:
     """Inputs ``trajectories`` and ``initial`` (for its tokenizer); output channel ``rewards``.
 
-    Several processes judge whole groups each.
+    Each process scores complete groups.
     """
     reward, algorithm = get_reward(ctx), create_algorithm(ctx.config)
     size = ctx.config.rollout.group_size
-    mine = set(ctx.world.shard(ctx.config.rollout.batch_size))
+    shard = set(ctx.world.shard(ctx.config.rollout.batch_size))
     output = ctx.open_writer("rewards")
 
     def tokenizer() -> Path:
@@ -100,8 +102,8 @@ def run(ctx: StageContext) -> None:
     totals, groups, included = [], [], list[bool]()
     failure_counts = Counter[str]()
     for samples in ctx.chunks():
-        every = ctx.read(Trajectory, "trajectories", samples)
-        trajectories = [t for t in every if t.identity.sample // size in mine]
+        all_trajectories = ctx.read(Trajectory, "trajectories", samples)
+        trajectories = [t for t in all_trajectories if t.identity.sample // size in shard]
         if not trajectories:
             continue
         environment = get_environment(ctx, tokenizer) if reward.needs_score else None
@@ -117,13 +119,13 @@ def run(ctx: StageContext) -> None:
     output.close()
     if not totals:
         return
-    every_total, numbers = np.concatenate(totals), np.concatenate(groups)
-    spread = [float(every_total[numbers == group].std()) for group in np.unique(numbers)]
+    all_sums, group_ids = np.concatenate(totals), np.concatenate(groups)
+    group_stds = [float(all_sums[group_ids == group].std()) for group in np.unique(group_ids)]
     count = len(included)
-    if len(every_total):
-        ctx.log_metric("mean", float(every_total.mean()), weight=len(every_total))
-        ctx.log_metric("std", float(every_total.std()), weight=len(every_total), reduction="std")
-        ctx.log_metric("group_std", float(np.mean(spread)), weight=len(spread))
+    if len(all_sums):
+        ctx.log_metric("mean", float(all_sums.mean()), weight=len(all_sums))
+        ctx.log_metric("std", float(all_sums.std()), weight=len(all_sums), reduction="std")
+        ctx.log_metric("group_std", float(np.mean(group_stds)), weight=len(group_stds))
     if scores:
         ctx.log_metric("score", float(np.mean(scores)), weight=len(scores))
     ctx.log_metric("used_fraction", float(np.mean(included)), weight=count)

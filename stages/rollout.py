@@ -1,4 +1,4 @@
-"""Rollout: generate ``group_size`` trajectories per start with the current policy."""
+"""Rollout: generate ``group_size`` trajectories per prompt or initial state (*start*)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stages.flow import carries_over_episodes
 def run(ctx: StageContext) -> None:
     """Generate the trajectories of an iteration.
 
-    Inputs: ``weights``, and ``open_episodes`` (unfinished episodes of the iteration before) if
+    Inputs: ``weights``, and ``open_episodes`` (unfinished episodes of the previous iteration) if
     ``task.carry_over_episodes`` is set. Output channels: ``trajectories`` and
     ``open_episodes``.
     """
@@ -37,7 +37,7 @@ def run(ctx: StageContext) -> None:
 
 
 def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
-    """Load the open episodes of this process's samples. None: episodes are not carried over.
+    """Load the open episodes of this process's samples; None if episodes are not carried over.
 
     Raises:
         ArtifactError: the input is damaged.
@@ -46,12 +46,12 @@ def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
         return None
     if OPEN_EPISODES not in ctx.inputs:
         return {}
-    # All processes wait for it, for they generate together.
+    # All processes wait for the input, because they generate together.
     folder, size = ctx.verified_folder(OPEN_EPISODES), ctx.config.rollout.group_size
     if not ctx.world.is_primary:
         return {}
-    mine = ctx.world.shard(ctx.config.rollout.batch_size)
-    samples = {sample for s in mine for sample in range(s * size, (s + 1) * size)}
+    shard = ctx.world.shard(ctx.config.rollout.batch_size)
+    samples = {sample for start in shard for sample in range(start * size, (start + 1) * size)}
     records = RecordFileReader(folder.glob(f"{OPEN_EPISODES}-r*.h5"), samples)
     return {record.identity.sample: record for record in records}
 
@@ -61,24 +61,24 @@ def emit_trajectories(
 ) -> None:
     """Generate and emit the trajectories of this process's starts, chunk by chunk."""
     settings = ctx.config.rollout
-    mine = ctx.world.shard(settings.batch_size)
+    shard = ctx.world.shard(settings.batch_size)
 
-    def parts() -> Generator[Trajectory]:
+    def generate_chunks() -> Generator[Trajectory]:
         for samples in ctx.chunks():
-            yield from generate(ctx, [s for s in mine if s * settings.group_size in samples])
+            yield from generate(ctx, [s for s in shard if s * settings.group_size in samples])
 
-    # However it ends, the engine is through with it then, before another stage has its turn.
-    with contextlib.closing(parts()) as trajectories:
-        write_trajectories(ctx, trajectories, len(mine) * settings.group_size)
+    # After an error, too, the engine must stop before another stage gets the device.
+    with contextlib.closing(generate_chunks()) as trajectories:
+        write_trajectories(ctx, trajectories, len(shard) * settings.group_size)
 
 
 def receive_trajectories(ctx: StageContext) -> None:
-    """Emit the trajectories that rollout workers generate and send here.
+    """Emit the trajectories that rollout workers generate and send to this worker.
 
-    What came twice was dropped on arrival, so all who read the channel see the same ones.
+    Repeated records were dropped on arrival, so all readers of the channel get the same records.
 
     Raises:
-        UpstreamFailed: some come of weights that were committed by another attempt.
+        UpstreamFailed: trajectories were generated with weights that were not committed.
     """
     total = ctx.config.rollout.batch_size * ctx.config.rollout.group_size
     records = ctx.receive_records("trajectories", total, source_input="weights")
@@ -98,16 +98,16 @@ def generate_trajectories(
     """Yield the trajectories of some starts of the batch as they are completed.
 
     Args:
-        batch: so many starts an iteration may draw; None: those of the batch.
-        begun: go on with these samples only.
+        partial_samples: unfinished samples by number; only these are continued.
         should_abort: see :class:`rlinf.engines.base.RolloutHooks`.
+        num_starts: number of starts that an iteration may draw; None: the batch size.
         open_episodes: see :attr:`rlinf.envs.base.RolloutRequest.open_episodes`.
     """
     settings = ctx.config.rollout
     environment = primary_rank_environment(ctx)
     policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
-        assert policy is not None, "of processes that ask each speaks"
+        assert policy is not None, "every client of a remote policy is a primary rank"
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
@@ -132,52 +132,53 @@ def generate_trajectories(
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
-    """Return the engine with input ``weights``, or with newer ones for in-flight updates."""
+    """Return the engine with input ``weights``, or with newer weights for in-flight updates."""
     settings = ctx.config.rollout
-    follows = settings.in_flight_updates
+    in_flight = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
-    engine = get_engine(ctx, "weights", version, max_version=ctx.iteration if follows else None)
-    hooks = RolloutHooks(newer_weights_poller(ctx, engine) if follows else None)
+    engine = get_engine(ctx, "weights", version, max_version=ctx.iteration if in_flight else None)
+    hooks = RolloutHooks(newer_weights_poller(ctx, engine) if in_flight else None)
     return PolicyRunner(engine, ctx.config.seed, "rollout", hooks)
 
 
 def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], total: int) -> None:
     """Write trajectories to the output channel and record their metrics.
 
-    Lengths, steps and lags are of the steps that count.
+    Lengths, steps and staleness count only unmasked steps.
     """
     output = ctx.open_writer("trajectories")
-    keeps = carries_over_episodes(ctx.config) and ctx.world.is_primary
-    open_episodes_file = (
-        RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank) if keeps else None
-    )
+    open_episodes_file = None
+    if carries_over_episodes(ctx.config) and ctx.world.is_primary:
+        open_episodes_file = RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank)
     lengths, truncated, lags = [], 0, 0
-    outages = DialogueFailures(ctx.config)
-    clipped = list[float]()
+    failures = DialogueFailures(ctx.config)
+    clip_ratios = list[float]()
     for trajectory in trajectories:
-        if (still := pop_open_episode(trajectory)) is not None and open_episodes_file is not None:
-            open_episodes_file.put(still)
+        episode = pop_open_episode(trajectory)
+        if episode is not None and open_episodes_file is not None:
+            open_episodes_file.put(episode)
         output.put(trajectory.to_record())
-        outages.add(trajectory)
-        counts = loss_mask(trajectory)
-        lengths.append(int(counts.sum()))
-        if (share := action_clip_ratio(trajectory)) is not None:
-            clipped.append(share)
+        failures.add(trajectory)
+        mask = loss_mask(trajectory)
+        lengths.append(int(mask.sum()))
+        if (clip_ratio := action_clip_ratio(trajectory)) is not None:
+            clip_ratios.append(clip_ratio)
         truncated += trajectory.stop_reason == "length"
         if trajectory.versions is not None:
-            lags += int((ctx.iteration - trajectory.versions)[counts].sum())
+            lags += int((ctx.iteration - trajectory.versions)[mask].sum())
         ctx.report_progress(len(lengths), total, "samples")
     output.close()
     if open_episodes_file is not None:
         ctx.defer(open_episodes_file.close)
-    outages.log_metrics(ctx)
+    failures.log_metrics(ctx)
     ctx.log_metric("samples", len(lengths), weight=0)
     ctx.log_metric("steps", float(np.sum(lengths)), weight=0)
     if lengths:
         ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
         ctx.log_metric("truncated_ratio", truncated / len(lengths), weight=len(lengths))
-        if clipped:
-            ctx.log_metric("action_clip_ratio", float(np.mean(clipped)), weight=len(clipped))
+        if clip_ratios:
+            clip_ratio = float(np.mean(clip_ratios))
+            ctx.log_metric("action_clip_ratio", clip_ratio, weight=len(clip_ratios))
         if ctx.config.rollout.in_flight_updates:
             ctx.log_metric("staleness_mean", lags / max(1, sum(lengths)), weight=sum(lengths))
 
@@ -201,11 +202,11 @@ def rollout_iter(
     """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
     Args:
-        policy: None: the policy is in another worker, which receives the requests.
+        policy: the engine; None: the policy is in another worker.
 
     Raises:
         RequeueRequested: the allocation is about to end.
-        UpstreamFailed: the workers that have the policy no longer answer.
+        UpstreamFailed: the worker with the policy no longer answers.
     """
     if policy is None:
         assert ctx.remote_policy is not None, "a process without an engine needs a remote policy"
@@ -215,7 +216,7 @@ def rollout_iter(
     )
 
 
-class _Unread(Exception):
+class _IteratorClosed(Exception):
     """The caller has closed the iterator of trajectories."""
 
 
@@ -229,25 +230,25 @@ def local_rollout_iter(
 ) -> Generator[Trajectory]:
     """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
-    The engine answers in a thread of its own. An error on either side ends both and is raised here.
-    If the iterator is closed early, unfinished samples are discarded.
+    The engine runs in a separate thread. An error on either side ends both and is raised here. If
+    the iterator is closed early, unfinished samples are discarded.
 
     Args:
         should_stop: whether the allocation is about to end; called at every step of the engine.
 
     Raises:
-        RequeueRequested: it is.
+        RequeueRequested: the allocation is about to end.
     """
     observations, actions = LocalChannel(capacity=64), LocalChannel()
     failure: list[BaseException] = []
-    unread = threading.Event()
+    closed = threading.Event()
 
-    def should_abort(remaining: int, of: int) -> bool:
-        if unread.is_set():
-            raise _Unread
+    def should_abort(remaining: int, total: int) -> bool:
+        if closed.is_set():
+            raise _IteratorClosed
         if should_stop():
-            raise RequeueRequested(f"{stage}: stopping with {remaining} of {of} samples left")
-        return hooks.should_abort is not None and hooks.should_abort(remaining, of)
+            raise RequeueRequested(f"{stage}: stopping with {remaining} of {total} samples left")
+        return hooks.should_abort is not None and hooks.should_abort(remaining, total)
 
     engine_hooks = replace(hooks, should_abort=should_abort)
 
@@ -258,7 +259,7 @@ def local_rollout_iter(
             )
             for reply in replies:
                 actions.put(reply)
-        except _Unread:
+        except _IteratorClosed:
             observations.close()
         except BaseException as error:
             failure.append(error)
@@ -266,20 +267,20 @@ def local_rollout_iter(
         finally:
             actions.close()
 
-    worker = threading.Thread(target=generate, name="generate", daemon=True)
-    worker.start()
-    exhausted = False
+    thread = threading.Thread(target=generate, name="generate", daemon=True)
+    thread.start()
+    is_exhausted = False
     try:
         yield from environment.simulate(episodes, observations, actions)
-        exhausted = True
+        is_exhausted = True
     except Exception:
         if failure:
             raise failure[0] from None
         raise
     finally:
-        if not exhausted:
-            unread.set()
+        if not is_exhausted:
+            closed.set()
         observations.close()
-        worker.join()
+        thread.join()
     if failure:
         raise failure[0]

@@ -56,8 +56,8 @@ from stages.timeout_retries import PROGRESS_FOLDER, TIMEOUTS_FILE
 from stages.worker_state import WorkerState
 
 DISK_FALLBACKS = "read_from_disk"
-"""In a manifest: inputs that were to come by memory and did not, to one rank at least."""
-REPAIR_HINT = "start the run with its first command and --keep, which writes the file anew"
+"""Key in a manifest: inputs that any rank read from disk although memory was expected."""
+REPAIR_HINT = "start the run with its first command and --keep, which writes the file again"
 
 
 @dataclass(frozen=True)
@@ -72,31 +72,31 @@ class StageCall:
 
     def argv(self) -> tuple[str, ...]:
         """Return the arguments after ``python -m stages``."""
-        words = [self.stage, "--config", str(self.config_path), "--out", str(self.output_folder)]
-        words += ["--iteration", str(self.iteration)]
+        arguments = [self.stage, "--config", str(self.config_path)]
+        arguments += ["--out", str(self.output_folder), "--iteration", str(self.iteration)]
         for name, folder in self.inputs.items():
-            words += ["--input", f"{name}={folder}"]
-        return tuple(words)
+            arguments += ["--input", f"{name}={folder}"]
+        return tuple(arguments)
 
 
 def load_config(path: Path) -> RunConfig:
     """Read the frozen configuration of a run.
 
     Raises:
-        ConfigError: missing, not YAML, or invalid.
+        ConfigError: the file is missing, not YAML, or invalid.
     """
     try:
         return validate(RunConfig, read_config_values(path))
     except ConfigError as error:
-        known = str(error).startswith(str(path))
-        raise error if known else ConfigError(f"{path}: {error}") from None
+        names_path = str(error).startswith(str(path))
+        raise error if names_path else ConfigError(f"{path}: {error}") from None
 
 
 def read_config_values(path: Path) -> dict[str, Any]:
     """Return the values of a frozen configuration without validating them.
 
     Raises:
-        ConfigError: missing, or not a mapping in YAML.
+        ConfigError: the file is missing, or not a YAML mapping.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
@@ -114,11 +114,11 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def open_inputs(call: StageCall) -> dict[str, StageInput]:
-    """The committed inputs of a call.
+    """Return the committed inputs of a call.
 
     Raises:
-        ArtifactError: one is damaged; its manifest is withdrawn so that its stage runs again.
-        InputError: one was never committed.
+        ArtifactError: an input is damaged; its manifest is withdrawn so that its stage runs again.
+        InputError: an input was never committed.
     """
     inputs = {}
     for name, folder in call.inputs.items():
@@ -126,7 +126,7 @@ def open_inputs(call: StageCall) -> dict[str, StageInput]:
         if manifest is None:
             raise InputError(
                 f"{call.stage}: input {name!r} is not there: {folder} has no manifest; "
-                "run the stage that makes it first"
+                "run the stage that produces it first"
             )
         inputs[name] = StageInput(folder, manifest)
     return inputs
@@ -140,28 +140,28 @@ def run_stage(
     should_stop: Callable[[], bool] = lambda: False,
     process_start: float | None = None,
 ) -> Manifest:
-    """Run a stage instance unless its output is already there; returns its manifest.
+    """Run a stage instance unless its output exists; return its manifest.
 
     Args:
-        process_start: when the process that runs only this stage started.
+        process_start: start time of the process, if it runs only this stage.
 
     Raises:
-        ConfigError, DataError, InputError: nothing was written.
-        ArtifactError: an input is damaged; it was withdrawn.
+        ConfigError, DataError, InputError: the call is invalid; nothing was written.
+        ArtifactError: an input is damaged; its commit was withdrawn.
         RequeueRequested: the allocation is about to end; start the same call again.
         StageError: the stage failed.
     """
     start = time.time()
     config = config or load_config(call.config_path)
-    known = flow_of(config).all_stages
-    if call.stage not in known:
-        raise ConfigError(f"unknown stage {call.stage!r}{did_you_mean(call.stage, known)}")
+    stages = flow_of(config).all_stages
+    if call.stage not in stages:
+        raise ConfigError(f"unknown stage {call.stage!r}{did_you_mean(call.stage, stages)}")
     world = ProcessGroupInfo.from_environment(call.config_path.parent / CHANNELS_FOLDER)
-    with contextlib.ExitStack() as ending:
+    with contextlib.ExitStack() as exit_stack:
         if worker_state is None:
             worker_state = WorkerState()
-            ending.callback(worker_state.close)
-        ending.enter_context(withdraw_on_damage())
+            exit_stack.callback(worker_state.close)
+        exit_stack.enter_context(withdraw_on_damage())
         attempt = StageAttempt(
             call,
             config,
@@ -172,18 +172,18 @@ def run_stage(
             process_start=start if process_start is None else process_start,
             start=start,
         )
-        done = read_manifest(call.output_folder)
-        if done is not None:
-            if done.key != attempt.ctx.key and not read_accepted_mismatches(
+        committed = read_manifest(call.output_folder)
+        if committed is not None:
+            if committed.key != attempt.ctx.key and not read_accepted_mismatches(
                 attempt.ctx.run_folder
-            ).accepts(done):
+            ).accepts(committed):
                 raise ConflictingOutputError(
                     f"{call.output_folder}: holds a result of another configuration, of "
                     "other inputs or of other code, which stays; start the run again, which "
                     "lists the differences"
                 )
-            verify_output(call.output_folder, done, checksums=False)
-            return done
+            verify_output(call.output_folder, committed, checksums=False)
+            return committed
         with attempt.ranks.attempt_scope():
             attempt.compute()
             return attempt.commit()
@@ -200,7 +200,7 @@ def import_stage_module(config: RunConfig, stage: str) -> ModuleType:
 class StageAttempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
-    A stage in its own job computes and then commits. A pool computes the next stage while it
+    A stage in its own job computes and then commits. A pool worker computes the next stage while it
     commits this one. Both run inside :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
     """
 
@@ -222,15 +222,11 @@ class StageAttempt:
         remote_policy: RemotePolicy | None = None,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
-        self._call, self._began, self._start, self._receives = (
-            call,
-            process_start,
-            start,
-            receives_trajectories,
-        )
+        self._call, self._process_start, self._start = call, process_start, start
+        self._receives_trajectories = receives_trajectories
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
-        self._fallbacks: set[str] = set()
+        self._disk_fallbacks: set[str] = set()
         """Inputs that any rank read from disk instead of memory."""
         self.ctx = StageContext(
             config=config,
@@ -251,16 +247,16 @@ class StageAttempt:
     def compute(self) -> None:
         """Run the stage."""
         ctx = self.ctx
-        stage_code_digest(ctx.run_folder, ctx.config, ctx.stage)  # before any of it runs
+        stage_code_digest(ctx.run_folder, ctx.config, ctx.stage)  # before the stage runs
         if ctx.world.rank == 0 and ctx.output_folder.is_dir():
-            known = read_manifest(ctx.output_folder)
-            ours = {ctx.data_folder.name, self.ranks.folder.name}
-            remove_uncommitted(ctx.output_folder, ours | ({known.data} if known else set()))
+            committed = read_manifest(ctx.output_folder)
+            kept = {ctx.data_folder.name, self.ranks.folder.name}
+            remove_uncommitted(ctx.output_folder, kept | ({committed.data} if committed else set()))
         ctx.data_folder.mkdir(parents=True, exist_ok=True)
-        who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
-        with self._failing(), USAGE_METER.measure(ctx.usage, **who):
+        labels = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
+        with self._translate_errors(), USAGE_METER.measure(ctx.usage, **labels):
             module = import_stage_module(ctx.config, ctx.stage)
-            (module.receive_trajectories if self._receives else module.run)(ctx)
+            (module.receive_trajectories if self._receives_trajectories else module.run)(ctx)
             ctx.add_span(ctx.stage, self._start)
 
     def commit(self) -> Manifest:
@@ -269,13 +265,13 @@ class StageAttempt:
         Waits for the commits of the inputs.
         """
         ctx = self.ctx
-        # Waiting for their commits is no part of the stage's time.
-        for entry in ctx.inputs.values():
-            entry.wait_scope = contextlib.nullcontext
-        with self._failing():
-            _ = ctx.key  # what follows removes old outputs: in the order of the iterations
+        # Waiting for the commits of inputs is not recorded as time of the stage.
+        for stage_input in ctx.inputs.values():
+            stage_input.wait_scope = contextlib.nullcontext
+        with self._translate_errors():
+            _ = ctx.key  # waits, so that iterations remove old outputs in their order
             while ctx.live and ctx.live.deferred_writes:
-                # What it writes is freed once it is written.
+                # Removed from the list first, so that its data is freed once it is written.
                 ctx.live.deferred_writes.pop(0)()
             self._check_inputs()
             if ctx.world.size > 1:
@@ -285,19 +281,20 @@ class StageAttempt:
                     usage=ctx.usage,
                     digests=ctx.live.stream_digests if ctx.live else {},
                     faults=ctx.dialogue_failures,
-                    fallbacks=self._own_fallbacks(),
+                    fallbacks=self._rank_fallbacks(),
                 )
                 if ctx.world.rank:
                     return self.ranks.wait_for_commit(ctx.output_folder, ctx.key)
                 self._merge_reports()
-            return self._publish()
+            return self._commit_manifest()
 
-    def _own_fallbacks(self) -> list[str]:
-        """Inputs that were to come to this process by memory, and were read from disk."""
-        return [name for name, entry in self.ctx.inputs.items() if entry.used_disk_fallback]
+    def _rank_fallbacks(self) -> list[str]:
+        """Return the inputs that this rank read from disk although memory was expected."""
+        inputs = self.ctx.inputs
+        return [name for name in inputs if inputs[name].used_disk_fallback]
 
     def _merge_reports(self) -> None:
-        """Wait for what all ranks tell, and put it together in their order."""
+        """Wait for the reports of all ranks and merge them in rank order."""
         ctx, reports = self.ctx, self.ranks.wait_for_reports()
         if ctx.live is not None:
             digests = [report["digests"] for report in reports]
@@ -315,55 +312,54 @@ class StageAttempt:
         ]
         for report in reports:
             self._files |= report["files"]
-            self._fallbacks.update(report["fallbacks"])
+            self._disk_fallbacks.update(report["fallbacks"])
 
     def _check_inputs(self) -> None:
-        """Check that inputs from memory equal the committed ones.
+        """Check that inputs from memory equal the committed inputs.
 
-        Each rank has got weights on its own; records are the same for all, and rank 0 looks.
+        Each rank checks its weights. Records are equal on all ranks, so only rank 0 checks them.
         """
-        for name, entry in self.ctx.inputs.items():
-            output = entry.live_output if entry.used_live else None
+        for name, stage_input in self.ctx.inputs.items():
+            output = stage_input.live_output if stage_input.used_live else None
             if output is None or (self.ctx.world.rank and output.has_stream(name)):
                 continue
-            if not output.matches_commit(name, entry.manifest):
+            if not output.matches_commit(name, stage_input.manifest):
                 raise UpstreamFailed(
-                    f"{self.ctx.stage}: {name} of {entry.folder} was committed by another attempt, "
-                    "with other content"
+                    f"{self.ctx.stage}: {name} of {stage_input.folder} was committed by another "
+                    "attempt, with other content"
                 )
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # Asked here, before the attempt's files are removed and there is room again.
-            full = None
+            # Check for a full disk before the attempt's files are removed, which frees space.
+            resource_error = None
             if isinstance(error, Exception) and not isinstance(error, RlinfError):
-                full = to_resource_error(error, self.ctx.data_folder)
+                resource_error = to_resource_error(error, self.ctx.data_folder)
             self.ctx.release()
-            if full is not None:
-                raise full from error
-            if (users := to_user_code_error(error)) is not None:
-                raise users from None
+            if resource_error is not None:
+                raise resource_error from error
+            if (user_error := to_user_code_error(error)) is not None:
+                raise user_error from None
             raise
 
-    def _publish(self) -> Manifest:
+    def _commit_manifest(self) -> Manifest:
         ctx, call = self.ctx, self._call
         if ctx.live is not None and ctx.live.stream_digests:
             ctx.manifest_extra[STREAM_DIGESTS] = ctx.live.stream_digests
-        if fallbacks := self._fallbacks.union(self._own_fallbacks()):
+        if fallbacks := self._disk_fallbacks.union(self._rank_fallbacks()):
             ctx.manifest_extra[DISK_FALLBACKS] = sorted(fallbacks)
         from stages.dialogue_failures import (
-            check_failure_limits,  # it loads torch, which the driver does without
+            check_failure_limits,  # imports torch, which the driver does not need
         )
 
         check_failure_limits(ctx.config, ctx.metrics, ctx.dialogue_failures)
         files = describe_files(ctx.data_folder, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
-        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if bad:
-            raise StageError(f"{call.stage}: metric {bad[0]} is not finite; the log says more")
+        if invalid := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            raise StageError(f"{call.stage}: metric {invalid[0]} is not finite; the log says more")
         manifest = Manifest(
             stage=call.stage,
             iteration=call.iteration,
@@ -371,10 +367,10 @@ class StageAttempt:
             content=content_digest(files, metrics),
             data=ctx.data_folder.name,
             files=files,
-            inputs={name: entry.manifest.content for name, entry in ctx.inputs.items()},
+            inputs={name: stage_input.manifest.content for name, stage_input in ctx.inputs.items()},
             metrics=metrics,
             timing={
-                "began": self._began,
+                "began": self._process_start,
                 "start": self._start,
                 "end": time.time(),
                 "spans": ctx.spans,
@@ -393,9 +389,9 @@ class StageAttempt:
 
 @contextlib.contextmanager
 def withdraw_on_damage() -> Iterator[None]:
-    """A damaged input loses its commit, so that the stage that made it runs again.
+    """Withdraw the commit of a damaged input, so that the stage that produced it runs again.
 
-    Any rank may be the only one that read the damaged file.
+    Every rank does so, because it may be the only rank that read the damaged file.
     """
     try:
         yield

@@ -47,7 +47,7 @@ CurveRow = dict[str, float | None]
 """A row of the learning curve: step, loss and :data:`EVAL_METRICS`; None: not evaluated."""
 EVAL_METRICS = ("score", "eval_loss")
 NORMALIZER_STEPS = 32
-"""Number of batches to which the observation normalizer is fitted."""
+"""Number of batches for fitting the observation normalizer."""
 
 
 def run(ctx: StageContext) -> None:
@@ -92,10 +92,10 @@ def create_initial_policy(ctx: StageContext, folder: Path) -> None:
     environment.verify_spec(environment_options)
     # Other ranks wait for the folder, so it appears complete.
     with tempfile.TemporaryDirectory(dir=ctx.data_folder) as name:
-        part = Path(name) / "policy"
-        part.mkdir()
-        policy.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), part)
-        part.rename(folder)
+        temporary = Path(name) / "policy"
+        temporary.mkdir()
+        policy.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), temporary)
+        temporary.rename(folder)
 
 
 def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow]:
@@ -110,30 +110,32 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
     environment = get_environment(ctx, lambda: start)
     if not environment.demonstrations(ctx.config.seed, 0, 1):
         raise ConfigError("sft.max_steps: this task has no demonstrations; set sft.max_steps=0")
-    shown = environment.test_demonstrations(settings.eval_samples) if settings.eval_samples else []
-    held_out = [trainer.policy.prepare_demonstration(each, ctx.config.seed) for each in shown]
+    count = settings.eval_samples
+    demonstrations = environment.test_demonstrations(count) if count else []
+    held_out = [trainer.policy.prepare_demonstration(d, ctx.config.seed) for d in demonstrations]
     if settings.eval_samples and not held_out:
         raise ConfigError("sft.eval_samples: this task has no held-out demonstrations; set it to 0")
     engine = get_or_create_engine(ctx, ProcessGroupInfo()) if settings.eval_generation else None
-    rates = OptimizerSection(
+    schedule = OptimizerSection(
         lr=settings.lr,
         lr_scheduler_type=settings.lr_scheduler_type,
         lr_warmup_iterations=settings.lr_warmup_steps,
         min_lr_ratio=settings.min_lr_ratio,
     )
     curve = load_progress(ctx, trainer)
-    known = [row["score"] for row in curve if row["score"] is not None]
+    scores = [row["score"] for row in curve if row["score"] is not None]
     if not curve and trainer.policy.tracks_observations:
-        # Before the first step, because the policy keeps these statistics.
+        # Fit before the first step, because the policy keeps these statistics.
         fit_obs_normalizer(ctx, trainer, environment)
     for step in range(len(curve), settings.max_steps):
         if curve and is_target_reached(curve[-1], settings.target_score):
             break
-        shown = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
-        examples = [trainer.policy.prepare_demonstration(each, ctx.config.seed) for each in shown]
+        demonstrations = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
+        prepare = trainer.policy.prepare_demonstration
+        examples = [prepare(d, ctx.config.seed) for d in demonstrations]
         length = max(map(len, examples))
-        counts = pad_right([token_weights(example) for example in examples], length)
-        weights = counts / counts.sum().clamp(min=1)
+        token_mask = pad_right([token_weights(example) for example in examples], length)
+        weights = token_mask / token_mask.sum().clamp(min=1)
 
         def loss(outputs: StepOutputs, spans: list[StepSpan], weights: Tensor = weights) -> Loss:
             part = gather_steps(weights, spans, outputs.logprobs.shape[1]).to(
@@ -141,24 +143,24 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             )
             return -(part * outputs.logprobs).sum(), {}
 
-        rate = rates.learning_rate(step, settings.max_steps)
+        rate = schedule.learning_rate(step, settings.max_steps)
         # After an overflow of float16 the step is repeated with a smaller loss scale.
         while (metrics := trainer.step(examples, loss_from_steps(loss), lr=rate)).get(
             "skipped_steps"
         ):
             pass
-        due = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
-        score = evaluate_weights(ctx, trainer, environment, engine) if due and engine else None
-        beyond = eval_loss(ctx, trainer, held_out) if due and held_out else None
-        row = {"step": step + 1, "loss": metrics["loss"], "score": score, "eval_loss": beyond}
+        is_eval = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
+        score = evaluate_weights(ctx, trainer, environment, engine) if is_eval and engine else None
+        test_loss = eval_loss(ctx, trainer, held_out) if is_eval and held_out else None
+        row = {"step": step + 1, "loss": metrics["loss"], "score": score, "eval_loss": test_loss}
         curve.append(row)
-        if due:
+        if is_eval:
             save_progress(ctx, trainer, curve)
-        known += [] if score is None else [score]
-        score_text = f", held-out score {known[-1]:.3f}" if known else ""
+        scores += [] if score is None else [score]
+        score_text = f", held-out score {scores[-1]:.3f}" if scores else ""
         note = f"loss {metrics['loss']:.4g}{score_text}"
-        if beyond is not None:
-            log.info("sft: step %d, held-out loss %.4f nats", step + 1, beyond)
+        if test_loss is not None:
+            log.info("sft: step %d, held-out loss %.4f nats", step + 1, test_loss)
         ctx.report_progress(step + 1, settings.max_steps, "steps", note)
     return curve
 
@@ -183,12 +185,12 @@ def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) ->
 
 
 def token_weights(trajectory: Trajectory) -> np.ndarray:
-    """Return the loss mask, float32 ``[T]``, or ``[T, ...]`` if a step has several choices."""
-    counts = loss_mask(trajectory).astype(np.float32)
+    """Return the loss mask, float32 ``[T]``, or ``[T, ...]`` if a step has several parts."""
+    weights = loss_mask(trajectory).astype(np.float32)
     if trajectory.choice_mask is not None:
         choices = np.asarray(trajectory.choice_mask, np.float32)
-        counts = counts.reshape(-1, *[1] * (choices.ndim - 1)) * choices
-    return counts
+        weights = weights.reshape(-1, *[1] * (choices.ndim - 1)) * choices
+    return weights
 
 
 def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) -> None:
@@ -201,7 +203,7 @@ def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) ->
     if ctx.world.rank == 0:
         old = [path for path in folder.glob("step-*") if path != step]
         files = {name: asdict(entry) for name, entry in describe_files(step).items()}
-        # The curve is written last and names the step: without it the checkpoint does not count.
+        # The curve is written last and names the step; a checkpoint without it is ignored.
         progress = {"key": ctx.key, "curve": curve, "files": files}
         write_atomic(folder / "curve.json", json.dumps(progress))
         for path in old:
@@ -232,7 +234,7 @@ def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
         return []
     trainer.load(step)
     try:
-        # There is no manifest, so check that the loaded files have not changed meanwhile.
+        # There is no manifest, so check that the files did not change while they were loaded.
         check_files(step, files, checksums=True)
     except (OSError, ValueError) as error:
         raise StageError(f"{error}, while it was read; the fine-tuning starts again") from None
@@ -262,9 +264,9 @@ def eval_loss(ctx: StageContext, trainer: Trainer, examples: Sequence[Trajectory
     """Return the mean of ``-log p`` over unmasked tokens, in nats; equal on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for row, outputs in trainer.forward(examples, 1.0):
-        counts = torch.from_numpy(token_weights(examples[row]))
-        total[0] -= float((counts * outputs.logprobs).double().sum())
-        total[1] += float(counts.sum())
+        weights = torch.from_numpy(token_weights(examples[row]))
+        total[0] -= float((weights * outputs.logprobs).double().sum())
+        total[1] += float(weights.sum())
     if ctx.world.size > 1:
         # Ranks of one model replica add the same numerator and denominator, which cancels out.
         torch.distributed.all_reduce(total)

@@ -1,4 +1,4 @@
-"""Sync: publish the trained weights as the next version with its delta, and remove old ones."""
+"""Sync: publish the trained weights with their delta as the next version; remove old versions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(ctx: StageContext) -> None:
         if ctx.live is None:
             save_weights(ctx, trainer, folder)
         elif ctx.world.rank == 0 or ctx.worker_state.engine is not None:
-            # In a pool they are written while the next iteration's update changes the trainer's.
+            # Copy: in a pool worker, the next update changes the trainer while these are written.
             tensors = trainer.full_state_dict(copy=True)
             ctx.publish_live(WEIGHTS, tensors)
             if ctx.world.rank == 0:
@@ -44,15 +44,14 @@ def run(ctx: StageContext) -> None:
                 if (deltas := ctx.worker_state.weight_deltas) is not None:
                     ctx.defer(lambda: deltas.write(ctx, tensors))
         else:
-            # It sends them to nobody, and generates nothing.
+            # This rank has no engine and sends no weights.
             trainer.stream_weights().drain()
     mark_published(ctx)
     if ctx.world.rank == 0:
         ctx.defer(lambda: _prune(ctx))
         ctx.log_metric("version", ctx.iteration + 1)
-        ctx.log_metric(
-            "bytes", sum(like.nbytes for like in trainer.stream_weights().templates.values())
-        )
+        templates = trainer.stream_weights().templates
+        ctx.log_metric("bytes", sum(template.nbytes for template in templates.values()))
 
 
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -70,7 +69,7 @@ log = logging.getLogger("rlinf")
 
 
 class WeightDeltas:
-    """Writes and reads deltas; keeps the newest weights that it wrote or read.
+    """Writes and reads deltas; keeps a snapshot of the newest weights.
 
     Args:
         dtype: dtype in which float32 tensors are compared and returned; None: unchanged.
@@ -99,7 +98,7 @@ class WeightDeltas:
         """Return the weights of a committed input; equal tensors share memory with the snapshot.
 
         Raises:
-            ArtifactError: the whole policy folder must be read and is damaged.
+            ArtifactError: there is no chain of deltas, and the policy folder is damaged.
         """
         snapshot, new = self._snapshot, None
         if snapshot is not None:
@@ -113,8 +112,10 @@ class WeightDeltas:
     def _apply_deltas(
         self, ctx: StageContext, name: str, snapshot: WeightSnapshot
     ) -> WeightSnapshot | None:
-        """Return the weights by the chain of deltas from the snapshot. None: there is no chain with
-        fewer bytes than the whole weights."""
+        """Apply the chain of deltas to the snapshot and return the new weights.
+
+        Returns None if there is no chain with fewer bytes than the full weights.
+        """
         folder, manifest = ctx.inputs[name].folder, ctx.inputs[name].manifest
         deltas: list[WeightDelta] = []
         remaining_bytes, start = snapshot.nbytes, time.time()
@@ -129,9 +130,9 @@ class WeightDeltas:
                     ctx.add_span("delta", start)
                     return new
                 folder = stage_folder(ctx.run_folder, manifest.stage, manifest.iteration - 1)
-                if (before := read_manifest(folder)) is None:
+                if (previous := read_manifest(folder)) is None:
                     break
-                manifest = before
+                manifest = previous
         except (ArtifactError, WeightTransferError, OSError) as error:
             log.warning("%s; reading %s as a whole", error, name)
         return None

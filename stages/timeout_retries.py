@@ -29,7 +29,7 @@ class NoProgressGuard:
     """
 
     def __init__(self, out: Path) -> None:
-        self._out, self._before = out, _state(out / PROGRESS_FOLDER)
+        self._out, self._initial_progress = out, _modification_times(out / PROGRESS_FOLDER)
 
     def record_timeout(self, stage: str, attempt: str) -> None:
         """Record that this attempt stops at its time limit.
@@ -38,11 +38,11 @@ class NoProgressGuard:
             PlanError: :data:`MAX_TIMEOUTS` attempts have timed out without progress.
         """
         path = self._out / TIMEOUTS_FILE
-        if _state(self._out / PROGRESS_FOLDER) != self._before:
+        if _modification_times(self._out / PROGRESS_FOLDER) != self._initial_progress:
             path.unlink(missing_ok=True)
             return
-        # Every rank may be the first that stops: all write the same.
-        attempts = sorted({*_noted(path), attempt})
+        # Any rank may stop first, so each rank writes the same list.
+        attempts = sorted({*_read_attempts(path), attempt})
         if len(attempts) < MAX_TIMEOUTS:
             write_atomic(path, json.dumps(attempts))
             log.warning(
@@ -53,17 +53,17 @@ class NoProgressGuard:
         path.unlink(missing_ok=True)
         raise PlanError(
             f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts reached their job's time limit "
-            f"without saved progress: give it more (stages.{stage}.time_limit_min), a partition "
+            f"without saved progress: allow more time (stages.{stage}.time_limit_min), a partition "
             "with a longer limit, or less work"
         )
 
 
-def _noted(path: Path) -> list[str]:
+def _read_attempts(path: Path) -> list[str]:
     try:
         return [str(entry) for entry in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
         return []
 
 
-def _state(folder: Path) -> list[tuple[str, int]]:
+def _modification_times(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))

@@ -47,7 +47,7 @@ def run(ctx: StageContext) -> None:
     try:
         algorithm.update(learner, learner.sample_chunks())
     except Exception:
-        # What shares weights out may keep gradients of its own, which the next attempt would add.
+        # A sharded trainer may keep gradients, which the next attempt would add to its own.
         ctx.worker_state.drop_trainer()
         raise
     ensure_on_device(ctx, trainer)
@@ -65,11 +65,11 @@ class StageLearner(Learner):
 
     def __init__(self, ctx: StageContext, trainer: Trainer) -> None:
         config, settings = ctx.config, ctx.config.optimizer
-        span = settings.lr_decay_iterations or config.iterations
+        decay_iterations = settings.lr_decay_iterations or config.iterations
         super().__init__(
             trainer,
             {
-                group: settings.learning_rate(ctx.iteration, span, group)
+                group: settings.learning_rate(ctx.iteration, decay_iterations, group)
                 for group in trainer.policy.parameter_groups
             },
             iteration=ctx.iteration,
@@ -79,28 +79,28 @@ class StageLearner(Learner):
             max_staleness=config.rollout.staleness,
         )
         self._ctx = ctx
-        self.log_metric("lr", settings.learning_rate(ctx.iteration, span))
+        self.log_metric("lr", settings.learning_rate(ctx.iteration, decay_iterations))
 
     def sample_chunks(self) -> Iterator[list[TrainingSample]]:
         """Yield the samples of the iteration as they arrive; record the number included."""
-        kept = 0
+        num_included = 0
         for samples in self._ctx.chunks():
-            part = self._joined(samples)
-            kept += sum(sample.is_included for sample in part)
-            yield part
-        self.log_metric("samples", kept)
+            chunk = self._read_samples(samples)
+            num_included += sum(sample.is_included for sample in chunk)
+            yield chunk
+        self.log_metric("samples", num_included)
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
-        rollout, place = self._ctx.config.rollout, 1
-        while f"{SAMPLE_CHANNELS['trajectory']}.{place}" in self._ctx.inputs:
-            yield self._joined(range(rollout.batch_size * rollout.group_size), f".{place}")
-            place += 1
+        rollout, age = self._ctx.config.rollout, 1
+        while f"{SAMPLE_CHANNELS['trajectory']}.{age}" in self._ctx.inputs:
+            yield self._read_samples(range(rollout.batch_size * rollout.group_size), f".{age}")
+            age += 1
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
         if "replay" in self._ctx.inputs:
             from stages.replay import open_replay_buffer
 
-            # Waits for the commit, with which what it added is on disk.
+            # Wait for the commit; after it the added transitions are on disk.
             _ = self._ctx.inputs["replay"].manifest
             buffer = open_replay_buffer(self._ctx, self.policy.transition_dtype)
             with self._ctx.span("verify"):
@@ -113,7 +113,7 @@ class StageLearner(Learner):
         from rlinf.replay import offline_data
 
         reward = get_reward(self._ctx)
-        # There are no scores: a reward that looks at them is refused, for it is not finite.
+        # There are no task scores. A reward that uses them is NaN and is rejected.
         return offline_data.load_offline_data(
             path, lambda trajectory: reward.compute_step_rewards([trajectory], [math.nan])[0]
         )
@@ -137,17 +137,17 @@ class StageLearner(Learner):
     def report_progress(self, done: int, total: int) -> None:
         self._ctx.report_progress(done, total, "updates")
 
-    def _joined(self, samples: range, place: str = "") -> list[TrainingSample]:
+    def _read_samples(self, samples: range, suffix: str = "") -> list[TrainingSample]:
         ctx = self._ctx
-        own = {
-            field: name + place
+        channels = {
+            field: name + suffix
             for field, name in SAMPLE_CHANNELS.items()
-            if name + place in ctx.inputs
+            if name + suffix in ctx.inputs
         }
         rows = join_by_identity(
-            *(ctx.read(SAMPLE_TYPES[field], name, samples) for field, name in own.items())
+            *(ctx.read(SAMPLE_TYPES[field], name, samples) for field, name in channels.items())
         )
-        return [TrainingSample(**dict(zip(own, row, strict=True))) for row in rows]
+        return [TrainingSample(**dict(zip(channels, row, strict=True))) for row in rows]
 
     def _ready(self, *groups: str) -> None:
         ensure_on_device(self._ctx, self._trainer, *groups)
@@ -162,10 +162,8 @@ LOGPROB_GAP_LIMIT, HALF_PRECISION_LOGPROB_GAP_LIMIT = 0.02, 0.2
 def logprob_gap_limit(config: RunConfig) -> float:
     """Return the default of the algorithm's ``max_logprob_diff``, in nats: the largest allowed mean
     difference of log-probabilities between engine and trainer."""
-    parts = (config.model, config.engine, config.trainer)
-    names = [
-        (part.model_extra or {}).get(key) for part in parts for key in ("dtype", "param_dtype")
-    ]
+    sections = (config.model, config.engine, config.trainer)
+    names = [(s.model_extra or {}).get(key) for s in sections for key in ("dtype", "param_dtype")]
     return (
         LOGPROB_GAP_LIMIT
         if {"bfloat16", "float16"}.isdisjoint(names)

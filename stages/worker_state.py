@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # they import torch, which processes that only wait do without
+if TYPE_CHECKING:  # these modules import torch, which idle processes do not need
     from rlinf.device_memory import DeviceMemoryManager
     from rlinf.engines.base import Engine
     from rlinf.envs.base import Environment
@@ -23,18 +23,18 @@ StageProgressCallback = Callable[[str, int, int, str, str], None]
 
 @dataclass(frozen=True)
 class LoadedTrainer:
-    """A loaded trainer and the state it is in."""
+    """A loaded trainer and its state."""
 
     trainer: Trainer
     initial_weights: str
-    """The output with the weights that training began from."""
+    """The output with the weights from which training started."""
     checkpoint: str | None
-    """The output of its checkpoint; empty: no update yet; None: unknown, load it again."""
+    """The output with its checkpoint. Empty: no update yet. None: unknown, so reload it."""
 
 
 @dataclass(frozen=True)
 class LoadedActor:
-    """A trainer used only for evaluating the policy, and the output of its weights."""
+    """A trainer that only evaluates the policy, and the output with its weights."""
 
     trainer: Trainer
     weights: str
@@ -47,7 +47,7 @@ class WorkerState:
     environment: Environment | None = None
     engine: Engine | None = None
     engine_weights: str | None = None
-    """The output whose weights the engine serves; None: unknown."""
+    """The output with the weights of the engine; None: unknown."""
     reward: Reward | None = None
     reward_shard: tuple[int, int] | None = None
     """Rank and number of processes that the reward was created for."""
@@ -58,7 +58,7 @@ class WorkerState:
     weight_deltas: WeightDeltas | None = None
     """None: the plan does not use weight deltas."""
     published_states: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """By newest published weights: initial weights and checkpoint of their trainer."""
+    """Initial weights and checkpoint of a trainer, by its newest published weights."""
     on_progress: StageProgressCallback | None = None
 
     def drop_engine(self) -> None:
@@ -86,15 +86,15 @@ class WorkerState:
             loaded.trainer.close()
 
     def close(self) -> None:
-        """End the processes and free the memory of every component. Idempotent."""
-        parts = (self.reference, self.reward, self.engine, self.environment)
+        """Close every component: end its processes and free its memory. Idempotent."""
+        components = (self.reference, self.reward, self.engine, self.environment)
         self.environment = self.engine = self.engine_weights = self.reward = self.reference = None
         self.device_memory = None
         # A component that fails to close must not keep the others open.
         with ExitStack() as stack:
-            for part in parts:
-                if part is not None:
-                    stack.callback(part.close)
+            for component in components:
+                if component is not None:
+                    stack.callback(component.close)
             stack.callback(self.drop_actor)
             stack.callback(self.drop_trainer)
 
@@ -108,7 +108,7 @@ class ActiveStage:
 
     stage: str
     started_at: float
-    """When it first had the device; before that, when it was ordered."""
+    """When it first got the device or, until then, when it was ordered (Unix time, s)."""
     get_activity: Callable[[], str]
     done: int = 0
     total: int = 0
@@ -130,10 +130,10 @@ class ActivityTracker:
             self._active[node] = ActiveStage(stage, time.time(), lambda: WAITING_FOR_DEVICE)
 
     def start(self, node: str, get_activity: Callable[[], str]) -> None:
-        """Note that a stage has the device for the first time.
+        """Record that a stage has the device for the first time.
 
         Args:
-            get_activity: returns what the stage does now, for the status.
+            get_activity: returns the current activity of the stage, for the status.
         """
         with self._lock:
             if node in self._active:
@@ -141,7 +141,7 @@ class ActivityTracker:
                 self._active[node].get_activity = get_activity
 
     def update(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
-        """Set the progress of the instance of a stage that computes; there is one at a time."""
+        """Set the progress of the computing instance of a stage; only one computes at a time."""
         with self._lock:
             for active in self._active.values():
                 if active.stage == stage and active.compute_s is None:
@@ -150,7 +150,7 @@ class ActivityTracker:
                     break
 
     def mark_computed(self, node: str) -> None:
-        """Note that a stage has computed and only its commit is left."""
+        """Record that a stage has computed, so that only its commit remains."""
         with self._lock:
             if node in self._active:
                 self._active[node].compute_s = time.time() - self._active[node].started_at
@@ -161,7 +161,7 @@ class ActivityTracker:
             self._active.pop(node, None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the running stages as plain values, in the order in which they were ordered."""
+        """Return the running stages as plain values, oldest order first."""
         with self._lock:
             return [
                 {

@@ -257,7 +257,7 @@ class PoolExecutor:
     def _on_joined(self, event: PeerJoined) -> None:
         owner = self._lease_of(event.worker)
         if owner is not None:
-            owner[1].add_worker(event.about)
+            owner[1].add_worker(event.description)
             if owner[0].slot is not None or owner[0].also_generates:
                 # The worker may still have work of an earlier driver.
                 self._drop_work(event.worker)

@@ -1,5 +1,5 @@
-"""Channels: ordered, typed streams of records between two stages or two parts of one."""
+"""Channels: ordered, typed streams of records between stages, or between parts of a stage."""
 
 INTERFACE_VARIABLE = "RLINF_INTERFACE"
-"""Interface that the sockets of a process listen on; the key is ``cluster.network_interface``."""
+"""Network interface of a process's sockets; the key is ``cluster.network_interface``."""
 LOOPBACK = "127.0.0.1"

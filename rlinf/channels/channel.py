@@ -12,23 +12,23 @@ from rlinf.errors import RlinfError
 
 
 class ChannelClosed(Exception):
-    """The channel is closed: no further record will come (``get``) or is accepted (``put``)."""
+    """The channel is closed: ``get`` has no further record, and ``put`` accepts none."""
 
 
 class ChannelFailed(RlinfError):
-    """The channel broke: a participant failed, or nobody is there to answer."""
+    """The channel is broken: a participant failed or cannot be reached."""
 
 
 class RecordSource(ABC):
-    """The reading end of a channel, in the order of ``put``."""
+    """The reading end of a channel; it returns records in the order in which they were put."""
 
     @abstractmethod
     def get(self) -> Record:
-        """Return the oldest record; waits for one.
+        """Wait for a record and return the oldest one.
 
         Raises:
-            ChannelClosed: closed and empty.
-            ChannelFailed: no record can come any more.
+            ChannelClosed: the channel is closed and empty.
+            ChannelFailed: no further record can arrive.
         """
 
     def __iter__(self) -> Iterator[Record]:
@@ -45,16 +45,16 @@ class RecordSink(ABC):
 
     @abstractmethod
     def put(self, record: Record) -> None:
-        """Append a record; waits while the channel is full.
+        """Append a record; block while the channel is full.
 
         Raises:
-            ChannelClosed: the channel was closed, here or for everybody.
-            ChannelFailed: no reader exists any more.
+            ChannelClosed: the channel was closed by this writer or for all writers.
+            ChannelFailed: there is no reader any more.
             DataError: the record cannot be sent.
         """
 
-    def flush(self) -> None:  # noqa: B027 - nothing to do where put itself waits
-        """Wait until every record put here would survive the end of this process.
+    def flush(self) -> None:  # noqa: B027 - a no-op if put itself waits
+        """Wait until all records that were put survive the end of this process.
 
         Raises:
             ChannelFailed: as for ``put``.
@@ -62,7 +62,7 @@ class RecordSink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Put no further record; earlier ones still arrive."""
+        """Close the channel to further records; earlier records can still be read."""
 
 
 class Channel(RecordSource, RecordSink):
@@ -102,7 +102,6 @@ class LocalChannel(Channel):
             return record
 
     def close(self) -> None:
-        """Put no further record; waiting records can still be read."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

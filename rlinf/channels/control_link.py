@@ -1,7 +1,8 @@
-"""The control link: a driver sends orders to resident workers, anywhere in a run.
+"""The control link: a driver sends orders to resident workers on any node of a run.
 
-It is a mailbox (:mod:`rlinf.channels.mailbox`): the :class:`Controller` is the driver's end, a
-:class:`WorkerLink` that of a worker. Drivers and workers may die and be replaced at any time.
+It is a mailbox (:mod:`rlinf.channels.mailbox`). The :class:`Controller` is the driver's end, and
+a :class:`WorkerLink` is the end of one worker. Drivers and workers may die and be replaced at any
+time.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ MAX_STATUS_BYTES = 1 << 16
 
 
 class Controller(MailboxHost):
-    """The driver's end.
+    """The driver's end of the control link.
 
-    A report counts as handled at the next call of ``events``: if the driver ends before, the next
-    controller of the folder gets it again.
+    A report counts as handled at the next call of ``poll_events``. If the driver ends before that,
+    the next controller of the folder gets the report again.
 
     Args:
-        folder: the run's folder for channels. A new controller takes the workers of the last one
-            over.
+        folder: the run's folder for channels. A new controller takes over the workers of the
+            previous one.
         interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`.
         timeout_s: how long a worker may be silent before it counts as lost.
     """
@@ -68,32 +69,32 @@ class Controller(MailboxHost):
         """Send an order to a worker, as :meth:`rlinf.channels.mailbox.MailboxHost.send_item` does.
 
         Raises:
-            ValueError: it has other values than str, int, float, bool, None, list and dict, or
-                takes more than ``MAX_BYTES``.
+            ValueError: the order has a value other than str, int, float, bool, None, list and dict,
+                or is larger than ``MAX_BYTES``.
         """
         self.send_item(worker, _pack(f"order for {worker}", order, MAX_BYTES))
 
 
 class WorkerLink(MailboxPeer):
-    """A worker's end.
+    """A worker's end of the control link.
 
     Args:
-        folder: the run's folder for channels; the controller need not be there yet.
-        name: another process that joins by the same name replaces this one.
-        about: what the driver should know of the worker; at most ``MAX_STATUS_BYTES``.
+        folder: the run's folder for channels; the controller need not have started.
+        name: the worker's name. A process that joins later under the same name replaces this one.
+        description: what the driver should know of the worker; at most ``MAX_STATUS_BYTES``.
     """
 
-    def __init__(self, folder: Path, name: str, about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, description: Mapping[str, Any]) -> None:
         super().__init__(
             folder / CONTROL_POINTER,
             name,
             unpack_map,
-            about=_pack("about", about, MAX_STATUS_BYTES),
+            description=_pack("description", description, MAX_STATUS_BYTES),
             status=_pack("status", {}, MAX_STATUS_BYTES),
         )
 
     def receive_orders(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Return the new orders, in order; waits for one.
+        """Wait for new orders and return them in sequence.
 
         Raises:
             ChannelFailed: another process has joined under this worker's name.
@@ -110,7 +111,7 @@ class WorkerLink(MailboxPeer):
         self.send_item(_pack("report", content, MAX_BYTES))
 
     def send_status(self, content: Mapping[str, Any]) -> None:
-        """Set the worker's status; only the last one counts.
+        """Set the worker's status; only the last status is sent.
 
         Raises:
             ValueError: as for :meth:`send_report`, above ``MAX_STATUS_BYTES``.
@@ -119,14 +120,14 @@ class WorkerLink(MailboxPeer):
         self.set_status(_pack("status", content, MAX_STATUS_BYTES))
 
 
-def _pack(what: str, content: Mapping[str, Any], limit: int) -> bytes:
+def _pack(content_name: str, content: Mapping[str, Any], limit: int) -> bytes:
     try:
         packed: bytes = msgpack.packb(dict(content))
-        msgpack.unpackb(packed)  # refuses what the other end would, such as keys that are no text
+        msgpack.unpackb(packed)  # fails where the other end would, as for keys that are not text
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"{what}: {error}; only str, int, float, bool, None, list and dict can be sent"
+            f"{content_name}: {error}; only str, int, float, bool, None, list and dict can be sent"
         ) from None
     if len(packed) > limit:
-        raise ValueError(f"{what} takes {len(packed)} bytes, at most {limit} can be sent")
+        raise ValueError(f"{content_name} takes {len(packed)} bytes, at most {limit} can be sent")
     return packed

@@ -1,7 +1,7 @@
-"""Sockets of a run that strangers cannot speak to, and how they are found.
+"""Authenticated and encrypted sockets of a run, and the addresses at which they are reached.
 
-CURVE (https://rfc.zeromq.org/spec/26/) encrypts and authenticates both ends with the run's keys; a
-pointer file in the run's folder says where the host listens.
+CURVE (https://rfc.zeromq.org/spec/26/) encrypts and authenticates both ends with the run's keys. A
+pointer file in the run's folder contains the addresses of the host.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ KEYS_FILE = "curve-keys.json"
 class CurveKeys(NamedTuple):
     """CURVE key pairs (https://rfc.zeromq.org/spec/26/) of the hosts and the clients, Z85 text.
 
-    Whoever can read the run directory may take part. A client must know the host's public key, and
-    a host admits only the run's client key.
+    Every user who can read the keys file may join. A client must know the host's public key, and a
+    host admits only the run's client key.
     """
 
     host_public: str
@@ -54,8 +54,8 @@ def run_keys(folder: Path) -> CurveKeys:
     """Return the keys in a run's ``folder`` (mode 0700); the first caller creates them.
 
     Raises:
-        InputError: folder or file belong to another user, others may change the folder or read the
-            file, or the file is damaged.
+        InputError: the folder or file belongs to another user, other users may change the folder
+            or read the file, or the file is damaged.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
@@ -67,8 +67,8 @@ def run_keys(folder: Path) -> CurveKeys:
         )
     path = folder / KEYS_FILE
     if not path.exists():
-        _make(path)
-    with os.fdopen(_open(path), encoding="utf-8") as file:
+        _create_keys(path)
+    with os.fdopen(_open_keys_file(path), encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
             raise InputError(
@@ -84,7 +84,7 @@ def run_keys(folder: Path) -> CurveKeys:
     return keys
 
 
-def _open(path: Path) -> int:
+def _open_keys_file(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -93,7 +93,7 @@ def _open(path: Path) -> int:
         raise InputError(f"{path}: is a link; delete it and start the run again") from None
 
 
-def _make(path: Path) -> None:
+def _create_keys(path: Path) -> None:
     pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -101,7 +101,7 @@ def _make(path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     try:
-        # Fails when another process was first: all use one set of keys.
+        # Fails if another process was first; all processes use its keys.
         os.link(temporary, path)
     except FileExistsError:
         pass
@@ -115,32 +115,32 @@ PROBE_TIMEOUT_S = 1.0
 ZAP_DOMAIN = b"rlinf"
 LINGER_MS = 1000
 FRAME_BYTES = PIECE_BYTES + (1 << 10)
-"""A larger part of a message ends its connection unread; encryption makes one some bytes larger.
-It is also the most that is held for a connection that has not shown the run's key."""
+"""Limit of a frame, with some bytes for encryption; a larger frame ends its connection unread. It
+also limits the memory for a connection that has not presented the run's key."""
 HANDSHAKE_MS = 5000
 """How long a connection may take to present the run's key."""
 MAX_UNAUTHENTICATED = 512
-"""Maximum number of unauthenticated connections; fewer if the process may open few files."""
+"""Maximum number of unauthenticated connections; less if the process may open few files."""
 MIN_AUTHENTICATED_BYTES = 64 + 170 + 32
-"""Least that a client with the key has got from the host: greeting, WELCOME and READY. One with
-another key gets a dozen in place of the last, one without the host's the greeting alone. What it
-has sent says nothing, it may be anything; and the socket's monitor, which tells of every handshake
-that succeeded, does not say of which connection."""
+"""Minimum bytes that the host has sent to a client with the key: greeting, WELCOME and READY. A
+client with another key gets a dozen bytes instead of READY; a client without the host's key gets
+only the greeting. Received bytes prove nothing, and the socket monitor reports each successful
+handshake without its connection."""
 TCP_INFO_BYTES, BYTES_ACKED = 128, 120
-"""Of ``struct tcp_info`` (linux/tcp.h): how much of it is read, and where the number stands."""
+"""``struct tcp_info`` (linux/tcp.h): number of bytes to read, and offset of the counter."""
 log = logging.getLogger("rlinf")
 
 
 class Authenticator:
-    """Says who may connect to a host socket: those with the run's client key.
+    """Admits connections with the run's client key to a host socket.
 
-    A thread of its own answers, so that nobody waits for a host that is busy. Connections that have
-    not shown the key are few and short-lived: they end after ``HANDSHAKE_MS``, or as soon as
-    ``limit`` others have come after them, so that strangers cannot use up the files that the
-    process may open. A member that is cut off so tries again by itself.
+    A separate thread answers, so that no client waits for a busy host. Connections that have not
+    presented the key are few and short-lived: they end after ``HANDSHAKE_MS``, or when ``limit``
+    newer connections exist. Strangers can thus not exhaust the files that the process may open. A
+    member whose connection was dropped reconnects by itself.
 
-    ``refused`` counts connections with another key, ``dropped`` those that ended because others
-    came.
+    ``rejected`` counts connections with another key. ``dropped`` counts those that ended because of
+    newer connections.
     """
 
     def __init__(
@@ -152,82 +152,82 @@ class Authenticator:
         limit: int | None = None,
     ) -> None:
         self.rejected = self.dropped = 0
-        self._known = [z85.decode(keys.client_public)]
+        self._client_credentials = [z85.decode(keys.client_public)]
         self._limit = limit or min(
             MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         )
         self._recent: deque[int] = deque()
-        """File descriptors of the last connections, known by now or not."""
+        """File descriptors of the last connections, authenticated or not."""
         self._port = 0
-        self._questions = context.socket(zmq.REP)
-        self._questions.bind("inproc://zeromq.zap.01")
-        self._accepted = host.get_monitor_socket(zmq.EVENT_ACCEPTED)
-        self._leave: int | None = None
+        self._zap_requests = context.socket(zmq.REP)
+        self._zap_requests.bind("inproc://zeromq.zap.01")
+        self._monitor = host.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._stop_event: int | None = None
         self._thread: threading.Thread | None = None
 
     def open(self, addresses: Sequence[str]) -> None:
-        """Let members in; the host listens at these addresses."""
+        """Start to admit members; the host listens at these addresses."""
         self._port = int(addresses[0].rpartition(":")[2])
-        self._leave = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = start_service_thread("authenticator", self._work)
+        self._stop_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = start_service_thread("authenticator", self._serve)
 
     def close(self) -> None:
-        """Let nobody in any more. The host socket must be closed already."""
-        if self._thread is not None and self._leave is not None:
-            os.eventfd_write(self._leave, 1)
+        """Stop the thread. The host socket must be closed already."""
+        if self._thread is not None and self._stop_event is not None:
+            os.eventfd_write(self._stop_event, 1)
             self._thread.join()
-            os.close(self._leave)
-        self._questions.close()
-        self._accepted.close(linger=0)
+            os.close(self._stop_event)
+        self._zap_requests.close()
+        self._monitor.close(linger=0)
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._questions, self._accepted, self._leave):
+        for source in (self._zap_requests, self._monitor, self._stop_event):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if self._leave in ready:
+            if self._stop_event in ready:
                 return
-            if self._questions in ready:
-                self._answer()
-            if self._accepted in ready:
-                self._note()
+            if self._zap_requests in ready:
+                self._answer_zap()
+            if self._monitor in ready:
+                self._track_connections()
 
-    def _answer(self) -> None:
-        """Answer one question of https://rfc.zeromq.org/spec/27/."""
-        version, request, _, _, _, mechanism, *credentials = self._questions.recv_multipart()
-        admitted = mechanism == b"CURVE" and credentials == self._known
-        self.rejected += not admitted
-        status = (b"200", b"OK") if admitted else (b"400", b"unknown key")
-        self._questions.send_multipart([version, request, *status, b"", b""])
+    def _answer_zap(self) -> None:
+        """Answer one authentication request (https://rfc.zeromq.org/spec/27/)."""
+        version, request, _, _, _, mechanism, *credentials = self._zap_requests.recv_multipart()
+        is_member = mechanism == b"CURVE" and credentials == self._client_credentials
+        self.rejected += not is_member
+        status = (b"200", b"OK") if is_member else (b"400", b"unknown key")
+        self._zap_requests.send_multipart([version, request, *status, b"", b""])
 
-    def _note(self) -> None:
-        """Note a new connection; drop the oldest of those that have shown no key."""
+    def _track_connections(self) -> None:
+        """Record new connections; drop the oldest one if too many have not presented the key."""
         with contextlib.suppress(zmq.Again):
             while True:
-                event, _ = self._accepted.recv_multipart(zmq.NOBLOCK)
+                event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
                 self._recent.append(struct.unpack("=Hi", event)[1])
                 if len(self._recent) > self._limit:
-                    self._drop(self._recent.popleft())
+                    self._drop_unauthenticated(self._recent.popleft())
 
-    def _drop(self, file: int) -> None:
-        """End a connection of this host that has not shown the key."""
+    def _drop_unauthenticated(self, descriptor: int) -> None:
+        """End a connection of this host unless it has presented the key."""
         try:
-            connection = socket.socket(fileno=file)
+            connection = socket.socket(fileno=descriptor)
         except OSError:
-            return  # it ended before
+            return  # the connection has ended
         try:
-            # The number may be that of another file by now.
+            # The descriptor may be that of another file now.
             if connection.family != socket.AF_INET or connection.getsockname()[1] != self._port:
                 return
-            facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-            if struct.unpack_from("=Q", facts, BYTES_ACKED)[0] >= MIN_AUTHENTICATED_BYTES:
+            tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            if struct.unpack_from("=Q", tcp_info, BYTES_ACKED)[0] >= MIN_AUTHENTICATED_BYTES:
                 return
             self.dropped += 1
             if self.dropped == 1:
                 log.warning(
-                    "port %d: many connections without the run's key; the oldest of them are "
-                    "dropped, here and from now on",
+                    "port %d: many connections without the run's key; from now on the oldest "
+                    "of them are dropped",
                     self._port,
                 )
             connection.shutdown(socket.SHUT_RDWR)
@@ -240,7 +240,7 @@ class Authenticator:
 def host_socket(
     context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys, *, timeout_s: float
 ) -> zmq.Socket[bytes]:
-    """Return a ROUTER socket for many clients, which needs an :class:`Authenticator` and a bind.
+    """Return an unbound ROUTER socket for many clients; it needs an :class:`Authenticator`.
 
     A peer that completes no frame for ``timeout_s`` is disconnected.
     """
@@ -261,7 +261,7 @@ def client_socket(
     *,
     timeout_s: float,
 ) -> zmq.Socket[bytes]:
-    """Return a DEALER socket that talks only to the run's host; it needs a connect."""
+    """Return an unconnected DEALER socket that accepts only the run's host."""
     client = context.socket(zmq.DEALER)
     client.curve_serverkey = keys.host_public.encode()
     client.curve_publickey = keys.client_public.encode()
@@ -278,15 +278,15 @@ def routing_id() -> bytes:
 
 
 def listen(host: zmq.Socket[bytes], interface: str | None) -> list[str]:
-    """Bind at a port that the kernel chooses; returns the addresses by which others may try.
+    """Bind to a port that the kernel chooses; return the addresses that clients may try.
 
     Args:
         interface: as for :func:`interface_address`; None: the value of ``RLINF_INTERFACE``, or all
-            interfaces. A login node often has one interface to the internet and another one to the
-            compute nodes, which may have no route to the internet.
+            interfaces. A login node often has one interface to the internet and another interface
+            to the compute nodes, which may have no route to the internet.
 
     Raises:
-        ConfigError: this node has no such network.
+        ConfigError: this node is not on such a network.
     """
     interface = interface or os.environ.get(INTERFACE_VARIABLE)
     address = interface_address(interface) if interface else None
@@ -299,41 +299,38 @@ def interface_address(interface: str) -> str:
     """Return this node's IPv4 address on a network.
 
     Args:
-        interface: name of an interface (``ib0``), address of this node, or a network
-            (``10.1.0.0/16``), which is the same for all nodes.
+        interface: name of an interface (``ib0``), address of this node, or a network, which may be
+            the same for all nodes (``10.1.0.0/16``).
 
     Raises:
         ConfigError: this node is not on such a network.
     """
-    found = _interfaces()
-    named = [ip for ip, name in found.items() if name == interface]
-    if not named:
+    interfaces = _interfaces()
+    matches = [ip for ip, name in interfaces.items() if name == interface]
+    if not matches:
         try:
             network = ipaddress.ip_network(interface, strict=False)
-            named = [ip for ip in local_addresses() if ipaddress.ip_address(ip) in network]
+            matches = [ip for ip in local_addresses() if ipaddress.ip_address(ip) in network]
         except ValueError:
             pass
-    if not named:
+    if not matches:
         raise ConfigError(
             f"cluster.network_interface: {socket.gethostname()} has no network {interface!r}"
-            f"{did_you_mean(interface, [*found.values(), *found])}"
+            f"{did_you_mean(interface, [*interfaces.values(), *interfaces])}"
         )
-    return named[0]
+    return matches[0]
 
 
 def local_addresses() -> list[str]:
-    """Return this node's IPv4 addresses: the one with the default route first, loopback last."""
-    found = _interfaces()
-    outward = _address_towards("192.0.2.1")
-    order = sorted(found, key=lambda ip: (ip.startswith("127."), ip != outward, ip))
-    return order or ["127.0.0.1"]
+    """Return this node's IPv4 addresses: that of the default route first, loopback last."""
+    interfaces = _interfaces()
+    default = _address_towards("192.0.2.1")
+    addresses = sorted(interfaces, key=lambda ip: (ip.startswith("127."), ip != default, ip))
+    return addresses or ["127.0.0.1"]
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface by which an IPv4 address is reached, or that has it itself.
-
-    None: no network of this node leads there.
-    """
+    """Return the interface that has an IPv4 address or a route to it; None: there is no route."""
     names = _interfaces()
     return names.get(address) or names.get(_address_towards(address))
 
@@ -360,46 +357,45 @@ def _address_towards(address: str) -> str:
 
 
 def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
-    """Return the first of a host's addresses that answers. None: none of them answers now.
+    """Return the first of a host's addresses that answers; None: none answers now.
 
-    Addresses that this node has too come last, because on another node they belong to another
-    machine, such as a bridge for containers.
+    Addresses that this node has too are tried last. If the host is on another node, they are not
+    unique, like the address of a container bridge.
     """
     if len(addresses) == 1:
         return addresses[0]
-    own = set(local_addresses())
-    ends = [(address, *address.removeprefix("tcp://").rsplit(":", 1)) for address in addresses]
-    ends.sort(key=lambda end: end[1] in own)
-    waiting = selectors.DefaultSelector()
+    local = set(local_addresses())
+    endpoints = [(address, *address.removeprefix("tcp://").rsplit(":", 1)) for address in addresses]
+    endpoints.sort(key=lambda endpoint: endpoint[1] in local)
+    selector = selectors.DefaultSelector()
     answers: dict[str, bool] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(waiting)
-        for address, ip, port in ends:
+        stack.enter_context(selector)
+        for address, ip, port in endpoints:
             probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.setblocking(False)
             if probe.connect_ex((ip, int(port))) in (0, errno.EINPROGRESS):
-                waiting.register(probe, selectors.EVENT_READ, address)
+                selector.register(probe, selectors.EVENT_READ, address)
             else:
-                answers[address] = False  # no network of this node leads there
+                answers[address] = False  # no route
         deadline = time.monotonic() + timeout_s
         while True:
-            # The first that did not refuse; it may still answer.
-            best = next((address for address, *_ in ends if answers.get(address, True)), None)
-            if best is None or best in answers:
-                return best
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return next((address for address, *_ in ends if answers.get(address)), None)
-            for key, _ in waiting.select(left):
-                answers[key.data] = _greets(cast(socket.socket, key.fileobj))
-                waiting.unregister(key.fileobj)
+            # The first address that has not failed; it may still answer.
+            candidate = next((a for a, *_ in endpoints if answers.get(a, True)), None)
+            if candidate is None or candidate in answers:
+                return candidate
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return next((address for address, *_ in endpoints if answers.get(address)), None)
+            for key, _ in selector.select(remaining_s):
+                answers[key.data] = _is_zeromq(cast(socket.socket, key.fileobj))
+                selector.unregister(key.fileobj)
 
 
-def _greets(probe: socket.socket) -> bool:
-    """Return whether a ZeroMQ socket is at the other end, which sends first; a firewall may only
-    accept.
+def _is_zeromq(probe: socket.socket) -> bool:
+    """Return whether the other end is a ZeroMQ socket, not a firewall that accepts connections.
 
-    A greeting begins with %xFF (https://rfc.zeromq.org/spec/37/).
+    A ZeroMQ socket sends a greeting that begins with %xFF (https://rfc.zeromq.org/spec/37/).
     """
     try:
         return probe.recv(1) == b"\xff"
@@ -407,17 +403,17 @@ def _greets(probe: socket.socket) -> bool:
         return False
 
 
-def paused_s(before: float, now: float) -> float:
+def paused_s(previous: float, now: float) -> float:
     """Return how long a thread with period ``HEARTBEAT_S`` was paused between two polls.
 
-    It received nothing meanwhile, so it must not count its peers as silent.
+    During a pause it received nothing, so the pause does not count as silence of its peers.
     """
-    pause = now - before - HEARTBEAT_S
+    pause = now - previous - HEARTBEAT_S
     return pause if pause > 2 * HEARTBEAT_S else 0.0
 
 
-def _set_limits(end: zmq.Socket[bytes], timeout_s: float) -> None:
-    end.maxmsgsize = FRAME_BYTES
-    end.linger = LINGER_MS
-    end.heartbeat_ivl = 1000
-    end.heartbeat_timeout = int(timeout_s * 1000)
+def _set_limits(endpoint: zmq.Socket[bytes], timeout_s: float) -> None:
+    endpoint.maxmsgsize = FRAME_BYTES
+    endpoint.linger = LINGER_MS
+    endpoint.heartbeat_ivl = 1000
+    endpoint.heartbeat_timeout = int(timeout_s * 1000)

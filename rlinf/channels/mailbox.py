@@ -1,26 +1,26 @@
-"""A mailbox: one host and many peers, anywhere in a run, that send each other items.
+"""A mailbox: one host and many peers on any node of a run, which send items to each other.
 
-Items arrive once and in order in both directions (:mod:`rlinf.channels.mailbox_protocol`), over
-connections that break. Peers find the host by a pointer file. Both ends only answer messages, so
-a stopped process is not flooded. Hosts and peers may die and be replaced at any time: the pointer
-names the present host by a *token*, and an *incarnation* is one process of a peer. Numbers belong
-to a token and an incarnation; messages with another token are ignored.
+Items arrive once and in order in both directions (:mod:`rlinf.channels.mailbox_protocol`), even if
+connections break. Peers find the host by a pointer file. Both ends only answer messages, so that
+a stopped process is not flooded. Hosts and peers may die and be replaced at any time. The pointer
+names the current host by a *token*; an *incarnation* is one process of a peer. Each pair of token
+and incarnation has its own numbers; messages with another token are ignored.
 
-A message is a msgpack list and, behind it, a frame of pieces of items. From a peer:
+A message is a msgpack list, followed by a frame with pieces of items. From a peer to the host:
 
-    hello  token, name, about, status                                 repeated until answered
-    data   token, received, gap, base, first, turn, status, [left]    also the heartbeat; pieces
+    hello  token, name, description, status                           repeated until answered
+    data   token, received, gap, base, first, turn, status, [size]    pieces; also the heartbeat
     bye    token
 
-and from the host, to each of them:
+From the host to a peer:
 
-    data     token, received, done, gap, base, first, turn, [left]    pieces
+    data     token, received, done, gap, base, first, turn, [size]    pieces
     retired  token                     another incarnation has this peer's name
     over     token, reason             the host has left for good; answered by bye
 
-``received`` and ``done`` acknowledge. ``gap`` is the turn in which a piece arrived after a lost
-one, or nil. ``base``, ``first`` and ``turn`` number the pieces that follow, and each ``left`` is
-the number of bytes to the end of a piece's item. An unchanged ``status`` is nil.
+``received`` and ``done`` acknowledge pieces. ``gap`` is the turn in which a piece arrived after a
+lost piece, or nil. ``base``, ``first`` and ``turn`` number the pieces in the frame. Each ``size``
+counts the bytes from the start of a piece to the end of its item. An unchanged ``status`` is nil.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ from rlinf.threads import MalformedCounter, start_service_thread
 
 MAX_MESSAGES_PER_POLL = 256
 LEAVE_TIMEOUT_S = 1.0
-"""How long a host that leaves waits until its peers have received the farewell."""
+"""How long a leaving host waits for the ``bye`` of its peers."""
 PARTIAL_ITEM_TIMEOUT_S = 60.0
 """How long a partial item is kept for a silent peer."""
 Decode = Callable[[Block], Any]
 
 
 class QueuedEvent(NamedTuple):
-    """An event; for an item also the number after its last piece."""
+    """An event; for an item, ``number`` is that of the next piece after it."""
 
     session: PeerSession
     event: PeerEvent
@@ -95,22 +95,22 @@ class QueuedEvent(NamedTuple):
 
 
 class MailboxHost:
-    """The host's end. Its thread serves the peers; only ``poll_events`` blocks.
+    """The host of a mailbox. Its thread serves the peers; only ``poll_events`` blocks.
 
-    ``rejected`` counts connections without the run's key, ``malformed`` messages and items that
-    were dropped.
+    ``rejected`` counts connections without the run's key. ``malformed`` counts messages and items
+    that were dropped.
 
     Args:
-        pointer: the file by which peers find the host; its folder is made with mode 0700 and holds
-            the keys of the run.
-        decode: decodes an item; an item for which it raises is dropped and counted.
+        pointer: the file by which peers find the host. Its folder is created with mode 0700 and
+            contains the keys of the run.
+        decode: decodes an item. An item for which it raises is dropped and counted.
         interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel
             chooses the port.
         timeout_s: how long a peer may be silent before it counts as lost.
         max_bytes: the largest item.
-        ack_on_poll: an item counts as handled only at the next call of ``poll_events``: if the host
-            ends before, the next host gets it again. Otherwise it counts as handled on arrival, and
-            no host follows this one.
+        ack_on_poll: True: an item counts as handled at the next call of ``poll_events``; if the
+            host ends before that, the next host gets the item again. False: an item counts as
+            handled on arrival, and no host follows this one.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class MailboxHost:
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._sessions: dict[bytes, PeerSession] = {}
-        self._workers: dict[str, PeerSession] = {}
-        self._known: dict[str, PeerSession] = {}
-        self._waiting: dict[str, list[Block]] = {}
+        self._sessions_by_name: dict[str, PeerSession] = {}
+        self._polled_sessions: dict[str, PeerSession] = {}
+        self._waiting_items: dict[str, list[Block]] = {}
         self._events: deque[QueuedEvent] = deque()
         self._polled: list[QueuedEvent] = []
         self._dirty: set[PeerSession] = set()
@@ -147,10 +147,10 @@ class MailboxHost:
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
             self.addresses = listen(self._socket, interface)
-            where = HostPointer(
+            host_pointer = HostPointer(
                 self.addresses, self._token, timeout_s, max_bytes, shared_memory_id()
             )
-            write_pointer(pointer, where)
+            write_pointer(pointer, host_pointer)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -170,17 +170,17 @@ class MailboxHost:
     def send_item(self, peer: str, item: Block) -> None:
         """Send an item to a peer; the items of one peer arrive once and in order.
 
-        It goes to the incarnation that is known from the polled events. Items that this incarnation
-        had not received are dropped when another one replaces it. For a peer that has not joined or
-        was reported lost, the item waits until a peer of that name joins.
+        The receiver is the incarnation whose :class:`PeerJoined` was polled last. If another
+        incarnation replaces it, items that it has not received are dropped. For a peer that has not
+        joined or was reported lost, the item waits until a peer of that name joins.
         """
         with self._changed:
-            self._check()
-            session = self._known.get(peer)
+            self._raise_if_failed()
+            session = self._polled_sessions.get(peer)
             if session is None:
-                session = self._workers.get(peer)
+                session = self._sessions_by_name.get(peer)
                 if session is None or not session.alive:
-                    self._waiting.setdefault(peer, []).append(item)
+                    self._waiting_items.setdefault(peer, []).append(item)
                     return
             if not session.retired:
                 session.sender.add(item)
@@ -188,47 +188,47 @@ class MailboxHost:
                 os.eventfd_write(self._wakeup, 1)
 
     def poll_events(self, timeout_s: float) -> list[PeerEvent]:
-        """Return the events since the last call and acknowledge those of the last call; waits."""
+        """Wait for events and return them. Acknowledge the events of the previous call."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._finish()
+            self._acknowledge_polled()
             while True:
-                self._check()
-                left = deadline - time.monotonic()
-                if self._events or left <= 0:
+                self._raise_if_failed()
+                remaining_s = deadline - time.monotonic()
+                if self._events or remaining_s <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
             self._polled = list(self._events)
             self._events.clear()
             for session, event, _ in self._polled:
                 if isinstance(event, PeerJoined):
-                    self._known[event.worker] = session
+                    self._polled_sessions[event.worker] = session
                 elif isinstance(event, PeerLost):
-                    self._known.pop(event.worker, None)
+                    self._polled_sessions.pop(event.worker, None)
             return [queued.event for queued in self._polled]
 
     def known_peers(self) -> dict[str, PeerStatus]:
-        """Return the state of all peers that ever joined and were not forgotten."""
+        """Return the state of all peers that have joined and were not forgotten."""
         with self._changed:
             now = time.monotonic()
             return {
                 name: PeerStatus(
-                    dict(s.status), now - s.last_heard, dict(s.about), s.alive, s.id.hex()
+                    dict(s.status), now - s.last_heard, dict(s.description), s.alive, s.id.hex()
                 )
-                for name, s in self._workers.items()
+                for name, s in self._sessions_by_name.items()
             }
 
     def forget_peer(self, peer: str) -> None:
         """Drop a peer's undelivered items, and the peer itself if it is not connected."""
         with self._changed:
-            self._waiting.pop(peer, None)
-            if session := self._workers.get(peer):
+            self._waiting_items.pop(peer, None)
+            if session := self._sessions_by_name.get(peer):
                 session.sender.clear()
                 if not session.alive:
-                    del self._workers[peer]
+                    del self._sessions_by_name[peer]
 
     def close(self) -> None:
-        """Leave the mailbox; peers wait for the next host where one may come."""
+        """Leave the mailbox. With ``ack_on_poll``, peers wait for the next host."""
         with self._changed:
             if self._closed:
                 return
@@ -243,8 +243,8 @@ class MailboxHost:
         self._context.term()
         os.close(self._wakeup)
 
-    def _finish(self) -> None:
-        """Mark the events that were returned before as handled."""
+    def _acknowledge_polled(self) -> None:
+        """Mark the events of the previous call of ``poll_events`` as handled."""
         if self._ack_on_poll and self._polled:
             for session, event, number in self._polled:
                 if isinstance(event, PeerReport):
@@ -253,37 +253,37 @@ class MailboxHost:
             os.eventfd_write(self._wakeup, 1)
         self._polled = []
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._closed:
             raise ChannelClosed(f"{self._pointer.name}: closed by its host")
 
     def _run(self) -> None:
         """Run the thread that owns the sockets."""
         try:
-            self._work()
+            self._serve()
         finally:
             self._socket.close()
             self._authenticator.close()
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
         poller = zmq.Poller()
         for source in (self._socket, self._wakeup):
             poller.register(source, zmq.POLLIN)
-        checked = time.monotonic()
+        last_check = time.monotonic()
         while not self._closed:
             ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
             with self._changed:
-                before = len(self._events)
+                num_events = len(self._events)
                 if self._socket in ready:
                     self._receive()
                 now = time.monotonic()
-                if now - checked > HEARTBEAT_S:
-                    self._drop_silent_peers(now, paused_s(checked, now))
-                    checked = now
+                if now - last_check > HEARTBEAT_S:
+                    self._drop_silent_peers(now, paused_s(last_check, now))
+                    last_check = now
                 self._send_pending()
-                if len(self._events) > before:
+                if len(self._events) > num_events:
                     self._changed.notify_all()
         with self._changed:
             self._send_pending()
@@ -291,20 +291,20 @@ class MailboxHost:
             self._say_goodbye()
 
     def _say_goodbye(self) -> None:
-        """Tell all peers that no host follows this one, and wait for their replies.
+        """Announce to all peers that no host follows this one, and wait for their replies.
 
-        A socket that closes with unread messages resets its connections, so that peers lose the
+        A socket that closes with unread messages resets its connections. Its peers then lose the
         messages that they have not read.
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._changed:
             for session in self._sessions.values():
                 self._send(session, "over", "its host has left it")
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             with self._changed:
                 if not any(session.alive for session in self._sessions.values()):
                     return
-            self._socket.poll(int(left * 1000) + 1)
+            self._socket.poll(int(remaining_s * 1000) + 1)
             with self._changed:
                 self._receive()
 
@@ -323,21 +323,21 @@ class MailboxHost:
                 self._malformed.count_dropped(error)
 
     def _on_hello(
-        self, frames: list[memoryview], id_: bytes, name: str, about: bytes, status: bytes
+        self, frames: list[memoryview], id_: bytes, name: str, description: bytes, status: bytes
     ) -> None:
         if frames or type(name) is not str or not 0 < len(name) <= MAX_NAME:
             raise DataError("bad name")
-        new_about, new_status = unpack_map(about), unpack_map(status)
+        new_description, new_status = unpack_map(description), unpack_map(status)
         session = self._sessions.get(id_)
         if session is None:
             receiver = ReliableReceiver(self._max_bytes)
             session = self._sessions[id_] = PeerSession(id_, name, time.monotonic(), receiver)
-            if old := self._workers.pop(name, None):
-                self._retire(old, REASON_REPLACED)
-            self._workers[name] = session
+            if previous := self._sessions_by_name.pop(name, None):
+                self._retire(previous, REASON_REPLACED)
+            self._sessions_by_name[name] = session
         if session.name != name:
-            raise DataError("another name than before")
-        session.about, session.status = new_about, new_status
+            raise DataError("the peer has changed its name")
+        session.description, session.status = new_description, new_status
         self._on_message(session)
 
     def _on_data(
@@ -350,40 +350,40 @@ class MailboxHost:
         first: int,
         turn: int,
         status: bytes | None,
-        lefts: list[int],
+        sizes: list[int],
     ) -> None:
         session = self._sessions[id_]
-        part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
+        batch = PieceBatch(base, first, turn, split_pieces(sizes, frames))
         new_status = session.status if status is None else unpack_map(status)
         check_numbers(received, base, first, turn)
         if not self._on_message(session):
             return
         session.sender.acknowledge(received, received, gap)
-        new = session.receiver.accept(part)
+        items = session.receiver.accept(batch)
         session.status = new_status
-        for number, item in new:
+        for number, item in items:
             try:
                 content = self._decode(item)
             except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
             else:
-                self._arrived(session, content, number)
+                self._queue_item(session, content, number)
         if not self._ack_on_poll:
             session.acknowledged = session.receiver.complete
 
-    def _arrived(self, session: PeerSession, content: Any, number: int) -> None:
-        """Handle an item; ``number`` is that of its peer's next piece."""
+    def _queue_item(self, session: PeerSession, content: Any, number: int) -> None:
+        """Queue the event of an item; ``number`` is that of the next piece."""
         self._events.append(QueuedEvent(session, PeerReport(session.name, content), number))
 
     def _on_bye(self, frames: list[memoryview], id_: bytes) -> None:
         self._retire(self._sessions.pop(id_), REASON_DEPARTED)
 
     def _on_message(self, session: PeerSession) -> bool:
-        """Record a message of a peer; returns whether the peer still owns its name."""
+        """Record a message of a peer; return whether the peer still owns its name."""
         if not session.retired:
-            # A forgotten peer gets its name back, unless another one has it by now.
-            holder = self._workers.setdefault(session.name, session)
-            session.retired = holder is not session
+            # A forgotten peer gets its name back, unless another peer has it now.
+            owner = self._sessions_by_name.setdefault(session.name, session)
+            session.retired = owner is not session
         if session.retired:
             self._send(session, "retired")
             return False
@@ -391,20 +391,20 @@ class MailboxHost:
         self._dirty.add(session)
         if not session.alive:
             session.alive = True
-            for item in self._waiting.pop(session.name, ()):
+            for item in self._waiting_items.pop(session.name, ()):
                 session.sender.add(item)
-            joined = PeerJoined(session.name, dict(session.about), session.id.hex())
+            joined = PeerJoined(session.name, dict(session.description), session.id.hex())
             self._events.append(QueuedEvent(session, joined))
         return True
 
     def _retire(self, session: PeerSession, reason: str) -> None:
-        """End an incarnation that will not return, or that has lost its name."""
+        """End an incarnation that has left or has lost its name."""
         session.retired = True
         session.sender.clear()
         session.receiver.drop_partial()
-        self._lose(session, reason)
+        self._mark_lost(session, reason)
 
-    def _lose(self, session: PeerSession, reason: str) -> None:
+    def _mark_lost(self, session: PeerSession, reason: str) -> None:
         if session.alive:
             session.alive = False
             self._events.append(QueuedEvent(session, PeerLost(session.name, reason)))
@@ -413,7 +413,7 @@ class MailboxHost:
         for session in self._sessions.values():
             session.last_heard = min(now, session.last_heard + pause)
             if now - session.last_heard > self._timeout_s:
-                self._lose(session, f"silent for {self._timeout_s:g} s")
+                self._mark_lost(session, f"silent for {self._timeout_s:g} s")
             if now - session.last_heard > PARTIAL_ITEM_TIMEOUT_S:
                 session.receiver.drop_partial()
 
@@ -423,16 +423,16 @@ class MailboxHost:
         for session in sessions:
             if not session.alive:
                 continue
-            part = session.sender.next_batch()
+            batch = session.sender.next_batch()
             while True:
                 acknowledgement = (
                     session.receiver.expected,
                     session.acknowledged,
                     session.receiver.gap,
                 )
-                self._send(session, "data", *acknowledgement, *part[:3], pieces=part.pieces)
-                part = session.sender.next_batch()
-                if not part.pieces:
+                self._send(session, "data", *acknowledgement, *batch[:3], pieces=batch.pieces)
+                batch = session.sender.next_batch()
+                if not batch.pieces:
                     break
 
     def _send(
@@ -442,7 +442,7 @@ class MailboxHost:
         *values: Any,
         pieces: Sequence[ItemPiece] | None = None,
     ) -> None:
-        """Send a message. If it does not fit now, it is dropped, missed and sent again."""
+        """Send a message. A full socket drops it; the peer then reports a gap, and it is resent."""
         send_message(self._socket, [session.id], (kind, self._token, *values), pieces)
 
 
@@ -455,23 +455,22 @@ LINK_TIMEOUT_S = 5.0
 
 
 class MailboxPeer:
-    """One peer of a mailbox. Its thread finds the host, sends heartbeats and transfers items, while
-    its process computes.
+    """A peer of a mailbox. Its thread finds the host, sends heartbeats and transfers items.
 
-    When another host appears, unread items of the old host are dropped, because the new one plans
-    again. Items that no host has handled go to the new one.
+    When a new host appears, unread items of the old host are dropped, because the new host plans
+    again. Items that no host has handled go to the new host.
 
     ``malformed`` counts messages that were dropped.
 
     Args:
-        pointer: the file of the host, which need not exist yet.
-        name: another process that joins under the same name replaces this one.
+        pointer: the pointer file of the host; it need not exist yet.
+        name: the peer's name. A process that joins later under the same name replaces this one.
         decode: decodes an item of the host.
-        about: a description of the peer for the host, a packed map.
+        description: what the host should know of this peer, a packed map.
         status: the first status, a packed map.
         host: the only host; the mailbox ends with it. None: any host that the pointer names.
-        address: the address at which that host answered.
-        beat_s: heartbeat interval, if nothing else is sent.
+        address: the address at which ``host`` answered.
+        heartbeat_s: interval of heartbeats while nothing else is sent.
     """
 
     def __init__(
@@ -480,16 +479,17 @@ class MailboxPeer:
         name: str,
         decode: Decode,
         *,
-        about: bytes = EMPTY_MAP,
+        description: bytes = EMPTY_MAP,
         status: bytes = EMPTY_MAP,
         host: HostPointer | None = None,
         address: str | None = None,
-        beat_s: float = HEARTBEAT_S,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         if not 0 < len(name) <= MAX_NAME:
             raise ValueError(f"a name has 1 to {MAX_NAME} characters")
-        self._pointer, self._name, self._decode, self._about = pointer, name, decode, about
-        self._host, self._address, self._beat_s = host, address, beat_s
+        self._pointer, self._name = pointer, name
+        self._decode, self._description = decode, description
+        self._host, self._address, self._heartbeat_s = host, address, heartbeat_s
         self._malformed = MalformedCounter(f"{name}, {pointer.name}")
         self._keys = run_keys(pointer.parent)
         self._id = routing_id()
@@ -497,12 +497,12 @@ class MailboxPeer:
         self._items: deque[Any] = deque()
         self._receiver, self._sender = ReliableReceiver(0), ReliableSender()
         self._status, self._status_changed = status, False
-        self._status_at = self._pointer_read_at = self._last_beat = 0.0
-        self._beat = self._last_heard = time.monotonic()
+        self._status_time = self._pointer_read_time = self._last_heartbeat = 0.0
+        self._last_loop = self._last_heard = time.monotonic()
         self._token: str | None = None
-        self._hello_sent = self._is_connected = self._owes_ack = False
+        self._hello_sent = self._is_connected = self._must_acknowledge = False
         self._failure: str | None = None
-        self._leave_by: float | None = None
+        self._leave_deadline: float | None = None
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -521,22 +521,22 @@ class MailboxPeer:
     @property
     def silent_s(self) -> float:
         """Seconds since the last message of the host, without pauses of this process."""
-        return max(0.0, self._beat - self._last_heard)
+        return max(0.0, self._last_loop - self._last_heard)
 
     def receive_items(self, timeout_s: float) -> list[Any]:
-        """Return the new items of the host, in order; waits for one.
+        """Wait for items of the host and return them, in order.
 
         Raises:
-            ChannelFailed: another process has joined under this name, or there will be no host.
+            ChannelFailed: another process has joined under this name, or the host has left.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                self._check()
-                left = deadline - time.monotonic()
-                if self._items or left <= 0:
+                self._raise_if_failed()
+                remaining_s = deadline - time.monotonic()
+                if self._items or remaining_s <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
             items = list(self._items)
             self._items.clear()
             return items
@@ -552,9 +552,9 @@ class MailboxPeer:
         """
         with self._changed:
             while wait and self._sender.is_full(len(item), WINDOW_BYTES):
-                self._check()
+                self._raise_if_failed()
                 self._changed.wait(HEARTBEAT_S)
-            self._check()
+            self._raise_if_failed()
             if self._sender.add(item):
                 os.eventfd_write(self._wakeup, 1)
 
@@ -566,37 +566,37 @@ class MailboxPeer:
         """
         with self._changed:
             while self._sender:
-                self._check()
+                self._raise_if_failed()
                 self._changed.wait(HEARTBEAT_S)
-            self._check()
+            self._raise_if_failed()
 
     def set_status(self, status: bytes) -> None:
-        """Set the status that the host sees; only the last one counts.
+        """Set the status that the host sees; only the last status is sent.
 
         Raises:
             ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
-            self._check()
+            self._raise_if_failed()
             self._status = status
             if not self._status_changed:
                 self._status_changed = True
                 os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Leave the mailbox when all items were handled, or after ``FLUSH_TIMEOUT_S``."""
+        """Leave the mailbox once all items are handled, or after ``FLUSH_TIMEOUT_S``."""
         with self._changed:
-            if self._leave_by is not None:
+            if self._leave_deadline is not None:
                 return
-            self._leave_by = time.monotonic() + FLUSH_TIMEOUT_S
+            self._leave_deadline = time.monotonic() + FLUSH_TIMEOUT_S
             os.eventfd_write(self._wakeup, 1)
         atexit.unregister(self.close)
         self._thread.join()
         self._context.term()
         os.close(self._wakeup)
 
-    def _check(self) -> None:
-        if self._leave_by is not None:
+    def _raise_if_failed(self) -> None:
+        if self._leave_deadline is not None:
             raise ChannelClosed(f"{self._name} has left {self._pointer.name}")
         if (reason := self._failure or self._host_is_silent()) is not None:
             raise ChannelFailed(reason)
@@ -612,22 +612,22 @@ class MailboxPeer:
     def _run(self) -> None:
         """Run the thread that owns the socket."""
         try:
-            self._work()
+            self._serve()
         finally:
             if self._socket is not None:
                 self._socket.close()
             with self._changed:
                 self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
         while self._failure is None:
             with self._changed:
                 now = time.monotonic()
-                self._last_heard += paused_s(self._beat, now)
-                self._beat = now
-                if self._leave_by is not None:
-                    late = now > self._leave_by or self._host_is_silent() is not None
-                    if late or not self._sender:
+                self._last_heard += paused_s(self._last_loop, now)
+                self._last_loop = now
+                if self._leave_deadline is not None:
+                    is_overdue = now > self._leave_deadline or self._host_is_silent() is not None
+                    if is_overdue or not self._sender:
                         if self._is_connected:
                             self._send("bye")
                         return
@@ -636,7 +636,7 @@ class MailboxPeer:
                 self._send_pending(now)
                 wait_s = HEARTBEAT_S / 2
                 if self._status_changed and self._is_connected:
-                    wait_s = min(wait_s, max(0.0, self._status_at + STATUS_INTERVAL_S - now))
+                    wait_s = min(wait_s, max(0.0, self._status_time + STATUS_INTERVAL_S - now))
             poller = zmq.Poller()
             poller.register(self._wakeup, zmq.POLLIN)
             if self._socket is not None:
@@ -650,9 +650,9 @@ class MailboxPeer:
                     self._receive(self._socket)
 
     def _find_host(self, now: float) -> None:
-        """Find the host, or another one if it is silent.
+        """Find the host, or its successor if it is silent.
 
-        The lock is released while the file is read, which may take long.
+        The lock is not held here, because reading the pointer file may take long.
         """
         if self._host is not None and self._address is not None:
             if self._token is None:
@@ -662,9 +662,9 @@ class MailboxPeer:
         if self._token is not None and silent_s < HOST_SILENT_S:
             return
         # The file is on a shared filesystem, so the interval grows while there is no host.
-        if now - self._pointer_read_at < min(2.0, max(HEARTBEAT_S, silent_s / 4)):
+        if now - self._pointer_read_time < min(2.0, max(HEARTBEAT_S, silent_s / 4)):
             return
-        self._pointer_read_at = now
+        self._pointer_read_time = now
         pointer = read_pointer(self._pointer)
         if pointer is None or pointer.token == self._token:
             return
@@ -676,50 +676,52 @@ class MailboxPeer:
             self._connect(pointer, address)
 
     def _connect(self, host: HostPointer, address: str) -> None:
-        fresh = client_socket(self._context, self._keys, self._id, timeout_s=LINK_TIMEOUT_S)
-        fresh.immediate = True  # no messages pile up for a dead host
+        socket = client_socket(self._context, self._keys, self._id, timeout_s=LINK_TIMEOUT_S)
+        socket.immediate = True  # no messages pile up for a dead host
         try:
-            fresh.connect(address)
+            socket.connect(address)
         except zmq.ZMQError:
-            fresh.close(linger=0)
+            socket.close(linger=0)
             return
         if self._socket is not None:
             self._socket.close(linger=0)
         with self._changed:
-            self._socket, self._token = fresh, host.token
-            self._hello_sent = self._is_connected = self._owes_ack = False
+            self._socket, self._token = socket, host.token
+            self._hello_sent = self._is_connected = self._must_acknowledge = False
             self._receiver = ReliableReceiver(host.max_bytes)
             self._items.clear()
             self._sender.restart()
 
     def _send_pending(self, now: float) -> None:
-        beat = now - self._last_beat >= self._beat_s
+        heartbeat_due = now - self._last_heartbeat >= self._heartbeat_s
         if not self._is_connected:
-            if beat or not self._hello_sent:
-                sent = self._send("hello", self._name, self._about, self._status)
+            if heartbeat_due or not self._hello_sent:
+                sent = self._send("hello", self._name, self._description, self._status)
                 self._hello_sent = self._hello_sent or sent
-                self._last_beat = now
+                self._last_heartbeat = now
             return
-        with_status = beat or (self._status_changed and now - self._status_at >= STATUS_INTERVAL_S)
-        part = self._sender.next_batch()
-        due = with_status or self._owes_ack
-        while due or part.pieces:
+        with_status = heartbeat_due or (
+            self._status_changed and now - self._status_time >= STATUS_INTERVAL_S
+        )
+        batch = self._sender.next_batch()
+        must_send = with_status or self._must_acknowledge
+        while must_send or batch.pieces:
             acknowledgement = (self._receiver.expected, self._receiver.gap)
             status = self._status if with_status else None
-            if not self._send("data", *acknowledgement, *part[:3], status, pieces=part.pieces):
-                # Disconnected, or a slow network; the next heartbeat carries the status.
-                self._sender.requeue(part)
+            if not self._send("data", *acknowledgement, *batch[:3], status, pieces=batch.pieces):
+                # Disconnected, or the network is slow. The next heartbeat carries the status.
+                self._sender.requeue(batch)
                 self._status_changed = False
                 break
             if with_status:
-                self._status_at, self._status_changed = now, False
-            if beat:
-                self._last_beat = now
-            self._owes_ack = with_status = beat = due = False
-            part = self._sender.next_batch()
+                self._status_time, self._status_changed = now, False
+            if heartbeat_due:
+                self._last_heartbeat = now
+            self._must_acknowledge = with_status = heartbeat_due = must_send = False
+            batch = self._sender.next_batch()
 
     def _send(self, kind: str, *values: Any, pieces: Sequence[ItemPiece] | None = None) -> bool:
-        """Send a message to the host; returns whether the socket accepted it."""
+        """Send a message to the host; return whether the socket accepted it."""
         if self._socket is None:
             return False
         return send_message(self._socket, [], (kind, self._token, *values), pieces)
@@ -749,16 +751,16 @@ class MailboxPeer:
             if self._host is not None:
                 self._failure = f"{self._pointer.name}: {values[0]}"
         elif kind == "data":
-            received, done, gap, base, first, turn, lefts = values
+            received, done, gap, base, first, turn, sizes = values
             check_numbers(received, done, base, first, turn)
-            part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
+            batch = PieceBatch(base, first, turn, split_pieces(sizes, frames))
             self._sender.acknowledge(received, done, gap)
-            for _, item in self._receiver.accept(part):
+            for _, item in self._receiver.accept(batch):
                 try:
                     self._items.append(self._decode(item))
-                except Exception as error:  # as above; later items still count
+                except Exception as error:  # foreign bytes; later items are still decoded
                     self._malformed.count_dropped(error)
-            self._owes_ack = self._owes_ack or bool(lefts)
+            self._must_acknowledge = self._must_acknowledge or bool(sizes)
         else:
             raise DataError("unknown kind")
         self._last_heard, self._is_connected = now, True

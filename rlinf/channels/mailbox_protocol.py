@@ -1,10 +1,10 @@
 """The protocol of mailboxes (:mod:`rlinf.channels.mailbox`): reliable delivery, messages, sessions.
 
-Items arrive once and in order over connections that break. A large item travels in pieces, so that
-the receiver sees progress on a slow wire, and pieces that arrived need not be sent again. Pieces
-are numbered: the sender keeps a piece until its item is acknowledged, and the receiver accepts each
-number once and in order. Sending everything again from the first missing number is therefore always
-correct (go-back-N). The sender and receiver classes know nothing of sockets or clocks.
+Items arrive once and in order, even if connections break. A large item is sent in pieces. The
+receiver thus sees progress on a slow network, and pieces that have arrived are not sent again.
+Pieces are numbered. The sender keeps a piece until its item is acknowledged; the receiver accepts
+each number once and in order. It is therefore always correct to resend everything from the first
+missing number (go-back-N). The sender and receiver classes use no sockets and no clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import zmq
-import zmq.utils.garbage  # now, so that it ends after us where Python ends (atexit)
+import zmq.utils.garbage  # imported first: its atexit handler then runs after ours
 
 from rlinf.artifacts import write_atomic
 from rlinf.errors import DataError
@@ -29,20 +29,20 @@ Block = bytes | bytearray | memoryview
 WINDOW_PIECES = 1024
 """Maximum number of pieces in flight."""
 PIECE_BYTES = 512 << 10
-"""Bytes of a piece: a smaller size suits slower wires and costs more work on fast ones."""
+"""Bytes of a piece. Smaller pieces suit slow networks but cost more work on fast ones."""
 BATCH_BYTES = 64 << 10
-"""Bytes of small items that travel together; less than this may arrive between two breaks."""
+"""Maximum bytes of small items per message; a bad connection may break during a larger one."""
 
 
 class ItemPiece(NamedTuple):
-    """A part of an item; ``remaining`` counts the bytes from its first byte to the item's end."""
+    """A part of an item; ``remaining`` counts the bytes from its start to the item's end."""
 
     remaining: int
     data: Block
 
 
 class PieceBatch(NamedTuple):
-    """Consecutive pieces as they travel; numbers below ``base`` will not be sent (again).
+    """Consecutive pieces in one message; numbers below ``base`` will not be sent (again).
 
     ``turn`` counts how often the sender has gone back to a lost piece.
     """
@@ -54,75 +54,75 @@ class PieceBatch(NamedTuple):
 
 
 class ReliableSender:
-    """The sending end: pieces numbered from 0.
+    """The sending end; pieces are numbered from 0.
 
     ``size`` is the number of bytes of unacknowledged pieces.
     """
 
-    def __init__(self, part_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, batch_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
         self.size = 0
         self._pieces: deque[ItemPiece] = deque()
         self._base = self._sent = self._received = self._turn = 0
-        self._part_bytes, self._piece_bytes = part_bytes, piece_bytes
+        self._batch_bytes, self._piece_bytes = batch_bytes, piece_bytes
 
     def __len__(self) -> int:
         """Number of unacknowledged pieces."""
         return len(self._pieces)
 
     def add(self, item: Block) -> bool:
-        """Append an item; returns whether it is the only one that was not sent yet."""
-        alone = self._sent - self._base == len(self._pieces)
-        size, most = len(item), self._piece_bytes
-        if size <= most:
+        """Append an item; return whether it is the only unsent item."""
+        is_only_unsent = self._sent - self._base == len(self._pieces)
+        size, max_bytes = len(item), self._piece_bytes
+        if size <= max_bytes:
             self._pieces.append(ItemPiece(size, item))
         else:
             view = memoryview(item)
-            for start in range(0, size, most):
-                self._pieces.append(ItemPiece(size - start, view[start : start + most]))
+            for start in range(0, size, max_bytes):
+                self._pieces.append(ItemPiece(size - start, view[start : start + max_bytes]))
         self.size += size
-        return alone
+        return is_only_unsent
 
     def is_full(self, nbytes: int, limit: int) -> bool:
-        """Return whether an item of ``nbytes`` must wait; never if nothing else is pending."""
+        """Return whether an item of ``nbytes`` must wait. False if no item is pending."""
         return bool(self._pieces) and (
             len(self._pieces) >= WINDOW_PIECES or self.size + nbytes > limit
         )
 
     def next_batch(self) -> PieceBatch:
-        """Return the pieces to send next; empty if nothing is new or the window is full."""
+        """Return the pieces to send next; empty if there are none or the window is full."""
         stop = min(self._received + WINDOW_PIECES, self._base + len(self._pieces))
         pieces: list[ItemPiece] = []
         size = 0
         for number in range(self._sent, stop):
             piece = self._pieces[number - self._base]
             size += len(piece.data)
-            if pieces and size > self._part_bytes:
+            if pieces and size > self._batch_bytes:
                 break
             pieces.append(piece)
-        part = PieceBatch(self._base, self._sent, self._turn, pieces)
+        batch = PieceBatch(self._base, self._sent, self._turn, pieces)
         self._sent += len(pieces)
-        return part
+        return batch
 
-    def requeue(self, part: PieceBatch) -> None:
+    def requeue(self, batch: PieceBatch) -> None:
         """Undo :meth:`next_batch` for a batch that could not be sent."""
-        self._sent = part.first
+        self._sent = batch.first
 
     def acknowledge(self, received: int, done: int, gap: int | None) -> None:
         """Handle an acknowledgement: the receiver has all pieces below ``received``, and has
         handled all pieces below ``done``.
 
         Args:
-            gap: the turn in which a piece arrived at the receiver after a missing one. Each turn
-                causes at most one repetition, because pieces in flight show the same gap again. A
-                stopped receiver shows none and is not flooded.
+            gap: the turn in which a piece arrived at the receiver after a missing piece. Each turn
+                is repeated at most once, because further pieces in flight report the same gap. A
+                stopped receiver reports no gap and is not flooded.
 
         Raises:
-            DataError: it acknowledges pieces that were never sent.
+            DataError: the numbers include pieces that were never sent.
         """
         if not 0 <= done <= received <= self._base + len(self._pieces):
             raise DataError("acknowledges what was never sent")
         if gap == self._turn:
-            # It may have fewer than before: see ReliableReceiver.drop_partial.
+            # The receiver may have fewer pieces than before: see ReliableReceiver.drop_partial.
             self._sent = self._received = max(received, self._base)
             self._turn += 1
         else:
@@ -133,7 +133,7 @@ class ReliableSender:
         self._base = max(self._base, done)
 
     def restart(self) -> None:
-        """Start again for another receiver, which has nothing yet."""
+        """Start again for another receiver, which has no pieces yet."""
         self._sent = self._received = self._base
         self._turn += 1
 
@@ -146,9 +146,9 @@ class ReliableSender:
 
 
 class ReliableReceiver:
-    """The receiving end; ``expected`` is the number of the next piece, and the acknowledgement.
+    """The receiving end; ``expected`` is the number of the next piece.
 
-    Pieces below ``complete`` formed complete items. ``gap`` is for
+    All items below piece ``complete`` are complete. ``expected`` and ``gap`` are for
     :meth:`ReliableSender.acknowledge`.
 
     Args:
@@ -163,15 +163,15 @@ class ReliableReceiver:
         """The incomplete item whose pieces are arriving."""
         self._remaining = 0
 
-    def accept(self, part: PieceBatch) -> list[tuple[int, Block]]:
-        """Return the items that are complete now, in order, with the number after their last piece.
+    def accept(self, batch: PieceBatch) -> list[tuple[int, Block]]:
+        """Return the items that are now complete, in order, each with the number of the next piece.
 
         Only the last piece of a batch may leave its item incomplete.
 
         Raises:
             DataError: the numbers are inconsistent, or an item is too large.
         """
-        base, first, turn, pieces = part
+        base, first, turn, pieces = batch
         if not 0 <= base <= first:
             raise DataError("bad numbers")
         if base > self.expected:
@@ -183,26 +183,26 @@ class ReliableReceiver:
             raise DataError("not the rest of the incomplete item")
         if new and new[-1].remaining > self._max_bytes:
             raise DataError("item too large")
-        found = []
+        items = []
         for piece in new:
             self.expected += 1
-            if (item := self._joined(*piece)) is not None:
+            if (item := self._append_piece(*piece)) is not None:
                 self.complete = self.expected
-                found.append((self.expected, item))
-        return found
+                items.append((self.expected, item))
+        return items
 
     def drop_partial(self) -> None:
-        """Forget the beginning of an item; a living sender sends all of it again."""
+        """Drop the incomplete item; a live sender sends all of it again."""
         self.expected, self._partial = self.complete, None
 
-    def _joined(self, left: int, data: Block) -> Block | None:
+    def _append_piece(self, remaining: int, data: Block) -> Block | None:
         if self._partial is None:
-            if left == len(data):
+            if remaining == len(data):
                 return data
-            self._partial = np.empty(left, np.uint8).data
-        end = len(self._partial) - left + len(data)
+            self._partial = np.empty(remaining, np.uint8).data
+        end = len(self._partial) - remaining + len(data)
         self._partial[end - len(data) : end] = data
-        self._remaining = left - len(data)
+        self._remaining = remaining - len(data)
         if self._remaining:
             return None
         item, self._partial = self._partial, None
@@ -225,12 +225,12 @@ class HostPointer(NamedTuple):
 
 
 def write_pointer(path: Path, pointer: HostPointer) -> None:
-    """Publish the location of a host."""
+    """Publish the addresses and limits of a host."""
     write_atomic(path, json.dumps(pointer._asdict()), private=True)
 
 
 def read_pointer(path: Path) -> HostPointer | None:
-    """Return the location of a host. None: it cannot be read (yet).
+    """Return the content of a pointer file, or None if it cannot be read (yet).
 
     On a shared filesystem the file may be missing, empty or stale for a while.
     """
@@ -242,10 +242,10 @@ def read_pointer(path: Path) -> HostPointer | None:
         return None
     addresses = pointer.addresses
     texts = [*addresses, pointer.token, pointer.memory] if type(addresses) is list else [None]
-    whole = all(type(text) is str for text in texts)
-    return (
-        pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes) if whole and addresses else None
-    )
+    is_valid = all(type(text) is str for text in texts)
+    if not (is_valid and addresses):
+        return None
+    return pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes)
 
 
 def send_message(
@@ -254,9 +254,9 @@ def send_message(
     message: tuple[Any, ...],
     pieces: Sequence[ItemPiece] | None,
 ) -> bool:
-    """Send a message, with pieces behind it in one frame; returns whether it was accepted.
+    """Send a message, followed by pieces in one frame; return whether the socket accepted it.
 
-    Only large frames are worth the bookkeeping of a send without a copy.
+    Only large frames are sent without a copy, because that has an overhead.
     """
     if pieces is not None:
         message = (*message, [piece.remaining for piece in pieces])
@@ -271,22 +271,22 @@ def send_message(
     return True
 
 
-def split_pieces(lefts: Sequence[int], frames: Sequence[memoryview]) -> list[ItemPiece]:
-    """Return the pieces behind a message of :func:`send_message`, without a copy.
+def split_pieces(sizes: Sequence[int], frames: Sequence[memoryview]) -> list[ItemPiece]:
+    """Return the pieces that follow a message of :func:`send_message`, without a copy.
 
     Raises:
         DataError: the frames do not match the sizes.
     """
-    if len(frames) != bool(lefts):
+    if len(frames) != bool(sizes):
         raise DataError("sizes and frames differ")
     pieces = []
-    rest = frames[0] if frames else memoryview(b"")
-    for left in lefts:
-        if type(left) is not int or left <= 0 or not rest:
+    frame = frames[0] if frames else memoryview(b"")
+    for remaining in sizes:
+        if type(remaining) is not int or remaining <= 0 or not frame:
             raise DataError("sizes and frames differ")
-        pieces.append(ItemPiece(left, rest[:left]))
-        rest = rest[left:]
-    if rest:
+        pieces.append(ItemPiece(remaining, frame[:remaining]))
+        frame = frame[remaining:]
+    if frame:
         raise DataError("sizes and frames differ")
     return pieces
 
@@ -295,7 +295,7 @@ def unpack_list(control: memoryview) -> list[Any]:
     """Unpack the list of a message.
 
     Raises:
-        DataError: it is not a list.
+        DataError: the message is not a list.
     """
     message = msgpack.unpackb(control)
     if type(message) is not list:
@@ -307,7 +307,7 @@ def unpack_map(packed: Block) -> dict[str, Any]:
     """Unpack a packed map.
 
     Raises:
-        DataError: it is not a map.
+        DataError: the content is not a map.
     """
     content = msgpack.unpackb(packed)
     if type(content) is not dict:
@@ -328,7 +328,7 @@ class PeerJoined(NamedTuple):
     """A peer joined, for the first time or again; ``incarnation`` identifies its process."""
 
     worker: str
-    about: dict[str, Any]
+    description: dict[str, Any]
     incarnation: str
 
 
@@ -354,23 +354,23 @@ class PeerStatus(NamedTuple):
 
     status: dict[str, Any]
     age_s: float
-    about: dict[str, Any]
+    description: dict[str, Any]
     alive: bool
     incarnation: str
 
 
 @dataclass(eq=False)
 class PeerSession:
-    """One incarnation of a peer, from the host's view.
+    """The host's state of one incarnation of a peer.
 
-    ``acknowledged`` is the number below which all items were handled.
+    The items of all pieces below ``acknowledged`` were handled.
     """
 
     id: bytes
     name: str
     last_heard: float
     receiver: ReliableReceiver
-    about: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     alive: bool = False
     retired: bool = False

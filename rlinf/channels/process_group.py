@@ -41,22 +41,22 @@ class ParallelLayout(Section):
         """Number of processes of one copy of the model."""
         return self.tp * self.pp * self.cp
 
-    def check(self, size: int, where: str) -> None:
-        """Check that a number of processes fits the layout.
+    def check(self, size: int, source: str) -> None:
+        """Check that ``size`` processes fit the layout; ``source`` says where it was set.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: they do not fit.
         """
         if size % self.model_parallel_size:
             raise ConfigError(
-                f"{where}: {self} takes {self.model_parallel_size} processes for one copy of the "
+                f"{source}: {self} takes {self.model_parallel_size} processes for one copy of the "
                 f"model, and {size} are no multiple of that"
             )
-        left = size // (self.tp * self.pp)
-        if left % self.ep:
+        expert_processes = size // (self.tp * self.pp)
+        if expert_processes % self.ep:
             raise ConfigError(
-                f"{where}: ep={self.ep} does not divide the {left} processes of {size} that each "
-                "group of experts is shared out over"
+                f"{source}: ep={self.ep} does not divide the {expert_processes} processes "
+                f"of {size} that each group of experts is shared out over"
             )
 
     @classmethod
@@ -64,7 +64,7 @@ class ParallelLayout(Section):
         """Parse the output of ``str``: ``tp=2,pp=4``.
 
         Raises:
-            ConfigError: the text is no layout.
+            ConfigError: the text is not a layout.
         """
         pairs = (part.partition("=") for part in filter(None, text.split(",")))
         values = {name: int(text) if text.isdigit() else text for name, _, text in pairs}
@@ -94,87 +94,88 @@ class ProcessGroupInfo:
     rendezvous_file: Path | None = None
     """File of the run by which the processes find each other (:mod:`rlinf.channels.rendezvous`).
 
-    None: torch's ``env://`` is used, which is open to strangers and only for use outside runs."""
+    None: use torch's ``env://``, which accepts any connection and is only for use outside runs."""
     layout: ParallelLayout = DATA_PARALLEL_ONLY
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares of the data: copies of the model, or processes where each has its own
-        copy or gathers it."""
+        """Number of data-parallel ranks: all processes, divided by those of one model replica."""
         return self.size // self.layout.model_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's share of the data; equal for the processes of one copy."""
-        return self._share(self.rank)
+        """The data-parallel rank of this process; equal for all processes of one replica."""
+        return self._data_parallel_rank_of(self.rank)
 
     @property
     def is_primary(self) -> bool:
         """True on the primary rank of each model replica, which writes records and metrics.
 
-        Rank 0 is always one.
+        Rank 0 is always a primary rank.
         """
-        return self.rank % self._inner == 0 and self.rank < self._inner * self.data_parallel_size
+        rank, step = self.rank, self._num_same_data
+        return rank % step == 0 and rank < step * self.data_parallel_size
 
     @property
     def primary_ranks(self) -> list[int]:
         """The primary ranks by data-parallel rank."""
-        return [share * self._inner for share in range(self.data_parallel_size)]
+        return [rank * self._num_same_data for rank in range(self.data_parallel_size)]
 
     @property
     def data_parallel_speeds(self) -> tuple[float, ...]:
-        """Relative speed of each share of the data: that of its slowest process."""
+        """Relative speed by data-parallel rank: the speed of its slowest process."""
         speeds = [float("inf")] * self.data_parallel_size
         for rank, speed in enumerate(self.speed_weights or (1.0,) * self.size):
-            share = self._share(rank)
-            speeds[share] = min(speeds[share], speed)
+            data_rank = self._data_parallel_rank_of(rank)
+            speeds[data_rank] = min(speeds[data_rank], speed)
         return tuple(speeds)
 
     @property
-    def _inner(self) -> int:
-        """Number of neighbouring ranks with the same data."""
+    def _num_same_data(self) -> int:
+        """Number of consecutive ranks with the same data."""
         return self.layout.tp * self.layout.cp
 
-    def _share(self, rank: int) -> int:
-        return rank // self._inner % self.data_parallel_size
+    def _data_parallel_rank_of(self, rank: int) -> int:
+        return rank // self._num_same_data % self.data_parallel_size
 
     def shard(self, count: int) -> list[int]:
-        """Return which of ``count`` equal work items belong to this process or its replica."""
+        """Return which of ``count`` equal items this data-parallel rank processes, by index."""
         if self.speed_weights is None:
             return list(range(self.data_parallel_rank, count, self.data_parallel_size))
         return balance_costs([1] * count, self.data_parallel_speeds)[self.data_parallel_rank]
 
     @classmethod
     def from_environment(cls, channels: Path | None = None) -> ProcessGroupInfo:
-        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; one process when they are not set.
+        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; one process if they are not set.
 
-        ``RLINF_SHARES`` holds the relative speeds of all processes, separated by commas, and
+        ``RLINF_SHARES`` contains the relative speeds of all processes, separated by commas, and
         ``RLINF_LAYOUT`` the model-parallel layout.
 
         Args:
-            channels: the run's folder for channels, where the processes of ``RLINF_GROUP`` meet.
+            channels: the run's folder for channels, for the rendezvous of ``RLINF_GROUP``.
 
         Raises:
             ConfigError: a variable is invalid.
         """
         try:
-            rank, size, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
+            values = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
+            rank, size, local_rank = values
             text = os.environ.get(SPEED_WEIGHTS_VARIABLE)
-            shares = tuple(float(part) for part in text.split(",")) if text else None
+            speeds = tuple(float(part) for part in text.split(",")) if text else None
             rendezvous = (
                 None
                 if channels is None
                 else channels / f"group-{os.environ.get(GROUP_VARIABLE)}.json"
             )
             layout = ParallelLayout.parse(os.environ.get(LAYOUT_VARIABLE, ""))
-            world = cls(rank, size, local, shares, rendezvous, layout)
+            world = cls(rank, size, local_rank, speeds, rendezvous, layout)
         except ValueError as error:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, {SPEED_WEIGHTS_VARIABLE} must be numbers: {error}"
             ) from None
         if not 0 <= world.rank < world.size:
             raise ConfigError(f"RANK {world.rank} is not below WORLD_SIZE {world.size}")
-        if shares is not None and (len(shares) != world.size or not min(shares) > 0):
+        if speeds is not None and (len(speeds) != world.size or not min(speeds) > 0):
             raise ConfigError(
                 f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {world.size} "
                 "processes"
@@ -183,7 +184,7 @@ class ProcessGroupInfo:
         if channels is not None and size > 1 and not os.environ.get(GROUP_VARIABLE):
             raise ConfigError(
                 f"WORLD_SIZE is {size} but {GROUP_VARIABLE} is not set: the processes of a run are "
-                "started by its launchers, which say by what name they find each other"
+                "started by its launchers, which set the name of their group"
             )
         return world
 
@@ -191,8 +192,8 @@ class ProcessGroupInfo:
         """Initialise the default process group (NCCL on GPUs, Gloo on CPUs) unless it exists.
 
         Raises:
-            StageError: a process did not arrive in time, or a library of this process has
-                initialised a group of other processes.
+            StageError: a process did not join in time, or a library in this process has
+                initialised a group of another size.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore, Store
@@ -214,9 +215,9 @@ class ProcessGroupInfo:
             from rlinf.channels.rendezvous import join_rendezvous
 
             store, address = join_rendezvous(self.rendezvous_file, self.rank, self.size, timeout_s)
-            # NCCL's monitor would ask the store each second, in a thread that outlives Python.
+            # NCCL's monitor would query the store each second, in a thread that outlives Python.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-            # Gloo's own choice, what the host's name stands for, often is the loopback.
+            # By default Gloo resolves the host name, which is often the loopback address.
             if interface := interface_towards(address):
                 os.environ.setdefault(GLOO_INTERFACE_VARIABLE, interface)
         dist.init_process_group(

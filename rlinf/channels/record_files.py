@@ -1,11 +1,11 @@
-"""Record files: records pass from one job to a later one as HDF5 files.
+"""Record files: HDF5 files that pass records from one job to a later job.
 
-A file holds many records: step arrays are concatenated along their leading dimension with one
-offsets table, context arrays likewise with a table each, strings as UTF-8 bytes with a table. No
+A file contains many records. Step arrays are concatenated along their leading dimension, with one
+offsets table for all. Each context array and each string (UTF-8) has its own offsets table. No
 Python object is stored, so reading never runs foreign code, and equal records give equal bytes.
 
-Columns with large rows lie in a file of their own and are read when they are used, in blocks whose
-checksums the first file holds. A process that uses a few of the records reads only those.
+Columns with large rows are in a separate file and are read when they are used, in blocks whose
+checksums are in the first file. A process that uses a few of the records reads only their blocks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rlinf.errors import ArtifactError
 from rlinf.verified_io import read_bytes, verify_file
 
 BLOCK_BYTES = 1 << 18
-"""Rows are read and checked by blocks of about so much, or one by one."""
+"""Approximate size of the blocks in which rows are read and verified; at least one row."""
 
 
 def large_columns_path(path: Path) -> Path:
-    """Return the path of the file with the large columns of a file of records."""
+    """Return the path of the file with the large columns of a record file."""
     return path.with_suffix(".rows.hdf5")
 
 
@@ -48,102 +48,104 @@ def write_large_columns(path: Path, file: h5py.File, columns: dict[str, list[np.
 
     Raises:
         ValueError: arrays of one column differ in dtype or trailing shape.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with (
         open_hdf5_target(large_columns_path(path)) as target,
-        h5py.File(target, "w", libver="earliest") as rows,
+        h5py.File(target, "w", libver="earliest") as rows_file,
     ):
         for name, arrays in columns.items():
             check_same_layout(arrays, name)
-            kind, shape = arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:])
-            size = _block(kind, shape)
-            column, sums, at = rows.create_dataset(name, shape, kind), [], 0
+            dtype, shape = arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:])
+            size = _block_rows(dtype, shape)
+            column, checksums, row = rows_file.create_dataset(name, shape, dtype), [], 0
             for block in _blocks(arrays, size):
-                column[at : at + len(block)] = block
-                sums.append(_sum(block))
-                at += len(block)
-            data = file.create_dataset(f"steps/rows/{name}", data=np.array(sums, dtype=np.uint64))
-            data.attrs["shape"], data.attrs["dtype"] = shape, kind.str
+                column[row : row + len(block)] = block
+                checksums.append(_checksum(block))
+                row += len(block)
+            table = np.array(checksums, dtype=np.uint64)
+            data = file.create_dataset(f"steps/rows/{name}", data=table)
+            data.attrs["shape"], data.attrs["dtype"] = shape, dtype.str
             data.attrs["block"] = size
 
 
 def _blocks(arrays: Sequence[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Arrays one after the other, by ``size`` rows: there is never a second copy of them all."""
-    waiting, count = list[np.ndarray](), 0
+    """Yield blocks of ``size`` rows of the concatenated arrays, without a copy of all of them."""
+    parts, count = list[np.ndarray](), 0
     for array in arrays:
         start = 0
         while start < len(array):
             part = array[start : start + size - count]
-            waiting.append(part)
+            parts.append(part)
             start, count = start + len(part), count + len(part)
             if count == size:
-                yield np.concatenate(waiting)
-                waiting, count = [], 0
-    if waiting:
-        yield np.concatenate(waiting)
+                yield np.concatenate(parts)
+                parts, count = [], 0
+    if parts:
+        yield np.concatenate(parts)
 
 
 class LargeColumn:
-    """A large column over all records of the file ``path``."""
+    """A large column of all records of the file ``path``."""
 
-    def __init__(self, path: Path, name: str, sums: Any) -> None:
-        self._path, self._name, self._sums = large_columns_path(path), name, sums[:]
-        self._shape = tuple(int(size) for size in sums.attrs["shape"])
-        self._dtype = np.dtype(str(sums.attrs["dtype"]))
-        self._size = int(sums.attrs["block"])
+    def __init__(self, path: Path, name: str, checksums: Any) -> None:
+        self._path, self._name, self._checksums = large_columns_path(path), name, checksums[:]
+        self._shape = tuple(int(size) for size in checksums.attrs["shape"])
+        self._dtype = np.dtype(str(checksums.attrs["dtype"]))
+        self._block_rows = int(checksums.attrs["block"])
 
     def lazy_array(self) -> LazyArray:
-        """Its rows; reading them raises ``ArtifactError`` where they are committed and damaged, and
-        ``ValueError`` where they are damaged."""
+        """Return the rows as a lazy array. Reading damaged rows raises ``ArtifactError`` if the
+        file is committed, else ``ValueError``."""
         return LazyArray(self._read, self._shape, self._dtype)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Rows, read now; raises as above."""
+        """Read the rows now; raises as :meth:`lazy_array`."""
         return self._read(rows.start, rows.stop)
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        """Rows, of whole blocks that are as they were written.
+        """Read rows and verify the checksums of their blocks.
 
         Raises:
-            ArtifactError: they are not.
+            ArtifactError, ValueError: rows are damaged; see :meth:`lazy_array`.
         """
-        first, size = start // self._size, self._size
+        first, block_rows = start // self._block_rows, self._block_rows
         try:
             with h5py.File(self._path, "r", locking=False) as file:
                 column = file[self._name]
                 if not isinstance(column, h5py.Dataset):
                     raise ValueError("no array")
-                found = column[first * size : -(-stop // size) * size]
+                rows = column[first * block_rows : -(-stop // block_rows) * block_rows]
         except FileNotFoundError:
-            raise self._damage("missing") from None
+            raise self._damage_error("missing") from None
         except OSError as error:
-            # The file as it was committed is no damage, whatever keeps it from being read now.
+            # A committed file with the right checksum is not damaged; it cannot be read now.
             verify_file(self._path)
-            raise error if committed_file(self._path) else self._damage(str(error)) from None
+            raise error if committed_file(self._path) else self._damage_error(str(error)) from None
         except (KeyError, ValueError, TypeError) as error:
-            raise self._damage(str(error)) from None
-        if found.shape[1:] != self._shape[1:] or found.dtype != self._dtype:
-            raise self._damage("another shape or type")
-        for number in range(-(-len(found) // size)):
-            if _sum(found[number * size : (number + 1) * size]) != self._sums[first + number]:
-                raise self._damage("altered (checksum differs)")
-        if len(found) < stop - first * size:
-            raise self._damage("truncated")
-        return cast(np.ndarray, found[start - first * size : stop - first * size])
+            raise self._damage_error(str(error)) from None
+        if rows.shape[1:] != self._shape[1:] or rows.dtype != self._dtype:
+            raise self._damage_error("another shape or type")
+        for block in range(-(-len(rows) // block_rows)):
+            content = rows[block * block_rows : (block + 1) * block_rows]
+            if _checksum(content) != self._checksums[first + block]:
+                raise self._damage_error("altered (checksum differs)")
+        if len(rows) < stop - first * block_rows:
+            raise self._damage_error("truncated")
+        return cast(np.ndarray, rows[start - first * block_rows : stop - first * block_rows])
 
-    def _damage(self, problem: str) -> Exception:
+    def _damage_error(self, problem: str) -> Exception:
         commit, text = committed_file(self._path), f"{self._path}: {self._name}: {problem}"
         return ArtifactError(text, commit.manifest, commit.data) if commit else ValueError(text)
 
 
-def _block(dtype: np.dtype, shape: Sequence[int]) -> int:
-    """Rows of a block."""
+def _block_rows(dtype: np.dtype, shape: Sequence[int]) -> int:
+    """Return the number of rows of a block."""
     row = dtype.itemsize * int(np.prod(shape[1:]))
     return max(1, BLOCK_BYTES // max(1, row))
 
 
-def _sum(rows: np.ndarray) -> int:
+def _checksum(rows: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).view(np.uint8).data)
 
 
@@ -157,10 +159,10 @@ def check_same_layout(arrays: Sequence[np.ndarray], name: str) -> None:
         raise ValueError(f"column {name!r}: dtype and trailing shape must not change")
 
 
-class _Target(io.FileIO):
-    """A file that fails only when asked.
+class _Hdf5Target(io.FileIO):
+    """A file that records its first write error instead of raising it.
 
-    HDF5 cannot give up a file whose last writes failed: it tries again, also when Python ends, and
+    HDF5 cannot close a file whose last writes failed: it tries again, also when Python ends, and
     then crashes.
     """
 
@@ -168,10 +170,10 @@ class _Target(io.FileIO):
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        done = 0
-        while done < size and self.error is None:
+        written = 0
+        while written < size and self.error is None:
             try:
-                done += super().write(memoryview(data).cast("B")[done:])
+                written += super().write(memoryview(data).cast("B")[written:])
             except OSError as error:
                 self.error = error
         return size
@@ -190,45 +192,45 @@ def open_hdf5_target(path: Path) -> Iterator[io.FileIO]:
     """Open a new file for ``h5py.File``.
 
     Raises:
-        OSError: writing failed; raised once the HDF5 file is closed.
+        OSError: writing failed; raised after the HDF5 file is closed.
     """
-    with _Target(path, "w+") as target:
+    with _Hdf5Target(path, "w+") as target:
         yield target
         if target.error is not None:
             raise OSError(target.error.errno, target.error.strerror, str(path))
 
 
 SCHEMA, SCHEMA_WITH_LARGE_COLUMNS = 1, 2
-"""Schema of a file, and of one with some columns in a separate file."""
+"""Schema of a file with all columns, and of a file with some columns in a separate file."""
 PART_BYTES = 256 << 20
 MAX_OPEN_PARTS = 64
-"""Maximum number of files that stay open during sorting; processes are often limited to 1024."""
+"""Maximum number of files kept open during sorting; processes are often limited to 1024."""
 T = TypeVar("T")
 
 
 class RecordFileWriter(RecordSink):
-    """The producing end: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
+    """The writing end: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
 
-    Readers see nothing before the stage commits its manifest. Equal records give equal bytes in
-    whatever order they come, because the parts are sorted by identity. If the records fill more
-    than one part and came in another order, ``close`` writes them again, which temporarily takes
-    twice the disk space but no more than a part of memory.
+    Readers see nothing before the stage commits its manifest. The parts are sorted by identity, so
+    equal records give equal bytes in any order of arrival. If unsorted records fill more than one
+    part, ``close`` writes them again. That temporarily takes twice the disk space, but only the
+    memory of one part.
     """
 
     def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
         self._folder, self._name, self._rank = folder, name, rank
         self._part = _FilePart[Record]()
-        self._parts: list[list[_RecordPlace]] = []
-        """What was written, in the order in which it lies there."""
+        self._parts: list[list[_RecordPosition]] = []
+        """Positions of the written records of each part, in file order."""
         self._closed = False
         self.count = 0
 
     def put(self, record: Record) -> None:
         if self._closed:
             raise ChannelClosed("put on a closed channel")
-        self._part.add(record, _size(record))
+        self._part.add(record, _record_bytes(record))
         self.count += 1
-        if self._part.full:
+        if self._part.is_full:
             self._flush()
 
     def close(self) -> None:
@@ -237,55 +239,58 @@ class RecordFileWriter(RecordSink):
         self._closed = True
         if self._part.items or not self._parts:
             self._flush()
-        parts = list(_cut(sorted(place for part in self._parts for place in part)))
+        parts = list(_split_into_parts(sorted(p for part in self._parts for p in part)))
         if len(self._parts) > 1 and parts != self._parts:
-            self._sort(parts)
+            self._rewrite_sorted(parts)
 
     def _flush(self) -> None:
         records, number = sorted(self._part.items, key=lambda r: r.identity), len(self._parts)
         write_records(self._path(number), records)
-        places = (_RecordPlace(r.identity, number, i, _size(r)) for i, r in enumerate(records))
-        self._parts.append(list(places))
+        positions = (
+            _RecordPosition(r.identity, number, i, _record_bytes(r)) for i, r in enumerate(records)
+        )
+        self._parts.append(list(positions))
         self._part = _FilePart()
 
-    def _sort(self, parts: Iterable[Sequence[_RecordPlace]]) -> None:
-        """Write the parts anew, with what lies in them now."""
+    def _rewrite_sorted(self, parts: Iterable[Sequence[_RecordPosition]]) -> None:
+        """Write the parts again, with the records in the order of ``parts``."""
         with (
             tempfile.TemporaryDirectory(dir=self._folder, prefix="unsorted-") as folder,
-            contextlib.ExitStack() as staying,
+            contextlib.ExitStack() as open_files,
         ):
             written = []
             for number in range(len(self._parts)):
                 written.append(self._path(number).rename(Path(folder) / self._path(number).name))
                 if (rows := large_columns_path(self._path(number))).exists():
                     rows.rename(Path(folder) / rows.name)
-            # Where records came in any order, each part has some of all that were written.
-            files = (
-                (path, staying.enter_context(_opened(path))) for path in written[:MAX_OPEN_PARTS]
+            # If records arrived in random order, each new part has records of all old parts.
+            opened = (
+                (path, open_files.enter_context(_open(path))) for path in written[:MAX_OPEN_PARTS]
             )
-            there = [_Columns(file, path, lazy=False) for path, file in files]
-            for number, places in enumerate(parts):
-                by_part = defaultdict[int, list[_RecordPlace]](list)
-                for place in places:
-                    by_part[place.part].append(place)
-                records = dict[_RecordPlace, Record]()
-                for part, here in by_part.items():
-                    # All are sorted: what goes from one file to another lies together.
-                    span = here[0].number, here[-1].number + 1
-                    if part < len(there):
-                        found = there[part].records(*span)
+            columns = [_Columns(file, path, lazy=False) for path, file in opened]
+            for number, positions in enumerate(parts):
+                positions_by_part = defaultdict[int, list[_RecordPosition]](list)
+                for position in positions:
+                    positions_by_part[position.part].append(position)
+                records = dict[_RecordPosition, Record]()
+                for old_part, part_positions in positions_by_part.items():
+                    # Old and new parts are sorted, so these records are adjacent in the old part.
+                    span = part_positions[0].number, part_positions[-1].number + 1
+                    if old_part < len(columns):
+                        part_records = columns[old_part].records(*span)
                     else:
-                        with _opened(written[part]) as file:
-                            found = _Columns(file, written[part], lazy=False).records(*span)
-                    records.update(zip(here, found, strict=True))
-                write_records(self._path(number), [records[place] for place in places])
+                        with _open(written[old_part]) as file:
+                            part_columns = _Columns(file, written[old_part], lazy=False)
+                            part_records = part_columns.records(*span)
+                    records.update(zip(part_positions, part_records, strict=True))
+                write_records(self._path(number), [records[position] for position in positions])
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self._name}-r{self._rank:03d}-p{number:03d}.h5"
 
 
-class _RecordPlace(NamedTuple):
-    """Position of a record: its part and its number within; ``size`` in bytes."""
+class _RecordPosition(NamedTuple):
+    """Position of a record: part, index within the part, and size in bytes."""
 
     identity: RecordId
     part: int
@@ -293,12 +298,12 @@ class _RecordPlace(NamedTuple):
     size: int
 
 
-def _size(record: Record) -> int:
+def _record_bytes(record: Record) -> int:
     return sum(a.nbytes for a in (*record.steps.values(), *record.context.values()))
 
 
 class _FilePart(Generic[T]):
-    """The items of a file, which ends with the item that reaches :data:`PART_BYTES`."""
+    """The items of one file; the item that reaches :data:`PART_BYTES` is the last."""
 
     def __init__(self) -> None:
         self.items: list[T] = []
@@ -309,16 +314,16 @@ class _FilePart(Generic[T]):
         self._bytes += size
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return self._bytes >= PART_BYTES
 
 
-def _cut(places: Iterable[_RecordPlace]) -> Iterator[list[_RecordPlace]]:
-    """Parts of records in this order."""
-    part = _FilePart[_RecordPlace]()
-    for place in places:
-        part.add(place, place.size)
-        if part.full:
+def _split_into_parts(positions: Iterable[_RecordPosition]) -> Iterator[list[_RecordPosition]]:
+    """Yield the positions of each part, in this order."""
+    part = _FilePart[_RecordPosition]()
+    for position in positions:
+        part.add(position, position.size)
+        if part.is_full:
             yield part.items
             part = _FilePart()
     if part.items:
@@ -326,9 +331,9 @@ def _cut(places: Iterable[_RecordPlace]) -> Iterator[list[_RecordPlace]]:
 
 
 class RecordFileReader(RecordSource):
-    """The consuming end: the records of committed files, sorted by (iteration, sample).
+    """The reading end: the records of committed files, sorted by (iteration, sample).
 
-    Of records with one identity the latest attempt is kept.
+    Of several records of one iteration and sample, the latest attempt is kept.
     """
 
     def __init__(self, paths: Iterable[Path], samples: Collection[int] | None = None) -> None:
@@ -340,8 +345,8 @@ class RecordFileReader(RecordSource):
         latest: dict[tuple[int, int], Record] = {}
         for path in sorted(paths):
             for record in read_records(path, samples):
-                known = latest.get(record.identity.key)
-                if known is None or known.identity.attempt < record.identity.attempt:
+                previous = latest.get(record.identity.key)
+                if previous is None or previous.identity.attempt < record.identity.attempt:
                     latest[record.identity.key] = record
         self._records = deque(latest[key] for key in sorted(latest))
 
@@ -356,9 +361,9 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
 
     Raises:
         ValueError: records differ in column names, dtypes or trailing shapes.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # The newest file format stores times in group headers; equal records must give equal bytes.
+    # Newer file formats store times in group headers, but equal records must give equal bytes.
     with open_hdf5_target(path) as target, h5py.File(target, "w", libver="earliest") as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["count"] = len(records)
@@ -367,8 +372,8 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
         if not records:
             return
         first = records[0]
-        wide = large_columns(first)
-        file.attrs["schema"] = SCHEMA_WITH_LARGE_COLUMNS if wide else SCHEMA
+        large = large_columns(first)
+        file.attrs["schema"] = SCHEMA_WITH_LARGE_COLUMNS if large else SCHEMA
         for record in records:
             if (
                 record.steps.keys() != first.steps.keys()
@@ -378,12 +383,12 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
                 raise ValueError(f"{path.name}: records of one channel must have one schema")
         if first.steps:
             file["steps/offsets"] = _offsets([len(record) for record in records])
-        # Where things lie in a file depends on what was made first.
+        # The layout of a file depends on the order in which datasets are created.
         for name in sorted(first.steps):
-            if name not in wide:
+            if name not in large:
                 file[f"steps/data/{name}"] = _concatenate([r.steps[name] for r in records], name)
-        if wide:
-            write_large_columns(path, file, {n: [r.steps[n] for r in records] for n in wide})
+        if large:
+            write_large_columns(path, file, {n: [r.steps[n] for r in records] for n in large})
         for name in sorted(first.context):
             arrays = [record.context[name] for record in records]
             file[f"context/{name}/offsets"] = _offsets([len(array) for array in arrays])
@@ -396,12 +401,12 @@ def read_records(path: Path, samples: Collection[int] | None = None) -> list[Rec
     """Read the records of a file written by :func:`write_records`.
 
     Args:
-        samples: restrict the records to these samples; None: all. The whole file is read for its
-            checksum all the same, but other records are neither decoded nor kept.
+        samples: restrict the records to these samples; None: all. The whole file is read to verify
+            its checksum, but other records are neither decoded nor kept.
 
     Raises:
-        ValueError: the file is invalid, or of another schema version.
-        ArtifactError: it is committed and damaged.
+        ValueError: the file is invalid or has another schema version.
+        ArtifactError: the file is committed and damaged.
     """
     data = read_bytes(path)
     try:
@@ -416,28 +421,27 @@ def read_records(path: Path, samples: Collection[int] | None = None) -> list[Rec
         columns = _Columns(file, path)
         if samples is None:
             return columns.records(0, int(file.attrs["count"]))
-        there = np.flatnonzero(np.isin(columns.identities[:, 1], list(samples)))
-        runs = np.split(there, np.flatnonzero(np.diff(there) > 1) + 1) if len(there) else []
+        indices = np.flatnonzero(np.isin(columns.identities[:, 1], list(samples)))
+        runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1) if len(indices) else []
         return [r for run in runs for r in columns.records(int(run[0]), int(run[-1]) + 1)]
 
 
-def _opened(path: Path) -> h5py.File:
+def _open(path: Path) -> h5py.File:
     return h5py.File(path, "r", locking=False)
 
 
 class _Columns:
-    """The columns of a file of records, looked up once: reading some of it again and again would be
-    looking for it for the most part."""
+    """The columns of a record file, looked up once: a lookup takes longer than most reads."""
 
     def __init__(self, file: h5py.File, path: Path, *, lazy: bool = True) -> None:
         """
         Args:
-            lazy: columns with large rows are read as they are used.
+            lazy: read columns with large rows when they are used.
         """
         self.identities = file["identity"][:]
         self._steps: dict[str, Any] = dict(file.get("steps/data", {}).items())
-        for name, sums in file.get("steps/rows", {}).items():
-            rows = LargeColumn(path, name, sums)
+        for name, checksums in file.get("steps/rows", {}).items():
+            rows = LargeColumn(path, name, checksums)
             self._steps[name] = rows.lazy_array() if lazy else rows
         self._bounds: Any = file["steps/offsets"][:] if self._steps else None
         groups = file.get("context", {}).items()
@@ -445,7 +449,7 @@ class _Columns:
         self._info = {name: _Info(group) for name, group in file.get("info", {}).items()}
 
     def records(self, start: int, stop: int) -> list[Record]:
-        """Return those from one number up to another."""
+        """Return the records from index ``start`` to ``stop - 1``."""
         steps = {n: _split(data, self._bounds[start : stop + 1]) for n, data in self._steps.items()}
         context = {n: _split(data, o[start : stop + 1]) for n, (data, o) in self._context.items()}
         info = {name: column.values(start, stop) for name, column in self._info.items()}
@@ -463,13 +467,13 @@ class _Columns:
 def read_record_info(path: Path) -> list[tuple[RecordId, int, dict[str, Scalar]]]:
     """Return identity, number of steps and ``info`` of the records of a file, without arrays.
 
-    The checksum is not compared, which would require reading all of it: this is for reports.
+    It is meant for reports: it does not verify the checksum, which requires reading the whole file.
 
     Raises:
-        ValueError: the file is no readable file of records.
+        ValueError: the file is not a readable record file.
     """
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             identities = file["identity"][:].tolist()
             lengths = np.zeros(len(identities), dtype=np.int64)
             if "steps" in file:
@@ -487,7 +491,7 @@ def read_record_info(path: Path) -> list[tuple[RecordId, int, dict[str, Scalar]]
             for i, identity in enumerate(identities)
         ]
     except Exception as error:
-        # One altered byte may be any of the library's errors, from a missing group on.
+        # A changed byte may cause any error of the library, such as that of a missing group.
         raise ValueError(f"{path}: not a readable file of records ({error})") from None
 
 
@@ -501,8 +505,7 @@ def _concatenate(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
 
 
 def _split(data: Any, offsets: np.ndarray) -> list[np.ndarray]:
-    """Pieces of a column, which is read between the first and the last offset, or when it is used
-    where it is lazy."""
+    """Split a column at the offsets. It is read now, or when it is used if it is lazy."""
     start, bounds = int(offsets[0]), (offsets - offsets[0]).tolist()
     rows = data[start : start + bounds[-1]]
     return [rows[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -522,9 +525,9 @@ def _write_info(file: h5py.File, name: str, values: Sequence[Scalar]) -> None:
     else:
         group["data"] = np.array(values, dtype=np.float64)
         if int in kinds:
-            # As floating-point numbers they would be others, and have another digest.
-            whole = [type(value) is int for value in values]
-            group["whole"] = np.array(whole, dtype=np.uint8)
+            # As floats, large integers would change, and records would have another digest.
+            is_integer = [type(value) is int for value in values]
+            group["whole"] = np.array(is_integer, dtype=np.uint8)
             integers = [value for value in values if type(value) is int]
             group["integers"] = _integers(name, integers)
 
@@ -537,7 +540,7 @@ def _integers(name: str, values: Sequence[Scalar]) -> np.ndarray:
 
 
 class _Info:
-    """A column of ``info``; texts are read as they are asked for."""
+    """A column of ``info``; texts are read when their values are requested."""
 
     def __init__(self, group: Any) -> None:
         self._data, self._offsets, self._is_integer = group["data"], None, None
@@ -549,15 +552,15 @@ class _Info:
             self._is_integer, self._integers = group["whole"][:], group["integers"][:]
 
     def values(self, start: int, stop: int) -> list[Scalar]:
-        """Read the records from one number up to another."""
+        """Read the values from index ``start`` to ``stop - 1``."""
         if self._offsets is not None:
             texts = _split(self._data, self._offsets[start : stop + 1])
             return [bytes(text).decode() for text in texts]
         values: list[Scalar] = self._data[start:stop].tolist()
         if self._is_integer is not None:
-            before = np.count_nonzero(self._is_integer[:start])
-            places = np.flatnonzero(self._is_integer[start:stop]).tolist()
-            integers = self._integers[before : before + len(places)].tolist()
-            for place, value in zip(places, integers, strict=True):
-                values[place] = value
+            first_integer = np.count_nonzero(self._is_integer[:start])
+            positions = np.flatnonzero(self._is_integer[start:stop]).tolist()
+            integers = self._integers[first_integer : first_integer + len(positions)].tolist()
+            for position, value in zip(positions, integers, strict=True):
+                values[position] = value
         return values

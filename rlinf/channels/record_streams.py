@@ -1,6 +1,6 @@
-"""Socket transport of records: a mailbox (:mod:`rlinf.channels.mailbox`) that only its host reads.
+"""Record channels over sockets: mailboxes (:mod:`rlinf.channels.mailbox`) that their host reads.
 
-Peers on any node of the run find the host by a file in the run directory.
+Peers on any node of the run find the host by a file in the run folder.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from rlinf.shared_memory import (
 
 RING_SLOTS = 1024
 MAX_AHEAD_BYTES = 8 << 20
-"""Limit for more than two waiting records, so that the caches of both ends hold them."""
+"""Limit for waiting records, so that they fit in the CPU caches; two records may exceed it."""
 RING_HEADER = np.dtype([("put", "i8"), ("pad0", "u1", 120), ("done", "i8"), ("pad1", "u1", 120)])
-"""Each counter has cache lines of its own."""
+"""Padding puts each counter in separate cache lines."""
 RING_DATA_START = -(-(RING_HEADER.itemsize + 16 * RING_SLOTS) // mmap.PAGESIZE) * mmap.PAGESIZE
 STORES_IN_ORDER = platform.machine() == "x86_64"
-"""Whether a process that reads a counter also sees all earlier writes."""
+"""Whether a process that sees a new counter value also sees all earlier writes."""
 
 
 class SharedMemoryRing:
-    """One end of a ring of records in shared memory; ``len`` is its size in bytes."""
+    """One end of a ring of records in shared memory; ``len`` is the ring's size in bytes."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         if len(memory) <= RING_DATA_START:
             raise InputError(f"shared memory of {len(memory)} bytes holds no records")
         head = np.frombuffer(memory, RING_HEADER, 1)
-        self._put, self._done = head["put"], head["done"]
-        self._places = np.frombuffer(memory, "i8", 2 * RING_SLOTS, RING_HEADER.itemsize).reshape(
+        self._put_count, self._released_count = head["put"], head["done"]
+        self._slots = np.frombuffer(memory, "i8", 2 * RING_SLOTS, RING_HEADER.itemsize).reshape(
             RING_SLOTS, 2
         )
         self._data = np.frombuffer(memory, np.uint8, offset=RING_DATA_START)
@@ -71,7 +71,7 @@ class SharedMemoryRing:
         return len(self._data)
 
     def _fence(self) -> None:
-        """Order memory: earlier writes are visible before later ones."""
+        """Memory barrier: earlier writes become visible before later ones."""
         if not STORES_IN_ORDER:
             for _ in range(2):
                 with self._barrier:
@@ -84,76 +84,76 @@ class RingWriter(SharedMemoryRing):
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)
         self._in_flight: deque[tuple[int, int]] = deque()
-        """Start and end of the records that may still be read, the oldest first."""
+        """Start and end of the unreleased records, oldest first."""
         self._count = self._bytes = 0
 
     def put(self, record: EncodedRecord) -> bool:
-        """Write a record if there is room now."""
-        if (start := self._place(record.size)) is None:
+        """Write a record and return True, or return False if there is no room."""
+        if (start := self._find_offset(record.size)) is None:
             return False
         record.write(self._data[start : start + record.size])
-        self._places[self._count % RING_SLOTS] = start, record.size
+        self._slots[self._count % RING_SLOTS] = start, record.size
         self._in_flight.append((start, start + record.size))
         self._bytes += record.size
         self._count += 1
         self._fence()
-        self._put[0] = self._count
+        self._put_count[0] = self._count
         return True
 
-    def _place(self, size: int) -> int | None:
+    def _find_offset(self, size: int) -> int | None:
         """Return the lowest offset with ``size`` free bytes, or None.
 
         Low offsets were read most recently, so they are still in the cache.
         """
-        waiting = self._count - int(self._done[0])
+        waiting = self._count - int(self._released_count[0])
         while len(self._in_flight) > waiting:
             start, end = self._in_flight.popleft()
             self._bytes -= end - start
         if waiting >= RING_SLOTS or (waiting >= 2 and self._bytes + size > MAX_AHEAD_BYTES):
             return None
-        place = 0
+        offset = 0
         for start, end in sorted(self._in_flight):
-            if place + size <= start:
-                return place
-            place = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        return place if place + size <= len(self) else None
+            if offset + size <= start:
+                return offset
+            offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        return offset if offset + size <= len(self) else None
 
 
 class RingReader(SharedMemoryRing):
-    """The reader's end; it continues after the records that an earlier reader released."""
+    """The reader's end. It continues after the records that an earlier reader released."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)
-        self._count = int(self._done[0])
+        self._count = int(self._released_count[0])
 
     @property
     def has_record(self) -> bool:
         """True if a record is available."""
-        return int(self._put[0]) > self._count
+        return int(self._put_count[0]) > self._count
 
     def get(self) -> Record:
-        """Return the oldest record; one must be available. Its arrays lie in the segment.
+        """Return the oldest record; one must be available. Its arrays are in the segment.
 
         Raises:
-            DataError: the bytes are no record.
+            DataError: the bytes are not a record.
         """
-        start, size = self._places[self._count % RING_SLOTS].tolist()
+        start, size = self._slots[self._count % RING_SLOTS].tolist()
         self._count += 1
         if not 0 <= start < start + size <= len(self):
             raise DataError("malformed record: not in the segment")
         return decode_record(self._readable[start : start + size])
 
     def release(self) -> None:
-        """Release all returned records, so that their memory is used again."""
+        """Release all returned records; their memory is reused."""
         self._fence()
-        self._done[0] = self._count
+        self._released_count[0] = self._count
 
 
 CHECK_INTERVAL_S = 1.0
 MIN_POLL_S, MAX_POLL_S = 2e-5, 1e-3
-"""Interval between checks of shared memory for a record or free space."""
+"""Intervals between checks of shared memory for a record or free space."""
 SEGMENT_KEY = "segment"
-"""Key in a peer's description for the shared memory that holds its records."""
+"""Key in a peer's description: the name of the shared memory with its records."""
 
 
 def channel_pointer(folder: Path, name: str) -> Path:
@@ -176,15 +176,15 @@ def find_channel_host(folder: Path, name: str) -> tuple[Path, HostPointer]:
 
 
 class SocketSource(MailboxHost, RecordSource):
-    """The end of the process that hosts the channel and reads it; the channel ends with it.
+    """The reading end, whose process hosts the channel; the channel ends with it.
 
     ``malformed`` counts messages and records that were dropped because they could not be read.
 
     Args:
-        folder: the run's folder for channels; made with mode 0700, holds keys and addresses.
+        folder: the run's folder for channels, with keys and addresses; created with mode 0700.
         interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`.
-        timeout_s: how long a peer may be silent before its state is dropped, and a host before its
-            peers give up.
+        timeout_s: how long a peer may be silent before the host drops its state, and how long the
+            host may be silent before its peers fail.
         max_bytes: the largest record.
     """
 
@@ -201,12 +201,12 @@ class SocketSource(MailboxHost, RecordSource):
         self._rings: dict[str, RingReader] = {}
         """Readers of the shared memory of each peer."""
         self._segments: dict[str, str] = {}
-        self._departed: set[str] = set()
-        """Peers whose memory is released once all its records are read."""
-        self._silent: set[str] = set()
-        """Silent peers, which may be stopped. They may later add records to the same memory, and
-        leave before their next message."""
-        self._checked_at = 0.0
+        self._departed_peers: set[str] = set()
+        """Peers whose memory is released once all their records are read."""
+        self._silent_peers: set[str] = set()
+        """Silent peers. A stopped peer may continue, add records to the same memory, and leave
+        before its next message."""
+        self._last_check = 0.0
         self._borrowed_from: RingReader | None = None
         super().__init__(
             channel_pointer(folder, name),
@@ -219,9 +219,9 @@ class SocketSource(MailboxHost, RecordSource):
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the last record lies in its writer's memory, which the next ``get`` releases.
+        """True if the last record is in its writer's memory, which the next ``get`` releases.
 
-        Copy arrays that are needed longer.
+        Copy the arrays to use them longer.
         """
         return self._borrowed_from is not None
 
@@ -249,21 +249,21 @@ class SocketSource(MailboxHost, RecordSource):
             poll_s = min(1.5 * poll_s, MAX_POLL_S)
 
     def _release_segments(self) -> None:
-        """Release memory that has no writer any more and whose records are all read."""
-        if self._silent and (now := time.monotonic()) - self._checked_at > CHECK_INTERVAL_S:
-            self._checked_at = now
-            segments = {name: self._segments.get(name) for name in self._silent}
-            over = {
+        """Release memory whose writer has ended and whose records are all read."""
+        if self._silent_peers and (now := time.monotonic()) - self._last_check > CHECK_INTERVAL_S:
+            self._last_check = now
+            segments = {name: self._segments.get(name) for name in self._silent_peers}
+            orphaned = {
                 name for name, segment in segments.items() if not segment or is_orphaned(segment)
             }
-            self._silent -= over
-            self._departed |= over
-        for name in list(self._departed):
-            # Records from before the peer left must be read first.
+            self._silent_peers -= orphaned
+            self._departed_peers |= orphaned
+        for name in list(self._departed_peers):
+            # Records that the peer wrote before it left must be read first.
             if (ring := self._rings.get(name)) is None or not ring.has_record:
                 self._rings.pop(name, None)
                 self._segments.pop(name, None)
-                self._departed.discard(name)
+                self._departed_peers.discard(name)
 
     def _handle_event(self, event: PeerEvent) -> None:
         if isinstance(event, PeerReport):
@@ -271,30 +271,30 @@ class SocketSource(MailboxHost, RecordSource):
         elif isinstance(event, PeerLost):
             self.forget_peer(event.worker)
             if event.reason in (REASON_DEPARTED, REASON_REPLACED):
-                self._silent.discard(event.worker)
-                self._departed.add(event.worker)
+                self._silent_peers.discard(event.worker)
+                self._departed_peers.add(event.worker)
             else:
-                self._silent.add(event.worker)
-        elif (segment := event.about.get(SEGMENT_KEY)) is not None:
-            # Back after it was silent.
-            self._silent.discard(event.worker)
-            self._departed.discard(event.worker)
+                self._silent_peers.add(event.worker)
+        elif (segment := event.description.get(SEGMENT_KEY)) is not None:
+            # A silent peer has returned.
+            self._silent_peers.discard(event.worker)
+            self._departed_peers.discard(event.worker)
             with contextlib.suppress(InputError, OSError):
                 self._attach(event.worker, segment)
 
     def _on_hello(
-        self, frames: list[memoryview], id_: bytes, name: str, about: bytes, status: bytes
+        self, frames: list[memoryview], id_: bytes, name: str, description: bytes, status: bytes
     ) -> None:
         # Attach before the answer: the peer may leave at once and remove the segment's name.
-        if (segment := unpack_map(about).get(SEGMENT_KEY)) is not None:
+        if (segment := unpack_map(description).get(SEGMENT_KEY)) is not None:
             self._attach(name, segment)
-        super()._on_hello(frames, id_, name, about, status)
+        super()._on_hello(frames, id_, name, description, status)
 
     def _retire(self, session: PeerSession, reason: str) -> None:
         was_alive = session.alive
         super()._retire(session, reason)
         if not was_alive:
-            # It was silent and will not return.
+            # The peer was reported silent; now report that it will not return.
             self._events.append(QueuedEvent(session, PeerLost(session.name, reason)))
 
     def _attach(self, name: str, segment: object) -> None:
@@ -306,16 +306,16 @@ class SocketSource(MailboxHost, RecordSource):
 class SocketSink(MailboxPeer, RecordSink):
     """The sending end, for any number of threads.
 
-    ``put`` returns when the record is in flight and at most ``WINDOW_BYTES`` are unacknowledged;
-    ``flush`` waits until the host has all records. Small records travel together. While the host is
-    silent, operations raise ``ChannelFailed``.
+    ``put`` blocks until at most ``WINDOW_BYTES`` are unacknowledged. ``flush`` waits until the host
+    has all records. Small records are sent together. While the host is silent, all operations raise
+    ``ChannelFailed``.
 
     Raises:
         InputError: there is no such channel.
         ChannelFailed: its host does not answer.
     """
 
-    def __init__(self, folder: Path, name: str, *, about: bytes = EMPTY_MAP) -> None:
+    def __init__(self, folder: Path, name: str, *, description: bytes = EMPTY_MAP) -> None:
         pointer, host = find_channel_host(folder, name)
         try:
             address = first_reachable(host.addresses)
@@ -324,8 +324,10 @@ class SocketSink(MailboxPeer, RecordSink):
         if address is None:
             raise ChannelFailed(f"{pointer.name}: no answer at {', '.join(host.addresses)}")
         self._max_bytes = host.max_bytes
-        own = routing_id().hex()
-        super().__init__(pointer, own, _reject_item, about=about, host=host, address=address)
+        peer = routing_id().hex()
+        super().__init__(
+            pointer, peer, _reject_item, description=description, host=host, address=address
+        )
 
     def put(self, record: Record) -> None:
         """See the interface.
@@ -336,8 +338,8 @@ class SocketSink(MailboxPeer, RecordSink):
         encoded = encode_record(record)
         if encoded.size > self._max_bytes:
             raise DataError(
-                f"record {tuple(record.identity)} takes {encoded.size} bytes, one of "
-                f"{self._pointer.name} may have {self._max_bytes}; raise max_bytes"
+                f"record {tuple(record.identity)} takes {encoded.size} bytes; "
+                f"{self._pointer.name} accepts {self._max_bytes}; raise max_bytes"
             )
         self.send_item(encoded.to_bytes(), wait=True)
 
@@ -353,13 +355,13 @@ def _reject_item(item: object) -> None:
 
 
 FULL_TIMEOUT_S = 30.0
-"""How long a living reader may release no memory before it counts as hanging."""
+"""After this time without released memory, a reader counts as hanging."""
 
 
 class SharedMemorySink(SocketSink):
-    """The sending end by shared memory, for any number of threads, which take turns.
+    """The sending end over shared memory, for any number of threads; one writes at a time.
 
-    If the process dies, the record that it is writing is lost; all earlier ones arrive.
+    If the process dies, the record that it is writing is lost; all earlier records arrive.
 
     Args:
         size: bytes for records that are waiting or in use.
@@ -376,9 +378,9 @@ class SharedMemorySink(SocketSink):
             raise InputError(f"{pointer}: no such channel on this node")
         self._segment = new_segment_name()
         self._ring = RingWriter(create_segment(self._segment, RING_DATA_START + size))
-        self._writes = threading.Lock()
+        self._write_lock = threading.Lock()
         try:
-            super().__init__(folder, name, about=msgpack.packb({SEGMENT_KEY: self._segment}))
+            super().__init__(folder, name, description=msgpack.packb({SEGMENT_KEY: self._segment}))
         except BaseException:
             remove_segment(self._segment)
             raise
@@ -396,10 +398,10 @@ class SharedMemorySink(SocketSink):
                 f"for {self._pointer.name} has {len(self._ring)}"
             )
         deadline, poll_s = time.monotonic() + FULL_TIMEOUT_S, MIN_POLL_S
-        with self._writes:
+        with self._write_lock:
             while True:
                 with self._changed:
-                    self._check()
+                    self._raise_if_failed()
                 if self._ring.put(encoded):
                     return
                 if time.monotonic() > deadline:
@@ -411,12 +413,12 @@ class SharedMemorySink(SocketSink):
                 poll_s = min(1.5 * poll_s, MAX_POLL_S)
 
     def flush(self) -> None:
-        """Wait until the reader has attached the segment: all records then survive this process."""
+        """Wait until the reader has attached the segment. Records then survive this process."""
         with self._changed:
             while not self._is_connected:
-                self._check()
+                self._raise_if_failed()
                 self._changed.wait(MAX_POLL_S)
-            self._check()
+            self._raise_if_failed()
 
     def close(self) -> None:
         """Leave; the records can still be read."""

@@ -1,11 +1,11 @@
 """Rendezvous of a process group: a key-value store that rank 0 serves.
 
-Torch's own store listens for everybody. This one is a mailbox of the run
-(:mod:`rlinf.channels.mailbox`), which only processes with the run's keys can use and which
-delivers every message once. A file of the run holds its location.
+Torch's own store accepts connections from anybody. This store is a mailbox of the run
+(:mod:`rlinf.channels.mailbox`): only processes with the run's keys can use it, and it delivers
+every message once. The ranks find it by a pointer file of the run.
 
-A request is one msgpack list (number, verb, arguments), and its reply is number and value. All
-requests are answered at once; a rank that waits for a key sends its request again.
+A request is one msgpack list (number, verb, arguments); its reply is (number, value). All requests
+are answered at once. A rank that waits for a key repeats its request.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from rlinf.errors import DataError, StageError
 MIN_RETRY_S, MAX_RETRY_S = 0.002, 0.25
 """Minimum and maximum wait before a missing key is requested again."""
 FILE_POLL_S = 0.5
-"""Maximum wait between two reads of the pointer file, on a shared filesystem."""
+"""Maximum wait between two reads of the pointer file, which is on a shared filesystem."""
 REQUEST_TIMEOUT_S = 30.0
-"""How long rank 0 may leave a request unanswered."""
+"""How long a rank waits for rank 0 to answer a request."""
 HEARTBEAT_FRACTION = 1 / 15
 """Heartbeat interval of each rank, as a fraction of the host's timeout."""
 MAX_BYTES = 1 << 24
 """Maximum size of a request or reply."""
 MAX_VALUE_BYTES = MAX_BYTES - (1 << 10)
-"""Maximum size of a key and its value, which share a reply with a little overhead."""
+"""Maximum size of a key with its value; the rest of a reply is overhead."""
 Execute = Callable[..., Any]
 """Executes a request: verb and arguments."""
 
 
 class KeyValueTable:
-    """The keys and their values, for any number of threads."""
+    """A thread-safe table of keys and values."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -71,11 +71,11 @@ class KeyValueTable:
             return self._verbs[verb](*arguments)
 
     def _set(self, key: str, value: bytes) -> None:
-        _check(key, value)
+        _check_sizes(key, value)
         self._values[key] = value
 
     def _add(self, key: str, amount: int) -> int:
-        _check(key, b"")
+        _check_sizes(key, b"")
         total = int(self._values.get(key, b"0")) + amount
         if type(amount) is not int or abs(total) >= 1 << 63:
             raise ValueError("not a number of 64 bits")
@@ -83,15 +83,15 @@ class KeyValueTable:
         return total
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        _check(key, expected, desired)
-        known = self._values.get(key)
-        if known == expected or (known is None and not expected):
-            self._values[key] = known = desired
-        return expected if known is None else known
+        _check_sizes(key, expected, desired)
+        current = self._values.get(key)
+        if current == expected or (current is None and not expected):
+            self._values[key] = current = desired
+        return expected if current is None else current
 
 
 class RendezvousHost(MailboxHost):
-    """Rank 0's end: the mailbox's thread answers the other ranks until :meth:`close`.
+    """Rank 0's end. The mailbox's thread answers the other ranks until :meth:`close`.
 
     Invalid requests get no reply and count as ``malformed``.
     """
@@ -108,12 +108,12 @@ class RendezvousHost(MailboxHost):
         )
 
     def _execute_request(self, request: Block) -> bytes:
-        # Executed while items are decoded, so that an invalid request is dropped and counted.
-        number, verb, *arguments = _unpacked(request)
+        # The host calls this as its decoder, so that an invalid request is dropped and counted.
+        number, verb, *arguments = _unpack(request)
         answer: bytes = msgpack.packb((number, self.execute(verb, *arguments)))
         return answer
 
-    def _arrived(self, session: PeerSession, content: bytes, number: int) -> None:
+    def _queue_item(self, session: PeerSession, content: bytes, number: int) -> None:
         session.sender.add(content)
 
 
@@ -122,19 +122,22 @@ class RendezvousClient(MailboxPeer):
 
     def __init__(self, pointer: Path, name: str, host: HostPointer, address: str) -> None:
         self._number, self._request_lock = 0, threading.Lock()
-        beat_s = host.timeout_s * HEARTBEAT_FRACTION
-        super().__init__(pointer, name, _unpacked, host=host, address=address, beat_s=beat_s)
+        heartbeat_s = host.timeout_s * HEARTBEAT_FRACTION
+        super().__init__(
+            pointer, name, _unpack, host=host, address=address, heartbeat_s=heartbeat_s
+        )
 
     def execute(self, verb: str, *arguments: Any) -> Any:
         """Send a request to rank 0 and return its reply.
 
         Raises:
-            DistStoreError: rank 0 does not answer, this end is closed, or the request is too large.
+            DistStoreError: rank 0 does not answer, the client is closed, or the request is too
+                large.
             ValueError: a key with its value is too large.
         """
         if verb in ("set", "compare_set"):
-            # Rank 0 would drop a request that is too large, and seem to have ended.
-            _check(*arguments)
+            # Rank 0 would drop an oversized request, and would then seem to have ended.
+            _check_sizes(*arguments)
         with self._request_lock:
             self._number += 1
             deadline = time.monotonic() + REQUEST_TIMEOUT_S
@@ -145,8 +148,8 @@ class RendezvousClient(MailboxPeer):
                 )
             try:
                 self.send_item(request)
-                while (left := deadline - time.monotonic()) > 0:
-                    for number, value in self.receive_items(left):
+                while (remaining_s := deadline - time.monotonic()) > 0:
+                    for number, value in self.receive_items(remaining_s):
                         if number == self._number:
                             return value
             except ChannelClosed:
@@ -163,8 +166,8 @@ class RendezvousClient(MailboxPeer):
 class RendezvousStore(Store):
     """The key-value store in torch's interface.
 
-    Torch keeps a reference only to its own half of the object, so the caller must keep this one
-    alive while torch uses it.
+    Torch keeps a reference only to the C++ half of the object, so the caller must keep the Python
+    object alive while torch uses it.
 
     Args:
         execute: executes requests.
@@ -179,7 +182,7 @@ class RendezvousStore(Store):
         self._execute, self._timeout_s, self._close_client = execute, timeout_s, close_client
 
     def close(self) -> None:
-        """Send and answer no further requests; may be called twice."""
+        """Stop sending and answering requests; may be called twice."""
         atexit.unregister(self.close)
         self._close_client()
 
@@ -220,60 +223,61 @@ class RendezvousStore(Store):
             raise DistStoreError(f"no rank has set {', '.join(missing)} for {limit:g} s")
 
     def wait_missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Wait for keys; returns those that were not set in time."""
+        """Wait for keys; return the keys that were not set in time."""
         deadline, pause = time.monotonic() + timeout_s, MIN_RETRY_S
-        wanted = list(keys)
-        while wanted := self._execute("missing", wanted):
-            left = deadline - time.monotonic()
-            if left <= 0:
+        missing = list(keys)
+        while missing := self._execute("missing", missing):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 break
-            time.sleep(min(left, pause))
+            time.sleep(min(remaining_s, pause))
             pause = min(2 * pause, MAX_RETRY_S)
-        return wanted
+        return missing
 
 
 def join_rendezvous(
     pointer: Path, rank: int, size: int, timeout_s: float
 ) -> tuple[RendezvousStore, str]:
-    """Wait for all ranks; returns their store and an address by which others reach rank 0.
+    """Wait for all ranks; return their store and an address at which other nodes reach rank 0.
 
-    The store lives until it is closed or Python ends. No rank forms a group earlier, because a
-    process that waits at an open port would accept any connection.
+    The store exists until it is closed or Python ends. Ranks form the group only after all have
+    joined, because a process that waits at an open port would accept any connection.
 
     Args:
         pointer: file in which rank 0 publishes its location; its name is unique to this attempt of
             this group. Its folder holds the run's keys.
 
     Raises:
-        StageError: a rank did not arrive in time; names the missing ones.
+        StageError: ranks did not join in time; the message lists them.
     """
     deadline = time.monotonic() + timeout_s
     run_keys(pointer.parent)  # any rank may be the first to create the folder of a new run
-    end: RendezvousHost | RendezvousClient
+    endpoint: RendezvousHost | RendezvousClient
     if rank == 0:
-        end = host = RendezvousHost(pointer)
-        reached, own = "", _host_of(host.addresses[0])
+        endpoint = host = RendezvousHost(pointer)
+        rank_0_host, own_host = "", _host_name(host.addresses[0])
     else:
-        target, address = _find_rank_0(pointer, rank, timeout_s)
-        end, reached = RendezvousClient(pointer, f"rank {rank}", target, address), _host_of(address)
-    store = RendezvousStore(end.execute, timeout_s, end.close)
+        location, address = _find_rank_0(pointer, rank, timeout_s)
+        endpoint = RendezvousClient(pointer, f"rank {rank}", location, address)
+        rank_0_host = _host_name(address)
+    store = RendezvousStore(endpoint.execute, timeout_s, endpoint.close)
     atexit.register(store.close)
     try:
-        # On its own node any address works; other nodes may reach only one of them.
-        store.set(_joined_key(rank), "" if reached in local_addresses() else reached)
-        late = store.wait_missing(
-            [_joined_key(r) for r in range(size)], deadline - time.monotonic()
+        # On the node of rank 0 any address works; other nodes may reach only one of them.
+        store.set(_rank_key(rank), "" if rank_0_host in local_addresses() else rank_0_host)
+        missing = store.wait_missing(
+            [_rank_key(r) for r in range(size)], deadline - time.monotonic()
         )
-        if late:
-            ranks = ", ".join(key.removeprefix(_joined_key("")) for key in late)
+        if missing:
+            ranks = ", ".join(key.removeprefix(_rank_key("")) for key in missing)
             raise StageError(
                 f"rank {rank} waited {timeout_s:g} s for all {size} ranks of its group; these "
                 f"never joined: {ranks}. Their logs, or the state of their nodes, say why"
             )
         if rank == 0:
-            reported = (store.get(_joined_key(other)).decode() for other in range(1, size))
-            store.set(_VIA, next(filter(None, reported), own))
-        return store, store.get(_VIA).decode()
+            reported_hosts = (store.get(_rank_key(r)).decode() for r in range(1, size))
+            store.set(_ADDRESS_KEY, next(filter(None, reported_hosts), own_host))
+        return store, store.get(_ADDRESS_KEY).decode()
     except DistStoreError as error:
         store.close()
         raise StageError(
@@ -287,45 +291,45 @@ def join_rendezvous(
             pointer.unlink(missing_ok=True)
 
 
-_VIA = "via"
+_ADDRESS_KEY = "address"
 
 
-def _joined_key(rank: int | str) -> str:
-    return f"here/{rank}"
+def _rank_key(rank: int | str) -> str:
+    return f"joined/{rank}"
 
 
 def _find_rank_0(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]:
     """Return the location of rank 0 and the address at which it answers."""
-    deadline, pause, known = time.monotonic() + timeout_s, MIN_RETRY_S, None
+    deadline, pause, host = time.monotonic() + timeout_s, MIN_RETRY_S, None
     while True:
-        # NFS caches for a minute that a file is missing, unless its folder is opened.
+        # NFS caches the absence of a file for a minute, unless its folder is opened.
         os.close(os.open(pointer.parent, os.O_RDONLY | os.O_DIRECTORY))
-        known = read_pointer(pointer) or known
-        if known is not None and (address := first_reachable(known.addresses)) is not None:
-            return known, address
+        host = read_pointer(pointer) or host
+        if host is not None and (address := first_reachable(host.addresses)) is not None:
+            return host, address
         if time.monotonic() > deadline:
             break
         time.sleep(pause)
         pause = min(2 * pause, FILE_POLL_S)
-    reason = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
+    reason = f"it answers at none of {', '.join(host.addresses)}" if host else f"no {pointer}"
     raise StageError(
         f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {reason}. Its log, or the "
         "state of its node, says why"
     )
 
 
-def _host_of(address: str) -> str:
+def _host_name(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0]
 
 
-def _unpacked(message: Block) -> list[Any]:
+def _unpack(message: Block) -> list[Any]:
     content = msgpack.unpackb(message)
     if type(content) is not list:
         raise DataError("not a list")
     return content
 
 
-def _check(key: str, *values: bytes) -> None:
+def _check_sizes(key: str, *values: bytes) -> None:
     if type(key) is not str or any(type(value) is not bytes for value in values):
         raise TypeError("keys are text and values are bytes")
     if any(len(key) + len(value) > MAX_VALUE_BYTES for value in values):

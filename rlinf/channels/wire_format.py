@@ -27,7 +27,7 @@ DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in _KINDS}
 
 
 class EncodedRecord:
-    """A record ready to be written: its header and its arrays, not yet copied.
+    """A record that is ready to be written: its header and arrays, without a copy.
 
     ``size`` is the number of bytes of the block.
     """
@@ -74,8 +74,8 @@ def encode_record(record: Record) -> EncodedRecord:
     """Prepare a record for the wire.
 
     Raises:
-        DataError: an array of another element type than :data:`DTYPES`, a scalar that is no number
-            or string, or more names than a header may hold.
+        DataError: an array's element type is not in :data:`DTYPES`, a scalar is neither a number
+            nor a string, or the header is larger than ``MAX_HEADER_BYTES``.
     """
     try:
         encoded = EncodedRecord(record)
@@ -106,7 +106,7 @@ def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
         return _decode(data)
     except DataError:
         raise
-    except Exception as error:  # whatever a parser makes of foreign bytes
+    except Exception as error:  # foreign bytes may cause any error
         raise DataError(f"malformed record: {error}") from None
 
 
@@ -119,11 +119,11 @@ def _decode(data: np.ndarray) -> Record:
     identity, steps, context, info = header
     _check(_is_tuple(identity, 3) and all(type(i) is int for i in identity), "bad identity")
     _check(len(steps) + len(context) <= MAX_ARRAYS, "too many arrays")
-    columns: list[dict[str, np.ndarray]] = []
+    groups: list[dict[str, np.ndarray]] = []
     for descriptions in (steps, context):
-        column: dict[str, np.ndarray] = {}
+        group: dict[str, np.ndarray] = {}
         for name, dtype_name, shape in descriptions:
-            _check(type(name) is str and name not in column, "bad or repeated name")
+            _check(type(name) is str and name not in group, "bad or repeated name")
             dtype = DTYPES[dtype_name]
             _check(_is_tuple(shape) and len(shape) <= MAX_DIMENSIONS, "bad shape")
             _check(all(type(n) is int and n >= 0 for n in shape), "bad shape")
@@ -131,15 +131,15 @@ def _decode(data: np.ndarray) -> Record:
             end = start + math.prod(shape) * dtype.itemsize
             _check(end <= len(data), f"array {name[:40]!r} longer than the block")
             array = data[start:end].view(dtype).reshape(shape)
-            column[name] = array if array.flags.aligned else array.copy()
-        columns.append(column)
+            group[name] = array if array.flags.aligned else array.copy()
+        groups.append(group)
     _check(end == len(data), "bytes left over")
     scalars: dict[str, Scalar] = {}
     for name, value in info:
         _check(type(name) is str and name not in scalars, "bad or repeated name")
         _check(isinstance(value, float | int | str), "bad scalar")
         scalars[name] = value
-    return Record(RecordId(*identity), columns[0], columns[1], scalars)
+    return Record(RecordId(*identity), groups[0], groups[1], scalars)
 
 
 def _describe(name: str, array: np.ndarray, arrays: list[np.ndarray]) -> tuple[Any, ...]:

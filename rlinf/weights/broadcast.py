@@ -1,8 +1,7 @@
 """Broadcast of weights from the trainer to engines in other processes, over torch.distributed.
 
-Buckets are pipelined: while one is in flight, the sender packs the next one and a receiver computes
-the checksum of the previous one. Gloo moves tensors on CPUs; NCCL moves those on GPUs, and chooses
-a tree or ring by itself.
+Buckets are pipelined: while a bucket is in flight, the sender packs the next bucket and a receiver
+computes the checksum of the previous bucket. Gloo sends tensors on CPUs, NCCL tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
 
 BUCKET_BYTES = 64 << 20
 BUCKET_TIMEOUT_S = 10.0
-"""Timeout of one bucket: a dead or stopped peer is noticed within this time."""
-_LONGEST_LAYOUT = 256 << 20
+"""Timeout of one bucket; a dead or stopped peer is detected within this time."""
+_MAX_LAYOUT_BYTES = 256 << 20
 _MAGIC = 0x726C696E667774
 _POLL_INTERVAL_S = 0.0005
 
@@ -47,12 +46,12 @@ class ReceivedWeights:
 
 
 class WeightBroadcast:
-    """One end of a process group for weights; all ranks take part in every transfer.
+    """One member of a process group for weights; all ranks take part in every transfer.
 
     Args:
-        group: has its own timeout, so that a dead peer does not block the others for long.
+        group: the process group; its timeout limits how long a dead peer blocks the others.
         source: rank of the sender in the group.
-        device: device of the buckets in flight; of one type in the whole group.
+        device: device of the buckets in flight; all ranks must use the same device type.
     """
 
     def __init__(
@@ -72,60 +71,60 @@ class WeightBroadcast:
         """Send the weights to all other ranks of the group, float32 tensors as ``dtype``.
 
         Returns:
-            The digest of what was sent.
+            The digest of the version.
 
         Raises:
-            WeightTransferError: another rank no longer takes part; the group cannot be used again.
+            WeightTransferError: another rank is lost; the group cannot be used again.
         """
         layout = BucketLayout.from_tensors(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
-        text = layout.to_json().encode()
+        layout_json = layout.to_json().encode()
         size = min(layout.bucket_bytes, layout.nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        sums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
-        with self._in_time():
-            self._share(torch.tensor([_MAGIC, version, len(text)]).to(self._device))
-            self._share(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
-            before: dist.Work | None = None
+        checksums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
+        with self._translate_errors():
+            self._broadcast(torch.tensor([_MAGIC, version, len(layout_json)]).to(self._device))
+            layout_data = torch.frombuffer(bytearray(layout_json), dtype=torch.uint8)
+            self._broadcast(layout_data.to(self._device))
+            in_flight: dist.Work | None = None
             for bucket in range(layout.num_buckets):
-                span = layout.bucket_slice(bucket)
-                # Its last content has left: only the bucket before this one is under way.
-                part = buffers[bucket % 2][: span.stop - span.start]
-                layout.pack_bucket(bucket, tensors, part)
-                sums[bucket : bucket + 1] = bucket_checksum(part)
-                self._wait(before)
-                before = self._start(part)
-            self._wait(before)
-            self._share(sums)
-        return version_digest(version, text, sums.tolist())
+                bucket_range = layout.bucket_slice(bucket)
+                # This buffer is free: only the previous bucket, in the other buffer, is in flight.
+                data = buffers[bucket % 2][: bucket_range.stop - bucket_range.start]
+                layout.pack_bucket(bucket, tensors, data)
+                checksums[bucket : bucket + 1] = bucket_checksum(data)
+                self._wait(in_flight)
+                in_flight = self._start(data)
+            self._wait(in_flight)
+            self._broadcast(checksums)
+        return version_digest(version, layout_json, checksums.tolist())
 
     def receive(self) -> ReceivedWeights:
         """Take part in the sender's next transfer; tensors are on the CPU.
 
         Raises:
-            WeightTransferError: a bucket arrived damaged (the group can be used again), or another
-                rank no longer takes part (it cannot). The weights must not be served.
+            WeightTransferError: a bucket is damaged (the group can be used again), or another rank
+                is lost (it cannot). The weights must not be served.
         """
-        with self._in_time():
-            head = torch.zeros(3, dtype=torch.int64, device=self._device)
-            self._share(head)
-            magic, version, length = head.tolist()
-            if magic != _MAGIC or not 0 < length <= _LONGEST_LAYOUT:
+        with self._translate_errors():
+            header = torch.zeros(3, dtype=torch.int64, device=self._device)
+            self._broadcast(header)
+            magic, version, length = header.tolist()
+            if magic != _MAGIC or not 0 < length <= _MAX_LAYOUT_BYTES:
                 raise WeightTransferError(f"not the beginning of weights ({magic:#x}, {length})")
-            text = torch.empty(length, dtype=torch.uint8, device=self._device)
-            self._share(text)
-            table = text.cpu().numpy().tobytes()
-            layout = BucketLayout.from_json(table)
-            flat, sums = self._take(layout)
-            sent = torch.empty_like(sums)
-            self._share(sent)
-        if count := int((sums != sent).sum()):
+            layout_data = torch.empty(length, dtype=torch.uint8, device=self._device)
+            self._broadcast(layout_data)
+            layout_json = layout_data.cpu().numpy().tobytes()
+            layout = BucketLayout.from_json(layout_json)
+            buffer, checksums = self._receive_buckets(layout)
+            sent_checksums = torch.empty_like(checksums)
+            self._broadcast(sent_checksums)
+        if count := int((checksums != sent_checksums).sum()):
             raise WeightTransferError(
                 f"broadcast of weights: {count} of {layout.num_buckets} buckets of version "
                 f"{version} arrived damaged; they are not served"
             )
-        return ReceivedWeights(
-            version, layout.tensor_views(flat), version_digest(version, table, sums.tolist())
-        )
+        digest = version_digest(version, layout_json, checksums.tolist())
+        return ReceivedWeights(version, layout.tensor_views(buffer), digest)
 
     def close(self) -> None:
         """Abort the group. A rank that waits in a Gloo group waits until its timeout."""
@@ -134,36 +133,38 @@ class WeightBroadcast:
             with suppress(RuntimeError):
                 group.abort()
 
-    def _take(self, layout: BucketLayout) -> tuple[Tensor, Tensor]:
-        """Return the flat state on the CPU and the checksums on the group's device."""
+    def _receive_buckets(self, layout: BucketLayout) -> tuple[Tensor, Tensor]:
+        """Return the flat buffer on the CPU and the checksums on the group's device."""
         on_cpu = self._device.type == "cpu"
-        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-        # On a CPU they come to where they stay.
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+        # On a CPU, receive directly into the flat buffer.
         size = 0 if on_cpu else min(layout.bucket_bytes, layout.nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        sums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
-        before: tuple[int, Tensor] | None = None
+        checksums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
+        previous: tuple[int, Tensor] | None = None
         for bucket in range(layout.num_buckets):
-            span = layout.bucket_slice(bucket)
-            length = span.stop - span.start
-            part = flat[span] if on_cpu else buffers[bucket % 2][:length]
-            work = self._start(part)
-            if before is not None:
-                self._put(layout, *before, flat, sums)
+            bucket_range = layout.bucket_slice(bucket)
+            length = bucket_range.stop - bucket_range.start
+            data = buffer[bucket_range] if on_cpu else buffers[bucket % 2][:length]
+            work = self._start(data)
+            if previous is not None:
+                self._store_bucket(layout, *previous, buffer, checksums)
             self._wait(work)
-            before = (bucket, part)
-        if before is not None:
-            self._put(layout, *before, flat, sums)
-        return flat, sums
+            previous = (bucket, data)
+        if previous is not None:
+            self._store_bucket(layout, *previous, buffer, checksums)
+        return buffer, checksums
 
     @staticmethod
-    def _put(layout: BucketLayout, bucket: int, part: Tensor, flat: Tensor, sums: Tensor) -> None:
-        sums[bucket : bucket + 1] = bucket_checksum(part)
-        if part.device.type != "cpu":
-            flat[layout.bucket_slice(bucket)].copy_(part)
+    def _store_bucket(
+        layout: BucketLayout, bucket: int, data: Tensor, buffer: Tensor, checksums: Tensor
+    ) -> None:
+        checksums[bucket : bucket + 1] = bucket_checksum(data)
+        if data.device.type != "cpu":
+            buffer[layout.bucket_slice(bucket)].copy_(data)
 
     @contextmanager
-    def _in_time(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -171,20 +172,19 @@ class WeightBroadcast:
                 f"broadcast of weights: another rank is gone, stopped or cut off ({error})"
             ) from error
 
-    def _start(self, part: Tensor) -> dist.Work:
+    def _start(self, data: Tensor) -> dist.Work:
         if self._group is None:
             raise RuntimeError("the group was given up")
-        return self._group.broadcast(part, self._source)
+        return self._group.broadcast(data, self._source)
 
-    def _share(self, tensor: Tensor) -> None:
+    def _broadcast(self, tensor: Tensor) -> None:
         self._wait(self._start(tensor))
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
         if self._device.type != "cpu":
-            # NCCL's own wait holds up the stream, not this thread: a peer that is gone would hold
-            # up the stream for good.
+            # NCCL's wait blocks the stream, not this thread; a lost peer would block it for ever.
             deadline = time.monotonic() + BUCKET_TIMEOUT_S
             while not work.is_completed():
                 if time.monotonic() > deadline:

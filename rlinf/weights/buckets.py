@@ -1,7 +1,7 @@
-"""Named tensors as one flat run of bytes, cut into buckets of equal size.
+"""Named tensors as one flat buffer, split into buckets of equal size.
 
-Transports move buckets instead of tensors, because a small transfer costs as much as a large one. A
-tensor may span several buckets. All ends agree on a :class:`BucketLayout`, which travels as JSON.
+Transports send buckets instead of tensors, because each transfer has a fixed cost. A tensor may
+span several buckets. Sender and receivers use one :class:`BucketLayout`, which is sent as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlinf.errors import WeightTransferError
 
 BUCKET_BYTES = 4 << 20
 ALIGN_BYTES = 64
-"""Alignment of tensors and buckets; no element is split, whatever its type."""
+"""Alignment of tensors and buckets, so that no element is split between buckets."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -44,13 +44,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Position of a tensor's elements, in row-major order, in the flat state."""
+    """Position of a tensor's elements, in row-major order, in the flat buffer."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Offset in bytes from the start of the flat state."""
+    """Offset in bytes from the start of the flat buffer."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Table of a flat state. ``ties`` maps names to the entry whose tensor they share."""
+    """The layout of a flat buffer. ``ties`` maps a name to the entry whose tensor it shares."""
 
     entries: tuple[TensorEntry, ...]
     ties: dict[str, str]
@@ -74,11 +74,10 @@ class BucketLayout:
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
     ) -> BucketLayout:
-        """Return the layout of tensors, float32 ones to be sent as ``dtype``; tied ones appear
-        once.
+        """Return the layout of tensors; float32 tensors are sent as ``dtype``, tied tensors once.
 
         Raises:
-            ValueError: a bucket size that is no multiple of 64.
+            ValueError: the bucket size is not a multiple of 64.
         """
         if bucket_bytes <= 0 or bucket_bytes % ALIGN_BYTES:
             raise ValueError(
@@ -87,14 +86,14 @@ class BucketLayout:
         distinct, ties = split_tied_tensors(tensors)
         entries, offset = [], 0
         for name, tensor in distinct.items():
-            kind = str(transfer_dtype(tensor.dtype, dtype)).removeprefix("torch.")
-            entries.append(TensorEntry(name, kind, tuple(tensor.shape), offset))
+            dtype_name = str(transfer_dtype(tensor.dtype, dtype)).removeprefix("torch.")
+            entries.append(TensorEntry(name, dtype_name, tuple(tensor.shape), offset))
             offset += _aligned(entries[-1].nbytes)
         return cls(tuple(entries), ties, bucket_bytes)
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of the flat state in bytes."""
+        """Size of the flat buffer in bytes."""
         return max((_aligned(e.offset + e.nbytes) for e in self.entries), default=0)
 
     @property
@@ -103,20 +102,20 @@ class BucketLayout:
         return -(-self.nbytes // self.bucket_bytes)
 
     def bucket_slice(self, bucket: int) -> slice:
-        """Return the bytes of the flat state that form a bucket."""
+        """Return the range of a bucket in the flat buffer, in bytes."""
         start = bucket * self.bucket_bytes
         return slice(start, min(start + self.bucket_bytes, self.nbytes))
 
     def pack_bucket(self, bucket: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         """Write a bucket into ``out`` (uint8, at least as long, any device), casting as needed."""
-        for entry, elements, part in self._pieces(bucket):
+        for entry, elements, byte_slice in self._entry_slices(bucket):
             source = tensors[entry.name].detach().reshape(-1)[elements]
-            out[part].view(DTYPES[entry.dtype]).copy_(source)
+            out[byte_slice].view(DTYPES[entry.dtype]).copy_(source)
 
-    def tensor_views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the tensors in a flat state, uint8 ``[nbytes]``, as views."""
+    def tensor_views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return views of the tensors in a flat buffer, uint8 ``[nbytes]``."""
         distinct = {
-            e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
+            e.name: buffer[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
             for e in self.entries
         }
         return distinct | {name: distinct[other] for name, other in self.ties.items()}
@@ -131,7 +130,7 @@ class BucketLayout:
         """Parse the output of :meth:`to_json`.
 
         Raises:
-            WeightTransferError: not a layout (unknown types, negative sizes, overlapping entries).
+            WeightTransferError: the text is not a layout (unknown types, negative sizes, overlaps).
         """
         try:
             values = json.loads(text)
@@ -162,24 +161,24 @@ class BucketLayout:
     def _offsets(self) -> list[int]:
         return [entry.offset for entry in self.entries]
 
-    def _pieces(self, bucket: int) -> Iterator[tuple[TensorEntry, slice, slice]]:
+    def _entry_slices(self, bucket: int) -> Iterator[tuple[TensorEntry, slice, slice]]:
         """Yield each entry of a bucket, its elements, and their bytes within the bucket."""
-        span = self.bucket_slice(bucket)
-        first = max(0, bisect_right(self._offsets, span.start) - 1)
+        bucket_range = self.bucket_slice(bucket)
+        first = max(0, bisect_right(self._offsets, bucket_range.start) - 1)
         for entry in self.entries[first:]:
-            if entry.offset >= span.stop:
+            if entry.offset >= bucket_range.stop:
                 break
-            start = max(span.start, entry.offset)
-            stop = min(span.stop, entry.offset + entry.nbytes)
+            start = max(bucket_range.start, entry.offset)
+            stop = min(bucket_range.stop, entry.offset + entry.nbytes)
             if start < stop:
                 size = DTYPES[entry.dtype].itemsize
                 elements = slice((start - entry.offset) // size, (stop - entry.offset) // size)
-                yield entry, elements, slice(start - span.start, stop - span.start)
+                yield entry, elements, slice(start - bucket_range.start, stop - bucket_range.start)
 
 
-def transfer_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the transfer type of a tensor: ``wanted`` for float32, else its own type."""
-    return wanted if wanted is not None and own == torch.float32 else own
+def transfer_dtype(dtype: torch.dtype, float32_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is sent; float32 may be cast to another dtype."""
+    return float32_dtype if float32_dtype is not None and dtype == torch.float32 else dtype
 
 
 def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -189,8 +188,8 @@ def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     first_names: dict[object, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        first = first_names.setdefault(place if tensor.numel() else name, name)
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = first_names.setdefault(key if tensor.numel() else name, name)
         if first == name:
             distinct[name] = tensor
         else:
@@ -201,9 +200,9 @@ def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
 def bucket_checksum(data: Tensor) -> Tensor:
     """Return the 64-bit checksum of a bucket, int64 ``[1]`` on its device.
 
-    On a CPU it is xxh3. On other devices it is a sum of words times odd numbers that differ by
-    position, modulo 2^64, which detects every change of one word and needs no copy to the host.
-    Both ends of a transfer must use one kind.
+    On a CPU it is xxh3. On other devices it is the sum, modulo 2^64, of each word times an odd
+    number that depends on its position. The sum detects every change of one word and needs no copy
+    to the host. Both ends of a transfer must use the same device type.
     """
     if data.device.type == "cpu":
         digest = xxhash.xxh3_64_intdigest(data.numpy().data)
@@ -212,7 +211,7 @@ def bucket_checksum(data: Tensor) -> Tensor:
 
 
 def weighted_sum(data: Tensor) -> Tensor:
-    """Return the device checksum of ``data``, uint8, its length a multiple of 8."""
+    """Return the checksum for devices of ``data``: uint8, a multiple of 8 bytes long."""
     words = data.view(torch.int64)
     factors = torch.arange(1, 2 * len(words), 2, device=data.device) * _ODD
     return (words * factors).sum().reshape(1)
@@ -224,7 +223,7 @@ def version_digest(version: int, layout: bytes, sums: Sequence[int]) -> str:
 
 
 _ODD = 0x1E3779B97F4A7C15
-"""Near 2^61 times the golden ratio, so that the factors fill all bits."""
+"""About 2^61 times the golden ratio, so that the factors use all bits."""
 
 
 def _aligned(size: int) -> int:

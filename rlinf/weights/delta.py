@@ -1,9 +1,9 @@
 """Exact differences between two versions of the weights.
 
-An update of reinforcement learning leaves most bfloat16 weights unchanged, because it is smaller
-than the distance to the next number. The positions of changed elements are stored as gaps, and the
-changes as differences of bit patterns. These count steps between representable numbers, so most are
-+1 or -1. Both are Huffman-coded.
+A reinforcement-learning update leaves most bfloat16 weights unchanged, because it is smaller than
+the distance to the next representable number. A delta stores the positions of changed elements as
+gaps, and the changes as differences of bit patterns. These count steps between representable
+numbers, so most are +1 or -1. Both are Huffman-coded.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _SKIP = 255
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """Weights of one version as they are sent, on the CPU; read-only."""
+    """The weights of one version on the CPU, in the dtype in which they are sent; read-only."""
 
     distinct: dict[str, Tensor]
     """The distinct tensors by name."""
     ties: dict[str, str]
-    """Names that share a distinct tensor, and its name."""
+    """The name of the distinct tensor, by tied name."""
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> WeightSnapshot:
-        """Return a snapshot, float32 tensors cast to ``dtype``; memory is shared where possible."""
-        kept, ties = split_tied_tensors(tensors)
-        cast = {
+        """Return a snapshot with float32 cast to ``dtype``; memory is shared if possible."""
+        distinct, ties = split_tied_tensors(tensors)
+        tensors_on_cpu = {
             name: tensor.detach().to("cpu", transfer_dtype(tensor.dtype, dtype)).contiguous()
-            for name, tensor in kept.items()
+            for name, tensor in distinct.items()
         }
-        return cls(cast, ties)
+        return cls(tensors_on_cpu, ties)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ class WeightSnapshot:
 
     @cached_property
     def digest(self) -> str:
-        """The xxh3-128, hex, of names, types, shapes and bits."""
+        """The xxh3-128 digest (hex) of names, dtypes, shapes and bits."""
         total = xxhash.xxh3_128(repr(sorted(self.ties.items())).encode())
         for name, tensor in sorted(self.distinct.items()):
             total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
@@ -77,9 +77,9 @@ class WeightSnapshot:
 class WeightDelta:
     """The difference between two snapshots, identified by their digests.
 
-    ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) for a tensor with few
-    changes, and ``whole/NAME`` for a new one or one with many; ``changed`` counts elements.
-    Unchanged tensors are not mentioned.
+    ``tensors`` has ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) for a tensor with few
+    changes, and ``whole/NAME`` for a new tensor or one with many changes. ``changed`` has the
+    number of changed elements of each tensor. Unchanged tensors are left out.
     """
 
     tensors: dict[str, Tensor]
@@ -105,11 +105,11 @@ class WeightDelta:
 
     @classmethod
     def load(cls, path: Path) -> WeightDelta:
-        """Read what :meth:`save` wrote.
+        """Read a file that :meth:`save` has written.
 
         Raises:
-            WeightTransferError: not such a file.
-            ArtifactError: it is committed and damaged.
+            WeightTransferError: the file is not a delta.
+            ArtifactError: the file is committed and damaged.
         """
         try:
             file = SafetensorsReader(path)
@@ -118,8 +118,8 @@ class WeightDelta:
                 raise ValueError(f"format {file.metadata.get('format')!r} is not {FORMAT!r}")
             table = json.loads(file.metadata["table"])
             changed = {str(name): int(count) for name, count in table["changed"].items()}
-            ends = str(table["start"]), str(table["end"])
-            return cls(tensors, changed, tuple(table["removed"]), *ends)
+            digests = str(table["start"]), str(table["end"])
+            return cls(tensors, changed, tuple(table["removed"]), *digests)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightTransferError(f"{path}: not a delta of weights ({error})") from None
 
@@ -158,49 +158,49 @@ def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
             raise WeightTransferError(
                 f"the delta of {name!r} does not belong to these weights ({error})"
             ) from None
-    end = WeightSnapshot(new, old.ties)
-    if end.digest != delta.target_digest:
-        raise WeightTransferError("the delta leads to other weights than it says")
-    return end
+    result = WeightSnapshot(new, old.ties)
+    if result.digest != delta.target_digest:
+        raise WeightTransferError("the delta leads to other weights than its target")
+    return result
 
 
-def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
-    """Return the number of changed elements and the stored parts; none if nothing changed."""
-    full = {"whole": tensor.detach().contiguous()}
-    if before is None or before.dtype != tensor.dtype or before.shape != tensor.shape:
-        return tensor.numel(), full
-    if not tensor.numel():
+def _encode(old: Tensor | None, new: Tensor) -> tuple[int, dict[str, Tensor]]:
+    """Return the number of changed elements and the tensors to store; none if nothing changed."""
+    full = {"whole": new.detach().contiguous()}
+    if old is None or old.dtype != new.dtype or old.shape != new.shape:
+        return new.numel(), full
+    if not new.numel():
         return 0, {}
-    was, now = _bits(before), _bits(tensor)
-    positions = np.flatnonzero(was != now)
+    old_bits, new_bits = _bits(old), _bits(new)
+    positions = np.flatnonzero(old_bits != new_bits)
     if not len(positions):
         return 0, {}
-    steps = _zigzag(now[positions] - was[positions])
+    steps = _zigzag(new_bits[positions] - old_bits[positions])
     planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
     parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
-    smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
-    return len(positions), parts if smaller else full
+    is_smaller = sum(part.nbytes for part in parts.values()) < new.nbytes
+    return len(positions), parts if is_smaller else full
 
 
-def _decode(before: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:
-    after = before.clone(memory_format=torch.contiguous_format)
-    bits = _bits(after)
-    coded = _decompress(gaps, count + len(bits) // _SKIP)
-    positions = _positions(np.frombuffer(coded, np.uint8))
+def _decode(old: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:
+    new = old.clone(memory_format=torch.contiguous_format)
+    bits = _bits(new)
+    gap_bytes = _decompress(gaps, count + len(bits) // _SKIP)
+    positions = _positions(np.frombuffer(gap_bytes, np.uint8))
     planes = np.frombuffer(_decompress(steps, count * bits.itemsize), np.uint8)
     values = np.ascontiguousarray(planes.reshape(bits.itemsize, count).T).view(bits.dtype)
     bits[positions] += _unzigzag(values[:, 0])
-    return after
+    return new
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
     """Return the elements' bit patterns as unsigned integers, without a copy if contiguous."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return flat.view(f"u{tensor.dtype.itemsize}")
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return data.view(f"u{tensor.dtype.itemsize}")
 
 
 def _zigzag(steps: np.ndarray) -> np.ndarray:
-    """Encode signed differences as unsigned integers; small ones of both signs stay small."""
+    """Encode signed differences as unsigned integers, so that small absolute values stay small."""
     signed = steps.view(f"i{steps.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
 
@@ -211,30 +211,30 @@ def _unzigzag(steps: np.ndarray) -> np.ndarray:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """Return the number of unchanged elements before each changed one, one byte if below 255."""
+    """Return the number of unchanged elements before each changed one, in one byte if below 255."""
     gaps = np.diff(positions, prepend=-1) - 1
     skips = gaps // _SKIP
-    out = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
-    out[np.cumsum(skips + 1) - 1] = gaps % _SKIP
-    return out
+    coded = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
+    coded[np.cumsum(skips + 1) - 1] = gaps % _SKIP
+    return coded
 
 
 def _positions(gaps: np.ndarray) -> np.ndarray:
-    skipped = gaps == _SKIP
-    ends = np.cumsum(np.where(skipped, _SKIP, gaps.astype(np.int64) + 1))
-    return ends[~skipped] - 1
+    is_skip = gaps == _SKIP
+    ends = np.cumsum(np.where(is_skip, _SKIP, gaps.astype(np.int64) + 1))
+    return ends[~is_skip] - 1
 
 
 def _compress(data: np.ndarray) -> Tensor:
-    # Run lengths and Huffman codes: longer matches are not to be found in noise, but take time.
+    # Only run lengths and Huffman codes: noise has no longer matches, and the search takes time.
     coder = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     coded = coder.compress(data.tobytes()) + coder.flush()
     return torch.frombuffer(bytearray(coded), dtype=torch.uint8)
 
 
-def _decompress(data: Tensor, longest: int) -> bytes:
+def _decompress(data: Tensor, max_bytes: int) -> bytes:
     decoder = zlib.decompressobj(-15)
-    out = decoder.decompress(data.numpy().tobytes(), longest)
+    out = decoder.decompress(data.numpy().tobytes(), max_bytes)
     if decoder.decompress(decoder.unconsumed_tail, 1) or not decoder.eof:
-        raise ValueError("not of the length announced")
+        raise ValueError("not of the announced length")
     return out

@@ -1,9 +1,10 @@
-"""Weights in shared memory between processes of one node: one writer, many readers.
+"""Weights in shared memory of one node, with one writer and many readers.
 
-Two slots alternate, so a version is written while readers use the previous one. A slot is a segment
-of its own. Readers hold a shared lock on it, and the writer an exclusive one while it writes, so no
-reader sees a partial version, and the kernel releases the lock of a dead process. Readers map a
-slot read-only and use the tensors in place. A waiting reader verifies buckets as they arrive.
+The writer alternates between two slots, so that it writes a version while readers use the previous
+version. Each slot is a separate segment. Readers hold a shared lock on it, and the writer holds an
+exclusive lock while it writes, so no reader sees a partial version. The kernel releases the lock of
+a dead process. Readers map a slot read-only and use its tensors in place. A waiting reader verifies
+buckets as they arrive.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from rlinf.weights.buckets import BucketLayout, bucket_checksum
 
 _FOLDER = Path("/dev/shm")
 _HEADER = struct.Struct("<8sqqqQ")
-"""Magic; version (-1: none, or being written); version that is being, or was, written and how many
-of its buckets are there; length of the layout's JSON, which follows."""
+"""Magic; complete version (-1: none); version of the last write, and number of its buckets that are
+written; length of the layout's JSON, which follows."""
 _VERSION, _PROGRESS = 8, 16
 _MAGIC = b"rlinfwt3"
 _PAGE = 4096
@@ -43,11 +44,11 @@ class SharedWeightsWriter:
 
     Args:
         name: name of the shared memory, unique on the node; readers need it.
-        layout: layout of the weights; it cannot change.
-        timeout_s: how long to wait for readers of the version before the last.
+        layout: layout of all versions of the weights.
+        timeout_s: how long to wait for readers of the slot to overwrite.
 
     Raises:
-        WeightTransferError: the node has no room for two copies.
+        WeightTransferError: the node has not enough shared memory for two copies.
     """
 
     def __init__(self, name: str, layout: BucketLayout, timeout_s: float = 60) -> None:
@@ -56,7 +57,7 @@ class SharedWeightsWriter:
         self._slots: list[SharedMemory] = []
         try:
             for slot in (0, 1):
-                self._make(f"{name}-{slot}")
+                self._create_slot(f"{name}-{slot}")
         except WeightTransferError:
             self.close()
             raise
@@ -79,14 +80,14 @@ class SharedWeightsWriter:
                     f"{entry.shape}; a state of another layout needs another writer"
                 )
         slot = min(self._slots, key=_version)
-        with self._alone(slot):
+        with self._exclusive_lock(slot):
             buffer = _buffer(slot)
             struct.pack_into("<qqq", buffer, _VERSION, -1, version, 0)
-            sums, flat = _parts(buffer, self._layout)
+            checksums, flat_buffer = _slot_views(buffer, self._layout)
             for bucket in range(self._layout.num_buckets):
-                part = flat[self._layout.bucket_slice(bucket)]
-                self._layout.pack_bucket(bucket, tensors, part)
-                sums[bucket : bucket + 1] = bucket_checksum(part)
+                data = flat_buffer[self._layout.bucket_slice(bucket)]
+                self._layout.pack_bucket(bucket, tensors, data)
+                checksums[bucket : bucket + 1] = bucket_checksum(data)
                 struct.pack_into("<qq", buffer, _PROGRESS, version, bucket + 1)
             struct.pack_into("<q", buffer, _VERSION, version)
         self._newest = version
@@ -96,19 +97,19 @@ class SharedWeightsWriter:
         while self._slots:
             memory = self._slots.pop()
             memory.unlink()
-            # Where a tensor still points into it, it goes with the last one.
+            # If tensors still use the memory, it is freed with the last tensor.
             with suppress(BufferError):
                 memory.close()
 
-    def _make(self, name: str) -> None:
-        text = self._layout.to_json().encode()
-        size = _data_start(len(text), self._layout.num_buckets) + self._layout.nbytes
+    def _create_slot(self, name: str) -> None:
+        layout_json = self._layout.to_json().encode()
+        size = _data_start(len(layout_json), self._layout.num_buckets) + self._layout.nbytes
         with ExitStack() as undo:
             try:
                 memory = SharedMemory(name, create=True, size=size)
                 undo.callback(memory.unlink)
                 with (_FOLDER / memory.name).open("r+b") as file:
-                    # Else a full /dev/shm would show only in the middle of writing, as a SIGBUS.
+                    # Without this, a full /dev/shm would cause a SIGBUS during a write.
                     os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise WeightTransferError(
@@ -116,17 +117,17 @@ class SharedWeightsWriter:
                     f"{_FOLDER} ({error}); enlarge it, or send weights another way"
                 ) from None
             buffer = _buffer(memory)
-            _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(text))
-            buffer[_HEADER.size : _HEADER.size + len(text)] = text
+            _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(layout_json))
+            buffer[_HEADER.size : _HEADER.size + len(layout_json)] = layout_json
             self._slots.append(memory)
             undo.pop_all()
 
     @contextmanager
-    def _alone(self, memory: SharedMemory) -> Iterator[None]:
+    def _exclusive_lock(self, memory: SharedMemory) -> Iterator[None]:
         lock = os.open(_FOLDER / memory.name, os.O_RDWR)
         deadline = time.monotonic() + self._timeout_s
         try:
-            while not _locked(lock, fcntl.LOCK_EX):
+            while not _try_lock(lock, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     raise WeightTransferError(
                         f"shared memory {self._name!r}: after {self._timeout_s:g} s a reader still "
@@ -142,8 +143,8 @@ class SharedWeightsWriter:
 class SharedWeightsView:
     """A version in shared memory, kept from being overwritten until released.
 
-    ``tensors`` are in place. Do not write to them: that ends the process. The writer can publish
-    one further version while this one is held, not two.
+    ``tensors`` are in place. Do not write to them: that ends the process. While a view is held, the
+    writer can publish only one further version.
     """
 
     version: int
@@ -182,8 +183,10 @@ class SharedWeightsReader:
 
     @property
     def is_closed(self) -> bool:
-        """True if the writer has closed it: no version will come, and the mapped memory stays
-        allocated until it is released here."""
+        """True if the writer has closed the memory.
+
+        No further version will appear, and this reader keeps the mapped memory allocated.
+        """
         return not all(slot.path.exists() for slot in self._slots)
 
     def newest(self, after: int = -1) -> SharedWeightsView | None:
@@ -194,7 +197,7 @@ class SharedWeightsReader:
         """
         for slot in self._slots:
             if slot.version() == -1:
-                # A bucket may just be about to change: a damaged one is looked at again.
+                # Ignore a damaged bucket, which may be changing now; it is checked again later.
                 slot.check()
         while (slot := max(self._slots, key=_MappedSlot.version)).version() > after:
             try:
@@ -204,11 +207,11 @@ class SharedWeightsReader:
                     f"shared memory {self._name!r}: its writer has closed it, or ended"
                 ) from None
             try:
-                # A slot that is locked, or has changed since, is being written anew: look again.
-                if _locked(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
-                    if (damaged := slot.check()) is not None:
+                # If the slot is locked or has changed, it is being written: try again.
+                if _try_lock(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
+                    if (bucket := slot.check()) is not None:
                         raise WeightTransferError(
-                            f"shared memory {self._name!r}: bucket {damaged} of version {version} "
+                            f"shared memory {self._name!r}: bucket {bucket} of version {version} "
                             "is damaged; it is not served"
                         )
                     view = SharedWeightsView(version, slot.tensors, lock)
@@ -223,8 +226,8 @@ class SharedWeightsReader:
 
 class _MappedSlot:
     def __init__(self, name: str) -> None:
-        # Not SharedMemory: it maps for writing, and before Python 3.13 the memory would go when
-        # the first reader ends.
+        # Not SharedMemory: it maps memory writable, and before Python 3.13 the end of the first
+        # reader would remove the memory.
         self.path = _FOLDER / name
         try:
             with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
@@ -233,41 +236,44 @@ class _MappedSlot:
                         f"shared memory {name!r} is not this user's alone; have its owner (user "
                         f"{os.fstat(file.fileno()).st_uid}) remove {self.path}"
                     )
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise WeightTransferError(
                 f"no weights in shared memory {name!r} ({error}); is their writer on this node?"
             ) from None
-        if len(self._map) < _HEADER.size or self._map[:8] != _MAGIC:
+        if len(self._mapping) < _HEADER.size or self._mapping[:8] != _MAGIC:
             raise WeightTransferError(f"shared memory {name!r} holds no weights")
-        *_, length = _HEADER.unpack_from(self._map)
-        self._layout = BucketLayout.from_json(self._map[_HEADER.size : _HEADER.size + length])
-        room = len(self._map) - _data_start(length, self._layout.num_buckets)
-        if room < self._layout.nbytes:
+        *_, length = _HEADER.unpack_from(self._mapping)
+        self._layout = BucketLayout.from_json(self._mapping[_HEADER.size : _HEADER.size + length])
+        available_bytes = len(self._mapping) - _data_start(length, self._layout.num_buckets)
+        if available_bytes < self._layout.nbytes:
             raise WeightTransferError(f"shared memory {name!r} is smaller than its layout")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self._sums, self._flat = _parts(self._map, self._layout)
-        self.tensors = self._layout.tensor_views(self._flat)
-        self._checked_version, self._checked_buckets = -1, 0
+            self._checksums, self._flat_buffer = _slot_views(self._mapping, self._layout)
+        self.tensors = self._layout.tensor_views(self._flat_buffer)
+        self._verified_version, self._verified_buckets = -1, 0
 
     def version(self) -> int:
-        return _number(self._map, _VERSION)
+        return _read_int64(self._mapping, _VERSION)
 
     def check(self) -> int | None:
-        """Check the buckets that came since the last look; the first damaged one."""
-        version, ready = struct.unpack_from("<qq", self._map, _PROGRESS)
-        if version != self._checked_version:
-            self._checked_version, self._checked_buckets = version, 0
-        for bucket in range(self._checked_buckets, ready):
-            if bucket_checksum(self._flat[self._layout.bucket_slice(bucket)]) != self._sums[bucket]:
+        """Verify the buckets that are new since the last call; return the first damaged bucket."""
+        version, num_ready = struct.unpack_from("<qq", self._mapping, _PROGRESS)
+        if version != self._verified_version:
+            self._verified_version, self._verified_buckets = version, 0
+        for bucket in range(self._verified_buckets, num_ready):
+            if (
+                bucket_checksum(self._flat_buffer[self._layout.bucket_slice(bucket)])
+                != self._checksums[bucket]
+            ):
                 return bucket
-            self._checked_buckets = bucket + 1
+            self._verified_buckets = bucket + 1
         return None
 
 
 def _version(memory: SharedMemory) -> int:
-    return _number(_buffer(memory), _VERSION)
+    return _read_int64(_buffer(memory), _VERSION)
 
 
 def _buffer(memory: SharedMemory) -> memoryview:
@@ -275,25 +281,25 @@ def _buffer(memory: SharedMemory) -> memoryview:
     return memory.buf
 
 
-def _number(buffer: memoryview | mmap.mmap, offset: int) -> int:
+def _read_int64(buffer: memoryview | mmap.mmap, offset: int) -> int:
     return int(struct.unpack_from("<q", buffer, offset)[0])
 
 
-def _data_start(text: int, buckets: int) -> int:
-    """Return the offset of the flat state, at a page after header, text and checksums."""
-    return math.ceil((_HEADER.size + text + 7 + 8 * buckets) / _PAGE) * _PAGE
+def _data_start(layout_bytes: int, num_buckets: int) -> int:
+    """Return the page-aligned offset of the flat buffer after header, layout and checksums."""
+    return math.ceil((_HEADER.size + layout_bytes + 7 + 8 * num_buckets) / _PAGE) * _PAGE
 
 
-def _parts(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[Tensor, Tensor]:
-    """Return checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
+def _slot_views(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[Tensor, Tensor]:
+    """Return views of checksums, int64 ``[buckets]``, and flat buffer, uint8 ``[nbytes]``."""
     *_, length = _HEADER.unpack_from(buffer)
     start = _data_start(length, layout.num_buckets)
-    buffer_bytes = torch.frombuffer(buffer, dtype=torch.uint8)
-    sums = buffer_bytes[start - 8 * layout.num_buckets : start].view(torch.int64)
-    return sums, buffer_bytes[start : start + layout.nbytes]
+    data = torch.frombuffer(buffer, dtype=torch.uint8)
+    checksums = data[start - 8 * layout.num_buckets : start].view(torch.int64)
+    return checksums, data[start : start + layout.nbytes]
 
 
-def _locked(descriptor: int, kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
 """``python -m stages.worker.main``: one resident worker of a pool.
 
 The worker receives orders from the run's driver, schedules its stages on the device, and commits
-the output of one stage while the next computes. Stages of one worker share records and weights in
-memory; records for other workers are sent to them. Everything that is not in memory is read from
-disk, so a worker can start, stop or be replaced at any time.
+the output of a stage while the next stage computes. Its stages share records and weights in memory;
+it sends records to other workers. Data that is not in memory is read from disk, so a worker can
+start, stop or be replaced at any time.
 """
 
 from __future__ import annotations
@@ -67,28 +67,26 @@ from stages.worker_state import ActivityTracker, WorkerState
 
 STATUS_INTERVAL_S = 1.0
 STOP_GRACE_S, SHUTDOWN_GRACE_S = 30.0, 5.0
-"""Time for running work to end when Slurm preempts the job, and after an order to shut down."""
+"""Time for running work to end after a preemption by Slurm, and after an order to shut down."""
 COMMIT_DELAY_S = 0.1
-"""Delay of a commit. It is mostly Python, like the start of the next stage, so both end sooner
-one after the other than at the same time."""
+"""Delay of a commit, so that it does not compete with the start of the next stage: both are mostly
+Python code."""
 log = logging.getLogger("rlinf")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the driver shuts the worker down (0) or Slurm stops it (75)."""
+    """Serve until the driver shuts the worker down (exit code 0) or Slurm stops it (75)."""
     process_tuning.tune_process()
     shared_memory.remove_orphaned_segments()
     parser = argparse.ArgumentParser(prog="python -m stages.worker.main", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
     parser.add_argument(
-        "--uncast", action="store_true", help="send weights as the trainer has them"
+        "--uncast", action="store_true", help="send weights in the dtype of the trainer"
     )
+    parser.add_argument("--deltas", action="store_true", help="write and read weights as deltas")
     parser.add_argument(
-        "--deltas", action="store_true", help="write and read what changed of the weights"
-    )
-    parser.add_argument(
-        "--orphan-s", type=float, default=600.0, help="leave when no driver came for so long"
+        "--orphan-s", type=float, default=600.0, help="exit after this time without a driver"
     )
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -112,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class PoolWorker:
-    """One resident worker of a pool; see the module."""
+    """One resident worker of a pool; see the module docstring."""
 
     def __init__(
         self,
@@ -129,34 +127,31 @@ class PoolWorker:
         self._name = worker_name(pool, self._world.rank)
         dtype = None if uncast else weight_sync_dtype(config)
         weight_deltas = WeightDeltas(dtype) if deltas else None
-        self._worker_state = WorkerState(on_progress=self._progress, weight_deltas=weight_deltas)
-        self._live_store, self._schedule, self._activity = (
-            LiveStore(),
-            DeviceSchedule(),
-            ActivityTracker(),
-        )
-        self._busy: dict[str, threading.Thread] = {}
-        self._commits: set[str] = set()
-        """Computed stages that are not on disk yet."""
-        self._leaving = threading.Event()
-        self._moved = time.monotonic()
+        self._worker_state = WorkerState(on_progress=self._on_progress, weight_deltas=weight_deltas)
+        self._live_store, self._schedule = LiveStore(), DeviceSchedule()
+        self._activity = ActivityTracker()
+        self._stage_threads: dict[str, threading.Thread] = {}
+        self._computed: set[str] = set()
+        """Computed stages that are not committed yet."""
+        self._leaving_event = threading.Event()
+        self._last_progress = time.monotonic()
         self._lock = threading.Lock()
         self._record_sender = RecordSender(
             run / CHANNELS_FOLDER, self._report_connection_lost, self._name
         )
-        behind = config.rollout.staleness
+        staleness = config.rollout.staleness
         self._forwarder = RecordForwarder(self._record_sender)
         self._publisher = WeightPublisher(self._record_sender, dtype)
-        arrivals = WeightReceiver(self._live_store, self._publisher, behind, self._report_weights)
-        takers = {WEIGHTS: arrivals.handle_record}
+        weights = WeightReceiver(self._live_store, self._publisher, staleness, self._report_weights)
+        handlers = {WEIGHTS: weights.handle_record}
         self._record_receiver = RecordReceiver(
             run / CHANNELS_FOLDER,
             self._name,
             self._live_store,
-            takers,
+            handlers,
             forward=self._forwarder.forward if self._world.size > 1 else lambda *_: None,
         )
-        self._generator = RolloutWorker(
+        self._rollout_worker = RolloutWorker(
             run,
             config,
             self._live_store,
@@ -165,13 +160,13 @@ class PoolWorker:
             self._worker_state,
             self._activity,
             self._report_work_item_end,
-            self._stopping,
+            self._should_stop,
         )
         shared = (self._live_store, self._schedule, self._worker_state, self._activity)
-        self._policy_server = PolicyServer(run, config, self._name, *shared, self._stopping)
+        self._policy_server = PolicyServer(run, config, self._name, *shared, self._should_stop)
         self._policy_clients = PolicyClients(run / CHANNELS_FOLDER, self._name)
         remaining_s = seconds_until_stop()
-        about = {
+        description = {
             "pool": pool,
             "rank": self._world.rank,
             "ranks": self._world.size,
@@ -180,23 +175,23 @@ class PoolWorker:
             "host": os.uname().nodename,
             "ends": None if remaining_s is None else time.time() + remaining_s,
         }
-        self._link = WorkerLink(run / CHANNELS_FOLDER, self._name, about)
+        self._link = WorkerLink(run / CHANNELS_FOLDER, self._name, description)
 
     def serve(self, orphan_s: float) -> int:
         """Execute the driver's orders; return the exit code."""
-        code, reported_at, commits_s = 0, 0.0, 0.0
+        code, last_status, commits_s = 0, 0.0, 0.0
         try:
             while not self._stop.is_set():
-                if time.monotonic() - reported_at > STATUS_INTERVAL_S:
-                    reported_at = time.monotonic()
+                if time.monotonic() - last_status > STATUS_INTERVAL_S:
+                    last_status = time.monotonic()
                     self._update_status()
-                if self._link.silent_s > orphan_s and self._idle(orphan_s):
+                if self._link.silent_s > orphan_s and self._is_idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
                 orders = [read_order(content) for content in self._link.receive_orders(0.2)]
-                leave = next((order for order in orders if isinstance(order, ShutDown)), None)
-                if leave is not None:
-                    commits_s = leave.commit_timeout_s
+                shut_down = next((order for order in orders if isinstance(order, ShutDown)), None)
+                if shut_down is not None:
+                    commits_s = shut_down.commit_timeout_s
                     break
                 for order in orders:
                     match order:
@@ -208,60 +203,60 @@ class PoolWorker:
                             self._policy_server.end_attempt(order)
                             self._policy_clients.end_attempt(order)
                 # Reserve all slots before any stage begins, so that all ranks see the same order.
-                ordered = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
-                for stage, thread in [(stage, self._stage_thread(stage)) for stage in ordered]:
+                stages = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
+                for stage, thread in [(stage, self._stage_thread(stage)) for stage in stages]:
                     if thread is not None:
                         (
-                            self._generator.submit(thread.run)
+                            self._rollout_worker.submit(thread.run)
                             if stage.in_engine_thread
                             else thread.start()
                         )
                 for order in orders:
                     match order:
                         case GenerateStarts():
-                            self._generator.enqueue(order)
+                            self._rollout_worker.enqueue(order)
                         case ReassignWork():
-                            self._generator.reassign(order.work_item, order.successor)
+                            self._rollout_worker.reassign(order.work_item, order.successor)
                         case CancelWork():
-                            self._generator.cancel()
+                            self._rollout_worker.cancel()
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
             log.warning("this worker cannot continue: %s", error)
             code = 1
-        self._end(code, commits_s)
+        self._shut_down(code, commits_s)
         return code
 
-    def _idle(self, seconds: float) -> bool:
+    def _is_idle(self, seconds: float) -> bool:
         """Return whether no stage runs, or none has made progress for ``seconds``."""
-        under_way = self._busy or self._policy_server.is_busy
-        return not under_way or time.monotonic() - self._moved > seconds
+        has_work = self._stage_threads or self._policy_server.is_busy
+        return not has_work or time.monotonic() - self._last_progress > seconds
 
-    def _stopping(self) -> bool:
-        return self._stop.is_set() or self._leaving.is_set()
+    def _should_stop(self) -> bool:
+        return self._stop.is_set() or self._leaving_event.is_set()
 
-    def _end(self, code: int, commits_s: float) -> None:
+    def _shut_down(self, code: int, commits_s: float) -> None:
         """Wait shortly for running work to end, and up to ``commits_s`` for commits.
 
-        A computed stage that waits for the commit of an input does not get that time, because the
-        worker that computes the input may be the lost one.
+        A stage that waits for the commit of an input does not get ``commits_s``, because the worker
+        that computes the input may be lost.
         """
-        self._leaving.set()
+        self._leaving_event.set()
         with self._lock:
-            # Work items of a generator run in its thread and were never started.
-            running = {node: thread for node, thread in self._busy.items() if thread.is_alive()}
-        began, patience_s = (
-            time.monotonic(),
-            STOP_GRACE_S if code == EXIT_REQUEUE else SHUTDOWN_GRACE_S,
-        )
+            # Stages in the engine's thread have threads that were never started.
+            running = {
+                node: thread for node, thread in self._stage_threads.items() if thread.is_alive()
+            }
+        start = time.monotonic()
+        grace_s = STOP_GRACE_S if code == EXIT_REQUEUE else SHUTDOWN_GRACE_S
         for node, thread in running.items():
             while thread.is_alive():
-                longest = max(patience_s, commits_s) if node in self._commits else patience_s
-                if time.monotonic() - began > longest:
+                limit_s = max(grace_s, commits_s) if node in self._computed else grace_s
+                if time.monotonic() - start > limit_s:
                     break
                 thread.join(0.05)
         self._schedule.close()
-        self._generator.close()
+        self._rollout_worker.close()
         self._policy_server.close()
         self._publisher.close()
         self._forwarder.close()
@@ -280,14 +275,14 @@ class PoolWorker:
 
     def _send_output(self, order: SendOutput) -> None:
         """Send or forward an output to the workers that wait for it."""
-        out, channel, maker, ways = order.output, order.channel, order.producer, order.transports
-        self._live_store.output(out)  # an invalidated output is replaced
+        out, channel, transports = order.output, order.channel, order.transports
+        self._live_store.output(out)  # replaces an invalidated output
         if channel == WEIGHTS:
-            self._publisher.subscribe(out, ways)
-        elif maker == self._name:
-            self._record_sender.subscribe(f"{out}:{channel}", ways)
+            self._publisher.subscribe(out, transports)
+        elif order.producer == self._name:
+            self._record_sender.subscribe(f"{out}:{channel}", transports)
         else:
-            self._forwarder.subscribe(f"{out}:{channel}", maker, ways)
+            self._forwarder.subscribe(f"{out}:{channel}", order.producer, transports)
 
     def _stage_thread(self, order: StageOrder) -> threading.Thread | None:
         """Return a thread for a stage that has its slot; None if the stage is already running."""
@@ -296,13 +291,15 @@ class PoolWorker:
         if order.receives_trajectories:
             self._report_collected(order)
         with self._lock:
-            if node in self._busy:
+            if node in self._stage_threads:
                 return None
-            aside = order.receives_trajectories or order.in_engine_thread
-            turn = Unscheduled() if aside else self._schedule.add(order.position)
-            thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
-            self._busy[node] = thread
-            self._moved = time.monotonic()
+            is_unscheduled = order.receives_trajectories or order.in_engine_thread
+            slot = Unscheduled() if is_unscheduled else self._schedule.add(order.position)
+            thread = threading.Thread(
+                target=self._run_stage, args=(order, slot), name=node, daemon=True
+            )
+            self._stage_threads[node] = thread
+            self._last_progress = time.monotonic()
         live = [folder for folder, live in order.inputs.values() if live]
         self._live_store.pin(node, [order.output, *live])
         self._activity.add(node, order.stage)
@@ -311,7 +308,7 @@ class PoolWorker:
         self._update_status()
         return thread
 
-    def _work(self, order: StageOrder, turn: DeviceSlot | Unscheduled) -> None:
+    def _run_stage(self, order: StageOrder, slot: DeviceSlot | Unscheduled) -> None:
         output = self._live_store.output(order.output)
         # Other stages may wait for this one while it waits for its slot.
         ranks = AttemptRanks(
@@ -320,8 +317,8 @@ class PoolWorker:
         )
         try:
             with withdraw_on_damage(), ranks.attempt_scope():
-                with turn:
-                    attempt = self._attempt(order, output, turn)
+                with slot:
+                    attempt = self._attempt(order, output, slot)
                     self._activity.start(order.node, lambda: attempt.ctx.activity)
                     with self._policy_clients.client_scope(order.node):
                         attempt.compute()
@@ -333,26 +330,26 @@ class PoolWorker:
                     if WEIGHTS in output.objects:
                         self._report_weights(*version)
                     self._live_store.evict_objects(2 + self._config.rollout.staleness)
-                    self._commits.add(order.node)
+                    self._computed.add(order.node)
                 time.sleep(COMMIT_DELAY_S)
-                # It may wait for an input whose stage must run here again.
+                # The commit may wait for an input whose stage must run again in this worker.
                 manifest = attempt.commit()
             if manifest.data != attempt.ctx.data_folder.name:
                 log.warning("%s: another attempt was committed first", order.node)
             self._report(order, 0, "")
         except BaseException as error:
-            self._failed(order, output, error)
+            self._report_failure(order, output, error)
 
     def _attempt(
-        self, order: StageOrder, output: LiveOutput, turn: DeviceSlot | Unscheduled
+        self, order: StageOrder, output: LiveOutput, slot: DeviceSlot | Unscheduled
     ) -> StageAttempt:
         world, out = self._process_group_info(order), order.output
         inputs = {}
         for name, (folder, live) in order.inputs.items():
             source = self._live_store.output(folder) if live else None
-            inputs[name] = StageInput(self._run / folder, None, source, self._stopping)
+            inputs[name] = StageInput(self._run / folder, None, source, self._should_stop)
 
-        def sinks(channel: str) -> RecordWriter:
+        def open_sink(channel: str) -> RecordWriter:
             records = partial(output.available_records, channel)
             return self._record_sender.open_stream(
                 f"{out}:{channel}", world.data_parallel_rank, world.data_parallel_size, records
@@ -365,34 +362,34 @@ class PoolWorker:
                 self._run / CONFIG_FILE,
                 self._run / out,
                 order.iteration,
-                {name: entry.folder for name, entry in inputs.items()},
+                {name: stage_input.folder for name, stage_input in inputs.items()},
             ),
             self._config,
             world,
             inputs,
             self._worker_state,
-            self._stopping,
+            self._should_stop,
             process_start=now,
             start=now,
             name=order.attempt,
-            live=LiveContext(output, turn, sinks, order.num_chunks),
+            live=LiveContext(output, slot, open_sink, order.num_chunks),
             worker=self._name,
             receives_trajectories=order.receives_trajectories,
             remote_policy=self._policy_clients.create_client(order, world.rank),
         )
 
     def _process_group_info(self, order: StageOrder) -> ProcessGroupInfo:
-        """Return the process group info of this worker for a stage."""
-        ranks, own = order.ranks, self._world
+        """Return this process's rank and layout in a stage."""
+        ranks, pool = order.ranks, self._world
         if len(ranks) == 1:
             return ProcessGroupInfo()
-        if len(ranks) == own.size:
-            return replace(own, layout=ParallelLayout.parse(order.layout))
-        # No process group: the other ranks of the pool compute another stage.
-        shares = own.speed_weights and tuple(own.speed_weights[rank] for rank in ranks)
-        return ProcessGroupInfo(ranks.index(own.rank), len(ranks), own.local_rank, shares)
+        if len(ranks) == pool.size:
+            return replace(pool, layout=ParallelLayout.parse(order.layout))
+        # There is no process group, because the other ranks of the pool compute another stage.
+        speeds = pool.speed_weights and tuple(pool.speed_weights[rank] for rank in ranks)
+        return ProcessGroupInfo(ranks.index(pool.rank), len(ranks), pool.local_rank, speeds)
 
-    def _failed(self, order: StageOrder, output: LiveOutput, error: BaseException) -> None:
+    def _report_failure(self, order: StageOrder, output: LiveOutput, error: BaseException) -> None:
         node = order.node
         code, reason = exit_code_and_message(error)
         output.fail(f"{node} failed: {exception_line(reason)}")
@@ -402,10 +399,10 @@ class PoolWorker:
     def _report(self, order: StageOrder, code: int, reason: str) -> None:
         node = order.node
         with self._lock:
-            self._busy.pop(node, None)
-            self._commits.discard(node)
+            self._stage_threads.pop(node, None)
+            self._computed.discard(node)
             self._live_store.unpin(node)
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         self._activity.remove(node)
         self._send_report(StageEnded(node=node, exit_code=code, reason=reason[-8000:]))
         self._update_status()
@@ -422,16 +419,16 @@ class PoolWorker:
         try:
             return (self._run / folder / MANIFEST).exists()
         except OSError:
-            # After a filesystem error the check is repeated when the next stage ends.
+            # The check is repeated when the next stage ends.
             return False
 
     def _report_collected(self, order: StageOrder) -> None:
-        """Report the starts of a rollout that need not be generated again."""
+        """Report the starts of a rollout whose samples have all been received."""
         size = self._config.rollout.group_size
         records = self._live_store.output(order.output).available_records("trajectories")
         count = Counter(record.identity.sample // size for record in records)
-        there = sorted(start for start, samples in count.items() if samples == size)
-        self._send_report(CollectedPrompts(node=order.node, starts=tuple(there)))
+        collected = sorted(start for start, samples in count.items() if samples == size)
+        self._send_report(CollectedPrompts(node=order.node, starts=tuple(collected)))
 
     def _report_weights(self, out: str, attempt: str, iteration: int) -> None:
         """Report that weights are live; work items need not wait for their commit."""
@@ -441,8 +438,8 @@ class PoolWorker:
         self._send_report(report)
         self._drop_committed()
 
-    def _progress(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
-        self._moved = time.monotonic()
+    def _on_progress(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
+        self._last_progress = time.monotonic()
         self._activity.update(stage, done, total, unit, note)
         self._update_status()
 

@@ -1,7 +1,7 @@
 """The messages between the driver and the pool workers, and between pool workers.
 
-Orders go to a worker and reports to the driver (:mod:`rlinf.channels.control_link`). Messages
-between workers travel as the ``info`` of records (:mod:`stages.worker.weight_transfer`,
+The driver sends orders, workers send reports (:mod:`rlinf.channels.control_link`). Messages
+between workers are the ``info`` of records (:mod:`stages.worker.weight_transfer`,
 :mod:`stages.worker.policy_client`). Each message is a mapping; its key ``type`` names its class.
 """
 
@@ -38,51 +38,51 @@ class StageOrder(WorkerMessage):
     output: str
     attempt: str
     ranks: tuple[int, ...]
-    """The ranks of the pool that compute it; the first is the primary rank."""
+    """The ranks of the pool that compute the stage; the first is the primary rank."""
     layout: str = ""
-    """How they share a model; see :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
+    """How they shard a model; see :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
-    """By name: the folder, and whether it is expected in memory."""
+    """Folder of each input, and whether it is expected in memory, by name."""
     receives_trajectories: bool = False
     """Whether rollout workers generate the trajectories and this worker receives them."""
     in_engine_thread: bool = False
-    """Whether it runs in the thread of the rollout worker's engine."""
+    """Whether the stage runs in the thread of the rollout worker's engine."""
     policy_workers: tuple[str, ...] = ()
-    """The workers with its policy, if that runs in other workers; each process uses one."""
+    """The workers with the policy, if it is in other workers; each process uses one of them."""
 
 
 class RunStages(WorkerMessage):
-    """Compute stages; all of them enter the device schedule before any starts."""
+    """Compute stages; all of them enter the device schedule before one of them begins."""
 
     type: Literal["run_stages"] = "run_stages"
     stages: tuple[StageOrder, ...]
 
 
 class SendOutput(WorkerMessage):
-    """Send an output, its present and its future records, to other workers."""
+    """Send the existing and future records of an output to other workers."""
 
     type: Literal["send_output"] = "send_output"
     output: str
     channel: str
     transports: dict[str, str]
-    """By receiving worker: the transport."""
+    """The transport to each receiving worker."""
     producer: str
-    """The worker that produces it; any other worker forwards it."""
+    """The worker that produces the output; any other worker forwards it."""
 
 
 class PartialSamples(WorkerMessage):
-    """Unfinished samples of a work item, handed over by another worker."""
+    """Unfinished samples of a work item that another worker has sent."""
 
     work_item: int
     channel: str
-    """The channel in which they arrive."""
+    """The channel on which the samples arrive."""
     num_samples: int
     weights_attempt: str | None
-    """The attempt that produced their weights, if these were not committed."""
+    """The attempt that produced the weights of the samples, if it was not committed."""
 
 
 class GenerateStarts(WorkerMessage):
-    """Generate some starts of a rollout."""
+    """Generate the trajectories of some starts of a rollout."""
 
     type: Literal["generate_starts"] = "generate_starts"
     work_item: str
@@ -100,14 +100,14 @@ class GenerateStarts(WorkerMessage):
 
 
 class ServePolicy(WorkerMessage):
-    """Serve the policy to the simulators of a stage, until they are finished."""
+    """Serve the policy to the simulators of a stage until they have finished."""
 
     type: Literal["serve_policy"] = "serve_policy"
     node: str
     stage: str
     iteration: int
     position: tuple[int, int, int]
-    """The position of the stage."""
+    """The position of the stage in the device schedule."""
     output: str
     attempt: str
     """The attempt of the stage; clients name it when they connect."""
@@ -118,7 +118,7 @@ class ServePolicy(WorkerMessage):
 
 
 class AttemptEnded(WorkerMessage):
-    """The attempt has ended on the simulators' or the policy's worker; the other must stop."""
+    """The attempt has ended on the simulator worker or the policy worker; the other must stop."""
 
     type: Literal["attempt_ended"] = "attempt_ended"
     node: str
@@ -128,7 +128,7 @@ class AttemptEnded(WorkerMessage):
 
 
 class ReassignWork(WorkerMessage):
-    """Let another worker continue a work item once few of its samples are unfinished."""
+    """Pass a work item to another worker once few of its samples are unfinished."""
 
     type: Literal["reassign_work"] = "reassign_work"
     work_item: str
@@ -136,7 +136,7 @@ class ReassignWork(WorkerMessage):
 
 
 class CancelWork(WorkerMessage):
-    """Cancel all work items so far."""
+    """Cancel all work items that were ordered so far."""
 
     type: Literal["cancel_work"] = "cancel_work"
 
@@ -194,7 +194,7 @@ class WorkItemEnded(WorkerMessage):
     unfinished_starts: tuple[int, ...] = ()
     """The starts that are not finished."""
     successor: str = ""
-    """The worker that continues their samples, if any."""
+    """The worker that continues the unfinished samples, if any."""
     num_partial_samples: int = 0
     """The number of unfinished samples sent to the successor."""
     used_disk_fallback: bool = False
@@ -308,7 +308,7 @@ class ReleaseSlot(WorkerMessage):
 
 
 class SlotReleased(WorkerMessage):
-    """The server's answer to :class:`ReleaseSlot`: what the policy computed."""
+    """The server's answer to :class:`ReleaseSlot`, with the spans of the policy."""
 
     type: Literal["slot_released"] = "slot_released"
     spans: str
@@ -317,7 +317,7 @@ class SlotReleased(WorkerMessage):
 
 
 class PolicyFailure(WorkerMessage):
-    """The policy has failed; no more actions come."""
+    """The policy has failed and sends no more actions."""
 
     type: Literal["policy_failure"] = "policy_failure"
     exit_code: int
@@ -349,10 +349,10 @@ WorkerOrder = (
 WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | ConnectionLost | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
-_OF_WEIGHTS: TypeAdapter[WeightMessage] = TypeAdapter(
+_WEIGHT_MESSAGE: TypeAdapter[WeightMessage] = TypeAdapter(
     Annotated[WeightMessage, Field(discriminator="type")]
 )
-_OF_ASKING: TypeAdapter[PolicyMessage] = TypeAdapter(
+_POLICY_MESSAGE: TypeAdapter[PolicyMessage] = TypeAdapter(
     Annotated[PolicyMessage, Field(discriminator="type")]
 )
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
@@ -364,7 +364,7 @@ def read_order(content: Mapping[str, Any]) -> WorkerOrder:
     """Validate an order from the driver.
 
     Raises:
-        DataError: it is not an order.
+        DataError: the content is not an order.
     """
     return _read(_ORDER, content)
 
@@ -373,7 +373,7 @@ def read_report(content: Mapping[str, Any]) -> WorkerReport:
     """Validate a report from a worker.
 
     Raises:
-        DataError: it is not a report.
+        DataError: the content is not a report.
     """
     return _read(_REPORT, content)
 
@@ -382,18 +382,18 @@ def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
     """Validate a message about weights.
 
     Raises:
-        DataError: it is not such a message.
+        DataError: the content is not such a message.
     """
-    return _read(_OF_WEIGHTS, content)
+    return _read(_WEIGHT_MESSAGE, content)
 
 
 def read_policy_message(content: Mapping[str, Any]) -> PolicyMessage:
     """Validate a control message between a policy client and its server.
 
     Raises:
-        DataError: it is not such a message.
+        DataError: the content is not such a message.
     """
-    return _read(_OF_ASKING, content)
+    return _read(_POLICY_MESSAGE, content)
 
 
 def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:

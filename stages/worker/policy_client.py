@@ -1,14 +1,14 @@
-"""The client for stages whose simulators use a policy in another pool worker.
+"""The client of a stage whose simulators use the policy of another pool worker.
 
-Observations go to the worker with the engine, and actions come back, over a mailbox that this
-worker hosts (:mod:`stages.worker.policy_server`). The mailbox is encrypted, authenticated and
-watched by heartbeats, like every channel of a run.
+The worker with the engine hosts a mailbox (:mod:`stages.worker.policy_server`). The client sends
+observations to it and receives actions. The mailbox is encrypted, authenticated and monitored by
+heartbeats, like every channel of a run.
 
-A rollout needs two device slots: one for the simulators here and one for the policy there. To avoid
-a deadlock, neither side keeps its slot while it waits for the other:
+A rollout needs two device slots: one in the worker with the simulators and one in the worker with
+the policy. To avoid a deadlock, neither side keeps its slot while it waits for the other:
 
 1. The client sends :class:`RequestSlot` and waits without a slot.
-2. The server acquires its slot and sends :class:`SlotOffered`, valid for a short time.
+2. The server acquires its slot and sends :class:`SlotOffered`. The offer expires soon.
 3. The client acquires its own slot and sends :class:`SlotAccepted`.
 4. The server replies :class:`SlotConfirmed`, and both keep their slots until the client sends
    :class:`ReleaseSlot`. If the offer has expired it replies :class:`SlotExpired`, and the client
@@ -65,11 +65,11 @@ from stages.worker.messages import (
 POLL_S = 0.2
 """Seconds between checks whether a waiting thread should stop."""
 CONNECT_TIMEOUT_S = 60.0
-"""How long the policy's worker may take until it accepts connections."""
+"""How long the policy worker may take to accept a connection."""
 RELEASE_TIMEOUT_S = 5.0
 MAX_REMEMBERED_ORDERS = 1024
 CONTROL_SAMPLE = -1
-"""The sample number of a control message, as opposed to a request or reply."""
+"""The sample number that marks a control message; requests and replies have others."""
 POLICY_WAIT = "the policy"
 
 
@@ -92,19 +92,19 @@ class PolicyFailed(RlinfError):
 
 
 class _Reordered(Exception):
-    """The stage was ordered again by another driver before the policy confirmed a slot."""
+    """Another driver ordered the stage again before the server had confirmed a slot."""
 
 
 def encode_policy_message(record: Record, max_bytes: int, description: str, kind: str) -> Block:
     """Encode a request or reply for the wire.
 
     Args:
-        max_bytes: the most that the other worker accepts.
+        max_bytes: the largest message that the other worker accepts.
         description: what the record holds, for the error.
         kind: "a request to ..." or "a reply", for the error.
 
     Raises:
-        DataError: the encoded record is larger.
+        DataError: the encoded record is larger than ``max_bytes``.
     """
     encoded = encode_record(record)
     if encoded.size > max_bytes:
@@ -116,26 +116,26 @@ def encode_policy_message(record: Record, max_bytes: int, description: str, kind
 
 
 class PolicyClient(Channel):
-    """A client of one policy server, for one attempt at a stage: observations in, actions out.
+    """A client of one policy server, for one attempt at a stage.
 
     Args:
         folder: the run's folder for channels.
         name: the name of this worker.
         order: the stage order; it names the policy workers.
-        rank: rank of this process among those that compute the stage.
+        rank: rank of this process in the stage.
     """
 
     def __init__(self, folder: Path, name: str, order: StageOrder, rank: int) -> None:
         self._folder, self._name, self._rank = folder, name, rank
-        self._order = self._newest = order
-        self._policy, self._answered = "", False
+        self._order = self._newest_order = order
+        self._policy, self._is_confirmed = "", False
         self._max_request_bytes = 0
         """The largest request that the server accepts, in bytes."""
         self._peer: MailboxPeer | None = None
         self._ctx: StageContext | None = None
         self._replies: deque[Record] = deque()
-        self._words: deque[PolicyMessage] = deque()
-        self._ended: str | None = None
+        self._messages: deque[PolicyMessage] = deque()
+        self._lost_reason: str | None = None
 
     def rollout_iter(
         self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
@@ -144,25 +144,25 @@ class PolicyClient(Channel):
 
         Raises:
             RequeueRequested: the allocation is about to end.
-            UpstreamFailed: the other worker is lost or silent.
-            PolicyFailed: the policy failed there.
+            UpstreamFailed: the policy worker is lost or silent.
+            PolicyFailed: the policy failed in its worker.
         """
         self._ctx = ctx
         if self._peer is None:
-            self._begin(ctx)
+            self._acquire_slot(ctx)
         yield from environment.simulate(episodes, self, self)
 
     def mark_lost(self, reason: str) -> None:
-        """Record that the policy's worker is lost."""
-        self._ended = reason
+        """Record that the policy worker is lost."""
+        self._lost_reason = reason
 
     def update_order(self, order: StageOrder) -> None:
         """Replace the order, because another driver has ordered the stage again.
 
-        The first driver may have died before it ordered the policy's worker. Unless that has
-        confirmed a slot already, the client connects again by the new order.
+        The first driver may have died before it sent an order to the policy worker. The client then
+        connects again, to the worker of the new order. After a confirmed slot it keeps its worker.
         """
-        self._newest = order
+        self._newest_order = order
 
     def put(self, record: Record) -> None:
         """Send an observation to the policy.
@@ -170,26 +170,26 @@ class PolicyClient(Channel):
         Raises:
             DataError: the request is larger than the server accepts.
         """
-        what = f"what the simulators of {self._order.node} observe in one step"
-        self._give(
+        description = f"what the simulators of {self._order.node} observe in one step"
+        self._send(
             encode_policy_message(
-                record, self._max_request_bytes, what, f"a request to {self._policy}"
+                record, self._max_request_bytes, description, f"a request to {self._policy}"
             )
         )
 
     def get(self) -> Record:
         while not self._replies:
-            self._take()
+            self._receive()
         return self._replies.popleft()
 
     def close(self) -> None:
-        """End these observations; another :meth:`rollout_iter` may send more."""
+        """End the observations of this rollout; another :meth:`rollout_iter` may send more."""
 
     def finish(self, *, completed: bool) -> None:
         """Release the policy's slot and disconnect.
 
         Args:
-            completed: whether the rollout is complete; the server's spans are recorded then.
+            completed: whether the rollout is complete. If so, the server's spans are recorded.
         """
         peer, ctx = self._peer, self._ctx
         if peer is None or ctx is None:
@@ -197,68 +197,68 @@ class PolicyClient(Channel):
         try:
             if completed:
                 deadline = time.monotonic() + RELEASE_TIMEOUT_S
-                # An incomplete report is no reason to repeat the rollout.
+                # Missing spans are no reason to repeat the rollout.
                 with contextlib.suppress(RlinfError):
-                    self._give(encode_message(ReleaseSlot()))
-                    while time.monotonic() < deadline and not self._closed(ctx):
-                        self._take()
+                    self._send(encode_message(ReleaseSlot()))
+                    while time.monotonic() < deadline and not self._read_slot_released(ctx):
+                        self._receive()
         finally:
             self._peer = None
             peer.close()
 
-    def _closed(self, ctx: StageContext) -> bool:
-        if not self._words:
+    def _read_slot_released(self, ctx: StageContext) -> bool:
+        if not self._messages:
             return False
-        message = self._words.popleft()
+        message = self._messages.popleft()
         if isinstance(message, SlotReleased):
-            about = {"worker": self._policy, "rank": ctx.world.rank, "host": message.host}
+            labels = {"worker": self._policy, "rank": ctx.world.rank, "host": message.host}
             for name, start, end in json.loads(message.spans):
-                ctx.spans.append({"name": name, **about, "start": start, "end": end})
+                ctx.spans.append({"name": name, **labels, "start": start, "end": end})
         return True
 
-    def _begin(self, ctx: StageContext) -> None:
-        while not self._answered:
-            self._order = order = self._newest
+    def _acquire_slot(self, ctx: StageContext) -> None:
+        while not self._is_confirmed:
+            self._order = order = self._newest_order
             self._policy = order.policy_workers[self._rank % len(order.policy_workers)]
             try:
-                self._open(ctx)
+                self._request_slot(ctx)
             except _Reordered:
-                self._words.clear()
+                self._messages.clear()
                 if self._peer is not None:
                     self._peer.close()
                     self._peer = None
 
-    def _open(self, ctx: StageContext) -> None:
+    def _request_slot(self, ctx: StageContext) -> None:
         while True:
             with ctx.waiting(POLICY_WAIT):
                 if self._peer is None:
-                    self._peer = self._connected()
-                self._give(encode_message(RequestSlot()))
-                granted = self._next()
-            if not isinstance(granted, SlotOffered):
-                raise UpstreamFailed(f"{self._policy} grants no slot: {granted!r}")
-            self._give(encode_message(SlotAccepted(number=granted.number)))
-            while isinstance(message := self._next(), SlotOffered):
-                pass  # a later offer; the answer to this one follows
+                    self._peer = self._connect()
+                self._send(encode_message(RequestSlot()))
+                offer = self._receive_message()
+            if not isinstance(offer, SlotOffered):
+                raise UpstreamFailed(f"{self._policy} sent no slot offer: {offer!r}")
+            self._send(encode_message(SlotAccepted(number=offer.number)))
+            while isinstance(message := self._receive_message(), SlotOffered):
+                pass  # a newer offer; the answer to the accepted one follows
             if isinstance(message, SlotConfirmed):
-                self._answered = True
-                entry = ctx.inputs["weights"]
-                entry.used_disk_fallback |= message.used_disk_fallback
+                self._is_confirmed = True
+                weights = ctx.inputs["weights"]
+                weights.used_disk_fallback |= message.used_disk_fallback
                 if message.weights_attempt:
                     # It is compared with the committed attempt before this stage commits.
-                    entry.live_output, entry.used_live = LiveOutput(), True
-                    entry.live_output.mark_complete(message.weights_attempt)
+                    weights.live_output, weights.used_live = LiveOutput(), True
+                    weights.live_output.mark_complete(message.weights_attempt)
                 return
             if not isinstance(message, SlotExpired):
                 raise UpstreamFailed(f"{self._policy} sent an unexpected message: {message!r}")
 
-    def _connected(self) -> MailboxPeer:
+    def _connect(self) -> MailboxPeer:
         order = self._order
-        about = {"asker": self._name, "node": order.node, "attempt": order.attempt}
+        description = {"client": self._name, "node": order.node, "attempt": order.attempt}
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            self._check()
-            # The server listens from its first order on.
+            self._raise_if_ended()
+            # The server listens once it has received its first order.
             with contextlib.suppress(InputError):
                 _, host = find_channel_host(self._folder, policy_channel(self._policy))
                 self._max_request_bytes = host.max_bytes
@@ -267,7 +267,7 @@ class PolicyClient(Channel):
                         self._folder / f"{policy_channel(self._policy)}.socket.json",
                         routing_id().hex(),
                         decode_record,
-                        about=msgpack.packb(about),
+                        description=msgpack.packb(description),
                         host=host,
                         address=address,
                     )
@@ -278,28 +278,28 @@ class PolicyClient(Channel):
                 )
             time.sleep(POLL_S / 4)
 
-    def _next(self) -> PolicyMessage:
-        while not self._words:
-            self._take()
-        return self._words.popleft()
+    def _receive_message(self) -> PolicyMessage:
+        while not self._messages:
+            self._receive()
+        return self._messages.popleft()
 
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise UpstreamFailed(f"{self._policy}, which has the policy: {self._ended}")
+    def _raise_if_ended(self) -> None:
+        if self._lost_reason is not None:
+            raise UpstreamFailed(f"{self._policy}, which has the policy: {self._lost_reason}")
         if self._ctx is not None and self._ctx.should_stop():
             raise RequeueRequested(f"{self._ctx.stage}: stopping while waiting for the policy")
-        if self._newest is not self._order and not self._answered:
+        if self._newest_order is not self._order and not self._is_confirmed:
             raise _Reordered
 
-    def _give(self, item: Block) -> None:
-        self._check()
-        with self._failing():
+    def _send(self, item: Block) -> None:
+        self._raise_if_ended()
+        with self._translate_channel_errors():
             assert self._peer is not None
             self._peer.send_item(item, wait=True)
 
-    def _take(self) -> None:
-        self._check()
-        with self._failing():
+    def _receive(self) -> None:
+        self._raise_if_ended()
+        with self._translate_channel_errors():
             assert self._peer is not None
             items = self._peer.receive_items(POLL_S)
         for item in items:
@@ -314,10 +314,10 @@ class PolicyClient(Channel):
                 raise UpstreamFailed(f"{self._policy}, which has the policy: {message.reason}")
             if isinstance(message, PolicyFailure):
                 raise PolicyFailed(self._policy, message)
-            self._words.append(message)
+            self._messages.append(message)
 
     @contextlib.contextmanager
-    def _failing(self) -> Generator[None]:
+    def _translate_channel_errors(self) -> Generator[None]:
         try:
             yield
         except (ChannelClosed, ChannelFailed) as error:
@@ -327,7 +327,7 @@ class PolicyClient(Channel):
 
 
 class PolicyClients:
-    """The policy clients of the stages that run in a worker.
+    """The policy clients of the stages of a worker.
 
     Args:
         folder: the run's folder for channels.
@@ -338,27 +338,27 @@ class PolicyClients:
         self._folder, self._name = folder, name
         self._lock = threading.Lock()
         self._clients: dict[str, PolicyClient] = {}
-        """By stage instance: its client."""
-        self._newest: dict[str, StageOrder] = {}
-        """By stage instance that has not started: its newest order."""
+        """Client of each stage instance."""
+        self._newest_orders: dict[str, StageOrder] = {}
+        """Newest order of each stage instance that has not started."""
         self._ended_attempts: dict[str, str] = {}
-        """By attempt that ended before it started: the reason."""
+        """Why an attempt ended before it started, by attempt."""
 
     def update_order(self, order: StageOrder) -> None:
-        """Record an order for a stage, which may run already."""
+        """Record an order for a stage, which may be running already."""
         with self._lock:
             if (client := self._clients.get(order.node)) is not None:
                 client.update_order(order)
             elif order.policy_workers:
-                self._newest[order.node] = order
-                evict_oldest(self._newest, MAX_REMEMBERED_ORDERS)
+                self._newest_orders[order.node] = order
+                evict_oldest(self._newest_orders, MAX_REMEMBERED_ORDERS)
 
     def create_client(self, order: StageOrder, rank: int) -> PolicyClient | None:
         """Create the client of an attempt; None if the policy is in this worker."""
         if not order.policy_workers:
             return None
         with self._lock:
-            newest = self._newest.pop(order.node, order)
+            newest = self._newest_orders.pop(order.node, order)
             client = self._clients[order.node] = PolicyClient(
                 self._folder, self._name, newest, rank
             )
@@ -368,20 +368,20 @@ class PolicyClients:
 
     @contextlib.contextmanager
     def client_scope(self, node: str) -> Iterator[None]:
-        """Finish the client of a stage when the stage ends."""
-        through = False
+        """Finish the client of a stage at the end of this context."""
+        is_completed = False
         try:
             yield
-            through = True
+            is_completed = True
         finally:
             if (client := self._clients.pop(node, None)) is not None:
-                client.finish(completed=through)
+                client.finish(completed=is_completed)
 
-    def end_attempt(self, order: AttemptEnded) -> None:
+    def end_attempt(self, message: AttemptEnded) -> None:
         """Record that the policy of an attempt is lost."""
         with self._lock:
-            if (client := self._clients.get(order.node)) is not None:
-                client.mark_lost(order.reason)
+            if (client := self._clients.get(message.node)) is not None:
+                client.mark_lost(message.reason)
             else:
-                self._ended_attempts[order.attempt] = order.reason
+                self._ended_attempts[message.attempt] = message.reason
                 evict_oldest(self._ended_attempts, MAX_REMEMBERED_ORDERS)

@@ -1,9 +1,9 @@
-"""The server for stages whose simulators are in other pool workers.
+"""The server of a policy that simulators in other pool workers use.
 
-A worker with the engine hosts one mailbox (:class:`PolicyServer`). Every attempt at a stage that
-uses its policy has a :class:`PolicySession`. The session takes its device slots at the position of
-that stage and answers the clients of that attempt. See :mod:`stages.worker.policy_client` for the
-protocol.
+A worker with the engine hosts one mailbox (:class:`PolicyServer`). Each attempt at a stage that
+uses its policy has a :class:`PolicySession`. The session acquires its device slots at the position
+of that stage and answers the clients of that attempt. See :mod:`stages.worker.policy_client` for
+the protocol.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PolicyConnection:
 
 @dataclass(eq=False)
 class PolicySession:
-    """The policy's work for one attempt: a source of its clients' requests for the engine.
+    """The service for one attempt; the engine reads the clients' requests from it.
 
     Args:
         send: sends a message to a client.
@@ -103,25 +103,25 @@ class PolicySession:
     context: StageContext | None = None
     condition: threading.Condition = field(default_factory=threading.Condition)
     waiting_clients: dict[str, PolicyConnection] = field(default_factory=dict)
-    """By peer: clients that wait for a slot offer."""
+    """Clients that wait for a slot offer, by peer."""
     active_clients: dict[str, PolicyConnection] = field(default_factory=dict)
-    """By peer: clients with a confirmed slot."""
+    """Clients with a confirmed slot, by peer."""
     finished_clients: set[str] = field(default_factory=set)
     """Names of clients that have finished."""
     requests: deque[Record] = field(default_factory=deque)
     reply_clients: dict[int, PolicyConnection] = field(default_factory=dict)
-    """By first sample of a request: the client that waits for the reply."""
+    """The client that waits for a reply, by the first sample of its request."""
     offer_number: int | None = None
-    """The number of the current slot offer; None: the device is not held."""
+    """The number of the current slot offer; None: there is no offer."""
     num_offers: int = 0
     weights_attempt: str = ""
     """The attempt that produced the engine's weights."""
     serving_since: float = 0.0
-    """When the first client had its slot confirmed."""
+    """Time of the first confirmed slot (Unix time, s)."""
     end_reason: str | None = None
     failure: PolicyFailure | None = None
 
-    def handle_record(self, session: PolicyConnection, record: Record) -> None:
+    def handle_record(self, connection: PolicyConnection, record: Record) -> None:
         """Handle a request or a control message of a client.
 
         Raises:
@@ -129,54 +129,55 @@ class PolicySession:
         """
         with self.condition:
             if self.failure is not None:
-                self._send_message(session, self.failure)
+                self._send_message(connection, self.failure)
             elif record.identity.sample != CONTROL_SAMPLE:
-                if session.peer not in self.active_clients or not len(
+                if connection.peer not in self.active_clients or not len(
                     record.steps.get("sample", ())
                 ):
-                    raise DataError("a request of a client without a slot, or without a sample")
-                self.reply_clients[_first(record)] = session
+                    raise DataError("a request without samples, or of a client without a slot")
+                self.reply_clients[_first_sample(record)] = connection
                 self.requests.append(record)
             else:
-                self._handle_message(session, record)
+                self._handle_message(connection, record)
             self.condition.notify_all()
 
-    def _handle_message(self, session: PolicyConnection, record: Record) -> None:
+    def _handle_message(self, connection: PolicyConnection, record: Record) -> None:
         match read_policy_message(record.info):
             case RequestSlot():
-                self.waiting_clients[session.peer] = session
+                self.waiting_clients[connection.peer] = connection
                 if self.offer_number is not None:
-                    self._send_message(session, SlotOffered(number=self.offer_number))
+                    self._send_message(connection, SlotOffered(number=self.offer_number))
             case SlotAccepted(number=number):
-                if number == self.offer_number and session.peer in self.waiting_clients:
-                    self.active_clients[session.peer] = self.waiting_clients.pop(session.peer)
+                if number == self.offer_number and connection.peer in self.waiting_clients:
+                    self.active_clients[connection.peer] = self.waiting_clients.pop(connection.peer)
                     self.serving_since = self.serving_since or time.time()
                     self._send_message(
-                        session,
+                        connection,
                         SlotConfirmed(
                             weights_attempt=self.weights_attempt,
                             used_disk_fallback=self._used_disk_fallback(),
                         ),
                     )
                 else:
-                    self.waiting_clients.pop(session.peer, None)
-                    self._send_message(session, SlotExpired())
+                    self.waiting_clients.pop(connection.peer, None)
+                    self._send_message(connection, SlotExpired())
             case ReleaseSlot():
-                self._send_message(session, self._closed(session))
-                self.remove_client(session)
+                self._send_message(connection, self._slot_released(connection))
+                self.remove_client(connection)
             case other:
-                raise DataError(f"no message of a client: {other!r}")
+                raise DataError(f"not a message of a client: {other!r}")
 
-    def remove_client(self, session: PolicyConnection) -> None:
+    def remove_client(self, connection: PolicyConnection) -> None:
         """Remove a client that has finished or is lost."""
         with self.condition:
-            self.waiting_clients.pop(session.peer, None)
-            self.active_clients.pop(session.peer, None)
-            self.finished_clients.add(session.client)
+            self.waiting_clients.pop(connection.peer, None)
+            self.active_clients.pop(connection.peer, None)
+            self.finished_clients.add(connection.client)
             self.reply_clients = {
-                n: client for n, client in self.reply_clients.items() if client is not session
+                n: client for n, client in self.reply_clients.items() if client is not connection
             }
-            self.requests = deque(r for r in self.requests if _first(r) in self.reply_clients)
+            clients = self.reply_clients
+            self.requests = deque(r for r in self.requests if _first_sample(r) in clients)
             self.condition.notify_all()
 
     def end(self, reason: str) -> None:
@@ -189,8 +190,8 @@ class PolicySession:
         """Fail the session; all clients give up."""
         with self.condition:
             self.end_reason, self.failure = reason, PolicyFailure(exit_code=code, reason=reason)
-            for session in (*self.waiting_clients.values(), *self.active_clients.values()):
-                self._send_message(session, self.failure)
+            for connection in (*self.waiting_clients.values(), *self.active_clients.values()):
+                self._send_message(connection, self.failure)
 
     def serve(self, ctx: StageContext, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
         """Serve until all clients have finished; needs the session's device slot.
@@ -203,10 +204,10 @@ class PolicySession:
         while True:
             with ctx.waiting(SIMULATORS_WAIT), self.condition:
                 while not self.waiting_clients and self._is_needed():
-                    self._pause()
+                    self._wait()
             if not self._is_needed():
                 return
-            # It may wait for the weights, while other stages use the device.
+            # This may wait for the weights; other stages use the device meanwhile.
             policy = get_policy(ctx)
             folder, _, attempt = (ctx.worker_state.engine_weights or "").rpartition("/")
             self._offer(attempt if folder == str(ctx.inputs["weights"].folder) else "")
@@ -222,7 +223,7 @@ class PolicySession:
                 if not self.active_clients:
                     self.offer_number = None
                     raise ChannelClosed("no client has a slot")
-                self._pause()
+                self._wait()
             return self.requests.popleft()
 
     def __len__(self) -> int:
@@ -243,11 +244,11 @@ class PolicySession:
         with self.condition:
             self.num_offers += 1
             self.offer_number, self.weights_attempt = self.num_offers, weights
-            for session in self.waiting_clients.values():
-                self._send_message(session, SlotOffered(number=self.offer_number))
+            for connection in self.waiting_clients.values():
+                self._send_message(connection, SlotOffered(number=self.offer_number))
             deadline = time.monotonic() + ACCEPT_TIMEOUT_S
             while not self.active_clients and self.waiting_clients and time.monotonic() < deadline:
-                self._pause()
+                self._wait()
             if not self.active_clients:
                 # Late clients receive SlotExpired and request a slot again.
                 self.offer_number = None
@@ -255,44 +256,46 @@ class PolicySession:
 
     def _reply(self, reply: Record) -> None:
         with self.condition:
-            session = self.reply_clients.pop(_first(reply), None)
-        if session is not None:
-            what = f"what the policy answers {session.client} in one step of {self.order.node}"
-            self.send(session, encode_policy_message(reply, self.max_reply_bytes, what, "a reply"))
+            connection = self.reply_clients.pop(_first_sample(reply), None)
+        if connection is not None:
+            client, node, limit = connection.client, self.order.node, self.max_reply_bytes
+            content = f"what the policy answers {client} in one step of {node}"
+            self.send(connection, encode_policy_message(reply, limit, content, "a reply"))
 
     def _used_disk_fallback(self) -> bool:
         return self.context is not None and self.context.inputs["weights"].used_disk_fallback
 
-    def _pause(self) -> None:
+    def _wait(self) -> None:
         if self.end_reason is not None:
             raise ServingEnded(self.end_reason)
         if self.should_stop():
             raise RequeueRequested("the worker with the policy is stopping")
         self.condition.wait(POLL_S)
 
-    def _send_message(self, session: PolicyConnection, message: WorkerMessage) -> None:
-        self.send(session, encode_message(message))
+    def _send_message(self, connection: PolicyConnection, message: WorkerMessage) -> None:
+        self.send(connection, encode_message(message))
 
-    def _closed(self, session: PolicyConnection) -> SlotReleased:
+    def _slot_released(self, connection: PolicyConnection) -> SlotReleased:
         assert self.context is not None
         spans = []
-        if self.finished_clients | {session.client} >= set(self.order.clients):
+        if self.finished_clients | {connection.client} >= set(self.order.clients):
             # Report each span once; the running span has not ended.
-            done = [s for s in self.context.spans if s["name"] not in (*IDLE_SPANS, GENERATE_SPAN)]
-            spans = [(s["name"], s["start"], s["end"]) for s in done]
+            excluded = (*IDLE_SPANS, GENERATE_SPAN)
+            finished = [s for s in self.context.spans if s["name"] not in excluded]
+            spans = [(s["name"], s["start"], s["end"]) for s in finished]
             spans.append((GENERATE_SPAN, self.serving_since, time.time()))
         return SlotReleased(spans=json.dumps(spans), host=os.uname().nodename)
 
 
-def _first(record: Record) -> int:
+def _first_sample(record: Record) -> int:
     """Return the first sample of a request or reply."""
     return int(record.steps["sample"][0])
 
 
 PEER_TIMEOUT_S = 10.0
-"""How long this worker may be silent before a client considers it lost."""
+"""After this time without a message, a client considers this worker lost."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""The largest request, and the largest reply."""
+"""Limit of a request and of a reply."""
 MAX_REMEMBERED = 64
 log = logging.getLogger("rlinf")
 
@@ -317,24 +320,24 @@ class PolicyServer:
     ) -> None:
         self._run, self._config, self._name = run, config, name
         self._live_store, self._schedule, self._worker_state = store, schedule, worker_state
-        self._activity, self._stopping = activity, should_stop
+        self._activity, self._should_stop = activity, should_stop
         self._lock = threading.Lock()
         self._host: MailboxHost | None = None
         self._malformed = MalformedCounter(f"policy server of {name}")
-        self._services: dict[str, PolicySession] = {}
+        self._sessions: dict[str, PolicySession] = {}
         """Sessions by attempt."""
         self._ended_attempts: dict[str, None] = {}
-        """Attempts that have been served."""
-        self._sessions: dict[str, PolicyConnection] = {}
+        """Attempts that are no longer served."""
+        self._connections: dict[str, PolicyConnection] = {}
         """Connections by peer."""
-        self._early: dict[str, list[Record]] = {}
-        """By peer: messages that arrived before the driver's order."""
+        self._early_records: dict[str, list[Record]] = {}
+        """Messages that arrived before the driver's order, by peer."""
         self._threads: list[threading.Thread] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether an attempt is being served."""
-        return bool(self._services)
+        return bool(self._sessions)
 
     def serve(self, order: ServePolicy) -> None:
         """Serve an attempt at a stage in a new thread; return at once."""
@@ -348,32 +351,35 @@ class PolicyServer:
                 ack_on_poll=False,
             )
             start_service_thread("policy-server", self._receive_messages)
-        turn = self._schedule.add(order.position)
-        key = self._key(order)
+        slot = self._schedule.add(order.position)
+        key = self._activity_key(order)
         self._activity.add(key, key.partition("/")[0])
         if order.weights[1]:
             self._live_store.pin(key, [order.weights[0]])
-        service = PolicySession(order, self._send_to, self._stopping, MAX_MESSAGE_BYTES)
+        session = PolicySession(order, self._send_item, self._should_stop, MAX_MESSAGE_BYTES)
         with self._lock:
-            for old in self._services.values():
-                # An order of a dead driver: clients of the running attempt are served first.
-                if old.order.node == order.node and {*old.order.clients} != {*order.clients}:
-                    old.end("another attempt takes its place")
-            self._services[order.attempt] = service
-            for session in [s for s in self._sessions.values() if s.attempt == order.attempt]:
-                for record in self._early.pop(session.peer, ()):
-                    self._handle_record(service, session, record)
+            for running in self._sessions.values():
+                # Its order is from a dead driver; other clients wait now.
+                same_clients = {*running.order.clients} == {*order.clients}
+                if running.order.node == order.node and not same_clients:
+                    running.end("another attempt takes its place")
+            self._sessions[order.attempt] = session
+            for connection in [s for s in self._connections.values() if s.attempt == order.attempt]:
+                for record in self._early_records.pop(connection.peer, ()):
+                    self._handle_record(session, connection, record)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        work = threading.Thread(target=self._work, args=(service, turn), name=key, daemon=True)
-        self._threads.append(work)
-        work.start()
+        thread = threading.Thread(
+            target=self._serve_attempt, args=(session, slot), name=key, daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
 
-    def end_attempt(self, order: AttemptEnded) -> None:
+    def end_attempt(self, message: AttemptEnded) -> None:
         """Stop serving an attempt that has ended."""
         with self._lock:
-            for service in self._services.values():
-                if service.order.node == order.node:
-                    service.end(order.reason)
+            for session in self._sessions.values():
+                if session.order.node == message.node:
+                    session.end(message.reason)
 
     def close(self) -> None:
         """Close the mailbox, after the worker has begun to stop; clients give up."""
@@ -383,33 +389,33 @@ class PolicyServer:
             self._host.close()
 
     @staticmethod
-    def _key(order: ServePolicy) -> str:
+    def _activity_key(order: ServePolicy) -> str:
         return f"{order.stage}{POLICY_SUFFIX}/{order.iteration}"
 
-    def _work(self, service: PolicySession, turn: DeviceSlot) -> None:
-        order, key = service.order, self._key(service.order)
-        ctx = service.context = self._context(order, turn)
+    def _serve_attempt(self, session: PolicySession, slot: DeviceSlot) -> None:
+        order, key = session.order, self._activity_key(session.order)
+        ctx = session.context = self._context(order, slot)
         try:
-            with withdraw_on_damage(), turn:
+            with withdraw_on_damage(), slot:
                 self._activity.start(key, lambda: ctx.activity)
-                program = import_stage_module(self._config, order.stage)
-                service.serve(ctx, program.policy_runner)
+                stage_module = import_stage_module(self._config, order.stage)
+                session.serve(ctx, stage_module.policy_runner)
         except ServingEnded as error:
-            service.fail(EXIT_REQUEUE, str(error))
+            session.fail(EXIT_REQUEUE, str(error))
         except BaseException as error:
             code, reason = exit_code_and_message(error)
             log.warning("%s: %s", key, reason)
-            service.fail(code, reason[-8000:])
+            session.fail(code, reason[-8000:])
         finally:
             ctx.release()
             self._live_store.unpin(key)
             self._activity.remove(key)
             with self._lock:
-                self._services.pop(order.attempt, None)
+                self._sessions.pop(order.attempt, None)
                 self._ended_attempts[order.attempt] = None
                 evict_oldest(self._ended_attempts, MAX_REMEMBERED)
 
-    def _context(self, order: ServePolicy, turn: DeviceSlot) -> StageContext:
+    def _context(self, order: ServePolicy, slot: DeviceSlot) -> StageContext:
         folder, live = order.weights
         source = self._live_store.output(folder) if live else None
         out = self._run / order.output
@@ -421,17 +427,17 @@ class PolicyServer:
             output_folder=out,
             data_folder=out,
             world=ProcessGroupInfo(),
-            inputs={"weights": StageInput(self._run / folder, None, source, self._stopping)},
+            inputs={"weights": StageInput(self._run / folder, None, source, self._should_stop)},
             worker_state=self._worker_state,
-            should_stop=self._stopping,
-            live=LiveContext(LiveOutput(), turn, _no_sink, 1),
+            should_stop=self._should_stop,
+            live=LiveContext(LiveOutput(), slot, _no_sink, 1),
             worker=self._name,
         )
 
-    def _send_to(self, session: PolicyConnection, item: Block) -> None:
+    def _send_item(self, connection: PolicyConnection, item: Block) -> None:
         assert self._host is not None
-        with contextlib.suppress(ChannelClosed):  # this worker is closing, which clients notice
-            self._host.send_item(session.peer, item)
+        with contextlib.suppress(ChannelClosed):  # this worker closes; clients notice that
+            self._host.send_item(connection.peer, item)
 
     def _receive_messages(self) -> None:
         assert self._host is not None
@@ -446,39 +452,40 @@ class PolicyServer:
 
     def _handle_event(self, event: PeerEvent) -> None:
         if isinstance(event, PeerJoined):
-            known = self._sessions.get(event.worker)
-            if known is None:
-                values = (str(event.about.get(name)) for name in ("asker", "node", "attempt"))
-                self._sessions[event.worker] = PolicyConnection(event.worker, *values)
+            connection = self._connections.get(event.worker)
+            if connection is None:
+                names = ("client", "node", "attempt")
+                fields = (str(event.description.get(name)) for name in names)
+                self._connections[event.worker] = PolicyConnection(event.worker, *fields)
             return
-        session = self._sessions.get(event.worker)
-        if session is None:
+        connection = self._connections.get(event.worker)
+        if connection is None:
             return
-        service = self._services.get(session.attempt)
+        session = self._sessions.get(connection.attempt)
         if isinstance(event, PeerReport):
-            if service is not None:
-                self._handle_record(service, session, event.content)
-            elif session.attempt in self._ended_attempts:
-                reason = "it has ended what it did for this attempt"
-                self._send_to(
-                    session, encode_message(PolicyFailure(exit_code=EXIT_REQUEUE, reason=reason))
+            if session is not None:
+                self._handle_record(session, connection, event.content)
+            elif connection.attempt in self._ended_attempts:
+                reason = "it no longer serves this attempt"
+                self._send_item(
+                    connection, encode_message(PolicyFailure(exit_code=EXIT_REQUEUE, reason=reason))
                 )
             else:
-                self._early.setdefault(session.peer, []).append(event.content)
+                self._early_records.setdefault(connection.peer, []).append(event.content)
         elif isinstance(event, PeerLost) and event.reason in (REASON_DEPARTED, REASON_REPLACED):
-            # A silent client may return; otherwise the driver reports its loss.
-            self._sessions.pop(session.peer)
-            self._early.pop(session.peer, None)
-            if service is not None:
-                service.remove_client(session)
+            # A silent client is kept because it may return; the driver reports it if it is lost.
+            self._connections.pop(connection.peer)
+            self._early_records.pop(connection.peer, None)
+            if session is not None:
+                session.remove_client(connection)
             assert self._host is not None
-            self._host.forget_peer(session.peer)
+            self._host.forget_peer(connection.peer)
 
     def _handle_record(
-        self, service: PolicySession, session: PolicyConnection, record: Record
+        self, session: PolicySession, connection: PolicyConnection, record: Record
     ) -> None:
         try:
-            service.handle_record(session, record)
+            session.handle_record(connection, record)
         except (DataError, KeyError) as error:
             self._malformed.count_dropped(error)
 

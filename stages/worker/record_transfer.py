@@ -1,7 +1,7 @@
-"""Transfer of records from a stage in one worker to the live stores of others.
+"""Transfer of records from a stage in one worker to the live stores of other workers.
 
-Every worker hosts one channel, on which it receives all records; a record names the output that it
-belongs to. Received records are in the worker's live store.
+Every worker hosts one channel, on which it receives all records. A record names the output that it
+belongs to. The worker adds received records to its live store.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SOURCE_ATTEMPT = "_source_attempt"
 """Key of records that were computed from an uncommitted output: the attempt that produced it."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 SHARED_MEMORY_BYTES = 128 << 20
-"""Shared memory for the records from one worker to another; the limit of one record."""
+"""Shared memory for the records from one worker to another; also the limit of one record."""
 RecordHandler = Callable[[str, Record], None]
 ForwardCallback = Callable[[str, str, Record], None]
 TRANSFER_ERRORS = (RlinfError, ChannelClosed, OSError)
-"""Errors of sending records or weights; stages that wait for these then read the disk."""
+"""Errors of sending records or weights; the stages that wait for them then read from disk."""
 log = logging.getLogger("rlinf")
 
 
@@ -39,8 +39,9 @@ class RecordReceiver:
     """A receiver of records from other workers, with a thread that adds them to the store.
 
     Args:
-        handlers: by channel that is no stream of records: called with the output and the record.
-        forward: called with each record of a stream: output and channel, producer, record.
+        handlers: handlers of channels that are not record streams, by channel; called with output
+            and record.
+        forward: called with each record of a stream: target (output and channel), producer, record.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RecordReceiver:
         self._live_store, self._handlers, self._forward = store, handlers or {}, forward
         self._channel = SocketSource(folder, name)
         self._malformed = MalformedCounter(f"receiver of {name}")
-        self._thread = start_service_thread("receiver", self._work)
+        self._thread = start_service_thread("receiver", self._run)
 
     @property
     def num_malformed(self) -> int:
@@ -66,18 +67,18 @@ class RecordReceiver:
         self._channel.close()
         self._thread.join(5)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         for record in self._channel:
-            # The live store keeps the record for longer than its sender can spare the memory.
+            # Copy, because the sender reuses this memory while the live store has the record.
             self._handle(copy_record(record) if self._channel.is_borrowed else record)
 
     def _handle(self, record: Record) -> None:
         info = dict(record.info)
         try:
-            to, producer = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
-            folder, separator, channel = to.rpartition(":")
+            target, producer = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
+            folder, separator, channel = target.rpartition(":")
             if not (folder and separator and channel):
-                raise ValueError(f"no output and channel: {to[:80]!r}")
+                raise ValueError(f"no output and channel: {target[:80]!r}")
             if NUM_RANKS in info:
                 count, rank, ranks = (int(info[name]) for name in (COUNT, RANK, NUM_RANKS))
         except (KeyError, ValueError) as error:
@@ -94,7 +95,7 @@ class RecordReceiver:
             stream.finish_rank(count, rank, ranks)
         else:
             stream.put_remote(replace(record, info=info))
-        self._forward(to, producer, record)
+        self._forward(target, producer, record)
 
 
 def copy_record(record: Record) -> Record:
@@ -107,7 +108,7 @@ def copy_record(record: Record) -> Record:
 
 
 class RecordSender:
-    """A sender of records to the live stores of other workers; connects to each once.
+    """A sender of records to the live stores of other workers, with one connection to each.
 
     Args:
         on_connection_lost: called with the name of a worker that no longer receives records.
@@ -121,25 +122,25 @@ class RecordSender:
         name: str = "",
     ) -> None:
         self.folder, self._on_connection_lost, self.name = folder, on_connection_lost, name
-        self._open: dict[tuple[str, str], RecordSink] = {}
-        """By worker and transport."""
+        self._connections: dict[tuple[str, str], RecordSink] = {}
+        """Connections by worker and transport."""
         self._subscribers: dict[str, dict[str, str]] = {}
-        self._senders: dict[str, StreamSender] = {}
+        self._streams: dict[str, StreamSender] = {}
         self._lost_workers: set[str] = set()
-        """Workers whose lost connection is about to be reported."""
+        """Workers whose lost connection will be reported."""
         self._lock = threading.Lock()
 
     def open_stream(
         self, target: str, rank: int, num_ranks: int, get_records: Callable[[], list[Record]]
     ) -> StreamSender:
-        """Open a stream of this worker's records to its present and future subscribers.
+        """Open a stream of this worker's records to its current and future subscribers.
 
         Args:
             target: output and channel.
-            get_records: returns the records that exist already.
+            get_records: returns the existing records.
         """
         with self._lock:
-            sender = self._senders[target] = StreamSender(
+            sender = self._streams[target] = StreamSender(
                 target, self, rank, num_ranks, get_records
             )
             subscribers = dict(self._subscribers.get(target, {}))
@@ -147,15 +148,15 @@ class RecordSender:
         return sender
 
     def subscribe(self, target: str, transports: Mapping[str, str]) -> None:
-        """Subscribe workers to an output's present and future records, by transport.
+        """Subscribe workers, by transport, to the existing and future records of a target.
 
         Returns at once.
         """
         with self._lock:
             self._subscribers.setdefault(target, {}).update(transports)
-            sender = self._senders.get(target)
+            sender = self._streams.get(target)
         if sender is not None:
-            # In a thread, so that the stage and the worker's orders do not wait for it.
+            # Run it in a thread, so that the stage and the worker's orders do not wait.
             threading.Thread(
                 target=sender.add_receivers, args=(dict(transports),), daemon=True
             ).start()
@@ -163,9 +164,9 @@ class RecordSender:
     def drop_outputs(self, folders: Collection[str]) -> None:
         """Drop committed outputs, because their records are read from disk from now on."""
         with self._lock:
-            for known in (self._senders, self._subscribers):
-                for to in [to for to in known if to.rpartition(":")[0] in folders]:
-                    del known[to]
+            for table in (self._streams, self._subscribers):
+                for target in [target for target in table if target.rpartition(":")[0] in folders]:
+                    del table[target]
 
     def stream_to(
         self, target: str, workers: Collection[str], rank: int, num_ranks: int
@@ -176,14 +177,14 @@ class RecordSender:
         return sender
 
     def connect(self, name: str, transport: str) -> RecordSink | None:
-        """Connect to a worker, by socket if it has no shared memory on this node.
+        """Connect to a worker; use a socket if it is on another node.
 
-        Returns None if it has no receiver, or if its receiver does not answer.
+        Returns None if the worker has no receiver, or if its receiver does not answer.
         """
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
-            if (name, transport) not in self._open:
-                self._open[name, transport] = self._connect(name, transport)
-            return self._open[name, transport]
+            if (name, transport) not in self._connections:
+                self._connections[name, transport] = self._connect(name, transport)
+            return self._connections[name, transport]
         return self.connect(name, SOCKET) if transport == SHARED_MEMORY else None
 
     def _connect(self, name: str, transport: str) -> RecordSink:
@@ -197,13 +198,13 @@ class RecordSender:
     def disconnect(self, name: str, channel: RecordSink | None) -> None:
         """Drop the connection to a worker that does not answer, and report it."""
         with self._lock:
-            keys = [key for key, known in self._open.items() if known is channel]
+            keys = [key for key, connection in self._connections.items() if connection is channel]
             for key in keys:
-                del self._open[key]
+                del self._connections[key]
             # Each stream to this worker reports the loss.
             should_report = name not in self._lost_workers
             self._lost_workers.add(name)
-        # In a thread, so that the stage does not wait until the connection has ended.
+        # Run it in a thread, so that the stage does not wait until the connection has ended.
         closed_channel = channel if keys else None
         threading.Thread(
             target=self._close_and_report, args=(name, closed_channel, should_report), daemon=True
@@ -222,7 +223,7 @@ class RecordSender:
 
     def close(self) -> None:
         with self._lock:
-            channels, self._open = list(self._open.values()), {}
+            channels, self._connections = list(self._connections.values()), {}
         for channel in channels:
             _close_channel(channel)
 
@@ -238,7 +239,7 @@ def _close_channel(channel: RecordSink) -> None:
 class StreamSender:
     """A stream of records to subscribers; late subscribers get earlier records too.
 
-    A lost receiver is skipped: it or its successor subscribes again or reads the disk.
+    A lost receiver is skipped. It or its successor subscribes again or reads from disk.
     """
 
     def __init__(
@@ -251,20 +252,20 @@ class StreamSender:
     ) -> None:
         self._target, self._record_sender, self._get_records = target, sender, get_records
         self._channels: dict[str, RecordSink] = {}
-        # Orders the records of a new receiver: the earlier ones, the next ones, the end.
+        # Keeps the order for a new receiver: earlier records, new records, end of the stream.
         self._lock = threading.Lock()
         self._all_delivered = True
-        self._about: dict[str, Scalar] = {
+        self._stream_info: dict[str, Scalar] = {
             TARGET: target,
             PRODUCER: sender.name,
             RANK: rank,
             NUM_RANKS: num_ranks,
         }
-        self._put: set[int] = set()
-        self._end: Record | None = None
+        self._sent_samples: set[int] = set()
+        self._end_record: Record | None = None
 
     def add_receivers(self, transports: Mapping[str, str]) -> None:
-        """Add receivers: they get all earlier and all later records."""
+        """Add receivers, which get all earlier and later records."""
         for name, transport in sorted(transports.items()):
             channel = self._record_sender.connect(name, transport)
             with self._lock:
@@ -275,12 +276,14 @@ class StreamSender:
                     self._record_sender.disconnect(name, None)
                     continue
                 self._channels[name] = channel
-                before = [self._addressed(record) for record in self._get_records()]
-                self._send(name, before if self._end is None else [*before, self._end])
+                earlier = [self._addressed(record) for record in self._get_records()]
+                self._send(
+                    name, earlier if self._end_record is None else [*earlier, self._end_record]
+                )
 
     def put(self, record: Record) -> None:
         with self._lock:
-            self._put.add(record.identity.sample)
+            self._sent_samples.add(record.identity.sample)
             if self._channels:
                 addressed = self._addressed(record)
                 for name in list(self._channels):
@@ -288,20 +291,20 @@ class StreamSender:
 
     def close(self) -> None:
         with self._lock:
-            info = {**self._about, COUNT: len(self._put)}
-            self._end = Record(RecordId(0, -1, 0), info=info)
+            info = {**self._stream_info, COUNT: len(self._sent_samples)}
+            self._end_record = Record(RecordId(0, -1, 0), info=info)
             for name in list(self._channels):
-                self._send(name, [self._end])
+                self._send(name, [self._end_record])
 
     def flush(self) -> bool:
-        """Wait until all records have arrived; return whether every receiver has all."""
+        """Wait for delivery; return whether every receiver got all records."""
         for name, channel in list(self._channels.items()):
             with self._skip_if_lost(name):
                 channel.flush()
         return self._all_delivered
 
     def _addressed(self, record: Record) -> Record:
-        # Forwarded records name their producer already.
+        # A forwarded record already names its producer.
         return replace(
             record, info={PRODUCER: self._record_sender.name, **record.info, TARGET: self._target}
         )
@@ -334,50 +337,52 @@ class RecordForwarder:
         self._record_sender = sender
         self._thread = BackgroundWorker("forwarding", TRANSFER_ERRORS)
         self._streams: dict[str, dict[str, _ForwardedStream]] = {}
-        """By output and channel, and by producer."""
+        """Streams by target and producer."""
 
     def subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
-        """Forward the records of a producer to workers, earlier ones too. Returns at once."""
+        """Forward the earlier and later records of a producer to workers. Returns at once."""
         self._thread.submit(
             f"{target} of {producer}", self._subscribe, target, producer, dict(transports)
         )
 
     def forward(self, target: str, producer: str, record: Record) -> None:
         """Forward a received record, or the end of a stream. Returns at once."""
-        self._thread.submit(f"a record of {target}", self._arrived, target, producer, record)
+        self._thread.submit(f"a record of {target}", self._forward_record, target, producer, record)
 
     def drop_outputs(self, folders: Collection[str]) -> None:
         """Drop committed outputs, because their records are read from disk from now on."""
-        self._thread.submit("outputs", self._forget, folders)
+        self._thread.submit("outputs", self._drop_streams, folders)
 
     def close(self) -> None:
-        """Stop forwarding; a record being sent ends with its connection."""
+        """Stop forwarding. A transfer in progress ends with its connection."""
         self._thread.close(wait=False)
 
-    def _subscribe(self, to: str, producer: str, transports: Mapping[str, str]) -> None:
-        self._stream(to, producer).sender.add_receivers(transports)
+    def _subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
+        self._stream(target, producer).sender.add_receivers(transports)
 
-    def _arrived(self, to: str, producer: str, record: Record) -> None:
-        self._stream(to, producer).put(record)
+    def _forward_record(self, target: str, producer: str, record: Record) -> None:
+        self._stream(target, producer).put(record)
 
-    def _forget(self, folders: Collection[str]) -> None:
-        for to in [to for to in self._streams if to.rpartition(":")[0] in folders]:
-            del self._streams[to]
+    def _drop_streams(self, folders: Collection[str]) -> None:
+        for target in [target for target in self._streams if target.rpartition(":")[0] in folders]:
+            del self._streams[target]
 
-    def _stream(self, to: str, producer: str) -> _ForwardedStream:
-        streams = self._streams.setdefault(to, {})
+    def _stream(self, target: str, producer: str) -> _ForwardedStream:
+        streams = self._streams.setdefault(target, {})
         if producer not in streams:
-            streams[producer] = _ForwardedStream(to, self._record_sender)
+            streams[producer] = _ForwardedStream(target, self._record_sender)
         return streams[producer]
 
 
 class _ForwardedStream:
-    """The records of one producer of one output."""
+    """The forwarded records of one producer for one target."""
 
-    def __init__(self, to: str, record_sender: RecordSender) -> None:
+    def __init__(self, target: str, record_sender: RecordSender) -> None:
         self._records: dict[int, Record] = {}
-        """Records by sample; the end counts as one more sample."""
-        self.sender = StreamSender(to, record_sender, 0, 1, lambda: list(self._records.values()))
+        """Records by sample; the end of the stream has a sample number too."""
+        self.sender = StreamSender(
+            target, record_sender, 0, 1, lambda: list(self._records.values())
+        )
 
     def put(self, record: Record) -> None:
         """Forward a record once; its producer may send it again."""

@@ -1,8 +1,9 @@
 """Rollout workers: generate the starts of a work item and send the trajectories.
 
-A rollout worker keeps only its engine and environment, so it can start and stop at any time. When
-it is lost, the trajectories it has sent count and other workers generate the remaining starts. A
-worker with other stages to run can hand the last, long samples of a work item to a successor.
+A rollout worker keeps only its engine and environment, so it can start and stop at any time. If
+it is lost, the trajectories that it has sent are kept, and other workers generate the remaining
+starts. A worker with other stages to run can pass the last, long samples of a work item to a
+successor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from stages.worker.record_transfer import SOURCE_ATTEMPT, RecordSender
 from stages.worker_state import ActivityTracker, WorkerState
 
 REASSIGN_FRACTION = 0.25
-"""A work item is handed over once at most this share of its samples is unfinished."""
+"""A work item is reassigned once at most this share of its samples is unfinished."""
 log = logging.getLogger("rlinf")
 
 
@@ -58,30 +59,30 @@ class RolloutWorker:
     ) -> None:
         self._run, self._config, self._worker_state = run, config, worker_state
         self._live_store, self._record_sender, self._schedule = store, sender, schedule
-        self._activity, self._report, self._stopping = activity, report, should_stop
+        self._activity, self._report, self._should_stop = activity, report, should_stop
         self._thread = ThreadPoolExecutor(1, "generate")
-        self._waiting: set[str] = set()
-        """Work items to process; cancelled ones are removed."""
+        self._items: set[str] = set()
+        """Queued and running work items that were not cancelled."""
         self._queue: list[GenerateStarts] = []
         self._lock = threading.Lock()
         self._successors: dict[str, str] = {}
-        """By work item: the worker that continues its last samples."""
+        """The worker that continues the last samples of a work item, by work item."""
 
     def enqueue(self, order: GenerateStarts) -> None:
         """Add a work item to the queue."""
         with self._lock:
-            self._waiting.add(order.work_item)
+            self._items.add(order.work_item)
             self._queue.append(order)
-        self._thread.submit(self._next)
+        self._thread.submit(self._process_next)
 
     def reassign(self, work_item: str, successor: str) -> None:
-        """Reassign a work item: at once if it is queued, else once few samples are unfinished."""
+        """Reassign a queued work item at once, or a running one when few samples are unfinished."""
         with self._lock:
-            waits = [order for order in self._queue if order.work_item == work_item]
+            queued = [order for order in self._queue if order.work_item == work_item]
             self._queue = [order for order in self._queue if order.work_item != work_item]
-            if not waits and work_item in self._waiting:
+            if not queued and work_item in self._items:
                 self._successors[work_item] = successor
-        for order in waits:
+        for order in queued:
             starts = order.starts
             self._report_end(
                 WorkItemEnded(work_item=work_item, host=gethostname(), unfinished_starts=starts)
@@ -89,7 +90,7 @@ class RolloutWorker:
 
     def cancel(self) -> None:
         """Cancel all work items so far."""
-        self._waiting.clear()
+        self._items.clear()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run other work in the thread of the engine."""
@@ -99,27 +100,27 @@ class RolloutWorker:
         self.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _next(self) -> None:
+    def _process_next(self) -> None:
         with self._schedule.idle_time():
             with self._lock:
                 if not self._queue:
                     return
                 order = min(self._queue, key=lambda order: order.iteration)
                 self._queue.remove(order)
-            if order.work_item in self._waiting:
-                self._do(order)
+            if order.work_item in self._items:
+                self._process(order)
 
-    def _do(self, order: GenerateStarts) -> None:
+    def _process(self, order: GenerateStarts) -> None:
         work_item, code, reason = order.work_item, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
-        rest, successor = list[Trajectory](), ""
-        ctx = self._context(order, lambda: self._stopping() or work_item not in self._waiting)
+        unfinished, successor = list[Trajectory](), ""
+        ctx = self._context(order, lambda: self._should_stop() or work_item not in self._items)
         name = order.label
         self._activity.add(name, ctx.stage)
         try:
             with withdraw_on_damage():
                 self._activity.start(name, lambda: ctx.activity)
-                rest, successor = self._send(ctx, order)
+                unfinished, successor = self._generate(ctx, order)
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, UpstreamFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
@@ -138,24 +139,24 @@ class RolloutWorker:
                 exit_code=code,
                 reason=reason[-8000:],
                 spans=spans,
-                unfinished_starts=tuple(sorted({r.identity.sample // size for r in rest})),
+                unfinished_starts=tuple(sorted({r.identity.sample // size for r in unfinished})),
                 successor=successor,
-                num_partial_samples=len(rest) if successor else 0,
+                num_partial_samples=len(unfinished) if successor else 0,
                 used_disk_fallback=ctx.inputs["weights"].used_disk_fallback,
             )
         )
 
     def _report_end(self, report: WorkItemEnded) -> None:
-        """Report the end of a work item that is still wanted, or that was completed all the same.
+        """Report the end of a work item unless it was cancelled before it was completed.
 
-        Its last sample may end the rollout, and with it all work items, before this report.
+        Its last sample may end the rollout, which cancels all work items, before this report.
         """
         completed = not report.exit_code and bool(report.spans)
-        if report.work_item in self._waiting or completed:
-            self._waiting.discard(report.work_item)
+        if report.work_item in self._items or completed:
+            self._items.discard(report.work_item)
             self._report(report)
 
-    def _send(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Trajectory], str]:
+    def _generate(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Trajectory], str]:
         """Generate the trajectories and send them to the receiver.
 
         Returns:
@@ -165,71 +166,71 @@ class RolloutWorker:
             UpstreamFailed: the receiver is lost, or the weights are neither live nor committed.
         """
         self._use_weights(ctx, order)
-        # The receiver checks whether the weights were committed in the end.
-        mark = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
-        to, work_item, out = order.receiver, order.work_item, order.output
-        sender = self._record_sender.stream_to(f"{out}:trajectories", [to], 0, 1)
-        total, begun = len(order.starts) * self._config.rollout.group_size, None
+        # The receiver checks later whether these weights were committed.
+        source = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
+        receiver, work_item, out = order.receiver, order.work_item, order.output
+        sender = self._record_sender.stream_to(f"{out}:trajectories", [receiver], 0, 1)
+        total, partial_samples = len(order.starts) * self._config.rollout.group_size, None
         if order.partial:
             channel, total = order.partial.channel, order.partial.num_samples
             output = self._live_store.output(out)
-            there = output.iter_records(channel, total, ctx.should_stop)
-            begun = {r.identity.sample: Trajectory.from_record(r) for r in there}
+            records = output.iter_records(channel, total, ctx.should_stop)
+            partial_samples = {r.identity.sample: Trajectory.from_record(r) for r in records}
             output.drop_stream(channel)
 
-        def should_abort(remaining: int, of: int) -> bool:
-            return work_item in self._successors and remaining <= REASSIGN_FRACTION * of
+        def should_abort(remaining: int, num_samples: int) -> bool:
+            return work_item in self._successors and remaining <= REASSIGN_FRACTION * num_samples
 
-        rest = []
-        for done, trajectory in enumerate(
-            generate_trajectories(ctx, order.starts, begun, should_abort), 1
+        unfinished = []
+        for num_done, trajectory in enumerate(
+            generate_trajectories(ctx, order.starts, partial_samples, should_abort), 1
         ):
             if trajectory.stop_reason == UNFINISHED:
-                rest.append(trajectory)
+                unfinished.append(trajectory)
             else:
-                marked = replace(trajectory, extra={**trajectory.extra, **mark})
+                marked = replace(trajectory, extra={**trajectory.extra, **source})
                 sender.put(marked.to_record())
-                ctx.report_progress(done, total, "samples")
+                ctx.report_progress(num_done, total, "samples")
         if not sender.flush():
-            raise UpstreamFailed(f"{to} did not receive all trajectories")
-        if not rest:
+            raise UpstreamFailed(f"{receiver} did not receive all trajectories")
+        if not unfinished:
             return [], ""
         successor = self._successors[work_item]
         sender = self._record_sender.stream_to(
             f"{out}:{partial_samples_channel(work_item)}", [successor], 0, 1
         )
-        for trajectory in rest:
+        for trajectory in unfinished:
             sender.put(trajectory.to_record())
-        return rest, successor if sender.flush() else ""
+        return unfinished, successor if sender.flush() else ""
 
     def _use_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
         """Use the work item's weights from the live store, or else from the disk.
 
-        It must not wait for a commit: if that fails, this worker may be needed to repeat it.
+        It must not wait for a commit: if the commit fails, this worker may have to repeat it.
 
         Raises:
-            UpstreamFailed: the weights are in neither place.
+            UpstreamFailed: the weights are neither in memory nor committed.
         """
-        entry, folder = ctx.inputs["weights"], order.weights
-        manifest = read_manifest(entry.folder)
+        weights, folder = ctx.inputs["weights"], order.weights
+        manifest = read_manifest(weights.folder)
         committed = None if manifest is None else manifest.data
         attempt = order.weights_attempt or committed
         if attempt is not None and ctx.worker_state.engine_weights is not None:
             output = self._live_store.output(folder)
             if (tensors := output.get_object(WEIGHTS, attempt)) is not None:
-                entry.live_output = LiveOutput()
-                entry.live_output.put(attempt, WEIGHTS, tensors)
+                weights.live_output = LiveOutput()
+                weights.live_output.put(attempt, WEIGHTS, tensors)
                 return
-            entry.used_disk_fallback = order.weights_attempt is not None
+            weights.used_disk_fallback = order.weights_attempt is not None
         if manifest is None or order.weights_attempt not in (None, committed):
             source = f"by {attempt} " if attempt else ""
             raise UpstreamFailed(f"weights of {folder} {source}are neither in memory nor committed")
-        # If the manifest is withdrawn from now on, reading fails without waiting.
-        entry.known_manifest = manifest
+        # If the manifest is withdrawn after this, reading fails without waiting.
+        weights.known_manifest = manifest
 
-    def _context(self, order: GenerateStarts, stopping: Callable[[], bool]) -> StageContext:
+    def _context(self, order: GenerateStarts, should_stop: Callable[[], bool]) -> StageContext:
         out = self._run / order.output
-        weights = StageInput(self._run / order.weights, None, None, stopping)
+        weights = StageInput(self._run / order.weights, None, None, should_stop)
         return StageContext(
             config=self._config,
             stage=WORK_ITEM,
@@ -240,5 +241,5 @@ class RolloutWorker:
             world=ProcessGroupInfo(),
             inputs={"weights": weights},
             worker_state=self._worker_state,
-            should_stop=stopping,
+            should_stop=should_stop,
         )

@@ -1,12 +1,12 @@
-"""Transfer of weights from the worker that computed them to the live stores of others.
+"""Transfer of weights from the worker that computed them to the live stores of other workers.
 
 A version is announced to the workers that subscribed to it. Workers on the sender's node read it
-from shared memory; others receive its buckets as records, or by a process group if the plan
-requests that (:class:`BroadcastGroups`).
+from shared memory. Other workers receive its buckets as records, or through a process group if the
+plan requests that (:class:`BroadcastGroups`).
 
-A worker forwards each bucket at once to its own subscribers, so that the buckets travel down a
-tree. A worker that receives a damaged bucket, or none, reads the committed folder instead: only
-complete versions are served.
+A worker forwards each bucket at once to its own subscribers, so that the workers form a tree. Only
+complete versions enter the live store. If a bucket is damaged or missing, the worker reads the
+committed folder instead.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, TRANSFER_ERRORS
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
 PAYLOAD = "data"
-"""Key of a record about weights: the bytes of its message."""
+"""Key in the context of a record about weights: the payload of its message."""
 GROUP_NAME = re.compile(r"group-[0-9a-f]{16}")
 MAX_GROUPS = 4
-"""Maximum number of groups; one more replaces the oldest."""
+"""Maximum number of groups; a further group replaces the oldest."""
 JOIN_GRACE_S = 1.0
 """Additional time for the thread of a group to end."""
 GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
@@ -99,11 +99,11 @@ class BroadcastGroups:
     def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
         self._record_sender, self._dtype = sender, dtype
         self._lock = threading.Lock()
-        self._ends: dict[tuple[str, ...], tuple[str, _GroupEnd]] = {}
-        """By backend and members: the groups in which this worker sends, with their names."""
-        self._failed: dict[tuple[str, ...], None] = {}
-        self._members: dict[str, _GroupReceiver] = {}
-        """By name: the groups in which this worker receives."""
+        self._senders: dict[tuple[str, ...], tuple[str, _GroupMember]] = {}
+        """Groups in which this worker sends, with their names, by backend and members."""
+        self._failed_groups: dict[tuple[str, ...], None] = {}
+        self._receivers: dict[str, _GroupReceiver] = {}
+        """Groups in which this worker receives, by name."""
         self._closing: list[_GroupReceiver] = []
         """Closed groups whose threads still run."""
         self._closed = False
@@ -117,34 +117,34 @@ class BroadcastGroups:
         workers: Sequence[str],
         backend: str,
     ) -> bool:
-        """Send a version; returns False if this or an earlier send of the group failed."""
+        """Send a version; return False if this or an earlier send of the group failed."""
         group = (backend, self._record_sender.name, *workers)
-        if group in self._failed:
+        if group in self._failed_groups:
             return False
         try:
-            name, end = self._ends.get(group) or self._form(group)
-            to = (self._record_sender, out, workers, number)
-            send_weight_message(*to, GroupSendStarted(group=name, attempt=attempt))
-            digest = end.broadcast.send(number, tensors, dtype=self._dtype)
-            send_weight_message(*to, GroupSendDone(group=name, digest=digest))
+            name, sender = self._senders.get(group) or self._form_group(group)
+            target = (self._record_sender, out, workers, number)
+            send_weight_message(*target, GroupSendStarted(group=name, attempt=attempt))
+            digest = sender.broadcast.send(number, tensors, dtype=self._dtype)
+            send_weight_message(*target, GroupSendDone(group=name, digest=digest))
         except GROUP_ERRORS as error:
             log.warning("no %s with %s: %s", backend, ", ".join(workers), error)
-            self._failed[group] = None
-            evict_oldest(self._failed, MAX_GROUPS)
-            self._drop(group)
+            self._failed_groups[group] = None
+            evict_oldest(self._failed_groups, MAX_GROUPS)
+            self._drop_sender(group)
             return False
         return True
 
     def handle_message(
         self, out: str, number: int, message: GroupMessage, on_weights: WeightsCallback
     ) -> None:
-        """Handle a message about a group; called by the receiver alone. Returns at once.
+        """Handle a message about a group and return at once. Only the record receiver calls it.
 
         Args:
             on_weights: called with complete weights: output, version, attempt, tensors.
 
         Raises:
-            WeightTransferError: the message names no group of this worker.
+            WeightTransferError: the message is about a group without this worker.
         """
         name = message.group
         if isinstance(message, GroupFormed):
@@ -154,56 +154,56 @@ class BroadcastGroups:
             rank = members.index(self._record_sender.name)
             with self._lock:
                 if not self._closed:
-                    form = (message.backend, self._pointer(name), rank, len(members))
-                    self._members[name] = _GroupReceiver(form, on_weights)
-            while len(self._members) > MAX_GROUPS:
-                self._leave_group(next(iter(self._members)))
+                    group_args = (message.backend, self._pointer(name), rank, len(members))
+                    self._receivers[name] = _GroupReceiver(group_args, on_weights)
+            while len(self._receivers) > MAX_GROUPS:
+                self._leave_group(next(iter(self._receivers)))
         elif isinstance(message, GroupClosed):
             self._leave_group(name)
-        elif (member := self._members.get(name)) is not None:
-            member.next.put((out, number, message))
+        elif (receiver := self._receivers.get(name)) is not None:
+            receiver.messages.put((out, number, message))
 
     def close(self) -> None:
         """Close all groups. Gloo aborts the process if some are open when Python ends."""
         with self._lock:
             self._closed = True
-        for group in list(self._ends):
-            self._drop(group)
-        for name in list(self._members):
+        for group in list(self._senders):
+            self._drop_sender(group)
+        for name in list(self._receivers):
             self._leave_group(name)
-        for member in self._closing:
-            member.join()
+        for receiver in self._closing:
+            receiver.join()
 
     def _leave_group(self, name: str) -> None:
         with self._lock:
-            if (member := self._members.pop(name, None)) is not None:
-                member.leave()
-                self._closing = [member for member in [*self._closing, member] if member.is_alive]
+            if (receiver := self._receivers.pop(name, None)) is not None:
+                receiver.leave()
+                self._closing = [r for r in [*self._closing, receiver] if r.is_alive]
 
-    def _form(self, group: tuple[str, ...]) -> tuple[str, _GroupEnd]:
+    def _form_group(self, group: tuple[str, ...]) -> tuple[str, _GroupMember]:
         backend, _, *workers = group
         backend_device(backend)
         name = f"group-{secrets.token_hex(8)}"
         members = ",".join(group[1:])
         message = GroupFormed(group=name, members=members, backend=backend)
         send_weight_message(self._record_sender, name, workers, 0, message)
-        self._ends[group] = name, _GroupEnd(backend, self._pointer(name), 0, len(workers) + 1)
-        while len(self._ends) > MAX_GROUPS:
-            self._drop(next(iter(self._ends)))
-        return self._ends[group]
+        self._senders[group] = name, _GroupMember(backend, self._pointer(name), 0, len(workers) + 1)
+        while len(self._senders) > MAX_GROUPS:
+            self._drop_sender(next(iter(self._senders)))
+        return self._senders[group]
 
     def _pointer(self, name: str) -> Path:
         return self._record_sender.folder / f"{name}.json"
 
-    def _drop(self, group: tuple[str, ...]) -> None:
-        if group in self._ends:
-            name, end = self._ends.pop(group)
+    def _drop_sender(self, group: tuple[str, ...]) -> None:
+        if group in self._senders:
+            name, sender = self._senders.pop(group)
             send_weight_message(self._record_sender, name, group[2:], 0, GroupClosed(group=name))
-            end.close()
+            sender.close()
 
 
-class _GroupEnd:
-    """This worker's end of one group; the constructor waits for all members.
+class _GroupMember:
+    """This worker's membership of one group; the constructor waits for all members.
 
     Raises:
         WeightTransferError, StageError, ConfigError, RuntimeError: this process lacks the backend
@@ -228,15 +228,17 @@ class _GroupEnd:
 class _GroupReceiver:
     """Receives the weights of one group in its own thread."""
 
-    def __init__(self, form: tuple[str, Path, int, int], ready: WeightsCallback) -> None:
-        self.next: queue.SimpleQueue[tuple[str, int, GroupMessage] | None] = queue.SimpleQueue()
-        self._ready = ready
-        self._thread = threading.Thread(target=self._work, args=form, name="group", daemon=True)
+    def __init__(self, group_args: tuple[str, Path, int, int], on_weights: WeightsCallback) -> None:
+        self.messages: queue.SimpleQueue[tuple[str, int, GroupMessage] | None] = queue.SimpleQueue()
+        self._on_weights = on_weights
+        self._thread = threading.Thread(
+            target=self._run, args=group_args, name="group", daemon=True
+        )
         self._thread.start()
 
     def leave(self) -> None:
         """End the thread after its current version."""
-        self.next.put(None)
+        self.messages.put(None)
 
     @property
     def is_alive(self) -> bool:
@@ -247,17 +249,17 @@ class _GroupReceiver:
         """Wait for the thread to end, at most for the timeout of one bucket."""
         self._thread.join(BUCKET_TIMEOUT_S + JOIN_GRACE_S)
 
-    def _work(self, backend: str, pointer: Path, rank: int, size: int) -> None:
-        end = None
+    def _run(self, backend: str, pointer: Path, rank: int, size: int) -> None:
+        member = None
         try:
-            end = _GroupEnd(backend, pointer, rank, size)
-            while (message := self.next.get()) is not None:
-                self._receive(*message, end.broadcast)
+            member = _GroupMember(backend, pointer, rank, size)
+            while (message := self.messages.get()) is not None:
+                self._receive(*message, member.broadcast)
         except (*GROUP_ERRORS, queue.Empty) as error:
             log.warning("no weights by %s: %r", backend, error)
         finally:
-            if end is not None:
-                end.close()
+            if member is not None:
+                member.close()
 
     def _receive(
         self, out: str, number: int, message: GroupMessage, broadcast: WeightBroadcast
@@ -265,21 +267,21 @@ class _GroupReceiver:
         if not isinstance(message, GroupSendStarted):
             return
         received = broadcast.receive()
-        # The sender confirms that all members have it; no confirmation means that it has failed.
-        match self.next.get(timeout=BUCKET_TIMEOUT_S):
-            case (_, _, GroupSendDone(digest=sent)):
-                if (received.version, received.digest) != (number, sent):
+        # The sender confirms that all members have the version; otherwise the send has failed.
+        match self.messages.get(timeout=BUCKET_TIMEOUT_S):
+            case (_, _, GroupSendDone(digest=sent_digest)):
+                if (received.version, received.digest) != (number, sent_digest):
                     raise WeightTransferError(f"version {received.version} is not what was sent")
             case _:
                 raise WeightTransferError("the group was closed")
-        self._ready(out, received.version, message.attempt, received.tensors)
+        self._on_weights(out, received.version, message.attempt, received.tensors)
 
 
 def backend_device(backend: str) -> torch.device:
-    """Return the device on which buckets of a backend travel.
+    """Return the device of the buckets that a backend sends.
 
     Raises:
-        WeightTransferError: this process has no such backend.
+        WeightTransferError: the backend is not available in this process.
     """
     if backend == GLOO:
         return torch.device("cpu")
@@ -291,11 +293,11 @@ def backend_device(backend: str) -> torch.device:
 
 
 def create_process_group(backend: str, store: Store, rank: int, size: int) -> BroadcastGroup:
-    """Create a group beside those of the workers' pools; all members must be ready.
+    """Create a group in addition to those of the pools; all members must be ready.
 
     Raises:
-        ConfigError: this node has no network as ``cluster.network_interface`` says.
-        RuntimeError: it cannot be created.
+        ConfigError: this node is not on the network ``cluster.network_interface``.
+        RuntimeError: the group cannot be created.
     """
     limit = timedelta(seconds=BUCKET_TIMEOUT_S)
     if backend == GLOO:
@@ -306,30 +308,30 @@ def create_process_group(backend: str, store: Store, rank: int, size: int) -> Br
             options._devices = [device(interface=name) for name in names.split(",")]
         else:
             # By default Gloo uses the address of the host name, which is often the loopback.
-            chosen = os.environ.get(INTERFACE_VARIABLE)
-            address = interface_address(chosen) if chosen else local_addresses()[0]
+            interface = os.environ.get(INTERFACE_VARIABLE)
+            address = interface_address(interface) if interface else local_addresses()[0]
             options._devices = [device(hostname=address)]
         return cast(BroadcastGroup, dist.ProcessGroupGloo(store, rank, size, options))
-    # NCCL's watchdog would end the process when another one dies. Here the waiting side detects it
-    # (:mod:`rlinf.weights.broadcast`).
-    handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(handling)
-    os.environ[handling] = "0"
+    # NCCL's watchdog would end the process when another process dies. Here the waiting process
+    # detects that (:mod:`rlinf.weights.broadcast`).
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    previous = os.environ.get(variable)
+    os.environ[variable] = "0"
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return cast(BroadcastGroup, dist.ProcessGroupNCCL(store, rank, size, options))
     finally:
-        if before is None:
-            del os.environ[handling]
+        if previous is None:
+            del os.environ[variable]
         else:
-            os.environ[handling] = before
+            os.environ[variable] = previous
 
 
 MAX_VERSIONS = 2
-"""Versions kept in memory; an older one is on disk."""
+"""Number of versions kept in memory; older versions are on disk."""
 MAX_ANNOUNCED = 64
-"""Announced versions to remember; some of them never arrive completely."""
+"""Number of announced versions to remember; some never arrive completely."""
 log = logging.getLogger("rlinf")
 
 
@@ -342,13 +344,14 @@ class _Version(NamedTuple):
 
 @dataclass
 class _SharedSegment:
-    """Shared memory, and the output and attempt that were last written to it."""
+    """A shared-memory segment, and the version that was last written to it."""
 
     name: str
     layout: BucketLayout
     writer: SharedWeightsWriter
     number: int = -1
-    holds: tuple[str, str] = ("", "")
+    content: tuple[str, str] = ("", "")
+    """Output and attempt."""
 
 
 class WeightPublisher:
@@ -365,17 +368,17 @@ class WeightPublisher:
         self._thread = BackgroundWorker("weights", TRANSFER_ERRORS)
         self._subscribers: dict[str, dict[str, str]] = {}
         self._versions: dict[str, _Version] = {}
-        self._memory: _SharedSegment | None = None
+        self._segment: _SharedSegment | None = None
 
     def subscribe(self, out: str, transports: Mapping[str, str]) -> None:
-        """Subscribe workers to the present or future weights of an output, by transport."""
+        """Subscribe workers, by transport, to the weights of an output: existing or future ones."""
         with self._lock:
             self._subscribers[out] = self._subscribers.get(out, {}) | dict(transports)
             if out in self._versions:
                 self._thread.submit(f"weights of {out}", self._send, out, dict(transports))
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
-        """Send the weights of an output, which must not change afterwards. Returns at once."""
+        """Send the weights of an output and return at once; the weights must not change later."""
         if WEIGHTS not in objects:
             return
         with self._lock:
@@ -388,62 +391,65 @@ class WeightPublisher:
                 self._thread.submit(f"weights of {out}", self._send, out, dict(subscribers))
 
     def drop_subscribers(self, outs: Collection[str]) -> None:
-        """Drop the subscribers of committed outputs, which read the disk from now on."""
+        """Drop the subscribers of committed outputs; they read from disk from now on."""
         with self._lock:
             for out in outs:
                 self._subscribers.pop(out, None)
 
     def pop_socket_subscribers(self, out: str) -> list[str]:
-        """Remove and return the subscribers of an output by socket.
+        """Remove and return the subscribers of an output that use sockets.
 
-        They receive the forwarded buckets; :meth:`publish` serves the others and later subscribers.
+        They receive forwarded buckets; :meth:`publish` serves other and later subscribers.
         """
         with self._lock:
             subscribers = self._subscribers.get(out, {})
-            far = [worker for worker, way in subscribers.items() if way == SOCKET]
-            for worker in far:
+            workers = [worker for worker, transport in subscribers.items() if transport == SOCKET]
+            for worker in workers:
                 del subscribers[worker]
-        return far
+        return workers
 
     def forward(self, out: str, workers: Sequence[str], record: Record) -> None:
-        """Forward a record about an output's weights. Returns at once."""
+        """Forward a record about an output's weights and return at once."""
         if workers:
             self._thread.submit(f"weights of {out}", self._forward, out, workers, record)
 
     def close(self) -> None:
         self._thread.close()
         self.groups.close()
-        if self._memory is not None:
-            self._memory.writer.close()
+        if self._segment is not None:
+            self._segment.writer.close()
 
     def _forward(self, out: str, workers: Sequence[str], record: Record) -> None:
         self._record_sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
-    def _send(self, out: str, ways: Mapping[str, str]) -> None:
-        # A dropped version is not sent any more: it is on disk.
+    def _send(self, out: str, transports: Mapping[str, str]) -> None:
+        # A dropped version is not sent, because it is on disk.
         if (version := self._versions.get(out)) is None:
             return
-        by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
-        far = by.get(SOCKET, [])
-        if (near := by.get(SHARED_MEMORY)) and not self._share(version, near):
-            far += near
+        by_transport = {
+            transport: [worker for worker in transports if transports[worker] == transport]
+            for transport in set(transports.values())
+        }
+        remote = by_transport.get(SOCKET, [])
+        local = by_transport.get(SHARED_MEMORY, [])
+        if local and not self._publish_in_shared_memory(version, local):
+            remote += local
         for backend in BACKENDS:
-            if (members := by.get(backend)) and not self.groups.send(*version, members, backend):
-                far += members
-        if far:
-            self._stream(version, far)
+            members = by_transport.get(backend, [])
+            if members and not self.groups.send(*version, members, backend):
+                remote += members
+        if remote:
+            self._send_buckets(version, remote)
 
-    def _share(self, version: _Version, workers: list[str]) -> bool:
-        layout, segment = (
-            BucketLayout.from_tensors(version.tensors, dtype=self._dtype),
-            self._memory,
-        )
+    def _publish_in_shared_memory(self, version: _Version, workers: list[str]) -> bool:
+        segment = self._segment
+        layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
         try:
-            if segment is None or segment.holds != (version.out, version.attempt):
+            if segment is None or segment.content != (version.out, version.attempt):
                 if segment is None or segment.layout != layout or segment.number >= version.number:
-                    segment = self._renew(layout)
+                    segment = self._create_segment(layout)
                 segment.writer.publish(version.number, version.tensors)
-                segment.holds, segment.number = (version.out, version.attempt), version.number
+                segment.content, segment.number = (version.out, version.attempt), version.number
         except WeightTransferError as error:
             log.warning("%s", error)
             return False
@@ -451,55 +457,53 @@ class WeightPublisher:
         send_weight_message(self._record_sender, version.out, workers, version.number, message)
         return True
 
-    def _renew(self, layout: BucketLayout) -> _SharedSegment:
-        if self._memory is not None:
-            self._memory.writer.close()
-            self._memory = None
+    def _create_segment(self, layout: BucketLayout) -> _SharedSegment:
+        if self._segment is not None:
+            self._segment.writer.close()
+            self._segment = None
         name = new_segment_name()
-        self._memory = _SharedSegment(name, layout, SharedWeightsWriter(name, layout))
-        return self._memory
+        self._segment = _SharedSegment(name, layout, SharedWeightsWriter(name, layout))
+        return self._segment
 
-    def _stream(self, version: _Version, workers: list[str]) -> None:
+    def _send_buckets(self, version: _Version, workers: list[str]) -> None:
         layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
-        text = layout.to_json().encode()
-        to = (self._record_sender, version.out, workers, version.number)
+        layout_json = layout.to_json().encode()
+        target = (self._record_sender, version.out, workers, version.number)
         send_weight_message(
-            *to, WeightsStart(attempt=version.attempt), np.frombuffer(text, np.uint8)
+            *target, WeightsStart(attempt=version.attempt), np.frombuffer(layout_json, np.uint8)
         )
-        sums: list[int] = []
+        checksums: list[int] = []
         for bucket in range(layout.num_buckets):
-            span = layout.bucket_slice(bucket)
-            part = torch.zeros(span.stop - span.start, dtype=torch.uint8)
-            layout.pack_bucket(bucket, version.tensors, part)
-            sums.append(int(bucket_checksum(part)))
-            message = WeightsBucket(attempt=version.attempt, checksum=f"{sums[-1]:x}")
-            send_weight_message(*to, message, part.numpy(), bucket)
-        send_weight_message(
-            *to,
-            WeightsEnd(attempt=version.attempt, digest=version_digest(version.number, text, sums)),
-        )
+            bucket_range = layout.bucket_slice(bucket)
+            data = torch.zeros(bucket_range.stop - bucket_range.start, dtype=torch.uint8)
+            layout.pack_bucket(bucket, version.tensors, data)
+            checksums.append(int(bucket_checksum(data)))
+            message = WeightsBucket(attempt=version.attempt, checksum=f"{checksums[-1]:x}")
+            send_weight_message(*target, message, data.numpy(), bucket)
+        digest = version_digest(version.number, layout_json, checksums)
+        send_weight_message(*target, WeightsEnd(attempt=version.attempt, digest=digest))
 
 
 @dataclass
 class _PartialVersion:
     attempt: str
     number: int
-    text: bytes
+    layout_json: bytes
     layout: BucketLayout
-    flat: Tensor
-    sums: dict[int, int] = field(default_factory=dict)
+    buffer: Tensor
+    checksums: dict[int, int] = field(default_factory=dict)
 
     def destination(self, bucket: int) -> Tensor:
-        """Return the destination of a bucket; empty if there is no such bucket."""
+        """Return the memory of a bucket; empty if there is no such bucket."""
         exists = 0 <= bucket < self.layout.num_buckets
-        return self.flat[self.layout.bucket_slice(bucket)] if exists else self.flat[:0]
+        return self.buffer[self.layout.bucket_slice(bucket)] if exists else self.buffer[:0]
 
 
-def _data(record: Record) -> np.ndarray:
+def _payload(record: Record) -> np.ndarray:
     """Return the payload of a record about weights, uint8.
 
     Raises:
-        WeightTransferError: it has none.
+        WeightTransferError: the record has no payload.
     """
     data = record.context.get(PAYLOAD)
     if data is None or data.dtype != np.uint8:
@@ -517,11 +521,11 @@ def _translate_out_of_memory() -> Iterator[None]:
 
 
 class WeightReceiver:
-    """Adds complete received weights to the live store; called by the record receiver alone.
+    """Adds complete received weights to the live store. Only the record receiver calls it.
 
     Args:
         publisher: forwards received weights to their subscribers.
-        extra_versions: how many versions may arrive while an older one is in use.
+        extra_versions: how many versions may arrive while an older version is in use.
         on_arrival: called with output, attempt and version of new weights in the live store.
     """
 
@@ -532,26 +536,22 @@ class WeightReceiver:
         extra_versions: int = 0,
         on_arrival: Callable[[str, str, int], None] = lambda *_: None,
     ) -> None:
-        self._live_store, self._publisher, self._max_versions = (
-            store,
-            publisher,
-            MAX_VERSIONS + extra_versions,
-        )
+        self._live_store, self._publisher = store, publisher
+        self._max_versions = MAX_VERSIONS + extra_versions
         self._on_arrival = on_arrival
-        self._forward_to: dict[str, list[str]] = {}
-        """By output: the workers to which each bucket is forwarded."""
+        self._forward_receivers: dict[str, list[str]] = {}
+        """Workers to which each bucket is forwarded, by output."""
         self._partial: dict[str, _PartialVersion] = {}
-        self._stored: dict[int, tuple[str, str]] = {}
-        """By stored version: its output and attempt."""
+        self._stored_versions: dict[int, tuple[str, str]] = {}
+        """Output and attempt of each version in the live store."""
         self._reader: tuple[str, SharedWeightsReader] | None = None
         self._announced: dict[int, tuple[str, str]] = {}
-        """By version: the output and attempt that were announced last."""
+        """Output and attempt that were last announced, by version."""
         self._lock = threading.RLock()
-        """Groups add weights in their own threads."""
+        """Needed because groups add weights in their own threads."""
 
     def handle_record(self, out: str, record: Record) -> None:
-        """Handle a record about an output's weights. After an error the version is dropped with a
-        warning."""
+        """Handle a record about an output's weights. An error drops the version with a warning."""
         try:
             with self._lock:
                 self._handle(out, record)
@@ -562,69 +562,72 @@ class WeightReceiver:
     def _handle(self, out: str, record: Record) -> None:
         message, number = read_weight_message(record.info), record.identity.iteration
         if self._reader is not None and self._reader[1].is_closed:
-            # Release it before the next weights: two versions take much memory of a node.
+            # Release it before the next weights, because two versions take much memory of a node.
             self._reader = None
         if isinstance(message, WeightsInSharedMemory | WeightsStart | GroupSendStarted):
             self._announced[number] = (out, message.attempt)
             evict_oldest(self._announced, MAX_ANNOUNCED)
         match message:
             case WeightsInSharedMemory():
-                tensors = self._from_memory(message.segment, number)
-                self._ready(out, number, message.attempt, tensors)
+                tensors = self._read_shared_memory(message.segment, number)
+                self._add_version(out, number, message.attempt, tensors)
             case WeightsStart():
-                self._begin(out, number, message.attempt, record)
+                self._start_version(out, number, message.attempt, record)
             case WeightsBucket() | WeightsEnd():
                 partial = self._partial.get(out)
-                # It may belong to an abandoned attempt.
+                # The message may belong to an abandoned attempt.
                 if partial and (partial.attempt, partial.number) == (message.attempt, number):
-                    self._continue(out, partial, message, record)
+                    self._add_bucket(out, partial, message, record)
             case _:
-                self._publisher.groups.handle_message(out, number, message, self._ready)
+                self._publisher.groups.handle_message(out, number, message, self._add_version)
 
-    def _begin(self, out: str, number: int, attempt: str, record: Record) -> None:
-        text = _data(record).tobytes()
-        layout = BucketLayout.from_json(text)
+    def _start_version(self, out: str, number: int, attempt: str, record: Record) -> None:
+        layout_json = _payload(record).tobytes()
+        layout = BucketLayout.from_json(layout_json)
         with _translate_out_of_memory():
-            flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-        self._partial[out] = _PartialVersion(attempt, number, text, layout, flat)
-        self._forward_to[out] = [
-            *self._forward_to.get(out, ()),
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+        self._partial[out] = _PartialVersion(attempt, number, layout_json, layout, buffer)
+        self._forward_receivers[out] = [
+            *self._forward_receivers.get(out, ()),
             *self._publisher.pop_socket_subscribers(out),
         ]
-        evict_oldest(self._forward_to, MAX_ANNOUNCED)
-        self._publisher.forward(out, self._forward_to[out], record)
+        evict_oldest(self._forward_receivers, MAX_ANNOUNCED)
+        self._publisher.forward(out, self._forward_receivers[out], record)
 
-    def _continue(
+    def _add_bucket(
         self,
         out: str,
         partial: _PartialVersion,
         message: WeightsBucket | WeightsEnd,
         record: Record,
     ) -> None:
-        number, receivers = partial.number, self._forward_to.get(out, ())
+        number, receivers = partial.number, self._forward_receivers.get(out, ())
         if isinstance(message, WeightsBucket):
             bucket = record.identity.sample
-            part, destination = torch.from_numpy(_data(record).copy()), partial.destination(bucket)
-            partial.sums[bucket] = int(bucket_checksum(part))
-            if f"{partial.sums[bucket]:x}" != message.checksum or part.shape != destination.shape:
+            data, destination = (
+                torch.from_numpy(_payload(record).copy()),
+                partial.destination(bucket),
+            )
+            partial.checksums[bucket] = checksum = int(bucket_checksum(data))
+            if f"{checksum:x}" != message.checksum or data.shape != destination.shape:
                 raise WeightTransferError(f"bucket {bucket} of version {number} arrived damaged")
-            destination.copy_(part)
-            # The forwarded record shares the memory of the version.
+            destination.copy_(data)
+            # The forwarded record and the version share memory.
             record = replace(record, context={PAYLOAD: destination.numpy()})
             self._publisher.forward(out, receivers, record)
             return
-        sums = [sum for _, sum in sorted(partial.sums.items())]
-        if version_digest(number, partial.text, sums) != message.digest:
+        checksums = [sum for _, sum in sorted(partial.checksums.items())]
+        if version_digest(number, partial.layout_json, checksums) != message.digest:
             raise WeightTransferError(f"version {number} is not what was sent")
         del self._partial[out]
         self._publisher.forward(out, receivers, record)
-        self._ready(out, number, partial.attempt, partial.layout.tensor_views(partial.flat))
+        self._add_version(out, number, partial.attempt, partial.layout.tensor_views(partial.buffer))
 
-    def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
+    def _read_shared_memory(self, name: str, number: int) -> dict[str, Tensor]:
         if not SEGMENT_NAME.fullmatch(name):
             raise WeightTransferError(f"no name of shared memory: {name!r}")
         if self._reader is None or self._reader[0] != name:
-            self._reader = None  # first, because memory may not suffice for both
+            self._reader = None  # released first, because memory may not suffice for both
             self._reader = (name, SharedWeightsReader(name))
         view = self._reader[1].newest(after=number - 1)
         if view is None:
@@ -632,26 +635,29 @@ class WeightReceiver:
         with view:
             if view.version != number:
                 raise WeightTransferError(f"version {number} was replaced by {view.version}")
-            # Copied: the engine may be busy for longer than the sender can spare the memory.
+            # Copy, because the engine may be busy for longer than the sender keeps the memory.
             with _translate_out_of_memory():
                 copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
-    def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
+    def _add_version(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
         with self._lock:
-            self._arrived(out, number, attempt, tensors)
+            self._store_version(out, number, attempt, tensors)
 
-    def _arrived(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
-        for old in [old for old, partial in self._partial.items() if partial.number <= number]:
-            del self._partial[old]  # its remaining buckets will not arrive any more
-        late = len(self._stored) >= self._max_versions and number < min(self._stored)
-        # An earlier announcement may arrive later.
-        other = self._announced.get(number) != (out, attempt)
-        if late or other or self._stored.get(number) == (out, attempt):
+    def _store_version(
+        self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]
+    ) -> None:
+        for old in [name for name, partial in self._partial.items() if partial.number <= number]:
+            del self._partial[old]  # its remaining buckets will not arrive
+        stored = self._stored_versions
+        is_superseded = len(stored) >= self._max_versions and number < min(stored)
+        # Announcements may arrive out of order.
+        is_outdated = self._announced.get(number) != (out, attempt)
+        if is_superseded or is_outdated or stored.get(number) == (out, attempt):
             return
-        self._stored[number] = (out, attempt)
-        while len(self._stored) > self._max_versions:
-            dropped, _ = self._stored.pop(min(self._stored))
+        stored[number] = (out, attempt)
+        while len(stored) > self._max_versions:
+            dropped, _ = stored.pop(min(stored))
             if dropped in self._live_store:
                 self._live_store.output(dropped).objects.pop(WEIGHTS, None)
         output = self._live_store.output(out)

@@ -212,7 +212,7 @@ def test_a_rank_that_is_lost_is_given_up_and_what_others_wrote_stays(two: Two) -
     lost.parent.mkdir(parents=True)
     lost.touch()  # its process was killed
     end = two.start(0, writes)
-    with pytest.raises(StageError, match=r"data-a: rank 1 gave no sign of life for 0 s"):
+    with pytest.raises(StageError, match=r"data-a: rank 1 sent no heartbeat for 0 s"):
         end.result(30)
     assert (two.out / "data-a" / "of-0").exists()
     again = [two.start(rank, writes, "b") for rank in range(2)]
@@ -223,7 +223,7 @@ def test_a_rank_that_is_lost_is_given_up_and_what_others_wrote_stays(two: Two) -
 
 
 def test_a_rank_that_never_began_is_given_up_and_nothing_is_left(two: Two) -> None:
-    with pytest.raises(StageError, match="rank 1 gave no sign"):
+    with pytest.raises(StageError, match="rank 1 sent no heartbeat"):
         two.start(0, writes).result(30)
     two.close()
     assert list(two.out.iterdir()) == []
@@ -249,7 +249,7 @@ def test_a_rank_that_fails_leaves_the_files_of_one_that_goes_on(two: Two) -> Non
         with pytest.raises(StageError, match="a step failed"):
             two.start(broken, fails, f"f{broken}").result(30)
         failed.set()
-        with pytest.raises(StageError, match=f"rank {broken} gave no sign"):
+        with pytest.raises(StageError, match=f"rank {broken} sent no heartbeat"):
             ends[1 - broken].result(30)
         failed.clear()
     two.close()

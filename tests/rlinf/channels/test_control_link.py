@@ -290,7 +290,7 @@ def test_a_replacement_does_not_get_the_orders_of_the_dead(
         child.send_signal(signal.SIGSTOP)
         controller.send_order("w", {"i": 1})
         link = WorkerLink(tmp_path, "w", {"gpu": "h100"})
-        assert eventually(lambda: controller.known_peers()["w"].about == {"gpu": "h100"})
+        assert eventually(lambda: controller.known_peers()["w"].description == {"gpu": "h100"})
         controller.send_order("w", {"i": 2})  # the driver does not know yet: it is for the dead
         assert events(controller, 2) == [
             PeerLost("w", "replaced"),

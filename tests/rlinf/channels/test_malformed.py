@@ -197,7 +197,7 @@ def test_a_reader_drops_what_a_writer_that_went_wrong_left(
     before, writes = source.malformed, sink._ring
     assert writes.put(encode_record(Record(RecordId(0, 1))))
     writes._data[: len(noise)] = np.frombuffer(noise, np.uint8)
-    writes._places[(writes._count - 1) % RING_SLOTS] = start, size
+    writes._slots[(writes._count - 1) % RING_SLOTS] = start, size
     sink.put(Record(RecordId(0, 5)))
     assert source.get().identity.sample == 5
     assert source.malformed == before + 1

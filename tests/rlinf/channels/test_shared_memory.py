@@ -286,7 +286,7 @@ def test_what_a_writer_puts_after_it_was_stopped_arrives_though_it_leaves_at_onc
     while (len(got) < count or source._rings) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert got == list(range(count))
-    assert (source._rings, source._segments, source._silent) == ({}, {}, set())
+    assert (source._rings, source._segments, source._silent_peers) == ({}, {}, set())
     kill(child)
 
 
@@ -302,7 +302,7 @@ def test_memory_of_a_writer_that_was_killed_is_given_back(
     deadline = time.monotonic() + 8
     while source._rings and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert (source._rings, source._segments, source._silent) == ({}, {}, set())
+    assert (source._rings, source._segments, source._silent_peers) == ({}, {}, set())
 
 
 def test_what_was_put_can_be_read_after_its_writer_left(

@@ -50,7 +50,7 @@ def writer_of(name: str, timeout_s: float = 60) -> SharedWeightsWriter:
 
 def damage(writer: SharedWeightsWriter, version: int) -> None:
     """Flip a bit of a slot behind the writer's back."""
-    _, flat = shared_weights._parts(
+    _, flat = shared_weights._slot_views(
         shared_weights._buffer(writer._slots[version % 2]), writer._layout
     )
     flat[-1000] ^= 4

@@ -127,7 +127,7 @@ def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: 
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
     sender = RecordSender(bench.run / CHANNELS_FOLDER)
-    assert until(lambda: len(bench.worker._busy) == MANY)
+    assert until(lambda: len(bench.worker._stage_threads) == MANY)
     writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(SAMPLES):
         writer.put(trajectory(sample))
