@@ -149,8 +149,8 @@ def run_episodes(
         actions = reply.steps["action"]
         if actions.dtype.kind == "f" and not np.isfinite(actions).all():
             raise InputError(
-                f"iteration {request.iteration}, step {time}: the policy's actions are no finite "
-                "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
+                f"iteration {request.iteration}, step {time}: the policy's actions are not "
+                "finite; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
         columns, errors = envs.step((first_env + live).tolist(), actions)
         trajectories.step(live, time, reply.steps, columns, errors)
@@ -307,7 +307,7 @@ class _TrajectoryRecorder:
         self._unsaved_rows = frozenset(int(rows[index]) for index in errors)
         for index, error in errors.items():
             group = int(self.groups[rows[index]])
-            log.warning("start %d: the simulator failed to save its state: %s", group, error)
+            log.warning("group %d: the simulator failed to save its state: %s", group, error)
 
     def observations_of(self, rows: np.ndarray) -> Arrays:
         """Return a copy of the samples' current observations."""
@@ -393,9 +393,9 @@ class _TrajectoryRecorder:
         self._row_tracebacks[row].append(error)
         self.tracebacks.append(error)
         if len(lost_steps) == MAX_FAILED_EPISODES:
-            message = f"start {group}: the simulator fails: {error}"
+            message = f"group {group}: the simulator fails: {error}"
             raise create_simulator_error(message, *self._row_tracebacks[row])
-        log.warning("start %d: the simulator failed: %s", group, error)
+        log.warning("group %d: the simulator failed: %s", group, error)
 
     def add_truncation(self, rows: np.ndarray, time: int) -> None:
         """Record that episodes are truncated after a step."""
@@ -489,7 +489,7 @@ def check_not_all_failed(
     """
     groups, count = {t.group for t in trajectories}, len(trajectories)
     if len(groups) >= MAX_FAILED_EPISODES and all(t.num_failed_episodes for t in trajectories):
-        message = f"the simulator fails in each of {count} episodes, of {len(groups)} starts"
+        message = f"the simulator fails in each of {count} episodes, of {len(groups)} groups"
         last = tracebacks[-1] if tracebacks else "the warnings before this have its errors"
         error = create_simulator_error(f"{message}; {last}", *tracebacks)
         if isinstance(error, UserCodeError) or not is_test:

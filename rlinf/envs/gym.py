@@ -109,11 +109,13 @@ class ActionConfig(Section):
     @model_validator(mode="after")
     def _bounds_fit(self) -> ActionConfig:
         if self.kind == "discrete" and self.dtype is not None:
-            raise ValueError("dtype: it is of a vector's components; leave it out of a choice")
+            raise ValueError(
+                "dtype: it is the type of a vector's components; leave it out for discrete"
+            )
         if self.low is None and self.high is None:
             return self
         if self.kind == "discrete":
-            raise ValueError("low: a choice has no bounds; leave low and high out")
+            raise ValueError("low: discrete actions have no bounds; leave low and high out")
         for name in ("low", "high"):
             value = getattr(self, name)
             if value is None:
@@ -233,7 +235,7 @@ class GymConfig(Section):
     def _films_once(self) -> GymConfig:
         for name in self.video.keys() & self.images.keys():
             raise ValueError(
-                f"video.{name}: it is in images too, and films in any case; leave it out"
+                f"video.{name}: it is in images too, so it is recorded in any case; leave it out"
             )
         return self
 
@@ -289,9 +291,9 @@ class GymEnvironment(Environment):
         if config.observation is None or config.action is None:
             key = "observation" if config.observation is None else "action"
             raise ConfigError(
-                f"task.{key}: is not set; a policy is made for task.observation (a length) and "
+                f"task.{key}: is not set; a policy needs task.observation (a length) and "
                 "task.action (kind, size and bounds), which are read from the simulator when a run "
-                "is made"
+                "is created"
             )
         spec = {"observation": config.observation, "action": config.action.spec}
         if config.images:
@@ -320,10 +322,12 @@ class GymEnvironment(Environment):
             )
         num_tasks = len(task_ids(config))
         if requirements.batched and (num_tasks > 1 or config.ignore_terminations):
-            key = "id" if num_tasks > 1 else "ignore_terminations"
+            key, fix = "ignore_terminations", "set it to false"
+            if num_tasks > 1:
+                key, fix = "id", "name one"
             raise ConfigError(
                 f"task.{key}: {config.simulator} steps all environments together, of one task, "
-                f"whose ends are its own; {'name one' if num_tasks > 1 else 'set it to false'}"
+                f"and decides when episodes end; {fix}"
             )
         if config.append_task_one_hot and num_tasks == 1:
             raise ConfigError("task.append_task_one_hot: there is one task; set it to false")
@@ -413,8 +417,8 @@ class GymEnvironment(Environment):
             return {}
         if missing and requirements.single_instance:
             raise ConfigError(
-                f"{missing[0]}: is not set, and {config.simulator} is not connected to before a "
-                f"run is made; set {', '.join(missing)}"
+                f"{missing[0]}: is not set, and {config.simulator} is not connected before a run "
+                f"is created; set {', '.join(missing)}"
             )
         try:
             actual = cls.read_spec(config)

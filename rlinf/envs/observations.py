@@ -105,8 +105,8 @@ def encode_instruction(text: str) -> np.ndarray:
     data = text.encode()
     if len(data) > INSTRUCTION_BYTES:
         raise InvalidEnvConfig(
-            f"task.instruction: {text[:40]!r}... has {len(data)} bytes of UTF-8, and "
-            f"{INSTRUCTION_BYTES} have room; give a shorter one"
+            f"task.instruction: {text[:40]!r}... has {len(data)} bytes of UTF-8, of "
+            f"at most {INSTRUCTION_BYTES}; use a shorter one"
         )
     return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
 

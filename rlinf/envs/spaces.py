@@ -219,7 +219,7 @@ class _ObservationFlattener:
             raise InvalidEnvConfig(f"task.ignore_observations: there is no {name!r}, but {names}")
         if not self._states:
             raise InvalidEnvConfig(
-                f"task.id: its observations are {space}; policies here need numbers beside "
+                f"task.id: its observations are {space}; policies need numbers in addition to "
                 "images; wrap the environment so that it returns some"
             )
         (path, part), *others = self._states
@@ -233,7 +233,7 @@ class _ObservationFlattener:
         if name in selection.video_only:
             return
         if part.shape[-1] != 3 or name not in selection.images:
-            layout = "" if part.shape[-1] == 3 else ", and images here are [H, W, 3]"
+            layout = "" if part.shape[-1] == 3 else ": images must be [H, W, 3]"
             cure = "" if layout else f"set task.images.{name}={size}, or "
             raise InvalidEnvConfig(
                 f"task.images.{name}: the environment returns the image {_path_name(path)} "
@@ -289,8 +289,8 @@ class _ActionConverter:
             self.space = Discrete(count)
         else:
             raise InvalidEnvConfig(
-                f"task.id: its actions are {space}; policies here return vectors (boxes, of "
-                "integers all or none) or choices, not both and nothing else; wrap the environment"
+                f"task.id: its actions are {space}; policies return vectors (boxes, all or none "
+                "of integers) or discrete actions, but not both; wrap the environment"
             )
 
     def unflatten(self, actions: np.ndarray) -> Any:
