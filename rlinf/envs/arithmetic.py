@@ -42,13 +42,13 @@ class ArithmeticConfig(Section):
 
     @field_validator("operations")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_operations(cls, value: str) -> str:
         if not value or set(value) - OPERATIONS.keys():
             raise ValueError(f"only {' '.join(OPERATIONS)} are known")
         return value
 
     @model_validator(mode="after")
-    def _weights_of_digits(self) -> ArithmeticConfig:
+    def _check_digit_weights(self) -> ArithmeticConfig:
         weights = self.digit_weights
         if weights is not None and (
             len(weights) != len(self.digits) or min(weights) < 0 or not sum(weights)
@@ -61,7 +61,7 @@ class ArithmeticConfig(Section):
 
     @field_validator("digits")
     @classmethod
-    def _sizes(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_digits(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if not value or min(value) < 1 or max(value) > 6:
             raise ValueError("difficulties are 1 to 6 digits")
         return value

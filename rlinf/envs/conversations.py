@@ -151,10 +151,8 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             if not len(dataset):
                 raise DataError(f"{key}: all {dataset.total} conversations are longer than {limit}")
             if len(dataset) < dataset.total:
-                num_omitted = dataset.total - len(dataset)
-                log.warning(
-                    "%s: %d of %d are longer than %s", key, num_omitted, dataset.total, limit
-                )
+                omitted = dataset.total - len(dataset)
+                log.warning("%s: %d of %d are longer than %s", key, omitted, dataset.total, limit)
             self._datasets[split] = dataset
         return self._datasets[split]
 
@@ -175,14 +173,9 @@ class ConversationsEnvironment(ProblemSetEnvironment):
                 "has none"
             )
         problems = [problem.with_template(self.config.prompt_template) for problem in problems]
-        conversations = [
-            [*self._messages(problem), {"role": "assistant", "content": problem.answer}]
-            for problem in problems
-        ]
-        locations = [problem.location for problem in problems]
-        all_turns = self.chat_format.assistant_turns(
-            conversations, locations, last_only=self.config.train_on == "last"
-        )
+        chats = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
+        locations, last_only = [p.location for p in problems], self.config.train_on == "last"
+        all_turns = self.chat_format.assistant_turns(chats, locations, last_only=last_only)
         rows = [(i, row) for i, turns in enumerate(all_turns) for row in self._spans(turns)]
         encoded = iter(self.encode([span.text for _, row in rows for span in row]))
         return [

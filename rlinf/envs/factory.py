@@ -141,11 +141,8 @@ def _without_bounds(space: dict[str, Any]) -> Any:
 
 
 def resolve_factory(target: str) -> Callable[..., Any]:
-    """Return the factory ``FILE:attribute`` or ``module:attribute``.
-
-    Raises:
-        InvalidEnvConfig: it does not exist.
-    """
+    """Return the factory ``FILE:attribute`` or ``module:attribute``; raise InvalidEnvConfig if it
+    does not exist."""
     module_name, _, name = target.rpartition(":")
     try:
         module = _import_module(module_name)
@@ -220,11 +217,8 @@ def create_task_env(
         return create_env(functools.partial(factory, **factory_kwargs), selection)
     ids, kwargs = factory_kwargs["id"], factory_kwargs["kwargs"]
     task_factories = [functools.partial(factory, id=id, kwargs=kwargs) for id in ids]
-    return MultiTaskEnv(
-        [functools.partial(create_env, task_factory, selection) for task_factory in task_factories],
-        ids,
-        factory_kwargs["one_hot"],
-    )
+    factories = [functools.partial(create_env, make, selection) for make in task_factories]
+    return MultiTaskEnv(factories, ids, factory_kwargs["one_hot"])
 
 
 def _factory_error(error: Exception) -> str:

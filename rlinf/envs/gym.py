@@ -92,7 +92,7 @@ class ActionConfig(Section):
 
     @field_validator("dtype")
     @classmethod
-    def _dtype_is_of_numbers(cls, value: str | None) -> str | None:
+    def _check_dtype(cls, value: str | None) -> str | None:
         """Return numpy's name of the type: ``float32`` for ``f4``."""
         if value is None:
             return None
@@ -107,11 +107,9 @@ class ActionConfig(Section):
         return dtype.name
 
     @model_validator(mode="after")
-    def _bounds_fit(self) -> ActionConfig:
+    def _check_bounds(self) -> ActionConfig:
         if self.kind == "discrete" and self.dtype is not None:
-            raise ValueError(
-                "dtype: it is the type of a vector's components; leave it out for discrete"
-            )
+            raise ValueError("dtype: it is the type of a vector's components; leave it out")
         if self.low is None and self.high is None:
             return self
         if self.kind == "discrete":
@@ -223,7 +221,7 @@ class GymConfig(Section):
 
     @field_validator("instruction")
     @classmethod
-    def _instruction_has_room(cls, value: bool | str) -> bool | str:
+    def _check_instruction(cls, value: bool | str) -> bool | str:
         if isinstance(value, str):
             try:
                 encode_instruction(value)
@@ -232,7 +230,7 @@ class GymConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _films_once(self) -> GymConfig:
+    def _check_video(self) -> GymConfig:
         for name in self.video.keys() & self.images.keys():
             raise ValueError(
                 f"video.{name}: it is in images too, so it is recorded in any case; leave it out"

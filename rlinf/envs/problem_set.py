@@ -54,9 +54,9 @@ class ChatProblem:
 
     def with_template(self, template: str) -> ChatProblem:
         """Return the problem with its last message inserted into a template."""
-        *before, last = self.messages
+        *context, last = self.messages
         content = template.replace(PROMPT_PLACEHOLDER, last["content"])
-        return replace(self, messages=(*before, {**last, "content": content}))
+        return replace(self, messages=(*context, {**last, "content": content}))
 
 
 def read_problems(
@@ -275,7 +275,7 @@ class ProblemSetConfig(Section):
 
     @field_validator("prompt_template")
     @classmethod
-    def _has_placeholder(cls, value: str) -> str:
+    def _check_prompt_template(cls, value: str) -> str:
         if PROMPT_PLACEHOLDER not in value:
             raise ValueError("does not contain {prompt}, so no problem would be in the prompt")
         return value

@@ -82,13 +82,13 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
         if split == "test":
             return problems
         test_questions = {question for question, _ in _entries(*_dataset_key(config, "test"))}
-        kept = [p for p in problems if p.messages[0]["content"] not in test_questions]
-        if not kept:
+        training = [p for p in problems if p.messages[0]["content"] not in test_questions]
+        if not training:
             raise ConfigError(
                 f"task.dataset_kwargs: all problems of {config.dataset!r} for training are also "
                 "held out; these settings give too few different ones"
             )
-        return kept
+        return training
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         tags, scores = self.reasoning_tags(), []
@@ -152,11 +152,11 @@ def _create_dataset(name: str, settings: str, seed: int, size: int) -> Any:
 
     if name not in DATASETS:
         raise ConfigError(f"task.dataset: no dataset {name!r}{did_you_mean(name, DATASETS)}")
-    known = set(inspect.signature(DATASETS[name][1]).parameters) - {"seed", "size"}
+    valid = set(inspect.signature(DATASETS[name][1]).parameters) - {"seed", "size"}
     for key in kwargs:
-        if key not in known:
+        if key not in valid:
             raise ConfigError(
-                f"task.dataset_kwargs.{key}: {name!r} has no such key{did_you_mean(key, known)}"
+                f"task.dataset_kwargs.{key}: {name!r} has no such key{did_you_mean(key, valid)}"
             )
     try:
         return create_dataset(name, seed=seed, size=size, **kwargs)

@@ -104,7 +104,7 @@ class SearchConfig(DialogueConfig):
     beside that of the answer itself."""
 
     @model_validator(mode="after")
-    def _files_come_together(self) -> SearchConfig:
+    def _check_files(self) -> SearchConfig:
         values = {name: getattr(self, name) for name in ("documents", "train", "test")}
         if any(values.values()) and (lacks := next((n for n, v in values.items() if not v), None)):
             raise ValueError(f"{lacks} is not set; documents, train and test are set together")

@@ -198,11 +198,11 @@ class _ObservationFlattener:
     def __init__(self, space: Any, selection: ObservationSelection) -> None:
         self._states: list[tuple[SpacePath, Any]] = []
         self._images: list[tuple[SpacePath, Any]] = []
-        ignored, found = set(selection.ignored), set[str]()
+        ignored, matched = set(selection.ignored), set[str]()
         leaves = list(leaf_spaces(space))
         for path, part in leaves:
             if matches := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
-                found |= matches
+                matched |= matches
             elif path == (INSTRUCTION,) and is_box(part):
                 self._images.append((path, part))
             elif is_image(part):
@@ -214,7 +214,7 @@ class _ObservationFlattener:
                 )
             else:
                 self._states.append((path, part))
-        for name in sorted(ignored - found):
+        for name in sorted(ignored - matched):
             names = ", ".join("_".join(path) for path, _ in leaves if path) or "no names"
             raise InvalidEnvConfig(f"task.ignore_observations: there is no {name!r}, but {names}")
         if not self._states:
@@ -225,7 +225,7 @@ class _ObservationFlattener:
         (path, part), *others = self._states
         is_vector = not others and is_box(part) and len(part.shape) == 1
         has_flat_images = all(len(path) == 1 for path, _ in self._images)
-        self.is_flat = is_vector and path in ((), (STATE,)) and has_flat_images and not found
+        self.is_flat = is_vector and path in ((), (STATE,)) and has_flat_images and not matched
         self.space = space if self.is_flat else self._flat_space()
 
     def _add_image(self, path: SpacePath, part: Any, selection: ObservationSelection) -> None:

@@ -103,15 +103,11 @@ class SubprocessVectorEnv:
             ignore_terminations, user_modules: as for
                 :class:`rlinf.envs.vector_env.SyncVectorEnv`.
         """
-        options = {
-            "observations": observations._asdict(),
-            "ignore_terminations": ignore_terminations,
-            "user_modules": list(user_modules),
-        }
+        options: dict[str, Any] = {"ignore_terminations": ignore_terminations}
+        options |= {"observations": observations._asdict(), "user_modules": list(user_modules)}
         self._arguments = (factory, json.dumps(dict(factory_kwargs)), json.dumps(options))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
-        self._python, self._timeout_s = python, timeout_s
-        self._close_timeout_s = close_timeout_s
+        self._python, self._timeout_s, self._close_timeout_s = python, timeout_s, close_timeout_s
         self._episode_pids: dict[int, int] = {}
         """The process in which each environment's episode began."""
         self._empty_columns: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
@@ -130,9 +126,8 @@ class SubprocessVectorEnv:
         with child_socket:
             self._process = subprocess.Popen(
                 [
-                    *(self._python or sys.executable, "-c", BOOTSTRAP_CODE),
-                    *(script, str(child_socket.fileno()), *map(str, memory_files)),
-                    *self._arguments,
+                    *(self._python or sys.executable, "-c", BOOTSTRAP_CODE, script),
+                    *(str(child_socket.fileno()), *map(str, memory_files), *self._arguments),
                 ],
                 pass_fds=[child_socket.fileno(), *memory_files],
                 stdin=subprocess.DEVNULL,
@@ -344,13 +339,10 @@ class MultiProcessVectorEnv:
     ) -> Arrays:
         shares = self._shares(env_ids)
         calls = [
-            process.reset_async(
-                local_ids,
-                [seeds[row] for row in rows],
-                _select(initial_states, rows),
-                _select(turns, rows),
+            p.reset_async(
+                local, [seeds[k] for k in rows], _select(initial_states, rows), _select(turns, rows)
             )
-            for process, rows, local_ids in shares
+            for p, rows, local in shares
         ]
         return _merge_columns(len(env_ids), shares, _gather(calls))
 
@@ -452,18 +444,15 @@ class _ProcessDied(Exception):
 
 
 def _stop_process(
-    process: subprocess.Popen[bytes],
-    memory_files: Sequence[int],
-    connection: socket.socket,
-    close_timeout_s: float,
+    process: subprocess.Popen[bytes], files: Sequence[int], end: socket.socket, timeout_s: float
 ) -> None:
-    connection.close()  # the process exits when its connection closes
-    if close_timeout_s:
+    end.close()  # the process exits when its connection closes
+    if timeout_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(close_timeout_s)
+            process.wait(timeout_s)
     process.kill()
     process.wait()
-    for file in memory_files:
+    for file in files:
         os.close(file)
 
 

@@ -64,7 +64,7 @@ class VisualQuestionsConfig(Section):
 
     @field_validator("question_kinds")
     @classmethod
-    def _some(cls, value: tuple[QuestionKind, ...]) -> tuple[QuestionKind, ...]:
+    def _check_question_kinds(cls, value: tuple[QuestionKind, ...]) -> tuple[QuestionKind, ...]:
         if not value:
             raise ValueError("name at least one kind of question")
         return value

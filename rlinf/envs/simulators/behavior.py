@@ -45,9 +45,9 @@ def make(
         ImportError, ValueError: see the package.
         RuntimeError: there is a simulation in this process already.
     """
-    known = (*ASSETS, "num_envs")
-    if unknown := sorted(kwargs.keys() - set(known)):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    valid_keys = (*ASSETS, "num_envs")
+    if unknown := sorted(kwargs.keys() - set(valid_keys)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(valid_keys)}")
     if _simulations:
         raise RuntimeError(
             "OmniGibson makes its scenes once in a process, and there are "

@@ -93,9 +93,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     Raises:
         ImportError, ValueError: see the package.
     """
-    known = {"folder", "chains", "annotations", "steps", "state"}
-    if unknown := sorted(kwargs.keys() - known):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(known))}")
+    valid_keys = {"folder", "chains", "annotations", "steps", "state"}
+    if unknown := sorted(kwargs.keys() - valid_keys):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(valid_keys))}")
     if (state_mode := kwargs.get("state", "all")) not in ("all", "robot"):
         raise ValueError(f"kwargs.state: {state_mode!r}; expected all or robot")
     folder = _path(kwargs, "folder", "calvin_env/envs/play_table_env.py")

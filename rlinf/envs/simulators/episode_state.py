@@ -55,18 +55,14 @@ def save_attributes(objects: Sequence[Any], others: Sequence[Any] = ()) -> Array
         ValueError: an attribute cannot be saved.
     """
     arrays: Arrays = {}
-    packed_attributes, references = [], [*objects, *others]
+    all_packed, references = [], [*objects, *others]
     for target in objects:
-        name = type(target).__name__
         # Sorted, so that equal states have equal bytes, in whatever order attributes were set.
-        packed_attributes.append(
-            {
-                key: _pack(value, arrays, f"{name}.{key}")
-                for key, value in sorted(vars(target).items())
-                if not (_is_unchanged(value) or _is_in(value, references))
-            }
-        )
-    text = json.dumps(packed_attributes).encode()
+        items = sorted(vars(target).items())
+        values = {n: v for n, v in items if not (_is_unchanged(v) or _is_in(v, references))}
+        name = type(target).__name__
+        all_packed.append({n: _pack(v, arrays, f"{name}.{n}") for n, v in values.items()})
+    text = json.dumps(all_packed).encode()
     return {ATTRIBUTES_KEY: np.frombuffer(text, np.uint8), **arrays}
 
 
@@ -142,12 +138,8 @@ def _owner(array: Any) -> Any:
 
 
 def _pack(value: Any, arrays: Arrays, name: str) -> Any:
-    """Return a value as JSON: a plain value, or a list of a tag and the content. Arrays are added
-    to ``arrays``; their content is a key of it.
-
-    Args:
-        name: the name of the value in error messages.
-    """
+    """Return a value as JSON: a plain value, or a list of a tag and the content. An array is added
+    to ``arrays``, and its content is the key there. ``name`` is for error messages."""
     if type(value) in PLAIN_TYPES:
         return value
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
@@ -156,12 +148,8 @@ def _pack(value: Any, arrays: Arrays, name: str) -> Any:
         return ["array" if isinstance(value, np.ndarray) else "number", key]
     type_name = type(value).__name__
     if type(value) is SEQUENCE_TYPES.get(type_name):
-        maxlen = [value.maxlen] if isinstance(value, deque) else []
-        return [
-            type_name,
-            [_pack(v, arrays, f"{name}.{index}") for index, v in enumerate(value)],
-            *maxlen,
-        ]
+        values = [_pack(v, arrays, f"{name}.{index}") for index, v in enumerate(value)]
+        return [type_name, values, *([value.maxlen] if isinstance(value, deque) else [])]
     if type(value) is dict and all(type(key) in PLAIN_TYPES for key in value):
         return ["dict", [[k, _pack(v, arrays, f"{name}.{k}")] for k, v in value.items()]]
     if isinstance(value, np.random.Generator):
@@ -172,12 +160,8 @@ def _pack(value: Any, arrays: Arrays, name: str) -> Any:
 
 
 def _unpack(packed: Any, arrays: Arrays, current: Any) -> Any:
-    """Return the value that :func:`_pack` packed.
-
-    Args:
-        current: the attribute's current value. A generator is updated in place, because other
-            objects may refer to it.
-    """
+    """Return the value that :func:`_pack` packed. If the attribute's ``current`` value is a
+    generator, it is updated in place, because other objects may refer to it."""
     if not isinstance(packed, list):
         return packed
     tag, content, *rest = packed

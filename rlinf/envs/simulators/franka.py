@@ -372,12 +372,12 @@ class FrankaSettings(NamedTuple):
             if name not in cls._fields:
                 near = difflib.get_close_matches(name, cls._fields, 3, 0.3) or cls._fields
                 raise ValueError(f"kwargs.{name}: no such key; near it: {', '.join(near)}")
-        for name, what in (
+        for name, description in (
             ("host", "the arm's address"),
             ("box", "the corners of where its hand may be, [[x, y, z], [x, y, z]] in meters"),
         ):
             if not kwargs.get(name):
-                raise ValueError(f"kwargs.{name}: is not set; give {what}")
+                raise ValueError(f"kwargs.{name}: is not set; give {description}")
         settings = cls(**kwargs)
         box = np.asarray(settings.box, np.float64)
         if box.shape != (2, 3) or not (box[0] < box[1]).all():

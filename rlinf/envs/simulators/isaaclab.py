@@ -48,9 +48,9 @@ def make(
         ImportError, ValueError: see the package.
         RuntimeError: there is a simulation in this process already.
     """
-    known = ("num_envs", "device", "group", "success")
-    if unknown := sorted(kwargs.keys() - set(known)):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    valid_keys = ("num_envs", "device", "group", "success")
+    if unknown := sorted(kwargs.keys() - set(valid_keys)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(valid_keys)}")
     if _simulations:
         raise RuntimeError(
             "Isaac Lab makes its environments once in a process, and there are "

@@ -130,18 +130,12 @@ class LiberoEnv:
     """One LIBERO task."""
 
     def __init__(
-        self,
-        bddl: str,
-        initial_states: np.ndarray,
-        instruction: str,
-        max_steps: int,
-        rest_steps: int,
+        self, bddl: str, initial_states: np.ndarray, instruction: str, steps: int, rest: int
     ) -> None:
         from libero.libero.envs.env_wrapper import ControlEnv
 
-        self.instruction = instruction
-        self._initial_states, self._max_steps = initial_states, max_steps
-        self._rest_steps, self._steps = rest_steps, 0
+        self.instruction, self._initial_states = instruction, initial_states
+        self._max_steps, self._rest_steps, self._steps = steps, rest, 0
         self.num_initial_states = len(initial_states)
         with contextlib.redirect_stdout(io.StringIO()):
             # The simulator process renders images, without shadows.

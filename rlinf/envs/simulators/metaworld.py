@@ -56,10 +56,10 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     import metaworld
     from metaworld.policies import ENV_POLICY_MAP
 
-    known = sorted(metaworld.ALL_V3_ENVIRONMENTS)
-    if id not in known:
-        near = difflib.get_close_matches(id, known, 3, 0.3)
-        raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or known[0]}")
+    tasks = sorted(metaworld.ALL_V3_ENVIRONMENTS)
+    if id not in tasks:
+        near = difflib.get_close_matches(id, tasks, 3, 0.3)
+        raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or tasks[0]}")
     try:
         benchmark = metaworld.MT1(id, seed=GOALS_SEED)
         env = benchmark.train_classes[id](**kwargs)

@@ -34,9 +34,9 @@ def make(
     Raises:
         ImportError, ValueError: see the package.
     """
-    known = ("simulator", "robots", "device")
-    if unknown := sorted(kwargs.keys() - set(known)):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    valid_keys = ("simulator", "robots", "device")
+    if unknown := sorted(kwargs.keys() - set(valid_keys)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(valid_keys)}")
     registry = importlib.import_module("metasim.task.registry")
     tasks = registry.list_tasks()
     if id not in tasks:
