@@ -306,7 +306,9 @@ class SubprocessVectorEnv:
             code = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return _ProcessDied(f"simulator process {self.pid} closed its connection")
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        end = f"exited with code {code}"
+        if code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
         return _ProcessDied(f"simulator process {self.pid} {end} before it answered")
 
 
