@@ -120,31 +120,31 @@ def run_episodes(
         SimulatorError: a simulator has failed too often, or cannot continue an open episode.
         InputError: the policy's actions are not finite.
     """
-    trajectories = _TrajectoryRecorder(
+    recorder = _TrajectoryRecorder(
         request, samples, video_cameras, instruction, score_metric, action_bounds
     )
-    trajectories.tracebacks = [] if tracebacks is None else tracebacks
+    recorder.tracebacks = [] if tracebacks is None else tracebacks
     live, version = np.arange(len(samples)), 0
     has_one_episode = request.split == "test" or request.group_size > 1
 
     def reset(rows: np.ndarray) -> None:
         if len(rows):
-            groups = trajectories.groups[rows]
+            groups = recorder.groups[rows]
             # Test episodes use the simulator's list of initial states, if it has one.
             initial_states = groups.tolist() if request.split == "test" else None
             turns = request.task_indices(groups).tolist()
-            env_ids, seeds = (first_env + rows).tolist(), trajectories.seeds(rows)
-            trajectories.reset(rows, envs.reset(env_ids, seeds, initial_states, turns))
+            env_ids, seeds = (first_env + rows).tolist(), recorder.seeds(rows)
+            recorder.reset(rows, envs.reset(env_ids, seeds, initial_states, turns))
 
     is_open = np.isin(samples, list(request.open_episodes or ()))
     if is_open.any():
         rows = live[is_open]
-        trajectories.resume(rows, *envs.restore((first_env + rows).tolist(), trajectories.states()))
+        recorder.resume(rows, *envs.restore((first_env + rows).tolist(), recorder.states()))
     reset(live[~is_open])
     for time in range(request.horizon):
         if not len(live):
             break
-        reply = yield _request(request, samples[live], trajectories.observations_of(live), time)
+        reply = yield _request(request, samples[live], recorder.observations_of(live), time)
         version = int(reply.info["version"])
         actions = reply.steps["action"]
         if actions.dtype.kind == "f" and not np.isfinite(actions).all():
@@ -153,27 +153,27 @@ def run_episodes(
                 "finite; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
         columns, errors = envs.step((first_env + live).tolist(), actions)
-        trajectories.step(live, time, reply.steps, columns, errors)
+        recorder.step(live, time, reply.steps, columns, errors)
         is_last = time + 1 == request.horizon
-        trajectories.add_truncation(
-            live[trajectories.truncated[live] | (is_last & ~trajectories.terminated[live])], time
+        recorder.add_truncation(
+            live[recorder.truncated[live] | (is_last & ~recorder.terminated[live])], time
         )
         if has_one_episode:
-            live = live[~trajectories.ended(live)]
+            live = live[~recorder.ended(live)]
         elif not is_last:
-            reset(live[trajectories.ended(live)])
+            reset(live[recorder.ended(live)])
     if request.open_episodes is not None:
-        live = live[~trajectories.ended(live)]
-        trajectories.keep_open(live, *envs.save((first_env + live).tolist()))
-    if "values" in trajectories.columns:
-        trajectories.columns["bootstrap"] = np.zeros_like(trajectories.columns["rewards"])
-        if trajectories.truncated_observations and request.split == "train":
-            rows, times, observations = trajectories.all_truncations()
+        live = live[~recorder.ended(live)]
+        recorder.keep_open(live, *envs.save((first_env + live).tolist()))
+    if "values" in recorder.columns:
+        recorder.columns["bootstrap"] = np.zeros_like(recorder.columns["rewards"])
+        if recorder.truncated_observations and request.split == "train":
+            rows, times, observations = recorder.all_truncations()
             reply = yield _request(request, samples[rows], observations, 0, temperature=0.0)
             # The first value of a chunk is that of the state after the truncation.
             values = reply.steps["value"].reshape(len(rows), -1)[:, 0]
-            trajectories.columns["bootstrap"][rows, times] = values
-    return trajectories.build(version)
+            recorder.columns["bootstrap"][rows, times] = values
+    return recorder.build(version)
 
 
 def _request(
