@@ -42,13 +42,13 @@ class ArithmeticConfig(Section):
 
     @field_validator("operations")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_operations(cls, value: str) -> str:
         if not value or set(value) - OPERATIONS.keys():
             raise ValueError(f"only {' '.join(OPERATIONS)} are known")
         return value
 
     @model_validator(mode="after")
-    def _weights_of_digits(self) -> ArithmeticConfig:
+    def _check_digit_weights(self) -> ArithmeticConfig:
         weights = self.digit_weights
         if weights is not None and (
             len(weights) != len(self.digits) or min(weights) < 0 or not sum(weights)
@@ -61,7 +61,7 @@ class ArithmeticConfig(Section):
 
     @field_validator("digits")
     @classmethod
-    def _sizes(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_digits(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if not value or min(value) < 1 or max(value) > 6:
             raise ValueError("difficulties are 1 to 6 digits")
         return value
@@ -79,7 +79,7 @@ class ArithmeticEnvironment(PromptEnvironment):
 
     @classmethod
     def task_size(cls, config: ArithmeticConfig, processor: Any) -> TaskSize:
-        # Every character is a token, in the words of a new model.
+        # In the vocabulary of a new model, every character is a token.
         return TaskSize(max_prompt_tokens=2 * max(config.digits) + 2)
 
     def prompts(self, request: RolloutRequest) -> list[Prompt]:
@@ -97,7 +97,7 @@ class ArithmeticEnvironment(PromptEnvironment):
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         random = generator(seed, "arithmetic", "demonstration", step)
         prompts = [self._draw(random, "train") for _ in range(count)]
-        answers = [self._demonstrated(random, prompt.answer) for prompt in prompts]
+        answers = [self._demonstration_text(random, prompt.answer) for prompt in prompts]
         questions = self.encode_prompts([prompt.text for prompt in prompts])
         replies = self.encode(answers)
         return [
@@ -117,7 +117,7 @@ class ArithmeticEnvironment(PromptEnvironment):
             if is_test_question(prompt.text) == (split == "test"):
                 return prompt
 
-    def _demonstrated(self, random: np.random.Generator, answer: str) -> str:
+    def _demonstration_text(self, random: np.random.Generator, answer: str) -> str:
         """Return the answer or, with probability ``rambling_fraction``, the answer and another
         question."""
         if random.random() >= self.config.rambling_fraction:
@@ -125,15 +125,15 @@ class ArithmeticEnvironment(PromptEnvironment):
         return f"{answer} {self._draw(random, 'train').text}"
 
     def _question(self, random: np.random.Generator) -> Prompt:
-        weights = np.cumsum(self.config.digit_weights or (1.0,) * len(self.config.digits))
-        chosen = np.searchsorted(weights, random.random() * weights[-1], side="right")
-        digits = self.config.digits[int(chosen)]
+        cumulative = np.cumsum(self.config.digit_weights or (1.0,) * len(self.config.digits))
+        index = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
+        digits = self.config.digits[int(index)]
         low, high = (0, 10) if digits == 1 else (10 ** (digits - 1), 10**digits)
         a, b = int(random.integers(low, high)), int(random.integers(0, high))
         operation = self.config.operations[int(random.integers(len(self.config.operations)))]
         answer = str(OPERATIONS[operation](a, b))
         if self.config.least_significant_first:
-            # The sign stays in front.
+            # The sign remains the first character.
             sign = "-" if answer.startswith("-") else ""
             answer = sign + answer.removeprefix("-")[::-1]
         return Prompt(f"{a}{operation}{b}=", answer)

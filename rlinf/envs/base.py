@@ -1,9 +1,9 @@
 """The environment interface.
 
-A rollout has two sides, connected by a channel in each direction. The environment sends
-observations and receives actions; the engine receives observations and sends actions. A language
-task is an environment with one-step episodes. A simulator exchanges one record per time step.
-Neither side knows the other.
+A rollout has two sides, the environment and the engine, connected by a channel in each direction.
+The environment sends observations and receives actions; the engine receives observations and sends
+actions. Neither side knows the other. A language task is an environment with one-step episodes. A
+simulator exchanges one record per time step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RolloutRequest:
     iteration: int
     split: Literal["train", "test"]
     group_ids: Sequence[int]
-    """Ids of the groups (prompts or initial states) that this worker collects, out of the batch."""
+    """Ids of the groups (prompts or initial states) of the batch that this worker collects."""
     num_groups: int
     """Groups that all workers together may collect in this iteration."""
     group_size: int
@@ -51,34 +51,34 @@ class RolloutRequest:
     collected."""
     open_episodes: Mapping[int, Record] | None = None
     """Unfinished episodes of the last iteration, by sample (:mod:`rlinf.data.episodes`). Other
-    samples start new episodes. Episodes that are unfinished at the end are saved. None: all start
-    anew, and none are saved."""
+    samples start new episodes, and episodes that are unfinished at the end are saved. None: all
+    samples start new episodes, and no episode is saved."""
     groups_per_batch: int | None = None
     """Groups of one batch, if an iteration may draw several batches; None: ``num_groups``."""
     num_videos: int = 0
     """Samples below this number record the columns of :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
-    """Other fields of :class:`rlinf.engines.token_sampling.SamplingParams`, as requests carry
-    them."""
+    """Other fields of :class:`rlinf.engines.token_sampling.SamplingParams`, as in the ``info`` of
+    requests."""
 
     @property
     def request_info(self) -> dict[str, Scalar]:
         """Return the sampling settings, for the ``info`` of requests."""
         return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
-    def task_indices(self, starts: np.ndarray) -> np.ndarray:
-        """Return running numbers of groups, which assign the tasks of a run in rotation. In
-        training they run over all iterations, so that each task has an equal share even if a batch
-        has fewer groups than there are tasks. If episodes continue over iterations, a group has the
-        same task in each of them."""
+    def task_indices(self, groups: np.ndarray) -> np.ndarray:
+        """Return running numbers of groups; modulo the number of tasks they are the groups' tasks.
+        In training they continue over the iterations, so that each task has an equal share even if
+        a batch has fewer groups than there are tasks. If episodes continue over iterations, a group
+        keeps its task."""
         if self.split == "test" or self.open_episodes is not None:
-            return starts
-        return self.iteration * (self.groups_per_batch or self.num_groups) + starts
+            return groups
+        return self.iteration * (self.groups_per_batch or self.num_groups) + groups
 
     def sample_ids(self) -> np.ndarray:
         """Return the ids of all samples to collect, int64."""
-        starts = np.asarray(self.group_ids, dtype=np.int64)[:, None]
-        samples = (starts * self.group_size + np.arange(self.group_size)).ravel()
+        groups = np.asarray(self.group_ids, dtype=np.int64)[:, None]
+        samples = (groups * self.group_size + np.arange(self.group_size)).ravel()
         return (
             samples
             if self.partial_samples is None
@@ -91,8 +91,9 @@ class TaskSize:
     """The size of a task; None: unlimited."""
 
     train: int | None = None
-    """Distinct training groups."""
+    """Number of distinct training groups."""
     test: int | None = None
+    """Number of distinct test groups."""
     max_prompt_tokens: int = 0
     """Tokens of the longest prompt."""
 
@@ -100,7 +101,7 @@ class TaskSize:
 def score_trajectories(
     environment: Environment, trajectories: Sequence[Trajectory], counts: Counter[str]
 ) -> list[float]:
-    """Return the task's score of each trajectory, NaN if there is none.
+    """Return the task's score of each trajectory; NaN if a trajectory could not be scored.
 
     Raises:
         InputError: :meth:`Environment.score` returned a wrong number of scores, or values that are
@@ -110,7 +111,7 @@ def score_trajectories(
     name = f"task: {type(environment).__name__}.score"
     try:
         numbers = np.asarray(scores)
-    except ValueError:  # lists of unlike lengths
+    except ValueError:  # lists of different lengths
         numbers = np.asarray("")
     if numbers.size and numbers.dtype.kind not in "biuf":
         raise InputError(f"{name} returned {scores!r:.60}; it must return a list of numbers")
@@ -147,23 +148,24 @@ class Environment(Component, ABC):
 
     @classmethod
     def infer_config(cls, config: Any, *, check_given: bool) -> ModelSpec:
-        """Return keys of the task that the configuration leaves open and the environment can
-        determine, such as the sizes of observations and actions. They are frozen with the run.
+        """Return keys of the task that the configuration does not set and the environment can
+        determine, such as the sizes of observations and actions. They are stored in the run's
+        configuration.
 
         Called before a run is created, on the machine that creates it.
 
         Args:
-            check_given: also check the keys that are set, if that is possible here.
+            check_given: also check the keys that are set, if this machine can.
 
         Raises:
-            ConfigError: a key is wrong, or cannot be determined here.
+            ConfigError: a key is wrong, or this machine cannot determine it.
         """
         return {}
 
     @classmethod
     def train_test_overlap(cls, config: Any) -> tuple[int, int]:
-        """Return how many test problems are training problems too, and the number of test problems;
-        ``(0, 0)`` for a task without a list of problems.
+        """Return the number of test problems that are also training problems, and the number of
+        test problems; ``(0, 0)`` for a task without a list of problems.
 
         Raises:
             DataError: a file is missing, empty or malformed.
@@ -172,11 +174,11 @@ class Environment(Component, ABC):
 
     @classmethod
     def verify_spec(cls, config: Any) -> None:
-        """Check that :meth:`model_spec` is right. Called on the machine that computes, before the
-        spec is used.
+        """Check that :meth:`model_spec` is right. Stages call it on their machines before they use
+        the spec.
 
         Raises:
-            ConfigError: it is wrong, or the simulator cannot be built.
+            ConfigError: the spec is wrong, or the simulator cannot be built.
         """
 
     @classmethod
@@ -186,11 +188,11 @@ class Environment(Component, ABC):
 
     @classmethod
     def max_step_bytes(cls, config: Any) -> int:
-        """Return the bytes of one step in the largest trajectory column, as far as the
-        configuration tells.
+        """Return an estimate of the bytes of one step in the largest trajectory column, from the
+        configuration alone.
 
         From :data:`rlinf.data.record.LARGE_ROW_BYTES` on, trajectories are read from files. Each
-        process reads only the steps that it computes with, unless the plan says otherwise.
+        process then reads only the steps that it computes with, unless the plan sets it otherwise.
         """
         return 0
 
@@ -202,7 +204,7 @@ class Environment(Component, ABC):
 
     @classmethod
     def num_tasks(cls, config: Any) -> int:
-        """Return the number of tasks that groups are assigned to in rotation, also in
+        """Return the number of tasks. Groups are assigned to them in rotation, also in
         evaluation."""
         return 1
 
@@ -213,7 +215,7 @@ class Environment(Component, ABC):
 
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
-        """Return the size of the task, after a pass over all of it. Called before a run begins.
+        """Return the size of the task, after a check of all problems. Called before a run begins.
 
         Args:
             processor: as for the constructor; None if the policy has not been created.
@@ -231,10 +233,10 @@ class Environment(Component, ABC):
 
         Every trajectory has ``actions`` and ``logprobs`` (of the behaviour policy), ``group``,
         ``policy_version`` and ``stop_reason``. It has ``versions`` if weights may change during a
-        sample, and ``mask`` if not all steps count (see :mod:`rlinf.data.loss_mask`). The
-        environment closes ``observations`` after the last one. With :attr:`supports_resume`, a
-        sample that the engine aborts has the stop reason :data:`UNFINISHED` and is continued from
-        ``request.partial_samples``.
+        sample, and ``mask`` if some steps are masked (see :mod:`rlinf.data.loss_mask`). The
+        environment closes ``observations`` after the last request. With :attr:`supports_resume`, a
+        sample that the engine aborts has the stop reason :data:`UNFINISHED`; another call continues
+        it from ``request.partial_samples``.
         """
 
     @abstractmethod
@@ -248,17 +250,17 @@ class Environment(Component, ABC):
         """
 
     def episode_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return means over trajectories that are metrics of a stage beside the score; none by
-        default."""
+        """Return means over trajectories that become metrics of a stage in addition to the score;
+        none by default."""
         return {}
 
     @classmethod
     def check_demonstrations(cls, config: Any) -> None:
-        """Check that a task which provides :data:`rlinf.registry.DEMONSTRATIONS` has some.
-        Called before a run with SFT begins.
+        """Check that a task which provides :data:`rlinf.registry.DEMONSTRATIONS` is configured to
+        have demonstrations. Called before a run with SFT begins.
 
         Raises:
-            ConfigError: the configuration sets none.
+            ConfigError: the task has no demonstrations.
         """
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:

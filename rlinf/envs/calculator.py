@@ -81,25 +81,22 @@ class CalculatorEnvironment(DialogueEnvironment):
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return dialogues that call the calculator and repeat its result."""
         random = generator(seed, "calculator", "demonstration", step)
-        out = []
-        for number in range(count):
-            sum_ = self.create_dialogue("train", random)
-            assert isinstance(sum_, CalculatorDialogue)
-            parts = [f"{sum_.question}=", f"{sum_.question}?", sum_.answer, sum_.answer]
-            (prompt,), (call, tool_reply, answer) = (
-                self.encode_prompts(parts[:1]),
-                self.encode(parts[1:]),
-            )
+        trajectories = []
+        for index in range(count):
+            dialogue = self.create_dialogue("train", random)
+            assert isinstance(dialogue, CalculatorDialogue)
+            (prompt,) = self.encode_prompts([f"{dialogue.question}="])
+            texts = [f"{dialogue.question}?", dialogue.answer, dialogue.answer]
+            call, tool_reply, answer = self.encode(texts)
             call, answer = self.append_end_token(call), self.append_end_token(answer)
             actions = np.concatenate([call, tool_reply, answer])
             mask = np.ones(len(actions), np.float32)
             mask[len(call) : len(call) + len(tool_reply)] = 0
-            out.append(
-                Trajectory(
-                    identity=RecordId(step, number), actions=actions, mask=mask, prompt=prompt
-                )
+            identity = RecordId(step, index)
+            trajectories.append(
+                Trajectory(identity=identity, actions=actions, mask=mask, prompt=prompt)
             )
-        return out
+        return trajectories
 
 
 def calculate(expression: str) -> str:

@@ -1,7 +1,7 @@
 """Images of simulators.
 
-Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
-and numpy alone.
+The simulator process (:mod:`rlinf.envs.vector_env`) loads this module too, so it imports only the
+standard library and numpy.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class CameraWrapper:
     def __init__(self, env: Any, images: Images) -> None:
         self._env, self._images = env, images
         self._render: Any = getattr(env, "render_camera", None)
-        bare = getattr(env, "unwrapped", env)
+        unwrapped = getattr(env, "unwrapped", env)
         if self._render is None:
-            if not (hasattr(bare, "model") and hasattr(bare, "data")):
+            if not (hasattr(unwrapped, "model") and hasattr(unwrapped, "data")):
                 raise InvalidEnvConfig(
                     "task.images: this simulator renders no images; leave them out"
                 )
-            self._render = MujocoCameras(bare, images)
+            self._render = MujocoCameras(unwrapped, images)
         check_cameras(images, getattr(env, "cameras", images))
         self.action_space = env.action_space
         self.observation_space = env.observation_space
         self.num_initial_states = getattr(env, "num_initial_states", 0)
         self.step_info_keys = getattr(env, "step_info_keys", ())
-        self.unwrapped = bare
+        self.unwrapped = unwrapped
         for name in ("expert_action", "save", "restore"):
             if hasattr(env, name):
                 setattr(self, name, getattr(env, name))
@@ -59,8 +59,8 @@ class CameraWrapper:
     def instruction(self) -> str | None:
         return get_instruction(self._env)
 
-    def reset(self, **where: int) -> Any:
-        return self._env.reset(**where)
+    def reset(self, **kwargs: int) -> Any:
+        return self._env.reset(**kwargs)
 
     def step(self, action: Any) -> Any:
         return self._env.step(action)
@@ -76,7 +76,8 @@ class CameraWrapper:
 class MujocoCameras:
     """Renders images of a MuJoCo environment, uint8 ``[H, W, 3]``; ``free`` is the unnamed camera.
 
-    Shadows, reflections and multisampling are off, because they take most of the time in software.
+    Shadows, reflections and multisampling are off, because they take most of the time of software
+    rendering.
     """
 
     def __init__(self, env: Any, images: Images) -> None:
@@ -85,24 +86,25 @@ class MujocoCameras:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Create renderers of the model, which the environment may rebuild at a reset."""
+        """Create renderers for the model, which the environment may rebuild at a reset."""
         model = self._model = self._env.model
         check_cameras(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
         # Meshes and textures take most of the memory, and are equal in all environments of a task.
-        fixed = [getattr(model, name, None) for name in RENDERER_MODEL_FIELDS]
-        parts = [array.tobytes() for array in fixed if array is not None]
-        looks = hashlib.blake2b(b"".join(parts)).digest()
+        arrays = [getattr(model, name, None) for name in RENDERER_MODEL_FIELDS]
+        data = [array.tobytes() for array in arrays if array is not None]
+        digest = hashlib.blake2b(b"".join(data)).digest()
         self._renderers: dict[tuple[int, ...], Any] = {}
         for size in {tuple(size) for size in self._images.values()}:
-            renderer = _RENDERERS.get((looks, *size))
+            renderer = _RENDERERS.get((digest, *size))
             if renderer is None:
-                renderer = _RENDERERS[(looks, *size)] = self._renderer(*size)
+                renderer = _RENDERERS[(digest, *size)] = self._create_renderer(*size)
             self._renderers[size] = renderer
 
-    def _renderer(self, height: int, width: int) -> Any:
-        most = self._model.vis.global_  # The model limits the image size.
-        most.offheight, most.offwidth = max(most.offheight, height), max(most.offwidth, width)
+    def _create_renderer(self, height: int, width: int) -> Any:
+        limits = self._model.vis.global_  # The model limits the image size.
+        limits.offheight = max(limits.offheight, height)
+        limits.offwidth = max(limits.offwidth, width)
         try:
             renderer = self._mujoco.Renderer(self._model, height, width)
         except Exception as error:  # a graphics library may raise anything
@@ -124,9 +126,9 @@ class MujocoCameras:
         else:
             camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
             camera.fixedcamid = self._model.camera(name).id
-        # Its own update would use the model that it was created with.
-        how = (mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL.value)
-        mujoco.mjv_updateScene(self._model, self._env.data, *how, renderer.scene)
+        # renderer.update_scene would use the model that the renderer was created with.
+        options = (mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL.value)
+        mujoco.mjv_updateScene(self._model, self._env.data, *options, renderer.scene)
         image: np.ndarray = renderer.render()
         return image
 

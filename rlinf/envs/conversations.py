@@ -1,8 +1,8 @@
 """Conversations from JSON-lines files, for fine-tuning on the assistant's messages or as prompts.
 
-A conversation becomes tokens by the tokenizer's chat template (:mod:`rlinf.models.chat_format`).
-Each span, prompt or answer, is tokenized separately. So the assistant's tokens, and the tokens
-before them, are the same as in a rollout, where the prompt is tokenized without the answer.
+The tokenizer's chat template renders conversations (:mod:`rlinf.models.chat_format`). Prompts and
+answers are tokenized separately. So the assistant's tokens, and the tokens before them, are the
+same as in a rollout, where the prompt is tokenized without the answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ConversationsConfig(ProblemSetConfig):
 
 @dataclass(frozen=True)
 class ConversationSpan:
-    """A part of a conversation's text, and whether it is in the loss."""
+    """A part of a conversation's text, and whether the loss includes it."""
 
     text: str
     in_loss: bool
@@ -71,7 +71,7 @@ class ConversationSpan:
 
 class ConversationsEnvironment(ProblemSetEnvironment):
     """Prompts are conversations up to the assistant's last message. An answer is right if it equals
-    that message, apart from reasoning and surrounding white space."""
+    that message, without reasoning and surrounding white space."""
 
     Config = ConversationsConfig
     config: ConversationsConfig
@@ -79,8 +79,9 @@ class ConversationsEnvironment(ProblemSetEnvironment):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._learnt: dict[Split, RenderedDataset[Trajectory]] = {}
-        self._drawn: tuple[tuple[int, int], np.ndarray] | None = None
+        self._datasets: dict[Split, RenderedDataset[Trajectory]] = {}
+        self._sft_epoch: tuple[tuple[int, int], np.ndarray] | None = None
+        """Seed and number of the current epoch of fine-tuning, and its order of conversations."""
 
     @classmethod
     def load_problems(cls, config: ConversationsConfig, split: Split) -> JsonLinesFile[ChatProblem]:
@@ -102,7 +103,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         if processor is None:
-            # A small model will be created: its tokenizer has every character, and a template.
+            # A small model will be created, whose tokenizer has all characters and a template.
             train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
             return TaskSize(train - config.num_fewshot, test)
         environment = cls(config, processor)
@@ -116,53 +117,54 @@ class ConversationsEnvironment(ProblemSetEnvironment):
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return conversations without replacement, in a new order for each epoch."""
-        learnt = self._training_trajectories("train")
-        chosen = []
+        dataset = self._training_trajectories("train")
+        indices = []
         for i in range(count):
-            epoch, place = divmod(step * count + i, len(learnt))
-            chosen.append(int(self._order_of(seed, epoch, len(learnt))[place]))
+            epoch, position = divmod(step * count + i, len(dataset))
+            indices.append(int(self._sft_order(seed, epoch, len(dataset))[position]))
         return [
             replace(trajectory, identity=RecordId(step, i))
-            for i, trajectory in enumerate(learnt.take(chosen))
+            for i, trajectory in enumerate(dataset.take(indices))
         ]
 
     def test_demonstrations(self, count: int) -> list[Trajectory]:
-        learnt = self._training_trajectories("test")
-        chosen = learnt.take(range(min(count, len(learnt))))
-        return [replace(trajectory, identity=RecordId(0, i)) for i, trajectory in enumerate(chosen)]
+        dataset = self._training_trajectories("test")
+        trajectories = dataset.take(range(min(count, len(dataset))))
+        return [replace(t, identity=RecordId(0, i)) for i, t in enumerate(trajectories)]
 
-    def _order_of(self, seed: int, epoch: int, count: int) -> np.ndarray:
-        if self._drawn is None or self._drawn[0] != (seed, epoch):
+    def _sft_order(self, seed: int, epoch: int, count: int) -> np.ndarray:
+        """Return the order of the conversations in an epoch of fine-tuning."""
+        if self._sft_epoch is None or self._sft_epoch[0] != (seed, epoch):
             order = generator(seed, "conversations", "epoch", epoch).permutation(count)
-            self._drawn = ((seed, epoch), order)
-        return self._drawn[1]
+            self._sft_epoch = ((seed, epoch), order)
+        return self._sft_epoch[1]
 
     def _training_trajectories(self, split: Split) -> RenderedDataset[Trajectory]:
         """Return all conversations of a split for training; each is tokenized on use."""
-        if split not in self._learnt:
+        if split not in self._datasets:
             problems = self.load_problems(self.config, split)
             problems = problems[self.config.num_fewshot :] if split == "train" else problems
-            dataset = RenderedDataset(problems, self._trajectories, _tokens)
-            key, most = f"task.{split}", f"task.max_length={self.config.max_length}"
+            dataset = RenderedDataset(problems, self._trajectories, _num_tokens)
+            key, limit = f"task.{split}", f"task.max_length={self.config.max_length}"
             with name_key_in_memory_errors(key):
-                dataset.filter_by_length(self.config.max_length, self._address(problems, dataset))
+                dataset.filter_by_length(self.config.max_length, self._cache_key(problems, dataset))
             if not len(dataset):
-                raise DataError(f"{key}: all {dataset.total} conversations are longer than {most}")
+                raise DataError(f"{key}: all {dataset.total} conversations are longer than {limit}")
             if len(dataset) < dataset.total:
-                left = dataset.total - len(dataset)
-                log.warning("%s: %d of %d are longer than %s", key, left, dataset.total, most)
-            self._learnt[split] = dataset
-        return self._learnt[split]
+                omitted = dataset.total - len(dataset)
+                log.warning("%s: %d of %d are longer than %s", key, omitted, dataset.total, limit)
+            self._datasets[split] = dataset
+        return self._datasets[split]
 
     def _trajectories(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Trajectory]]:
         """Return trajectories, each with the index of its conversation in the argument.
 
-        If the template renders an answer differently once a message follows (without its reasoning,
-        for instance), the conversation continues in a new trajectory. So each answer follows the
-        prompt that a rollout would use.
+        If the template renders an answer differently when another message follows (for instance
+        without its reasoning), the conversation continues in a new trajectory. So each answer
+        follows the prompt that a rollout would use.
 
         Raises:
-            DataError: the template drops an answer, or does not write what it promises.
+            DataError: the template drops an answer, or renders a conversation inconsistently.
             ConfigError: the tokenizer has no template.
         """
         if self.chat_format.template is None:
@@ -171,22 +173,23 @@ class ConversationsEnvironment(ProblemSetEnvironment):
                 "has none"
             )
         problems = [problem.with_template(self.config.prompt_template) for problem in problems]
-        talks = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
-        places, last = [problem.location for problem in problems], self.config.train_on == "last"
-        turns = self.chat_format.assistant_turns(talks, places, last_only=last)
-        rows = [(i, row) for i, talk in enumerate(turns) for row in self._spans(talk)]
-        encoded = iter(self.encode([piece.text for _, row in rows for piece in row]))
+        chats = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
+        locations, last_only = [p.location for p in problems], self.config.train_on == "last"
+        all_turns = self.chat_format.assistant_turns(chats, locations, last_only=last_only)
+        rows = [(i, row) for i, turns in enumerate(all_turns) for row in self._spans(turns)]
+        encoded = iter(self.encode([span.text for _, row in rows for span in row]))
         return [
-            (number, self._trajectory([(next(encoded), piece.in_loss) for piece in row]))
-            for number, row in rows
+            (index, self._trajectory([(next(encoded), span.in_loss) for span in row]))
+            for index, row in rows
         ]
 
-    def _trajectory(self, pieces: Sequence[tuple[np.ndarray, bool]]) -> Trajectory:
-        (prompt, _), *rest = pieces
+    def _trajectory(self, spans: Sequence[tuple[np.ndarray, bool]]) -> Trajectory:
+        """Return the trajectory of spans: token ids, and whether the loss includes them."""
+        (prompt, _), *rest = spans
         actions = [ids for ids, _ in rest]
-        masks = [np.full(len(ids), learnt, np.float32) for ids, learnt in rest]
+        masks = [np.full(len(ids), in_loss, np.float32) for ids, in_loss in rest]
         if actions[-1].tolist()[-1:] != [self.chat_format.end_of_turn_token_id]:
-            # Nothing of the template ends the last message: without it none would ever end.
+            # The template does not end the last message, so the model would not learn to end it.
             actions[-1], masks[-1] = (
                 self.append_end_token(actions[-1]),
                 np.append(masks[-1], np.float32(1)),
@@ -199,14 +202,14 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         )
 
     def _spans(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
-        """Return the spans of one conversation: a new row for each prompt that does not extend the
-        last."""
+        """Return the spans of one conversation, in rows. A prompt that does not begin with the text
+        of the row so far starts a new row."""
         rows, text = list[list[ConversationSpan]](), ""
         for turn in turns:
             row = rows[-1] if rows and turn.prompt.startswith(text) else []
             between = turn.prompt[len(text) :] if row else turn.prompt
             if row and between.startswith(self.chat_format.end_of_turn_text):
-                # The next turn begins with the token that ends this one.
+                # The template writes the token that ends an answer only when a message follows.
                 end = self.chat_format.end_of_turn_text
                 row[-1] = ConversationSpan(row[-1].text + end, True)
                 between = between.removeprefix(end)
@@ -217,5 +220,5 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return rows
 
 
-def _tokens(trajectory: Trajectory) -> int:
+def _num_tokens(trajectory: Trajectory) -> int:
     return len(trajectory.require("prompt")) + len(trajectory)

@@ -1,9 +1,9 @@
 """Dialogues: the policy and an environment exchange messages in turns.
 
 The author of an agent writes a :class:`Dialogue` (the other side's messages, with or without tools)
-and a :class:`DialogueEnvironment` that creates it. This module keeps tokens, masks,
-log-probabilities and budgets. A trajectory is one row of tokens, exactly as the policy saw them:
-the policy's own with mask 1, all others with mask 0.
+and a :class:`DialogueEnvironment` that creates it. This module records tokens, masks and
+log-probabilities, and enforces budgets. A trajectory is one row of tokens, exactly as the policy
+read them: its own tokens with mask 1, all others with mask 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 STOP_REASON_ERROR = "error"
 """Stop reason of a dialogue that was lost."""
 TOOL_METRICS = ("tool_errors", "tool_retries")
-"""Counts of each trajectory: refused calls, and retried calls."""
+"""Counts of each trajectory: rejected calls, and retried calls."""
 SLACK_S = 5.0
 TEST_SEED = 1234
 """Seed of evaluation dialogues; the run's seed does not change them."""
@@ -55,7 +55,7 @@ DialogueStep = tuple[Sequence[ChatMessage], float, bool]
 
 
 class ToolInputError(ValueError):
-    """A tool refuses the policy's request: wrong arguments, a division by zero, no such file.
+    """A tool rejects the policy's request: wrong arguments, a division by zero, no such file.
 
     The policy reads the message and can learn from it. Any other exception of a tool is an outage.
     """
@@ -65,27 +65,27 @@ class ToolLimits(NamedTuple):
     """The time limit of a tool call, and its retries after an outage."""
 
     timeout_s: float = 60.0
-    """Longest wait for one attempt."""
+    """Time limit of one attempt."""
     retries: int = 2
     backoff_s: float = 1.0
-    """Wait before the first retry; it doubles with each further one."""
+    """Wait before the first retry; it doubles with each further retry."""
 
     @property
     def max_duration_s(self) -> float:
-        """The longest duration of all attempts of a call together."""
+        """The maximum duration of all attempts of a call together."""
         waits = self.backoff_s * (2**self.retries - 1)
         return (self.retries + 1) * self.timeout_s + waits + SLACK_S
 
 
 class Dialogue(ABC):
-    """One conversation, from the other side's view. It has a state of its own."""
+    """The other side of one conversation. Each conversation has its own object with its state."""
 
     info: Mapping[str, Scalar] = {}
     """Extra fields for the reward; they are in ``extra`` of the trajectory."""
     limits: ToolLimits = ToolLimits()
     """Set by the environment from its configuration."""
     tool_errors: int = 0
-    """Refused calls so far."""
+    """Rejected calls so far."""
     tool_retries: int = 0
     """Calls retried after an outage so far."""
 
@@ -97,11 +97,11 @@ class Dialogue(ABC):
     def step(self, message: str) -> DialogueStep | Awaitable[DialogueStep]:
         """Return the response to a message of the policy.
 
-        May be ``async``: all dialogues of a batch wait concurrently.
+        May be ``async``; then all dialogues of a batch run concurrently.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release resources; called once, however the dialogue ended."""
+        """Release resources; called once when the dialogue ends, also after an error."""
 
 
 class ToolCall(NamedTuple):
@@ -112,25 +112,25 @@ class ToolCall(NamedTuple):
 
 
 class ToolDialogue(Dialogue):
-    """The policy calls tools until it sends a message without a call, which :meth:`score_answer`
-    rewards.
+    """A dialogue in which the policy calls tools until it sends a message without a call. That
+    message is its answer, which :meth:`score_answer` scores.
 
-    Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as most chat templates
-    with tools write them; override :meth:`parse_calls` for another form.
+    Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in most chat
+    templates with tools; override :meth:`parse_calls` for another form.
 
-    The policy reads its own mistakes: a malformed call, an unknown tool, arguments that do not fit
-    the tool's signature, and a :class:`ToolInputError` of the tool. Any other exception, and an
-    attempt that takes too long, is an outage. The tool is then called again with the same
+    The policy reads the errors that it caused: a malformed call, an unknown tool, arguments that do
+    not fit the tool's signature, and a :class:`ToolInputError` of the tool. Any other exception is
+    an outage, and so is an attempt that takes too long. The tool is then called again with the same
     arguments; if the last attempt fails too, :meth:`step` raises its error, which ends the
     dialogue.
     """
 
     tools: Mapping[str, Callable[..., Any]] = {}
-    """Tools by name; plain functions run in threads, ``async`` ones concurrently."""
+    """Tools by name. Plain functions run in threads, ``async`` functions in the event loop."""
 
     @abstractmethod
     def score_answer(self, message: str) -> float:
-        """Return the reward of the last message."""
+        """Return the reward of the policy's answer."""
 
     def parse_calls(self, message: str) -> Sequence[ToolCall]:
         """Return the calls in a message.
@@ -153,7 +153,7 @@ class ToolDialogue(Dialogue):
         try:
             calls = self.parse_calls(message)
         except ValueError as error:
-            return [{"role": "tool", "content": self._refusal(error)}], 0.0, False
+            return [{"role": "tool", "content": self._error_text(error)}], 0.0, False
         if not calls:
             return [], self.score_answer(message), True
         results = await asyncio.gather(*map(self._call, calls))
@@ -163,54 +163,54 @@ class ToolDialogue(Dialogue):
         tool = self.tools.get(call.name)
         if tool is None:
             names = ", ".join(sorted(self.tools))
-            return self._refusal(f"no tool {call.name!r}; there are {names}")
+            return self._error_text(f"no tool {call.name!r}; there are {names}")
         try:
             arguments = convert_arguments(tool, call.arguments)
         except ToolInputError as error:
-            return self._refusal(error)
+            return self._error_text(error)
         for attempt in range(self.limits.retries + 1):
             try:
                 async with asyncio.timeout(self.limits.timeout_s):
-                    return str(await _result(tool, arguments))
+                    return str(await _call_tool(tool, arguments))
             except ToolInputError as error:
-                return self._refusal(error)
+                return self._error_text(error)
             except Exception as error:  # a tool may raise anything
                 if attempt == self.limits.retries:
                     raise
                 log.debug("tool %s: %s; calling it again", call.name, _describe_error(error))
             self.tool_retries += 1
             await asyncio.sleep(self.limits.backoff_s * 2**attempt)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
-    def _refusal(self, why: object) -> str:
-        """Return the text that the policy reads after a wrong call."""
+    def _error_text(self, error: object) -> str:
+        """Count a wrong call; return the text that the policy reads after it."""
         self.tool_errors += 1
-        return f"error: {why}"
+        return f"error: {error}"
 
 
 def convert_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments converted to the types of the tool's signature.
 
-    Values are converted by pydantic: a number may be given as text, for example. Types that
-    pydantic does not know are not checked.
+    Pydantic converts values, for example a text to a number. Types that pydantic does not know are
+    not checked.
 
     Raises:
-        ToolInputError: an argument does not fit; says which one and why.
+        ToolInputError: an argument does not fit; the message names it and says why.
     """
     try:
         inspect.signature(tool).bind(**arguments)
     except TypeError as error:
         raise ToolInputError(str(error)) from None
-    except ValueError:  # of some built-in functions
+    except ValueError:  # some built-in functions have no signature
         return dict(arguments)
     try:
         hints = get_type_hints(tool)
-    except Exception:  # a name that is not there, or a tool that is no function
+    except Exception:  # an undefined name, or a tool that is not a function
         return dict(arguments)
-    return {name: _as_type(name, value, hints.get(name, Any)) for name, value in arguments.items()}
+    return {name: _convert(name, value, hints.get(name, Any)) for name, value in arguments.items()}
 
 
-def _as_type(name: str, value: Any, hint: Any) -> Any:
+def _convert(name: str, value: Any, hint: Any) -> Any:
     try:
         adapter = TypeAdapter(hint)
     except PydanticUserError:
@@ -221,7 +221,7 @@ def _as_type(name: str, value: Any, hint: Any) -> Any:
         raise ToolInputError(f"{name}: {error.errors()[0]['msg']}") from None
 
 
-async def _result(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def _call_tool(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     call = functools.partial(tool, **arguments)
     if inspect.iscoroutinefunction(tool):
         return await call()
@@ -233,52 +233,52 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def check_step(dialogue: Dialogue, answer: Any) -> DialogueStep:
+def check_step(dialogue: Dialogue, result: Any) -> DialogueStep:
     """Return the result of :meth:`Dialogue.step` if it is valid.
 
     Raises:
-        InputError: it is not; names the class and the value.
+        InputError: it is invalid; the message names the class and the value.
     """
-    where = f"task: {type(dialogue).__name__}.step returned"
-    if not isinstance(answer, tuple | list) or len(answer) != 3:
-        raise InputError(f"{where} {answer!r:.60}; it must return (messages, reward, done)")
-    messages, reward, done = answer
-    fit = isinstance(messages, Sequence) and all(
+    subject = f"task: {type(dialogue).__name__}.step returned"
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        raise InputError(f"{subject} {result!r:.60}; it must return (messages, reward, done)")
+    messages, reward, done = result
+    are_valid = isinstance(messages, Sequence) and all(
         isinstance(message, Mapping) and isinstance(message.get("content"), str)
         for message in messages
     )
-    if isinstance(messages, str) or not fit:
+    if isinstance(messages, str) or not are_valid:
         raise InputError(
-            f"{where} the messages {messages!r:.60}; each must be a mapping with role and content"
+            f"{subject} the messages {messages!r:.60}; each must be a mapping with role and content"
         )
     number = np.asarray(reward)
     if number.shape or number.dtype.kind not in "biuf" or not np.isfinite(number):
-        raise InputError(f"{where} the reward {reward!r:.60}; it must be one finite number")
+        raise InputError(f"{subject} the reward {reward!r:.60}; it must be one finite number")
     return messages, float(number), bool(done)
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Return the result of a blocking call in a thread of its own, so that no tool of a batch waits
-    for another."""
+    """Return the result of a blocking call, which runs in a new thread so that no tool of a batch
+    waits for another."""
     loop = asyncio.get_running_loop()
-    result = loop.create_future()
+    future = loop.create_future()
 
-    def give(value: Any, error: BaseException | None) -> None:
-        if result.done():
+    def set_result(value: Any, error: BaseException | None) -> None:
+        if future.done():
             return
-        result.set_result(value) if error is None else result.set_exception(error)
+        future.set_result(value) if error is None else future.set_exception(error)
 
-    def work() -> None:
+    def run_call() -> None:
         value, failure = None, None
         try:
             value = call()
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
-            loop.call_soon_threadsafe(give, value, failure)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(set_result, value, failure)
 
-    threading.Thread(target=work, name="tool", daemon=True).start()
-    return await result
+    threading.Thread(target=run_call, name="tool", daemon=True).start()
+    return await future
 
 
 class DialogueConfig(Section):
@@ -304,17 +304,18 @@ class DialogueConfig(Section):
 class DialogueEnvironment(TextEnvironment):
     """Exchanges messages with the policy; a task defines the dialogues.
 
-    Steps are tokens. A message's reward is on its last token; ``turns`` int32 ``[T]`` is the number
+    Steps are tokens. A message's reward is on its last token; ``turns`` int32 ``[T]`` is the index
     of the policy's message that a token belongs to or follows. If ``step`` raises or takes too
-    long, only its dialogue is lost: none of its steps counts, it has no score, and its group is
-    compared without it.
+    long, only its dialogue is lost: all of its steps are masked, it has no score, and advantages of
+    its group are computed without it.
     """
 
     Config: ClassVar[type[Section]] = DialogueConfig
     config: DialogueConfig
     provides = frozenset({PROMPTS, STEP_REWARDS, TURNS})
     stop_strings: ClassVar[tuple[str, ...]] = ()
-    """Texts that end a message of the policy, beside its stop tokens and those of the run."""
+    """Texts that end a message of the policy, in addition to the stop tokens and stop strings of
+    the run."""
     uses_chat_template = True
     inline_replies: ClassVar[bool] = False
     """Whether replies continue the policy's own turn verbatim, unless it ended that turn with a
@@ -322,50 +323,50 @@ class DialogueEnvironment(TextEnvironment):
 
     @abstractmethod
     def create_dialogue(self, split: str, random: np.random.Generator) -> Dialogue:
-        """Return a new dialogue; the same random numbers create the same one."""
+        """Return a new dialogue; equal random numbers create equal dialogues."""
 
     def simulate(
         self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Trajectory]:
-        talks = [self._create_state(request, int(sample)) for sample in request.sample_ids()]
+        states = [self._create_state(request, int(sample)) for sample in request.sample_ids()]
         try:
-            self._encode_openings(talks)
-            live = talks
+            self._encode_openings(states)
+            live = states
             with asyncio.Runner() as runner:
                 while live:
                     self._request_messages(request, live, observations, actions)
                     runner.run(self._step_all(live))
                     self._add_replies(request, live)
-                    for talk in live:
-                        if talk.ended:
-                            yield talk.trajectory(request)
-                    live = [talk for talk in live if not talk.ended]
+                    for state in live:
+                        if state.stop_reason:
+                            yield state.trajectory(request)
+                    live = [state for state in live if not state.stop_reason]
             observations.close()
         finally:
-            for talk in talks:
-                talk.dialogue.close()
+            for state in states:
+                state.dialogue.close()
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
-        """Return the sum of each dialogue's rewards; NaN for one that was lost."""
+        """Return the sum of each dialogue's rewards; NaN for a lost dialogue."""
         return [
             math.nan if is_failed(t) else float(t.require("episode_return")) for t in trajectories
         ]
 
     def _create_state(self, request: RolloutRequest, sample: int) -> _DialogueState:
-        start, split = sample // request.group_size, request.split
+        group, split = sample // request.group_size, request.split
         seed, iteration = request.seed, request.iteration
         if split == "test":
             seed, iteration = TEST_SEED, 0
-        dialogue = self.create_dialogue(split, generator(seed, "dialogue", split, iteration, start))
+        dialogue = self.create_dialogue(split, generator(seed, "dialogue", split, iteration, group))
         config = self.config
         dialogue.limits = ToolLimits(config.timeout_s, config.tool_retries, config.tool_backoff_s)
-        return _DialogueState(sample, start, dialogue)
+        return _DialogueState(sample, group, dialogue)
 
-    def _encode_openings(self, talks: Sequence[_DialogueState]) -> None:
-        conversations = [talk.dialogue.init() for talk in talks]
-        texts = self._rendered(conversations)
-        for talk, text, ids in zip(talks, texts, self.encode_prompts(texts), strict=True):
-            talk.prompt, talk.prompt_text = ids, text
+    def _encode_openings(self, states: Sequence[_DialogueState]) -> None:
+        conversations = [state.dialogue.init() for state in states]
+        texts = self._render(conversations)
+        for state, text, ids in zip(states, texts, self.encode_prompts(texts), strict=True):
+            state.prompt, state.prompt_text = ids, text
 
     def _request_messages(
         self,
@@ -376,82 +377,86 @@ class DialogueEnvironment(TextEnvironment):
     ) -> None:
         """Request the policy's next message in each dialogue."""
         stops = [*json.loads(str(request.request_info.get("stop", "[]"))), *self.stop_strings]
-        rooms: dict[int, list[_DialogueState]] = {}
-        for talk in live:
-            room = min(self.config.max_turn_tokens, request.horizon - len(talk.tokens))
-            rooms.setdefault(room, []).append(talk)
-        for room, part in sorted(rooms.items(), reverse=True):
-            observations.put(_request(request, part, room, stops))
-        waiting = {talk.sample: talk for talk in live}
+        by_limit: dict[int, list[_DialogueState]] = {}
+        for state in live:
+            max_tokens = min(self.config.max_turn_tokens, request.horizon - len(state.tokens))
+            by_limit.setdefault(max_tokens, []).append(state)
+        for max_tokens, part in sorted(by_limit.items(), reverse=True):
+            observations.put(_request(request, part, max_tokens, stops))
+        waiting = {state.sample: state for state in live}
         while waiting:
             reply = actions.get()
             for row, sample in enumerate(reply.steps["sample"].tolist()):
                 waiting.pop(sample).add_message(reply, row, self.chat_format, stops)
 
     async def _step_all(self, live: Sequence[_DialogueState]) -> None:
-        await asyncio.gather(*(self._step_one(talk) for talk in live))
+        await asyncio.gather(*(self._step_one(state) for state in live))
 
-    async def _step_one(self, talk: _DialogueState) -> None:
-        with_tools = isinstance(talk.dialogue, ToolDialogue)
-        longest_s = talk.dialogue.limits.max_duration_s if with_tools else self.config.timeout_s
+    async def _step_one(self, state: _DialogueState) -> None:
+        has_tools = isinstance(state.dialogue, ToolDialogue)
+        timeout_s = state.dialogue.limits.max_duration_s if has_tools else self.config.timeout_s
         try:
-            async with asyncio.timeout(longest_s):
-                answer = talk.dialogue.step(talk.message)
-                talk.answer = await answer if isinstance(answer, Awaitable) else answer
+            async with asyncio.timeout(timeout_s):
+                result = state.dialogue.step(state.message)
+                state.step_result = await result if isinstance(result, Awaitable) else result
         except Exception as error:  # the author's code may raise anything
-            talk.fail(error)
-            log.warning("sample %d: its dialogue failed: %s", talk.sample, _describe_error(error))
+            state.fail(error)
+            log.warning("sample %d: its dialogue failed: %s", state.sample, _describe_error(error))
             log.debug("%s", _format_traceback(error))
 
     def _add_replies(self, request: RolloutRequest, live: Sequence[_DialogueState]) -> None:
         """Add the other side's replies, and end the dialogues that are done."""
-        going = []
-        for talk in live:
-            if talk.ended:
+        continuing = []
+        for state in live:
+            if state.stop_reason:
                 continue
-            _, reward, done = talk.answer = check_step(talk.dialogue, talk.answer)
-            talk.rewards[-1] += float(reward)
+            _, reward, done = state.step_result = check_step(state.dialogue, state.step_result)
+            state.rewards[-1] += float(reward)
             if done:
-                talk.ended = "stop"
-            elif talk.turns == self.config.max_turns:
-                talk.ended = "length"
+                state.stop_reason = "stop"
+            elif state.num_turns == self.config.max_turns:
+                state.stop_reason = "length"
             else:
-                going.append(talk)
-        for talk, ids in zip(going, self._reply_tokens(going), strict=True):
-            if len(talk.tokens) + len(ids) >= request.horizon:
-                talk.ended = "length"
+                continuing.append(state)
+        for state, ids in zip(continuing, self._reply_tokens(continuing), strict=True):
+            if len(state.tokens) + len(ids) >= request.horizon:
+                state.stop_reason = "length"
             else:
-                talk.add_reply(ids)
+                state.add_reply(ids)
 
-    def _reply_tokens(self, talks: Sequence[_DialogueState]) -> list[np.ndarray]:
-        """Return the tokens between the policy's message and its next one."""
-        plain = [talk for talk in talks if self._is_inline(talk)]
-        others = [talk for talk in talks if not self._is_inline(talk)]
-        replies = self.encode([_join_contents(talk.answer[0]) for talk in plain], literal=True)
-        pairs = zip(
-            [*others, *plain], [*self._templated_reply_tokens(others), *replies], strict=True
-        )
-        ids = {talk.sample: tokens for talk, tokens in pairs}
-        return [ids[talk.sample] for talk in talks]
+    def _reply_tokens(self, states: Sequence[_DialogueState]) -> list[np.ndarray]:
+        """Return the tokens between the policy's last message and its next one."""
+        inline = [state for state in states if self._is_inline(state)]
+        templated = [state for state in states if not self._is_inline(state)]
+        texts = [_join_contents(state.step_result[0]) for state in inline]
+        replies = [*self.encode(texts, literal=True), *self._templated_reply_tokens(templated)]
+        pairs = zip([*inline, *templated], replies, strict=True)
+        ids = {state.sample: tokens for state, tokens in pairs}
+        return [ids[state.sample] for state in states]
 
-    def _templated_reply_tokens(self, talks: Sequence[_DialogueState]) -> list[np.ndarray]:
-        """Return the tokens of the chat template and of the replies; text of a reply is never a
-        special token."""
-        turns = chat_template_affixes(self._rendered, [talk.answer[0] for talk in talks])
-        for talk, pieces in zip(talks, turns, strict=True):
-            # The token that ended the message is there already.
-            pieces[0] = pieces[0].removeprefix(talk.end)
-        written = iter(self.encode([piece for pieces in turns for piece in pieces[::2]]))
-        words = iter(self.encode([p for pieces in turns for p in pieces[1::2]], literal=True))
+    def _templated_reply_tokens(self, states: Sequence[_DialogueState]) -> list[np.ndarray]:
+        """Return the tokens of replies with those of the chat template around them. The text of a
+        reply never becomes a special token."""
+        # Pieces alternate between text of the template and of a reply.
+        all_pieces = chat_template_affixes(self._render, [state.step_result[0] for state in states])
+        for state, pieces in zip(states, all_pieces, strict=True):
+            # The policy has already written the token that ends its message.
+            pieces[0] = pieces[0].removeprefix(state.stop_token_text)
+        template_texts = [piece for pieces in all_pieces for piece in pieces[::2]]
+        reply_texts = [piece for pieces in all_pieces for piece in pieces[1::2]]
+        template_ids = iter(self.encode(template_texts))
+        reply_ids = iter(self.encode(reply_texts, literal=True))
         return [
-            np.concatenate([next(words if n % 2 else written) for n in range(len(pieces))])
-            for pieces in turns
+            np.concatenate([next(reply_ids if n % 2 else template_ids) for n in range(len(pieces))])
+            for pieces in all_pieces
         ]
 
-    def _is_inline(self, talk: _DialogueState) -> bool:
-        return self.chat_format.template is None or (self.inline_replies and not talk.end)
+    def _is_inline(self, state: _DialogueState) -> bool:
+        return self.chat_format.template is None or (
+            self.inline_replies and not state.stop_token_text
+        )
 
-    def _rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
+    def _render(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         if self.chat_format.template is None:
             return [_join_contents(messages) for messages in conversations]
         return self.chat_format.render_prompts(conversations)
@@ -462,7 +467,7 @@ class _DialogueState:
     """A running dialogue and its recorded tokens."""
 
     sample: int
-    start: int
+    group: int
     dialogue: Dialogue
     prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     prompt_text: str = ""
@@ -470,30 +475,33 @@ class _DialogueState:
     logprobs: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)
+    token_turns: list[int] = field(default_factory=list)
+    """For each token the index of the policy's message that it belongs to or follows."""
     versions: list[int] = field(default_factory=list)
     version: int | None = None
-    """Version of the weights that wrote the first message."""
+    """Version of the weights that generated the first message."""
     text: str = ""
     message: str = ""
     """The policy's last message."""
-    end: str = ""
+    stop_token_text: str = ""
     """Text of the stop token that ended the message; empty if a stop string or the budget did."""
-    turns: int = 0
-    answer: DialogueStep = ((), 0.0, True)
-    ended: str = ""
+    num_turns: int = 0
+    """Number of the policy's messages."""
+    step_result: DialogueStep = ((), 0.0, True)
+    stop_reason: str = ""
+    """Why the dialogue ended; empty while it runs."""
     error: str = ""
     """The error that ended a lost dialogue."""
-    bug: bool = False
-    """Whether that error is in the user's own code, so that a retry would meet it again."""
+    is_user_error: bool = False
+    """Whether the error is in the user's own code, so that a retry would raise it again."""
 
     def add_message(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
         """Record a message of the policy."""
         length = int(reply.steps["length"][row])
         ids = reply.steps["tokens"][row, :length].tolist()
         self.message = chat.decode(ids)
-        by_token = reply.steps["stopped"][row] and not any(s in self.message for s in stops)
-        self.end = chat.tokenizer.decode(ids[-1:]) if by_token else ""
+        ends_with_token = reply.steps["stopped"][row] and not any(s in self.message for s in stops)
+        self.stop_token_text = chat.tokenizer.decode(ids[-1:]) if ends_with_token else ""
         self.text += self.message
         self.version = int(reply.info["version"]) if self.version is None else self.version
         self.tokens += ids
@@ -502,44 +510,42 @@ class _DialogueState:
             self.versions += reply.steps["version"][row, :length].tolist()
         self.mask += [1.0] * length
         self.rewards += [0.0] * length
-        self.turn += [self.turns] * length
-        self.turns += 1
+        self.token_turns += [self.num_turns] * length
+        self.num_turns += 1
 
     def add_reply(self, ids: np.ndarray) -> None:
         """Record a reply of the other side."""
-        self.text += f"[{_join_contents(self.answer[0])}]"
+        self.text += f"[{_join_contents(self.step_result[0])}]"
         self.tokens += ids.tolist()
         self.logprobs += [0.0] * len(ids)
         self.mask += [0.0] * len(ids)
         self.rewards += [0.0] * len(ids)
-        self.turn += [self.turns - 1] * len(ids)
+        self.token_turns += [self.num_turns - 1] * len(ids)
         if self.versions:
             self.versions += self.versions[-1:] * len(ids)
 
     def fail(self, error: Exception) -> None:
-        """Discard the dialogue: none of its steps counts."""
-        users = to_user_code_error(error)
-        self.ended, self.error = (
-            STOP_REASON_ERROR,
-            _format_traceback(error) if users is None else str(users),
-        )
-        self.bug = isinstance(users, UserCodeError)
+        """Discard the dialogue: mask all of its steps."""
+        user_error = to_user_code_error(error)
+        self.stop_reason = STOP_REASON_ERROR
+        self.error = _format_traceback(error) if user_error is None else str(user_error)
+        self.is_user_error = isinstance(user_error, UserCodeError)
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
     def trajectory(self, request: RolloutRequest) -> Trajectory:
-        """Return the finished dialogue; its own ``info`` does not replace what is recorded."""
+        """Return the finished dialogue. Its own ``info`` does not override recorded fields."""
         recorded: dict[str, Any] = {
-            "group": self.start,
+            "group": self.group,
             "policy_version": int(self.version or 0),
-            "stop_reason": self.ended,
+            "stop_reason": self.stop_reason,
             "prompt_text": self.prompt_text,
             "text": self.text,
-            "num_turns": self.turns,
+            "num_turns": self.num_turns,
             "tool_errors": self.dialogue.tool_errors,
             "tool_retries": self.dialogue.tool_retries,
             "error": self.error,
-            "failed_in_user_code": int(self.bug),
+            "failed_in_user_code": int(self.is_user_error),
             "episode_return": float(sum(self.rewards)),
         }
         return Trajectory(
@@ -548,7 +554,7 @@ class _DialogueState:
             logprobs=np.array(self.logprobs, np.float32),
             mask=np.array(self.mask, np.float32),
             rewards=np.array(self.rewards, np.float32),
-            turns=np.array(self.turn, np.int32),
+            turns=np.array(self.token_turns, np.int32),
             versions=np.array(self.versions, np.int64) if self.versions else None,
             prompt=self.prompt,
             **{"answer": "", **info_fields(self.dialogue.info), **recorded},
@@ -556,24 +562,24 @@ class _DialogueState:
 
 
 def _request(
-    request: RolloutRequest, talks: Sequence[_DialogueState], room: int, stops: Sequence[str]
+    request: RolloutRequest, states: Sequence[_DialogueState], max_tokens: int, stops: Sequence[str]
 ) -> Record:
-    """Return a request for at most ``room`` tokens after each dialogue's tokens so far."""
-    contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
+    """Return a request for at most ``max_tokens`` tokens after each dialogue's tokens so far."""
+    contexts = [np.append(state.prompt, np.array(state.tokens, np.int64)) for state in states]
     lengths = np.array([len(ids) for ids in contexts], dtype=np.int64)
-    padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
-    for line, ids in zip(padded, contexts, strict=True):
-        line[: len(ids)] = ids
-    settings = {**request.request_info, "horizon": room}
+    padded = np.zeros((len(states), int(lengths.max())), dtype=np.int64)
+    for row, ids in zip(padded, contexts, strict=True):
+        row[: len(ids)] = ids
+    settings = {**request.request_info, "horizon": max_tokens}
     if stops:
         settings["stop"] = json.dumps(stops)
     if "min_tokens" in settings:
-        settings["min_tokens"] = min(int(settings["min_tokens"]), room)
+        settings["min_tokens"] = min(int(settings["min_tokens"]), max_tokens)
     return Record(
-        RecordId(request.iteration, talks[0].sample),
+        RecordId(request.iteration, states[0].sample),
         steps={
-            "sample": np.array([talk.sample for talk in talks], np.int64),
-            "turn": np.array([talk.turns for talk in talks], np.int64),
+            "sample": np.array([state.sample for state in states], np.int64),
+            "turn": np.array([state.num_turns for state in states], np.int64),
             "prompt": padded,
             "prompt_length": lengths,
         },
@@ -582,7 +588,7 @@ def _request(
 
 
 def is_failed(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory is a dialogue that was lost."""
+    """Return whether the trajectory is a lost dialogue."""
     return trajectory.stop_reason == STOP_REASON_ERROR
 
 

@@ -1,9 +1,9 @@
 """Simulators as environments: Gymnasium, MuJoCo, and those of :mod:`rlinf.envs.simulators`.
 
 Every iteration starts new episodes, seeded by (seed, iteration, group, episode). Nothing is carried
-over between jobs, so any driver collects the same trajectories. With ``task.carry_over_episodes``
-episodes continue in the next iteration, from states that are saved as data of the run. The samples
-of a group begin in the same state and differ in their actions alone.
+over between jobs, so every executor collects the same trajectories. With
+``task.carry_over_episodes`` episodes continue in the next iteration, from states that are saved as
+data of the run. The samples of a group begin in the same state and differ only in their actions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
-"""Time for a robot to come to rest."""
+"""Seconds that a robot has to come to rest."""
 COUNTED_STEP_INFO = ("intervened", "late")
 """Step info whose occurrences are counted in metrics."""
 TaskId = Annotated[str, Field(min_length=1)]
@@ -92,7 +92,7 @@ class ActionConfig(Section):
 
     @field_validator("dtype")
     @classmethod
-    def _dtype_is_of_numbers(cls, value: str | None) -> str | None:
+    def _check_dtype(cls, value: str | None) -> str | None:
         """Return numpy's name of the type: ``float32`` for ``f4``."""
         if value is None:
             return None
@@ -107,13 +107,13 @@ class ActionConfig(Section):
         return dtype.name
 
     @model_validator(mode="after")
-    def _bounds_fit(self) -> ActionConfig:
+    def _check_bounds(self) -> ActionConfig:
         if self.kind == "discrete" and self.dtype is not None:
-            raise ValueError("dtype: it is of a vector's components; leave it out of a choice")
+            raise ValueError("dtype: it is the type of a vector's components; leave it out")
         if self.low is None and self.high is None:
             return self
         if self.kind == "discrete":
-            raise ValueError("low: a choice has no bounds; leave low and high out")
+            raise ValueError("low: discrete actions have no bounds; leave low and high out")
         for name in ("low", "high"):
             value = getattr(self, name)
             if value is None:
@@ -127,14 +127,14 @@ class ActionConfig(Section):
 
     @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the bounds ``[size]`` of a vector, infinite for no bound, of an integer type if
-        actions are rounded; None: unknown."""
+        """Return the lower and upper bounds ``[size]`` of a vector; None: unknown. A missing bound
+        is infinite. The type is integer if actions are rounded."""
         if self.low is None or self.high is None:
             return None
-        sides = zip((self.low, self.high), (-np.inf, np.inf), strict=True)
-        low, high = (_column(side, self.size, none) for side, none in sides)
+        low = _bounds_array(self.low, self.size, unbounded=-np.inf)
+        high = _bounds_array(self.high, self.size, unbounded=np.inf)
         if self.dtype is not None and np.dtype(self.dtype).kind in "iu":
-            low, high = (np.clip(side, -(2.0**62), 2.0**62) for side in (low, high))
+            low, high = (np.clip(bound, -(2.0**62), 2.0**62) for bound in (low, high))
             return low.astype(np.int64), high.astype(np.int64)
         return low, high
 
@@ -143,15 +143,15 @@ class ActionConfig(Section):
         """Return the action space for policies; bounds are lists, with None for no bound."""
         spec = self.model_dump(exclude_none=True)
         for name in ("low", "high"):
-            side = getattr(self, name)
-            if side is not None:
-                spec[name] = list(side) if isinstance(side, tuple) else [side] * self.size
+            bounds = getattr(self, name)
+            if bounds is not None:
+                spec[name] = list(bounds) if isinstance(bounds, tuple) else [bounds] * self.size
         return spec
 
 
-def _column(side: ActionBounds, size: int, none: float) -> np.ndarray:
-    every = side if isinstance(side, tuple) else (side,) * size
-    return np.array([none if bound is None else bound for bound in every], np.float64)
+def _bounds_array(bounds: ActionBounds, size: int, *, unbounded: float) -> np.ndarray:
+    per_component = bounds if isinstance(bounds, tuple) else (bounds,) * size
+    return np.array([unbounded if b is None else b for b in per_component], np.float64)
 
 
 class GymConfig(Section):
@@ -221,7 +221,7 @@ class GymConfig(Section):
 
     @field_validator("instruction")
     @classmethod
-    def _instruction_has_room(cls, value: bool | str) -> bool | str:
+    def _check_instruction(cls, value: bool | str) -> bool | str:
         if isinstance(value, str):
             try:
                 encode_instruction(value)
@@ -230,32 +230,33 @@ class GymConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _films_once(self) -> GymConfig:
+    def _check_video(self) -> GymConfig:
         for name in self.video.keys() & self.images.keys():
             raise ValueError(
-                f"video.{name}: it is in images too, and films in any case; leave it out"
+                f"video.{name}: it is in images too, so it is recorded in any case; leave it out"
             )
         return self
 
 
 class GymEnvironment(Environment):
-    """A group is an initial state of a simulator, a sample the experience of one environment.
+    """A simulator as an environment. A group is an initial state, and a sample is the steps of one
+    environment.
 
-    An episode in which the simulator raises is lost, and that alone: its steps do not count, and
-    the next one has a new simulator. The same holds for episodes of a process that dies or hangs,
-    and for one that cannot begin. The stage fails if a simulator fails
+    If the simulator raises, only the current episode is lost: its steps are masked, and the next
+    episode has a new simulator. The same holds for an episode that cannot begin, and for episodes
+    of a process that dies or hangs. The stage fails if a simulator fails
     :data:`rlinf.envs.episode_runner.MAX_FAILED_EPISODES` times in a sample or, if a sample is one
-    episode, in every sample of as many groups. An open episode that cannot be saved is lost to the
-    next iteration alone: its steps are complete, and count.
+    episode, in every sample of as many groups. If an open episode cannot be saved, the next
+    iteration does not continue it, but its steps are complete and are not masked.
 
-    On the training split a sample has ``horizon`` steps, in which new episodes follow those that
-    end. On the test split, and in groups of several samples, it is one episode, or as much of it as
-    fits.
+    On the training split a sample has ``horizon`` steps; when an episode ends, a new one begins. On
+    the test split, and in groups of several samples, a sample is one episode, truncated at the
+    horizon.
 
     Actions are in the simulator's own units; a policy scales its outputs by the bounds of
-    :meth:`model_spec`. An action beyond the bounds is clipped on its way to the simulator.
-    Trajectories keep the action that the policy drew, to which its log-probability belongs, and the
-    bounds. The executed action follows from both (:mod:`rlinf.data.transitions`).
+    :meth:`model_spec`. An action beyond the bounds is clipped before the simulator executes it.
+    Trajectories keep the bounds and the action that the policy sampled, to which its
+    log-probability belongs; :mod:`rlinf.data.transitions` computes the executed action.
     """
 
     Config = GymConfig
@@ -269,10 +270,10 @@ class GymEnvironment(Environment):
             if count
             else _create_local_envs(config)
         )
-        every = {**config.images, **config.video}
-        filming = config.model_copy(update={"images": every, "video": {}})
-        self._filming = MultiProcessVectorEnv(
-            functools.partial(create_simulator_process, filming), max(count, 1)
+        cameras = {**config.images, **config.video}
+        video_config = config.model_copy(update={"images": cameras, "video": {}})
+        self._video_envs = MultiProcessVectorEnv(
+            functools.partial(create_simulator_process, video_config), max(count, 1)
         )
         self._demonstrations: list[Trajectory] = []
 
@@ -283,14 +284,14 @@ class GymEnvironment(Environment):
         known.
 
         Raises:
-            ConfigError: the configuration leaves them open.
+            ConfigError: the configuration does not set them.
         """
         if config.observation is None or config.action is None:
             key = "observation" if config.observation is None else "action"
             raise ConfigError(
-                f"task.{key}: is not set; a policy is made for task.observation (a length) and "
+                f"task.{key}: is not set; a policy needs task.observation (a length) and "
                 "task.action (kind, size and bounds), which are read from the simulator when a run "
-                "is made"
+                "is created"
             )
         spec = {"observation": config.observation, "action": config.action.spec}
         if config.images:
@@ -307,39 +308,42 @@ class GymEnvironment(Environment):
     def task_size(cls, config: GymConfig, processor: Any) -> TaskSize:
         """
         Raises:
-            ConfigError: a file or folder that the simulator needs is not there.
+            ConfigError: a file or folder that the simulator needs does not exist.
         """
-        needs = get_requirements(config.simulator)
-        for text in needs.missing_assets(config.kwargs):
-            raise ConfigError(text)
-        if needs.batched and config.double_buffer:
+        requirements = get_requirements(config.simulator)
+        for message in requirements.missing_assets(config.kwargs):
+            raise ConfigError(message)
+        if requirements.batched and config.double_buffer:
             raise ConfigError(
                 f"task.double_buffer: true, but {config.simulator} steps all environments "
                 "together; set it to false"
             )
-        several = len(task_ids(config))
-        if needs.batched and (several > 1 or config.ignore_terminations):
-            key = "id" if several > 1 else "ignore_terminations"
+        num_tasks = len(task_ids(config))
+        if requirements.batched and (num_tasks > 1 or config.ignore_terminations):
+            key, fix = "ignore_terminations", "set it to false"
+            if num_tasks > 1:
+                key, fix = "id", "name one"
             raise ConfigError(
                 f"task.{key}: {config.simulator} steps all environments together, of one task, "
-                f"whose ends are its own; {'name one' if several > 1 else 'set it to false'}"
+                f"and decides when episodes end; {fix}"
             )
-        if config.append_task_one_hot and several == 1:
+        if config.append_task_one_hot and num_tasks == 1:
             raise ConfigError("task.append_task_one_hot: there is one task; set it to false")
-        if several > 1 and not (config.append_task_one_hot or config.instruction or config.images):
+        is_task_visible = config.append_task_one_hot or config.instruction or config.images
+        if num_tasks > 1 and not is_task_visible:
             raise ConfigError(
-                f"task.append_task_one_hot: there are {several} tasks, and the policy cannot "
+                f"task.append_task_one_hot: there are {num_tasks} tasks, and the policy cannot "
                 "tell which one it is in; set it to true, and task.observation to "
-                f"{several} more"
+                f"{num_tasks} more"
             )
         needs_several = config.num_processes > 1 or config.double_buffer or config.video
-        if needs.single_instance and needs_several:
+        if requirements.single_instance and needs_several:
             key = "double_buffer" if config.double_buffer else "num_processes"
             key = "video" if config.video else key
             raise ConfigError(
                 f"task.{key}: {config.simulator} has one environment at a time; leave it out"
             )
-        if config.carry_over_episodes and not needs.supports_state_saving:
+        if config.carry_over_episodes and not requirements.supports_state_saving:
             raise ConfigError(NO_STATE_MESSAGE)
         return TaskSize()
 
@@ -365,8 +369,8 @@ class GymEnvironment(Environment):
 
     @classmethod
     def verify_spec(cls, config: GymConfig) -> None:
-        for text in cls.spec_mismatches(config, cls.read_spec(config)):
-            raise ConfigError(text)
+        for message in cls.spec_mismatches(config, cls.read_spec(config)):
+            raise ConfigError(message)
         if config.carry_over_episodes:
             with contextlib.closing(create_simulator_process(config)) as process:
                 process.reset([0], [0])
@@ -375,58 +379,59 @@ class GymEnvironment(Environment):
                     errors = errors or process.restore([0], states)[1]
                 except InputError as error:
                     raise ConfigError(str(error)) from None
-                for text in errors.values():
+                for traceback in errors.values():
                     raise ConfigError(
-                        f"task.carry_over_episodes: {exception_line(text)}; set it to false"
+                        f"task.carry_over_episodes: {exception_line(traceback)}; set it to false"
                     )
 
     @classmethod
     def spec_mismatches(cls, config: GymConfig, actual: ModelSpec) -> list[str]:
         """Return a message for each key that differs from the spec of :meth:`read_spec`."""
-        wrong: list[tuple[str, Any]] = []
+        mismatches: list[tuple[str, Any]] = []
         if config.observation != actual["observation"]:
-            wrong.append(("observation", config.observation))
-        if config.action is None or not _spaces_agree(
+            mismatches.append(("observation", config.observation))
+        if config.action is None or not _spaces_match(
             config.action, ActionConfig(**actual["action"])
         ):
-            wrong.append(("action", None if config.action is None else config.action.spec))
+            mismatches.append(("action", None if config.action is None else config.action.spec))
         return [
             f"task.{name}: {value} is not what {config.id} has; set it to "
             f"{json.dumps(actual[name])}, or leave it out to have it read from the simulator"
-            for name, value in wrong
+            for name, value in mismatches
         ]
 
     @classmethod
     def infer_config(cls, config: GymConfig, *, check_given: bool) -> ModelSpec:
-        needs = get_requirements(config.simulator)
+        requirements = get_requirements(config.simulator)
         action = config.action
-        bounded = action is not None and (action.kind == "discrete" or action.bounds is not None)
-        lacking = [] if config.observation else ["task.observation"]
-        lacking += [] if action else ["task.action"]
-        lacking += [] if bounded or not action else ["task.action.low", "task.action.high"]
-        # Given keys are only compared if the simulator can be built anywhere: a robot must rest.
-        anywhere = not (needs.gpu or needs.single_instance or needs.batched)
-        if not lacking and not (check_given and anywhere):
+        has_bounds = action is not None and (action.kind == "discrete" or action.bounds is not None)
+        missing = [] if config.observation else ["task.observation"]
+        missing += [] if action else ["task.action"]
+        missing += [] if has_bounds or not action else ["task.action.low", "task.action.high"]
+        # Keys that are set are checked only if any machine can build the simulator; a robot must
+        # not move for a check.
+        is_portable = not (requirements.gpu or requirements.single_instance or requirements.batched)
+        if not missing and not (check_given and is_portable):
             return {}
-        if lacking and needs.single_instance:
+        if missing and requirements.single_instance:
             raise ConfigError(
-                f"{lacking[0]}: is not set, and {config.simulator} is not connected to before a "
-                f"run is made; set {', '.join(lacking)}"
+                f"{missing[0]}: is not set, and {config.simulator} is not connected before a run "
+                f"is created; set {', '.join(missing)}"
             )
         try:
             actual = cls.read_spec(config)
         except SimulatorError as error:
-            if lacking:
+            if missing:
                 raise ConfigError(
-                    f"{lacking[0]}: is not set, and the simulator cannot be built here to read it "
-                    f"({exception_line(str(error))}); set {', '.join(lacking)}"
+                    f"{missing[0]}: is not set, and the simulator cannot be built here to read it "
+                    f"({exception_line(str(error))}); set {', '.join(missing)}"
                 ) from None
             log.warning("task: the simulator cannot be built here: %s", exception_line(str(error)))
             return {}
         except InputError as error:
-            if lacking:
-                raise ConfigError(f"{error}; or set {', '.join(lacking)}") from None
-            # Stages may run where there is what this machine lacks.
+            if missing:
+                raise ConfigError(f"{error}; or set {', '.join(missing)}") from None
+            # The machines of the stages may have what this machine lacks.
             if isinstance(error, MissingPackageError) or str(error).startswith("task.renderer"):
                 return {}
             raise
@@ -435,10 +440,10 @@ class GymEnvironment(Environment):
         full_config = config.model_copy(
             update={"observation": observation, "action": action_config}
         )
-        for text in cls.spec_mismatches(full_config, actual):
-            raise ConfigError(text)
-        more = {} if config.observation else {"observation": actual["observation"]}
-        return more if bounded else {**more, "action": actual["action"]}
+        for message in cls.spec_mismatches(full_config, actual):
+            raise ConfigError(message)
+        inferred = {} if config.observation else {"observation": actual["observation"]}
+        return inferred if has_bounds else {**inferred, "action": actual["action"]}
 
     @classmethod
     def read_spec(cls, config: GymConfig) -> ModelSpec:
@@ -491,9 +496,9 @@ class GymEnvironment(Environment):
     def simulate(
         self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Trajectory]:
-        """Send one request per time step for all running environments of a loop.
+        """Send one request per time step, for all running environments of an episode loop.
 
-        Trajectories have all columns of the replies and ``observations``, ``rewards``,
+        Trajectories have all columns of the replies, and ``observations``, ``rewards``,
         ``terminated``, ``truncated``, and ``final_observations`` after each truncation. If the
         policy returns values, they have ``bootstrap_values``.
         """
@@ -502,25 +507,25 @@ class GymEnvironment(Environment):
         def put(message: Record) -> None:
             observations.put(message)
 
-        single = get_requirements(self.config.simulator).single_instance
-        trajectories, raised = list[Trajectory](), list[str]()
+        is_single = get_requirements(self.config.simulator).single_instance
+        trajectories, tracebacks = list[Trajectory](), list[str]()
         try:
-            each = 1 if single else self.config.max_parallel_envs or len(samples) or 1
-            for first in range(0, len(samples), each):
-                parts = self._loops(request, samples[first : first + each], raised)
+            num_parallel = 1 if is_single else self.config.max_parallel_envs or len(samples) or 1
+            for first in range(0, len(samples), num_parallel):
+                loops = self._loops(request, samples[first : first + num_parallel], tracebacks)
                 with _translate_user_errors(self.config):
-                    trajectories += run_interleaved(parts, put, actions.get)
+                    trajectories += run_interleaved(loops, put, actions.get)
         except BaseException as error:
-            # What processes were about to say belongs to this attempt, not to the next one.
+            # Processes may still send answers to this attempt, which the next one must not receive.
             self.close()
             if isinstance(error, InvalidEnvConfig):
                 raise InputError(str(error)) from None
             raise
         is_test = request.split == "test"
         if is_test or request.group_size > 1:
-            check_not_all_failed(trajectories, raised, is_test=is_test)
-        if single:
-            # The next stage may be another process, and there is one robot for all.
+            check_not_all_failed(trajectories, tracebacks, is_test=is_test)
+        if is_single:
+            # The next stage may run in another process, which needs the same robot.
             self.close()
         observations.close()
         ids = task_ids(self.config)
@@ -532,27 +537,27 @@ class GymEnvironment(Environment):
     @property
     def pids(self) -> list[int]:
         """Ids of the running simulator processes."""
-        own = self._envs.pids if isinstance(self._envs, MultiProcessVectorEnv) else []
-        return [*own, *self._filming.pids]
+        pids = self._envs.pids if isinstance(self._envs, MultiProcessVectorEnv) else []
+        return [*pids, *self._video_envs.pids]
 
     def _loops(
-        self, request: RolloutRequest, samples: np.ndarray, raised: list[str]
+        self, request: RolloutRequest, samples: np.ndarray, tracebacks: list[str]
     ) -> list[EpisodeLoop]:
         """Return the episode loops of ``samples``: one or two, and one that records videos."""
-        filmed = samples < (request.num_videos if self.config.video else 0)
-        rest = samples[~filmed]
-        each = -(-len(rest) // (2 if self.config.double_buffer else 1)) or 1
+        has_video = samples < (request.num_videos if self.config.video else 0)
+        others = samples[~has_video]
+        size = -(-len(others) // (2 if self.config.double_buffer else 1)) or 1
         action = self.config.action
-        box = None if action is None else action.bounds
-        shared = (self.config.instruction, self._score_metric, box, raised)
-        parts = [
-            run_episodes(request, rest[first : first + each], self._envs, first, (), *shared)
-            for first in range(0, len(rest), each)
+        bounds = None if action is None else action.bounds
+        options = (self.config.instruction, self._score_metric, bounds, tracebacks)
+        loops = [
+            run_episodes(request, others[first : first + size], self._envs, first, (), *options)
+            for first in range(0, len(others), size)
         ]
-        if filmed.any():
-            film = self.config.video
-            parts.append(run_episodes(request, samples[filmed], self._filming, 0, film, *shared))
-        return parts
+        if has_video.any():
+            samples, cameras = samples[has_video], self.config.video
+            loops.append(run_episodes(request, samples, self._video_envs, 0, cameras, *options))
+        return loops
 
     @property
     def _score_metric(self) -> str:
@@ -568,37 +573,37 @@ class GymEnvironment(Environment):
             )
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        """Return whole episodes: ``observations``, images, instruction, ``actions`` and ``rewards``
-        of every step. (seed, step) draws the episodes of a step.
+        """Return whole episodes, which have ``observations``, images, instruction, ``actions`` and
+        ``rewards`` of every step. (seed, step) determines which episodes are drawn.
 
         Raises:
-            ConfigError: the simulator has no expert, or it solves nothing.
+            ConfigError: the simulator has no expert, or the expert solves no episode.
         """
         if self.config.demonstrations and not self._demonstrations:
-            own = self._envs if isinstance(self._envs, SyncVectorEnv) else None
-            envs = own or create_simulator_process(self.config)
+            local_envs = self._envs if isinstance(self._envs, SyncVectorEnv) else None
+            envs = local_envs or create_simulator_process(self.config)
             try:
                 with _translate_user_errors(self.config):
                     self._demonstrations = collect_demonstrations(
                         envs, seed, self.config.demonstrations, self.config.instruction
                     )
             finally:
-                if own is None:
+                if local_envs is None:
                     envs.close()
         if not self._demonstrations:
             return []
         random = generator(seed, "demonstrations", step)
-        chosen = random.choice(
+        episodes = random.choice(
             len(self._demonstrations), count, replace=count > len(self._demonstrations)
         )
         return [
-            replace(self._demonstrations[int(episode)], identity=RecordId(step, number))
-            for number, episode in enumerate(chosen)
+            replace(self._demonstrations[int(episode)], identity=RecordId(step, index))
+            for index, episode in enumerate(episodes)
         ]
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
-        """Return the mean return or success rate of the episodes that a trajectory completed (of
-        the open one, if none); NaN if the simulator failed in all of them."""
+        """Return each trajectory's mean return or success rate over its completed episodes (if none
+        is completed, of the open one); NaN if the simulator failed in all of them."""
         counts["failed_episodes"] += sum(t.num_failed_episodes or 0 for t in trajectories)
         for name in COUNTED_STEP_INFO:
             columns = [c for t in trajectories if (c := getattr(t, name)) is not None]
@@ -623,7 +628,7 @@ class GymEnvironment(Environment):
 
     def close(self) -> None:
         self._envs.close()
-        self._filming.close()
+        self._video_envs.close()
 
 
 def _is_scored(trajectory: Trajectory) -> bool:
@@ -636,7 +641,7 @@ def _episode_metric(trajectory: Trajectory, name: str) -> float:
 
 
 def task_ids(config: GymConfig) -> list[str]:
-    """Return the tasks of a run: one, or several that groups are assigned to in rotation."""
+    """Return the ids of the run's tasks. If there are several, groups are assigned in rotation."""
     if isinstance(config.id, list):
         return config.id
     return list(get_requirements(config.simulator).task_sets.get(config.id, (config.id,)))
@@ -646,8 +651,8 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
     """Create a process that steps environments of a configuration."""
     python = None if config.python is None else resolve_interpreter(config.python, "task.python")
     return SubprocessVectorEnv(
-        _target(config),
-        _values(config),
+        _factory_target(config),
+        _factory_kwargs(config),
         python,
         config.timeout_s,
         _observation_selection(config),
@@ -663,8 +668,8 @@ def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
     return SyncVectorEnv(
         functools.partial(create_local_env, config),
         single_instance=get_requirements(config.simulator).single_instance,
-        endless=config.ignore_terminations,
-        own=user_modules(config),
+        ignore_terminations=config.ignore_terminations,
+        user_modules=user_modules(config),
     )
 
 
@@ -676,23 +681,23 @@ def _translate_user_errors(config: GymConfig) -> Iterator[None]:
     except (RlinfError, InvalidEnvConfig):
         raise
     except Exception as error:
-        text = format_error(error, user_modules(config))
-        if USER_CODE_PREFIX not in text:
+        traceback = format_error(error, user_modules(config))
+        if USER_CODE_PREFIX not in traceback:
             raise
-        raise SimulatorCodeError(text) from None
+        raise SimulatorCodeError(traceback) from None
 
 
 def user_modules(config: GymConfig) -> tuple[str, ...]:
-    """Return the user's modules that a configuration names: the one of ``task.simulator``, and for
-    ``gymnasium`` the one before the colon of ``task.id``."""
+    """Return the user's modules that a configuration names: the module of ``task.simulator``, and
+    for ``gymnasium`` the module before the colon of ``task.id``."""
     if config.simulator not in simulators.names():
-        return (_target(config).rpartition(":")[0],)
+        return (_factory_target(config).rpartition(":")[0],)
     ids = task_ids(config) if config.simulator == "gymnasium" else []
     return tuple({id.partition(":")[0] for id in ids if ":" in id})
 
 
 def _needs_process(config: GymConfig) -> bool:
-    """Return whether the environments need a process of their own."""
+    """Return whether the environments need a simulator process."""
     return (
         config.python is not None
         or bool(config.images)
@@ -710,13 +715,13 @@ def create_local_env(config: GymConfig) -> Any:
     if config.simulator == "gymnasium" and importlib.util.find_spec("gymnasium") is None:
         raise MissingPackageError("gymnasium", "sims", "task.name: gym")
     try:
-        make = resolve_factory(_target(config))
-        if module_flag(make, "BATCHED"):
+        factory = resolve_factory(_factory_target(config))
+        if module_flag(factory, "BATCHED"):
             raise ConfigError(
                 f"task.num_processes: {config.num_processes}, but {config.simulator} steps many "
                 "environments in a process of its own; set 1"
             )
-        return create_task_env(make, _values(config), _observation_selection(config))
+        return create_task_env(factory, _factory_kwargs(config), _observation_selection(config))
     except InvalidEnvConfig as error:
         raise ConfigError(str(error)) from None
 
@@ -727,18 +732,19 @@ def _observation_selection(config: GymConfig) -> ObservationSelection:
     )
 
 
-def _spaces_agree(configured: ActionConfig, actual: ActionConfig) -> bool:
-    """Return whether a configured action space equals the simulator's, in every key that is set."""
+def _spaces_match(configured: ActionConfig, actual: ActionConfig) -> bool:
+    """Return whether a configured action space equals the simulator's in every key that is set."""
     if (configured.kind, configured.size) != (actual.kind, actual.size):
         return False
     if configured.dtype not in (None, actual.dtype):
         return False
     pairs = zip(configured.bounds or (), actual.bounds or (), strict=False)
-    return all(np.allclose(ours, theirs, rtol=1e-6, atol=1e-9) for ours, theirs in pairs)
+    return all(np.allclose(bound, other, rtol=1e-6, atol=1e-9) for bound, other in pairs)
 
 
-def _target(config: GymConfig) -> str:
-    """Return the factory as a process of another interpreter can import it: ours by its file."""
+def _factory_target(config: GymConfig) -> str:
+    """Return the target of the simulator's factory for :func:`resolve_factory`. Modules of rlinf
+    are given by file, because another interpreter cannot import them by name."""
     target = simulators.target(config.simulator, "task.simulator")
     module, _, name = target.partition(":")
     if config.simulator not in simulators.names():
@@ -748,7 +754,7 @@ def _target(config: GymConfig) -> str:
     return f"{spec.origin}:{name}"
 
 
-def _values(config: GymConfig) -> dict[str, Any]:
+def _factory_kwargs(config: GymConfig) -> dict[str, Any]:
     ids = task_ids(config)
     if len(ids) == 1:
         return {"id": ids[0], "kwargs": config.kwargs}

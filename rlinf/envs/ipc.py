@@ -1,7 +1,8 @@
-"""A pair of connected sockets, with shared memory for arrays.
+"""The connection between a stage and a simulator process: a socket pair, and shared memory for
+arrays.
 
-Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
-and numpy alone.
+The simulator process (:mod:`rlinf.envs.vector_env`) loads this module too, so it imports only the
+standard library and numpy.
 """
 
 from __future__ import annotations
@@ -29,60 +30,61 @@ class SharedArrays:
         self._file = file
         self._map: Any = None
 
-    def map_arrays(self, described: list[list[Any]], size: int, *, writes: bool) -> Arrays:
-        """Return arrays mapped onto its first ``size`` bytes, each at its own offset."""
+    def map_arrays(self, layout: list[list[Any]], size: int, *, is_writer: bool) -> Arrays:
+        """Return arrays mapped onto the first ``size`` bytes; ``layout`` has name, dtype, shape and
+        offset of each array."""
         if self._map is None or len(self._map) < size:
-            if writes:
-                # Reserved now: writing where there is no memory later would kill the process.
+            if is_writer:
+                # Reserve the memory now: if none is left, a later write would kill the process.
                 os.posix_fallocate(self._file, 0, size)
             self._map = mmap.mmap(self._file, size)
         return {
-            name: np.frombuffer(self._map, kind, math.prod(shape), at).reshape(shape)
-            for name, kind, shape, at in described
+            name: np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
+            for name, dtype, shape, offset in layout
         }
 
 
 class SimulatorConnection:
-    """One end of a pair of connected sockets: it exchanges a dictionary and arrays in each
-    direction, in turns.
+    """One end of a connection. The two ends take turns to send a message: a dictionary and arrays.
 
-    Arrays are in shared memory; the receiver copies them before the next message. The rest is JSON
-    on the socket. It is neither encoded nor decoded again if it equals the last message, which is
-    so for every step.
+    Arrays are in shared memory; the receiver copies them before the next message. The dictionary
+    and the layout of the arrays are JSON on the socket. If they equal those of the last message,
+    as in every step, they are neither encoded nor decoded again.
     """
 
-    def __init__(self, end: socket.socket, own: int, other: int) -> None:
-        """Create one end. ``own`` and ``other`` are memory files for the arrays of this end and of
-        the other."""
-        self._socket, self._own, self._other = end, SharedArrays(own), SharedArrays(other)
-        self._sent: tuple[Any, bytes, Arrays] = (None, b"", {})
-        self._got: tuple[bytes, dict[str, Any], Arrays] = (b"", {}, {})
+    def __init__(self, end: socket.socket, write_fd: int, read_fd: int) -> None:
+        """Create one end, which sends arrays in memory file ``write_fd`` and receives them in
+        ``read_fd``."""
+        self._socket = end
+        self._write_memory, self._read_memory = SharedArrays(write_fd), SharedArrays(read_fd)
+        self._last_sent: tuple[Any, bytes, Arrays] = (None, b"", {})
+        self._last_received: tuple[bytes, dict[str, Any], Arrays] = (b"", {}, {})
 
     def send(self, message: dict[str, Any], arrays: Arrays) -> None:
         """Send a message. Raises OSError if the other side has closed."""
-        described, size = list[list[Any]](), 0
+        layout, size = list[list[Any]](), 0
         for name, array in arrays.items():
-            described.append([name, array.dtype.str, list(array.shape), size])
+            layout.append([name, array.dtype.str, list(array.shape), size])
             size += -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        content = [message, described, size]
-        if content != self._sent[0]:
-            places = self._own.map_arrays(described, size, writes=True) if size else {}
-            self._sent = content, json.dumps(content).encode(), places
-        _, header, places = self._sent
-        for name, place in places.items():
-            place[...] = arrays[name]
+        content = [message, layout, size]
+        if content != self._last_sent[0]:
+            mapped = self._write_memory.map_arrays(layout, size, is_writer=True) if size else {}
+            self._last_sent = content, json.dumps(content).encode(), mapped
+        _, header, mapped = self._last_sent
+        for name, shared in mapped.items():
+            shared[...] = arrays[name]
         self._socket.sendall(struct.pack("<Q", len(header)) + header)
 
     def receive(self) -> tuple[dict[str, Any], Arrays]:
         """Return the next message. Raises EOFError or OSError if the other side has closed."""
         (size,) = struct.unpack("<Q", self._read(8))
         header = bytes(self._read(size))
-        if header != self._got[0]:
-            message, described, size = json.loads(header)
-            places = self._other.map_arrays(described, size, writes=False) if size else {}
-            self._got = header, message, places
-        _, message, places = self._got
-        return message, {name: place.copy() for name, place in places.items()}
+        if header != self._last_received[0]:
+            message, layout, size = json.loads(header)
+            mapped = self._read_memory.map_arrays(layout, size, is_writer=False) if size else {}
+            self._last_received = header, message, mapped
+        _, message, mapped = self._last_received
+        return message, {name: shared.copy() for name, shared in mapped.items()}
 
     def close(self) -> None:
         self._socket.close()
@@ -93,6 +95,6 @@ class SimulatorConnection:
         while done < size:
             count = self._socket.recv_into(view[done:])
             if not count:
-                raise EOFError("the other side is gone")
+                raise EOFError("the other side has closed the connection")
             done += count
         return block

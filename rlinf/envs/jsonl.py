@@ -46,7 +46,7 @@ class JsonlConfig(ProblemSetConfig):
 
     @field_validator("info_fields")
     @classmethod
-    def _names_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_info_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if reserved := RESERVED_INFO_KEYS.intersection(value):
             raise ValueError(
                 f"every trajectory has a {min(reserved)!r} of its own; rename the field"

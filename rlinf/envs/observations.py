@@ -1,7 +1,7 @@
 """Observations of simulators, as arrays by name.
 
-Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
-and numpy alone.
+The simulator process (:mod:`rlinf.envs.vector_env`) loads this module too, so it imports only the
+standard library and numpy.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class ObservationSelection(NamedTuple):
 
 
 STATE_ONLY = ObservationSelection()
-"""Selects the state and nothing else."""
+"""Selects only the state."""
 
 
 class InvalidEnvConfig(Exception):
-    """A configuration that can never work; the message says why."""
+    """A configuration is invalid; the message says why."""
 
 
 class ProcessRestartRequired(Exception):
-    """A simulation failed that can be created only once per process. A new process must replace
-    this one; the message says how it failed."""
+    """A simulation failed that a process can create only once, so a new process must replace this
+    one. The message has the simulation's error."""
 
 
 def to_arrays(observation: Any) -> Arrays:
@@ -91,8 +91,8 @@ def read_observation(env: Any, observation: Any) -> Arrays:
 
 def get_instruction(env: Any) -> str | None:
     """Return the environment's instruction in words; None: it has none."""
-    asking = _instruction_env(env)
-    return None if asking is None else str(asking.instruction)
+    instruction_env = _instruction_env(env)
+    return None if instruction_env is None else str(instruction_env.instruction)
 
 
 @functools.lru_cache(1024)
@@ -105,8 +105,8 @@ def encode_instruction(text: str) -> np.ndarray:
     data = text.encode()
     if len(data) > INSTRUCTION_BYTES:
         raise InvalidEnvConfig(
-            f"task.instruction: {text[:40]!r}... has {len(data)} bytes of UTF-8, and "
-            f"{INSTRUCTION_BYTES} have room; give a shorter one"
+            f"task.instruction: {text[:40]!r}... has {len(data)} bytes of UTF-8, of "
+            f"at most {INSTRUCTION_BYTES}; use a shorter one"
         )
     return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
 
@@ -117,7 +117,7 @@ def stack_observations(rows: Sequence[Arrays]) -> Arrays:
 
 
 def prefix_observations(observations: Arrays) -> Arrays:
-    """Return observations with their prefix, as columns beside others."""
+    """Return observations with the prefix that distinguishes them from other columns."""
     return {OBSERVATION_PREFIX + name: array for name, array in observations.items()}
 
 
@@ -130,11 +130,11 @@ def unprefix_observations(columns: Arrays) -> Arrays:
     }
 
 
-def find_non_finite(shown: Arrays) -> dict[int, str]:
-    """Return the rows with a value that is not finite in single precision, which policies use, and
-    a message for each."""
+def find_non_finite(observations: Arrays) -> dict[int, str]:
+    """Return a message for each row with a value that is not finite in float32, the type that
+    policies read."""
     errors = {}
-    for name, column in shown.items():
+    for name, column in observations.items():
         if column.dtype.kind == "f":
             largest = abs(column).reshape(len(column), -1).max(1, initial=0)
             for row in np.flatnonzero(~(largest <= FLOAT32_MAX)).tolist():
@@ -156,8 +156,8 @@ def unpack_arrays(array: np.ndarray) -> Arrays:
 
 
 def check_all_used(observations: Arrays) -> None:
-    """Raise InvalidEnvConfig if an observation is not a state, an instruction or an image. The
-    space does not declare it, so its place in the state is undefined."""
+    """Raise InvalidEnvConfig if an observation is not a state, an instruction or an image: the
+    observation space does not declare it, so it has no defined position in the state."""
     for name, array in observations.items():
         is_image = array.dtype == np.uint8 and array.ndim >= 3
         if name not in (STATE, INSTRUCTION) and not is_image:
@@ -172,5 +172,5 @@ def check_cameras(images: Images, cameras: Collection[str]) -> None:
     """Raise InvalidEnvConfig if images are configured for a camera that does not exist."""
     for name in images:
         if name not in cameras:
-            there = ", ".join(cameras) or "none"
-            raise InvalidEnvConfig(f"task.images.{name}: no such camera; there are {there}")
+            names = ", ".join(cameras) or "none"
+            raise InvalidEnvConfig(f"task.images.{name}: no such camera; there are {names}")

@@ -54,9 +54,9 @@ class ChatProblem:
 
     def with_template(self, template: str) -> ChatProblem:
         """Return the problem with its last message inserted into a template."""
-        *before, last = self.messages
+        *context, last = self.messages
         content = template.replace(PROMPT_PLACEHOLDER, last["content"])
-        return replace(self, messages=(*before, {**last, "content": content}))
+        return replace(self, messages=(*context, {**last, "content": content}))
 
 
 def read_problems(
@@ -64,24 +64,26 @@ def read_problems(
 ) -> JsonLinesFile[ChatProblem]:
     """Return the problems of a JSON-lines file, each read when it is used.
 
-    The prompt is a text or a list of messages (``role`` and ``content``). If the list ends with the
-    assistant, that message is a demonstration, and the answer of rows without ``answer_field``.
+    The prompt is a text or a list of messages (``role`` and ``content``). If the last message is
+    the assistant's, it is the demonstration, and in rows without ``answer_field`` also the answer.
 
     Raises:
         DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is
             missing, empty or of another type; names the line.
     """
 
-    def parse(where: str, item: dict[str, Any], texts: np.ndarray) -> ChatProblem:
-        problem = _problem(item, prompt_field, answer_field, where, where.removeprefix(f"{key}: "))
+    def parse(source: str, item: dict[str, Any], texts: np.ndarray) -> ChatProblem:
+        location = source.removeprefix(f"{key}: ")
+        problem = _problem(item, prompt_field, answer_field, source, location)
         info = {}
         for name, is_text in zip(info_fields, texts, strict=True):
-            value = _scalar(_field(item, name, "info_fields", where), where, name)
+            value = _scalar(_field(item, name, "info_fields", source), source, name)
             info[name] = json.dumps(value) if is_text and not isinstance(value, str) else value
         return replace(problem, info=info)
 
-    def note(item: dict[str, Any], texts: np.ndarray) -> None:
-        # Numbers as JSON too where there are texts: the records of a channel have one schema.
+    def find_text_fields(item: dict[str, Any], texts: np.ndarray) -> None:
+        # If a field is a text in some row, its numbers become JSON texts, because the records of a
+        # channel have one schema.
         for i, name in enumerate(info_fields):
             texts[i] |= isinstance(_scalar(item[name], "", name), str)
 
@@ -92,29 +94,29 @@ def read_problems(
         parse,
         settings=settings,
         row_text=question_text,
-        observe=note,
+        observe=find_text_fields,
         flags=len(info_fields),
     )
 
 
 def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatProblem]:
     """Return the conversations of a JSON-lines file, each read when it is used. The last message of
-    each is its answer and its demonstration.
+    a conversation is its answer and its demonstration.
 
     Raises:
-        DataError: as :func:`read_problems`, or a conversation does not end with the assistant
-            answering the user; names the line.
+        DataError: as :func:`read_problems`, or a conversation does not end with a message of the
+            user and one of the assistant; names the line.
     """
 
-    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
-        messages = _messages(_field(item, field, "messages_field", where), where, field)
+    def parse(source: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
+        messages = _messages(_field(item, field, "messages_field", source), source, field)
         if [m["role"] for m in messages[-2:]] != ["user", "assistant"]:
             raise DataError(
-                f"{where}: {field!r} does not end with the assistant answering the user, so there "
+                f"{source}: {field!r} does not end with the assistant answering the user, so there "
                 "is no last answer to learn"
             )
         last = messages.pop()["content"]
-        return ChatProblem(tuple(messages), last, where.removeprefix(f"{key}: "), last)
+        return ChatProblem(tuple(messages), last, source.removeprefix(f"{key}: "), last)
 
     return JsonLinesFile(
         path, key, parse, settings=f"conversations {field!r}", row_text=question_text
@@ -122,107 +124,113 @@ def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatPr
 
 
 def question_text(problem: ChatProblem) -> str:
-    """Return the text by which two problems count as equal: all user messages, one per line.
+    """Return the text by which problems are compared: all user messages, one per line.
 
-    White space is ignored, and so are system and assistant messages, because a model that sees the
-    same question with other context still trains on the question.
+    White space is ignored. So are system and assistant messages, because a model that trains on a
+    question in another context still trains on the question.
     """
     questions = (message["content"] for message in problem.messages if message["role"] == "user")
     return "\n".join(map(collapse_whitespace, questions))
 
 
 def collapse_whitespace(text: str) -> str:
-    """Return the text with one space for each run of white space, and none at its ends."""
+    """Return the text with each run of white space replaced by one space, and none at the ends."""
     return " ".join(text.split())
 
 
-def text_field(item: dict[str, Any], name: str, option: str, where: str) -> str:
-    """Return a field that holds a text or a number, as text; ``option`` is the key that names it.
+def text_field(item: dict[str, Any], name: str, option: str, source: str) -> str:
+    """Return a field that is a text or a number, as text; ``option`` is the key that sets its name.
 
     Raises:
-        DataError: it is missing, empty or of another type.
+        DataError: the field is missing, empty or of another type.
     """
-    value = _field(item, name, option, where)
+    value = _field(item, name, option, source)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{where}: {name!r} is {_short(value)}; expected a text or a number")
-    return _text(str(value), where, name)
+        raise DataError(f"{source}: {name!r} is {_short(value)}; expected a text or a number")
+    return _text(str(value), source, name)
 
 
 def _problem(
-    item: dict[str, Any], prompt_field: str, answer_field: str, where: str, place: str
+    item: dict[str, Any], prompt_field: str, answer_field: str, source: str, location: str
 ) -> ChatProblem:
-    messages = _messages(_field(item, prompt_field, "prompt_field", where), where, prompt_field)
+    messages = _messages(_field(item, prompt_field, "prompt_field", source), source, prompt_field)
     demonstration = None
     if messages[-1]["role"] == "assistant":
         demonstration = messages.pop()["content"]
     if not messages or messages[-1]["role"] != "user":
-        raise DataError(f"{where}: {prompt_field!r} holds no message of the user to answer")
+        raise DataError(f"{source}: {prompt_field!r} holds no message of the user to answer")
     if answer_field not in item and demonstration is not None:
-        return ChatProblem(tuple(messages), demonstration, place, demonstration)
-    answer = text_field(item, answer_field, "answer_field", where)
-    return ChatProblem(tuple(messages), answer, place, demonstration)
+        return ChatProblem(tuple(messages), demonstration, location, demonstration)
+    answer = text_field(item, answer_field, "answer_field", source)
+    return ChatProblem(tuple(messages), answer, location, demonstration)
 
 
-def _scalar(value: Any, where: str, field: str) -> Scalar:
-    """Return a field as a record can carry it."""
+def _scalar(value: Any, source: str, field: str) -> Scalar:
+    """Return a field as a record can store it; values other than texts and numbers become JSON."""
     if isinstance(value, str):
-        return _valid_text(value, where, field)
-    plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
-    return value if plain else json.dumps(value, sort_keys=True)
+        return _valid_text(value, source, field)
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    return value if is_number else json.dumps(value, sort_keys=True)
 
 
-def _field(item: dict[str, Any], name: str, option: str, where: str) -> Any:
+def _field(item: dict[str, Any], name: str, option: str, source: str) -> Any:
     if name not in item:
-        raise DataError(f"{where}: no field {name!r}{did_you_mean(name, item)} (set task.{option})")
+        raise DataError(
+            f"{source}: no field {name!r}{did_you_mean(name, item)} (set task.{option})"
+        )
     return item[name]
 
 
-def _messages(value: Any, where: str, field: str) -> list[Mapping[str, str]]:
+def _messages(value: Any, source: str, field: str) -> list[Mapping[str, str]]:
     """Return a question, or a conversation of a file, as messages."""
     if isinstance(value, str):
-        return [{"role": "user", "content": _text(value, where, field)}]
+        return [{"role": "user", "content": _text(value, source, field)}]
     if not isinstance(value, list):
-        raise DataError(f"{where}: {field!r} is {_short(value)}; expected a text or messages")
+        raise DataError(f"{source}: {field!r} is {_short(value)}; expected a text or messages")
     if not value:
-        raise DataError(f"{where}: {field!r} is empty")
+        raise DataError(f"{source}: {field!r} is empty")
     messages: list[Mapping[str, str]] = []
     for i, message in enumerate(value):
-        place = f"{field}[{i}]"
+        name = f"{field}[{i}]"
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: {place!r} is {_short(message)}; expected role and content")
+            raise DataError(f"{source}: {name!r} is {_short(message)}; expected role and content")
         role, content = message["role"], message["content"]
         if role not in ROLES or (role == "system" and i):
             raise DataError(
-                f"{where}: {place!r} has the role {_short(role)}; expected user or assistant, or "
+                f"{source}: {name!r} has the role {_short(role)}; expected user or assistant, or "
                 "system for the first"
             )
         if not isinstance(content, str):
-            raise DataError(f"{where}: the content of {place!r} is {_short(content)}, not a text")
-        content = _with_thought(message, content, where, place)
-        messages.append({"role": role, "content": _text(content, where, place)})
+            raise DataError(f"{source}: the content of {name!r} is {_short(content)}, not a text")
+        content = _with_thought(message, content, source, name)
+        messages.append({"role": role, "content": _text(content, source, name)})
     return messages
 
 
-def _with_thought(message: Mapping[str, Any], content: str, where: str, place: str) -> str:
-    """Return the content with the reasoning of a separate field in front, as models write it."""
-    named = [name for name in THOUGHT_FIELDS if message.get(name)]
-    if message["role"] != "assistant" or not named:
+def _with_thought(message: Mapping[str, Any], content: str, source: str, name: str) -> str:
+    """Return the content with the reasoning of a separate field before it, as models write it.
+
+    Args:
+        source, name: configuration key, file and line; and name of the message, for errors.
+    """
+    fields = [field for field in THOUGHT_FIELDS if message.get(field)]
+    if message["role"] != "assistant" or not fields:
         return content
-    thought = message[named[0]]
+    thought = message[fields[0]]
     if not isinstance(thought, str):
-        raise DataError(f"{where}: {named[0]!r} of {place!r} is {_short(thought)}, not a text")
+        raise DataError(f"{source}: {fields[0]!r} of {name!r} is {_short(thought)}, not a text")
     return f"<think>\n{thought.strip()}\n</think>\n\n{content}"
 
 
-def _text(value: str, where: str, field: str) -> str:
+def _text(value: str, source: str, field: str) -> str:
     if not value.strip():
-        raise DataError(f"{where}: {field!r} is empty")
-    return _valid_text(value, where, field)
+        raise DataError(f"{source}: {field!r} is empty")
+    return _valid_text(value, source, field)
 
 
-def _valid_text(value: str, where: str, field: str) -> str:
+def _valid_text(value: str, source: str, field: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where}: {field!r} has half of a surrogate pair, which is no character")
+        raise DataError(f"{source}: {field!r} has half of a surrogate pair, which is no character")
     return value
 
 
@@ -242,9 +250,9 @@ T = TypeVar("T")
 
 Split = Literal["train", "test"]
 RENDER_CHUNK, RENDER_CHUNK_CHARACTERS = 2048, 8 << 20
-"""Problems, and about so much of their text, that are rendered at once."""
+"""Maximum number of problems, and about of characters, that are rendered at once."""
 MAX_CACHED_PROMPTS = 4096
-"""Prompts that stay in memory."""
+"""Number of rendered prompts that stay in memory."""
 DISK_CACHE_MIN_PROBLEMS = 20_000
 """From this many problems on, their token counts are cached on disk for all processes."""
 TOKENIZER_PROBES = 8
@@ -267,7 +275,7 @@ class ProblemSetConfig(Section):
 
     @field_validator("prompt_template")
     @classmethod
-    def _has_placeholder(cls, value: str) -> str:
+    def _check_prompt_template(cls, value: str) -> str:
         if PROMPT_PLACEHOLDER not in value:
             raise ValueError("does not contain {prompt}, so no problem would be in the prompt")
         return value
@@ -275,12 +283,13 @@ class ProblemSetConfig(Section):
 
 @dataclass(frozen=True)
 class RenderedProblem(Prompt):
-    """A problem as the model receives it."""
+    """A problem and its rendered prompt."""
 
     rendered: str
     """The text that the model receives."""
     demonstration: str
-    """The answer to learn from: the assistant's message in the row, or the reference answer."""
+    """The answer for supervised fine-tuning: the assistant's message in the row, or the reference
+    answer."""
     num_tokens: int
     """Tokens of ``rendered``."""
     conversation: tuple[ChatMessage, ...]
@@ -294,10 +303,10 @@ class RenderedProblem(Prompt):
 
 
 class RenderedDataset(Generic[T]):
-    """Problems rendered on first use: as prompts, or as whole conversations.
+    """Items (prompts or whole conversations) that are rendered from problems on use.
 
-    The newest :data:`MAX_CACHED_PROMPTS` stay in memory; of all others only the number of tokens is
-    known.
+    The last :data:`MAX_CACHED_PROMPTS` rendered items stay in memory. All others are rendered
+    again; only their number of tokens was checked.
     """
 
     def __init__(
@@ -310,67 +319,67 @@ class RenderedDataset(Generic[T]):
         Args:
             render: renders items from problems, each with the index of its problem in the argument.
                 One problem may become several consecutive items.
-            size: returns the tokens of an item.
+            size: returns the number of tokens of an item.
         """
         self._problems, self.render, self._size = problems, render, size
         self._cache: OrderedDict[tuple[int, int], T] = OrderedDict()
-        self._places = np.zeros((0, 2), np.int64)
+        self._keys = np.zeros((0, 2), np.int64)
+        """For each item within the limit: index of its problem, and its index in the problem."""
         self.longest = 0
         """Tokens of the longest item within the limit."""
         self.total = 0
         """Items of any length."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._keys)
 
-    def filter_by_length(self, most: int, address: str | None = None) -> None:
-        """Select the items of at most ``most`` tokens.
+    def filter_by_length(self, max_tokens: int, cache_key: str | None = None) -> None:
+        """Select the items of at most ``max_tokens`` tokens.
 
         Args:
-            address: text that determines the lengths, as the key of the disk cache; None: do not
+            cache_key: text that determines the lengths, as the key of the disk cache; None: do not
                 cache.
         """
-        known = (
-            self._measured()
-            if address is None
-            else cached_arrays("tokens", address, self._measured, large=True)
+        arrays = (
+            self._count_tokens()
+            if cache_key is None
+            else cached_arrays("tokens", cache_key, self._count_tokens, large=True)
         )
-        tokens = known["tokens"]
-        self._places, self.total = known["places"][tokens <= most], len(tokens)
-        self.longest = int(tokens[tokens <= most].max(initial=0))
+        tokens = arrays["tokens"]
+        self._keys, self.total = arrays["places"][tokens <= max_tokens], len(tokens)
+        self.longest = int(tokens[tokens <= max_tokens].max(initial=0))
 
-    def take(self, numbers: Sequence[int]) -> list[T]:
-        """Return the items with these numbers, among those within the limit."""
-        places = [(int(row), int(part)) for row, part in self._places[list(numbers)]]
-        lacking = [row for row, part in places if (row, part) not in self._cache]
-        rows = list(dict.fromkeys(lacking))
+    def take(self, indices: Sequence[int]) -> list[T]:
+        """Return the items with these indices, which count the items within the limit."""
+        keys = [(int(row), int(part)) for row, part in self._keys[list(indices)]]
+        rows = list(dict.fromkeys(row for row, part in keys if (row, part) not in self._cache))
         rendered = self._render_rows(rows, [self._problems[row] for row in rows]) if rows else {}
-        items = [rendered[place] if place in rendered else self._cache[place] for place in places]
+        items = [rendered[key] if key in rendered else self._cache[key] for key in keys]
         self._add_to_cache(rendered)
         return items
 
-    def __getitem__(self, number: int) -> T:
-        return self.take([number])[0]
+    def __getitem__(self, index: int) -> T:
+        return self.take([index])[0]
 
-    def _measured(self) -> dict[str, np.ndarray]:
-        """Return the tokens of every item, with its problem and its number within the problem."""
-        places, tokens = list[np.ndarray](), list[np.ndarray]()
+    def _count_tokens(self) -> dict[str, np.ndarray]:
+        """Return the number of tokens and the key of every item."""
+        keys, tokens = list[np.ndarray](), list[np.ndarray]()
         for rows, problems in _chunks(self._problems):
             rendered = self._render_rows(rows, problems)
-            places.append(np.array(list(rendered), np.int64).reshape(-1, 2))
+            keys.append(np.array(list(rendered), np.int64).reshape(-1, 2))
             tokens.append(np.array([self._size(item) for item in rendered.values()], np.int64))
             self._add_to_cache(rendered)
-        return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
+        return {"places": np.concatenate(keys), "tokens": np.concatenate(tokens)}
 
     def _render_rows(
         self, rows: Sequence[int], problems: Sequence[ChatProblem]
     ) -> dict[tuple[int, int], T]:
         rendered: dict[tuple[int, int], T] = {}
-        parts: Counter[int] = Counter()
-        for number, item in self.render(problems):
-            row = rows[number]
-            rendered[row, parts[row]] = item
-            parts[row] += 1
+        num_parts: Counter[int] = Counter()
+        for index, item in self.render(problems):
+            row = rows[index]
+            rendered[row, num_parts[row]] = item
+            num_parts[row] += 1
         return rendered
 
     def _add_to_cache(self, rendered: Mapping[tuple[int, int], T]) -> None:
@@ -380,18 +389,18 @@ class RenderedDataset(Generic[T]):
 
 
 def _chunks(problems: Sequence[ChatProblem]) -> Iterator[tuple[list[int], list[ChatProblem]]]:
-    """Yield all problems with their numbers, a few thousand or some megabytes of text at a time."""
-    some, size = list[ChatProblem](), 0
+    """Yield all problems in chunks, with their indices."""
+    chunk, size = list[ChatProblem](), 0
     for row, problem in enumerate(problems):
-        some.append(problem)
+        chunk.append(problem)
         size += sum(len(message["content"]) for message in problem.messages)
-        if len(some) == RENDER_CHUNK or size > RENDER_CHUNK_CHARACTERS or row + 1 == len(problems):
-            yield list(range(row + 1 - len(some), row + 1)), some
-            some, size = [], 0
+        if len(chunk) == RENDER_CHUNK or size > RENDER_CHUNK_CHARACTERS or row + 1 == len(problems):
+            yield list(range(row + 1 - len(chunk), row + 1)), chunk
+            chunk, size = [], 0
 
 
 class ProblemSetEnvironment(PromptEnvironment):
-    """A task whose problems are known in advance; see the module."""
+    """A task with a fixed set of problems."""
 
     Config: ClassVar[type[ProblemSetConfig]] = ProblemSetConfig
     config: ProblemSetConfig
@@ -400,6 +409,7 @@ class ProblemSetEnvironment(PromptEnvironment):
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
         self._epoch: tuple[tuple[int, int], np.ndarray] | None = None
+        """Seed and number of the current epoch, and its order of the training problems."""
         training = self.load_problems(config, "train")
         examples, training = training[: config.num_fewshot], training[config.num_fewshot :]
         self._examples = [
@@ -443,29 +453,31 @@ class ProblemSetEnvironment(PromptEnvironment):
         test problems."""
         problems = self._problems[request.split]
         if request.split == "test":
-            return problems.take([start % len(problems) for start in request.group_ids])
-        chosen = []
-        for start in request.group_ids:
-            epoch, place = divmod(request.iteration * request.num_groups + start, len(problems))
-            chosen.append(int(self._order(request.seed, epoch)[place]))
-        return problems.take(chosen)
+            return problems.take([group % len(problems) for group in request.group_ids])
+        indices = []
+        for group in request.group_ids:
+            epoch, position = divmod(request.iteration * request.num_groups + group, len(problems))
+            indices.append(int(self._epoch_order(request.seed, epoch)[position]))
+        return problems.take(indices)
 
     def reasoning_tags(self) -> ReasoningTags:
-        """Return the tags of reasoning in responses; the chat template may open the first one."""
+        """Return the tags of reasoning in responses. The chat template may already have written the
+        opening tag."""
         tags = ReasoningTags()
         prompt = self._problems["test"][0].rendered
         return replace(tags, starts_open=tags.ends_with_open_tag(prompt))
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         problems = self._problems["train"]
-        # The name is part of the address of what is drawn; runs begun earlier had this one.
-        chosen = generator(seed, "jsonl", "demonstration", step).integers(len(problems), size=count)
-        prompts = problems.take(chosen.tolist())
+        # "jsonl" for all tasks, so that runs that began with an earlier version are the same.
+        random = generator(seed, "jsonl", "demonstration", step)
+        prompts = problems.take(random.integers(len(problems), size=count).tolist())
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode(self._answers(prompts))
-        ended = self.chat_format.end_of_turn_token_id
+        end_token = self.chat_format.end_of_turn_token_id
         actions = [
-            ids if len(ids) and ids[-1] == ended else self.append_end_token(ids) for ids in replies
+            ids if len(ids) and ids[-1] == end_token else self.append_end_token(ids)
+            for ids in replies
         ]
         return [
             Trajectory(identity=RecordId(step, i), actions=reply, prompt=question)
@@ -473,41 +485,42 @@ class ProblemSetEnvironment(PromptEnvironment):
         ]
 
     def _answers(self, prompts: Sequence[RenderedProblem]) -> list[str]:
-        """Return demonstrations as the model should write them after its prompts."""
+        """Return the demonstrations as the chat template renders them after the prompts."""
         if self.chat_format.template is None:
             return [prompt.demonstration for prompt in prompts]
-        talks = [
+        conversations = [
             [*prompt.conversation, {"role": "assistant", "content": prompt.demonstration}]
             for prompt in prompts
         ]
         turns = self.chat_format.assistant_turns(
-            talks, [prompt.location for prompt in prompts], last_only=True
+            conversations, [prompt.location for prompt in prompts], last_only=True
         )
         return [turn.completion for (turn,) in turns]
 
     def _load(self, problems: Sequence[ChatProblem], key: str) -> RenderedDataset[RenderedProblem]:
-        """Return the problems whose prompts are within the limit. All are rendered once, in chunks.
+        """Return the problems whose prompts are within the limit. All prompts are rendered once, in
+        chunks, to count their tokens.
 
         Raises:
-            DataError: none is within the limit; a problem or setting needs a chat template; the
-                template fails, or drops a message.
+            DataError: no prompt is within the limit; a problem or setting needs a chat template;
+                the template fails, or drops a message.
         """
         if not problems:
             raise DataError(
                 f"{key}: no problem is left beside task.num_fewshot={self.config.num_fewshot}"
             )
-        most = self.config.max_prompt_length
+        max_tokens = self.config.max_prompt_length
         dataset = RenderedDataset(
             problems,
-            lambda chosen: list(enumerate(self._render_problems(chosen, key))),
+            lambda chunk: list(enumerate(self._render_problems(chunk, key))),
             lambda prompt: prompt.num_tokens,
         )
         with name_key_in_memory_errors(key):
-            dataset.filter_by_length(most, self._address(problems, dataset))
+            dataset.filter_by_length(max_tokens, self._cache_key(problems, dataset))
         if not len(dataset):
             raise DataError(
                 f"{key}: all {len(problems)} prompts, from {problems[0].location} on, are longer "
-                f"than task.max_prompt_length={most}"
+                f"than task.max_prompt_length={max_tokens}"
             )
         if len(dataset) < len(problems):
             log.warning(
@@ -516,44 +529,44 @@ class ProblemSetEnvironment(PromptEnvironment):
                 key,
                 len(problems) - len(dataset),
                 len(problems),
-                most,
+                max_tokens,
             )
         return dataset
 
-    def _address(
-        self, problems: Sequence[ChatProblem], rendered: RenderedDataset[Any]
+    def _cache_key(
+        self, problems: Sequence[ChatProblem], dataset: RenderedDataset[Any]
     ) -> str | None:
-        """Return a text that determines the lengths of items; None if they are quickly counted
-        again.
+        """Return a text that determines the lengths of items; None if the set is so small that its
+        lengths are not cached.
 
-        It includes how the tokenizer and its template render the first problems, because that
-        reveals differences in their settings.
+        The text includes the first rendered problems, because they depend on all settings of the
+        tokenizer and its template.
         """
         if not isinstance(problems, JsonLinesFile) or len(problems) < DISK_CACHE_MIN_PROBLEMS:
             return None
         tokenizer = self.tokenizer
-        fast = getattr(tokenizer, "backend_tokenizer", None)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = (
             (problems.digest, len(problems)),
             self.config.model_dump_json(exclude={"grader_workers", "timeout_s"}),
             type(tokenizer).__name__,
-            fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items()),
+            backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
             (self.chat_format.template, dict(self.chat_format.template_kwargs)),
-            [repr(item) for item in rendered.render(problems[:TOKENIZER_PROBES])],
+            [repr(item) for item in dataset.render(problems[:TOKENIZER_PROBES])],
         )
         return repr(parts)
 
     def _render_problems(self, problems: Sequence[ChatProblem], key: str) -> list[RenderedProblem]:
-        """Render problems as the model receives them.
+        """Render the prompts of problems.
 
         Raises:
             DataError: a prompt has no tokens, or as :meth:`_load`.
         """
         problems = [problem.with_template(self.config.prompt_template) for problem in problems]
         model_inputs = self._model_inputs(problems, key)
-        empty = next((i for i, ids in enumerate(self.encode(model_inputs)) if not len(ids)), None)
-        if empty is not None:
-            raise DataError(f"{key}: {problems[empty].location}: the prompt has no tokens")
+        for problem, ids in zip(problems, self.encode(model_inputs), strict=True):
+            if not len(ids):
+                raise DataError(f"{key}: {problem.location}: the prompt has no tokens")
         lengths = [len(ids) for ids in self.encode_prompts(model_inputs)]
         return [
             RenderedProblem(
@@ -570,42 +583,43 @@ class ProblemSetEnvironment(PromptEnvironment):
         ]
 
     def _model_inputs(self, problems: Sequence[ChatProblem], key: str) -> list[str]:
-        """Return the texts that the model reads."""
+        """Return the texts of the prompts."""
         if self.chat_format.template is None:
             if self.config.system_prompt or self.config.num_fewshot:
                 system = "system_prompt", "a system message"
-                name, what = system if self.config.system_prompt else ("num_fewshot", "turns")
+                name, content = system if self.config.system_prompt else ("num_fewshot", "turns")
                 raise ConfigError(
-                    f"task.{name}: the tokenizer of model.path has no chat template to put {what} "
-                    "into; write it into task.prompt_template"
+                    f"task.{name}: the tokenizer of model.path has no chat template to put "
+                    f"{content} into; write it into task.prompt_template"
                 )
-            several = next((problem for problem in problems if len(problem.messages) > 1), None)
-            if several is not None:
-                raise DataError(
-                    f"{key}: {several.location}: several messages need a tokenizer with a chat "
-                    "template, and that of model.path has none"
-                )
+            for problem in problems:
+                if len(problem.messages) > 1:
+                    raise DataError(
+                        f"{key}: {problem.location}: several messages need a tokenizer with a chat "
+                        "template, and that of model.path has none"
+                    )
             return [problem.messages[0]["content"] for problem in problems]
         conversations = [self._messages(problem) for problem in problems]
         texts = self.chat_format.render_prompts(conversations)
         for problem, messages, text in zip(problems, conversations, texts, strict=True):
             # Templates may trim messages, and drop the reasoning of earlier answers.
-            lost = next((m["role"] for m in messages if self._words(m) not in text), None)
-            if lost is not None:
-                raise DataError(
-                    f"model.path: the chat template leaves out the {lost} message of "
-                    f"{problem.location}; use a checkpoint (or a tokenizer_config.json) whose "
-                    "template keeps it"
-                )
+            for message in messages:
+                if self._required_text(message) not in text:
+                    raise DataError(
+                        f"model.path: the chat template leaves out the {message['role']} message "
+                        f"of {problem.location}; use a checkpoint (or a tokenizer_config.json) "
+                        "whose template keeps it"
+                    )
         return texts
 
-    def _words(self, message: ChatMessage) -> str:
+    def _required_text(self, message: ChatMessage) -> str:
         """Return the part of a message that must appear in a prompt."""
         if message["role"] != "assistant":
             return message["content"].strip()
         return split_thought(message["content"], self.chat_format.thinking_marks)[1]
 
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
+    def _epoch_order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the order of the training problems in an epoch."""
         if self._epoch is None or self._epoch[0] != (seed, epoch):
             count = len(self._problems["train"])
             order = generator(seed, "jsonl", "epoch", epoch).permutation(count)
@@ -613,14 +627,11 @@ class ProblemSetEnvironment(PromptEnvironment):
         return self._epoch[1]
 
     def _messages(self, problem: ChatProblem) -> list[ChatMessage]:
-        first, *rest = problem.messages
-        own = first["role"] == "system"
-        system = (
-            [first["content"]]
-            if own
-            else [self.config.system_prompt]
-            if self.config.system_prompt
-            else []
-        )
-        opening: list[ChatMessage] = [{"role": "system", "content": text} for text in system]
-        return [*opening, *self._examples, *(rest if own else problem.messages)]
+        """Return the messages of a prompt: system message, few-shot examples, and the problem."""
+        opening, messages = list[ChatMessage](), problem.messages
+        if messages[0]["role"] == "system":
+            opening = [{"role": "system", "content": messages[0]["content"]}]
+            messages = messages[1:]
+        elif self.config.system_prompt:
+            opening = [{"role": "system", "content": self.config.system_prompt}]
+        return [*opening, *self._examples, *messages]

@@ -1,6 +1,6 @@
 """Procedurally generated problems with their own graders: the datasets of ``reasoning-gym``.
 
-Problem ``n`` of a dataset follows from its number, so every process generates the same problems.
+The index of a problem determines it, so every process generates the same problems.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from rlinf.errors import ConfigError, did_you_mean, require_package
 from rlinf.models.base import ModelSpec
 
 TRAIN_SEED, TEST_SEED = 0, 1 << 30
-"""Seeds of the training and the test problems; problem numbers count from them."""
+"""Seeds of the training and the test problems. The number of a problem is its index plus the
+seed."""
 EVAL_FUNCTIONS = frozenset({"eval", "exec", "parse_expr", "sympify", "literal_eval", "compile"})
-"""Functions by which a grader may execute a response, or build objects from it."""
+"""Functions that may execute a response, or build objects from it, if a grader calls them."""
 
 HUGE_NUMBER = re.compile(r"[eE][-+]?\d[\d_]{3,}")
-"""A number of more than a thousand digits in a few characters."""
+"""Matches the exponent of a number with about a thousand digits or more."""
 
 
 class ReasoningGymConfig(ProblemSetConfig):
@@ -68,26 +69,26 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
 
     @classmethod
     def load_problems(cls, config: ReasoningGymConfig, split: Split) -> list[ChatProblem]:
-        first = TRAIN_SEED if split == "train" else TEST_SEED
+        seed = TRAIN_SEED if split == "train" else TEST_SEED
         problems = [
             ChatProblem(
                 ({"role": "user", "content": question},),
                 answer,
-                f"{config.dataset}, {split} problem {number}",
-                info={"number": first + number},
+                f"{config.dataset}, {split} problem {index}",
+                info={"number": seed + index},
             )
-            for number, (question, answer) in enumerate(_entries(*_address(config, split)))
+            for index, (question, answer) in enumerate(_entries(*_dataset_key(config, split)))
         ]
         if split == "test":
             return problems
-        test_questions = {question for question, _ in _entries(*_address(config, "test"))}
-        kept = [p for p in problems if p.messages[0]["content"] not in test_questions]
-        if not kept:
+        test_questions = {question for question, _ in _entries(*_dataset_key(config, "test"))}
+        training = [p for p in problems if p.messages[0]["content"] not in test_questions]
+        if not training:
             raise ConfigError(
                 f"task.dataset_kwargs: all problems of {config.dataset!r} for training are also "
                 "held out; these settings give too few different ones"
             )
-        return kept
+        return training
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         tags, scores = self.reasoning_tags(), []
@@ -104,14 +105,14 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
         dataset = load_dataset(self.config, split)
         entry = dataset[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
         if HUGE_NUMBER.search(answer):
-            # Graders that compute with it exactly would take hours, and nothing can end them.
+            # Graders that compute it exactly would take hours, and cannot be interrupted.
             counts["parse_failures"] += 1
             return 0.0
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 score = float(dataset.score_answer(answer.strip(), entry))
         except Exception:
-            # Graders are written for answers that can be read; any other is a wrong one.
+            # Graders raise anything for an answer that they cannot parse; it counts as wrong.
             counts["parse_failures"] += 1
             return 0.0
         return float(score >= 1)
@@ -124,10 +125,10 @@ def load_dataset(config: ReasoningGymConfig, split: Split) -> Any:
         MissingPackageError: reasoning-gym is not installed.
         ConfigError: the dataset does not exist, or its settings are wrong.
     """
-    return _dataset(*_address(config, split))
+    return _create_dataset(*_dataset_key(config, split))
 
 
-def _address(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, int]:
+def _dataset_key(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, int]:
     """Return name, settings, seed and size of a split's dataset, which determine its problems."""
     size = config.train_size if split == "train" else config.test_size
     settings = json.dumps(config.dataset_kwargs, sort_keys=True)
@@ -136,50 +137,50 @@ def _address(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, i
 
 @lru_cache(maxsize=8)
 def _entries(name: str, settings: str, seed: int, size: int) -> tuple[tuple[str, str], ...]:
-    """Return all questions and answers of a dataset. They are cached, because some are slow to
-    generate."""
-    dataset = _dataset(name, settings, seed, size)
+    """Return all questions and answers of a dataset. They are cached, because some datasets are
+    slow to generate."""
+    dataset = _create_dataset(name, settings, seed, size)
     return tuple((str(entry["question"]).strip(), str(entry["answer"])) for entry in dataset)
 
 
 @lru_cache(maxsize=8)
-def _dataset(name: str, settings: str, seed: int, size: int) -> Any:
-    # As text: values may be lists, which are no keys of a cache.
-    values = json.loads(settings)
+def _create_dataset(name: str, settings: str, seed: int, size: int) -> Any:
+    # Settings are passed as text, because their values may be lists, which are not hashable.
+    kwargs = json.loads(settings)
     require_package("reasoning_gym", "reasoning", "task.name: reasoning_gym")
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
         raise ConfigError(f"task.dataset: no dataset {name!r}{did_you_mean(name, DATASETS)}")
-    known = set(inspect.signature(DATASETS[name][1]).parameters) - {"seed", "size"}
-    for key in values:
-        if key not in known:
+    valid = set(inspect.signature(DATASETS[name][1]).parameters) - {"seed", "size"}
+    for key in kwargs:
+        if key not in valid:
             raise ConfigError(
-                f"task.dataset_kwargs.{key}: {name!r} has no such key{did_you_mean(key, known)}"
+                f"task.dataset_kwargs.{key}: {name!r} has no such key{did_you_mean(key, valid)}"
             )
     try:
-        return create_dataset(name, seed=seed, size=size, **values)
+        return create_dataset(name, seed=seed, size=size, **kwargs)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"task.dataset_kwargs: {name!r} refuses them: {error}") from None
 
 
-def find_eval_call(kind: type) -> str | None:
-    """Return the first function of :data:`EVAL_FUNCTIONS` that the dataset's module calls; None:
-    none."""
-    tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+def find_eval_call(dataset_class: type) -> str | None:
+    """Return the first function of :data:`EVAL_FUNCTIONS` that the dataset's module calls; None if
+    it calls none."""
+    tree = ast.parse(inspect.getsource(sys.modules[dataset_class.__module__]))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            called = node.func
-            name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
-            if name in EVAL_FUNCTIONS and not _of_re(called):
+            function = node.func
+            name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+            if name in EVAL_FUNCTIONS and not _is_re_function(function):
                 return name
     return None
 
 
-def _of_re(called: ast.expr) -> bool:
-    """Return whether the call is ``re.compile``, which compiles no Python."""
+def _is_re_function(function: ast.expr) -> bool:
+    """Return whether a function is one of ``re``: ``re.compile`` does not compile Python."""
     return (
-        isinstance(called, ast.Attribute)
-        and isinstance(called.value, ast.Name)
-        and called.value.id == "re"
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == "re"
     )

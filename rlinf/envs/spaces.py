@@ -1,16 +1,18 @@
 """Spaces of environments: descriptions, conversion of actions, and flattening of structured spaces.
 
-Gymnasium composes spaces: ``Dict`` and ``Tuple`` of others, matrices, choices. Policies read a
-vector and images, and return a vector or one choice. :class:`FlattenWrapper` translates between
-them:
+Spaces of Gymnasium may be structured: ``Dict`` and ``Tuple`` of other spaces, matrices, discrete
+spaces. Policies read a vector and images, and return a vector or one discrete action.
+:class:`FlattenWrapper` converts between them:
 
 - observations: every part that is not an image is flattened into one ``state``, in the order of the
-  space and by Gymnasium's own rules (a choice is one-hot). Images (uint8 ``[H, W, 3]``, from 0 to
-  255) keep their names. Any other part (text, sequences, graphs) is refused by name;
-- actions: boxes become one vector; several choices become one choice among their combinations.
+  space and by Gymnasium's own rules (a discrete value is one-hot). Images (uint8 ``[H, W, 3]``,
+  from 0 to 255) keep their names. Other parts (text, sequences, graphs) are rejected with their
+  name;
+- actions: boxes become one vector; several discrete actions become one, whose values are all
+  combinations.
 
-Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
-and numpy alone.
+The simulator process (:mod:`rlinf.envs.vector_env`) loads this module too, so it imports only the
+standard library and numpy.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from .observations import (
 )
 
 UNBOUNDED_MAGNITUDE = 1e18
-"""A bound of this magnitude counts as none, because some simulators use the largest number of a
-type."""
+"""From this magnitude on, a bound means unbounded, because some simulators use the largest number
+of a type."""
 
 
 class Box(NamedTuple):
@@ -53,35 +55,36 @@ class Box(NamedTuple):
 
 
 class Discrete(NamedTuple):
-    """A space of numbered choices, from 0."""
+    """A space of the integers from 0 to ``n - 1``."""
 
     n: int
 
 
 def is_box(space: Any) -> bool:
-    """Return whether a space holds arrays within bounds."""
+    """Return whether a space has arrays within bounds."""
     return hasattr(space, "low") and hasattr(space, "high")
 
 
 def is_discrete(space: Any) -> bool:
-    """Return whether a space holds one choice among ``n``."""
+    """Return whether a space has ``n`` discrete values."""
     return not is_box(space) and hasattr(space, "n") and not getattr(space, "shape", ())
 
 
 def to_env_actions(space: Any, actions: np.ndarray) -> Any:
     """Convert actions ``[n, ...]`` to the environment's form.
 
-    Vectors are clipped to the space and cast to its type, rounded if it is an integer type. Choices
-    become integers counted from the start of the space (nested lists if rows are chunks).
+    Vectors are clipped to the space and cast to its type, rounded if it is an integer type.
+    Discrete actions become integers counted from the ``start`` of the space (nested lists if rows
+    are chunks).
 
     Raises:
-        InvalidEnvConfig: an action has another size than the space, or is not one of its choices.
+        InvalidEnvConfig: an action has another size than the space, or is not one of its values.
     """
     if hasattr(space, "low"):
         if actions.shape[actions.ndim - len(space.shape) :] != space.shape or actions.ndim < 2:
             shape = list(actions.shape[1:])
             raise InvalidEnvConfig(f"task.action: an action {shape} is not of {space}")
-        # As rlinf.data.transitions.clip_actions has it, which a simulator process cannot import.
+        # Same as rlinf.data.transitions.clip_actions, which a simulator process cannot import.
         clipped = np.minimum(np.maximum(actions, space.low), space.high)
         if np.issubdtype(space.dtype, np.integer):
             clipped = np.rint(clipped)
@@ -112,48 +115,52 @@ def describe_space(space: Any) -> dict[str, Any]:
         kind = np.dtype(space.dtype).name
         description = {"kind": "box", "shape": list(space.shape), "dtype": kind, "text": str(space)}
         if len(space.shape) == 1:
-            description.update(low=_plain(space.low), high=_plain(space.high))
+            description.update(low=_bounds_list(space.low), high=_bounds_list(space.high))
         return description
     if is_discrete(space):
         return {"kind": "discrete", "size": int(space.n), "text": str(space)}
     return {"kind": type(space).__name__, "text": str(space)}
 
 
-def _plain(bounds: np.ndarray) -> list[float | int | None]:
+def _bounds_list(bounds: np.ndarray) -> list[float | int | None]:
     """Return the bounds of a box as plain values; None: no bound."""
     unbounded = abs(bounds.astype(np.float64)) >= UNBOUNDED_MAGNITUDE
-    return [None if none else b for b, none in zip(bounds.tolist(), unbounded)]  # noqa: B905
+    return [None if is_none else b for b, is_none in zip(bounds.tolist(), unbounded)]  # noqa: B905
 
 
 MAX_ACTION_COMBINATIONS = 4096
-"""Most combinations of several choices that become one, because a policy has an output for each."""
+"""Maximum number of combinations of discrete actions, because a policy has an output for each."""
 SpacePath = tuple[str, ...]
-"""Path of a part in a composed space."""
+"""Path of a part in a structured space."""
 
 
-def flatten_env(env: Any, shown: ObservationSelection, *, batched: bool = False) -> Any:
-    """Return an environment with a state vector and images as observations, and a vector or one
-    choice as actions. An environment that already has this form is returned as it is.
+def flatten_env(env: Any, selection: ObservationSelection, *, batched: bool = False) -> Any:
+    """Return an environment whose observations are a state vector and images, and whose actions are
+    a vector or one discrete action. An environment that has such spaces is returned unchanged.
 
     Args:
-        shown: the observations that are used.
-        batched: it steps many environments together.
+        selection: the observations that are used.
+        batched: the environment is a batch that steps together.
 
     Raises:
-        InvalidEnvConfig: a part of a space cannot be flattened, or is not used; names it.
+        InvalidEnvConfig: a part of a space cannot be flattened, or is not used; names the part.
     """
-    observation = _Observations(env.observation_space, shown)
-    action = _Actions(env.action_space)
-    if observation.is_plain and action.is_plain:
+    observation = _ObservationFlattener(env.observation_space, selection)
+    action = _ActionConverter(env.action_space)
+    if observation.is_flat and action.is_flat:
         return env
     return FlattenWrapper(env, observation, action, batched)
 
 
 class FlattenWrapper:
-    """An environment with structured spaces behind plain ones; every other attribute is its own."""
+    """An environment with flattened spaces; other attributes come from the wrapped environment."""
 
     def __init__(
-        self, env: Any, observation: _Observations, action: _Actions, batched: bool
+        self,
+        env: Any,
+        observation: _ObservationFlattener,
+        action: _ActionConverter,
+        batched: bool,
     ) -> None:
         self._env, self._observation, self._action = env, observation, action
         self._batched = batched
@@ -164,112 +171,114 @@ class FlattenWrapper:
             raise AttributeError(name)
         attribute = getattr(self._env, name)
         if name == "expert_action":
-            return lambda: self._action.encoded(attribute())
+            return lambda: self._action.flatten(attribute())
         return attribute
 
-    def reset(self, *args: Any, **where: Any) -> Any:
+    def reset(self, *args: Any, **kwargs: Any) -> Any:
         if self._batched:
-            return self._observation.read(self._env.reset(*args, **where), batched=True)
-        observation, info = self._env.reset(*args, **where)
-        return self._observation.read(observation), info
+            return self._observation.flatten(self._env.reset(*args, **kwargs), batched=True)
+        observation, info = self._env.reset(*args, **kwargs)
+        return self._observation.flatten(observation), info
 
     def step(self, action: Any) -> Any:
         if self._batched:
-            observation, *rest = self._env.step(self._action.decoded(np.asarray(action)))
-            return (self._observation.read(observation, batched=True), *rest)
-        decoded = self._action.decoded(np.asarray(action)[None])
-        observation, *rest = self._env.step(_first(decoded, self._action.structure))
-        return (self._observation.read(observation), *rest)
+            observation, *rest = self._env.step(self._action.unflatten(np.asarray(action)))
+            return (self._observation.flatten(observation, batched=True), *rest)
+        actions = self._action.unflatten(np.asarray(action)[None])
+        observation, *rest = self._env.step(_first_action(actions, self._action.env_space))
+        return (self._observation.flatten(observation), *rest)
 
     def close(self) -> None:
         self._env.close()
 
 
-class _Observations:
+class _ObservationFlattener:
     """Converts observations of a space to a state and images."""
 
-    def __init__(self, space: Any, shown: ObservationSelection) -> None:
+    def __init__(self, space: Any, selection: ObservationSelection) -> None:
         self._states: list[tuple[SpacePath, Any]] = []
         self._images: list[tuple[SpacePath, Any]] = []
-        ignored, met = set(shown.ignored), set[str]()
-        every = list(leaf_spaces(space))
-        for path, part in every:
-            if named := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
-                met |= named
+        ignored, matched = set(selection.ignored), set[str]()
+        leaves = list(leaf_spaces(space))
+        for path, part in leaves:
+            if matches := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
+                matched |= matches
             elif path == (INSTRUCTION,) and is_box(part):
                 self._images.append((path, part))
             elif is_image(part):
-                self._picture(path, part, shown)
-            elif (why := _misfit(part)) is not None:
+                self._add_image(path, part, selection)
+            elif (obstacle := _flatten_obstacle(part)) is not None:
                 raise InvalidEnvConfig(
-                    f"task.ignore_observations: the observation {_named(path)} is {part}, {why}; "
-                    "leave it out by its name here, or wrap the environment"
+                    f"task.ignore_observations: the observation {_path_name(path)} is {part}, "
+                    f"{obstacle}; leave it out by its name here, or wrap the environment"
                 )
             else:
                 self._states.append((path, part))
-        for name in sorted(ignored - met):
-            there = ", ".join("_".join(path) for path, _ in every if path) or "no names"
-            raise InvalidEnvConfig(f"task.ignore_observations: there is no {name!r}, but {there}")
+        for name in sorted(ignored - matched):
+            names = ", ".join("_".join(path) for path, _ in leaves if path) or "no names"
+            raise InvalidEnvConfig(f"task.ignore_observations: there is no {name!r}, but {names}")
         if not self._states:
             raise InvalidEnvConfig(
-                f"task.id: its observations are {space}; policies here need numbers beside "
+                f"task.id: its observations are {space}; policies need numbers in addition to "
                 "images; wrap the environment so that it returns some"
             )
         (path, part), *others = self._states
-        alone = not others and is_box(part) and len(part.shape) == 1
-        plain = all(len(path) == 1 for path, _ in self._images)
-        self.is_plain = alone and path in ((), (STATE,)) and plain and not met
-        self.space = space if self.is_plain else self._plain_space()
+        is_vector = not others and is_box(part) and len(part.shape) == 1
+        has_flat_images = all(len(path) == 1 for path, _ in self._images)
+        self.is_flat = is_vector and path in ((), (STATE,)) and has_flat_images and not matched
+        self.space = space if self.is_flat else self._flat_space()
 
-    def _picture(self, path: SpacePath, part: Any, shown: ObservationSelection) -> None:
+    def _add_image(self, path: SpacePath, part: Any, selection: ObservationSelection) -> None:
         name, size = "_".join(path) or "pixels", list(part.shape[:2])
-        if name in shown.video_only:
+        if name in selection.video_only:
             return
-        if part.shape[-1] != 3 or name not in shown.images:
-            layout = "" if part.shape[-1] == 3 else ", and images here are [H, W, 3]"
+        if part.shape[-1] != 3 or name not in selection.images:
+            layout = "" if part.shape[-1] == 3 else ": images must be [H, W, 3]"
             cure = "" if layout else f"set task.images.{name}={size}, or "
             raise InvalidEnvConfig(
-                f"task.images.{name}: the environment returns the image {_named(path)} "
+                f"task.images.{name}: the environment returns the image {_path_name(path)} "
                 f"{list(part.shape)}, which is not used{layout}; {cure}leave it out by "
                 f"task.ignore_observations=[{name}]"
             )
-        if list(shown.images[name]) != size:
+        if list(selection.images[name]) != size:
             raise InvalidEnvConfig(f"task.images.{name}: its images are {size}")
         self._images.append((path, part))
 
-    def _plain_space(self) -> Any:
+    def _flat_space(self) -> Any:
         bounds = [_flat_bounds(part) for _, part in self._states]
-        low, high = (np.concatenate([pair[place] for pair in bounds]) for place in (0, 1))
-        parts = {"_".join(path): part for path, part in self._images}
-        return SimpleNamespace(spaces={STATE: Box(low, high), **parts})
+        low, high = (np.concatenate(arrays) for arrays in zip(*bounds))  # noqa: B905 - Python 3.9
+        images = {"_".join(path): part for path, part in self._images}
+        return SimpleNamespace(spaces={STATE: Box(low, high), **images})
 
-    def read(self, observation: Any, *, batched: bool = False) -> Arrays:
+    def flatten(self, observation: Any, *, batched: bool = False) -> Arrays:
         """Return the state ``[D]`` and images by name; for many environments ``[n, ...]`` each."""
-        vectors = [_vector(part, _at(observation, path), batched) for path, part in self._states]
-        images = {"_".join(p): np.array(_at(observation, p)) for p, _ in self._images}
+        vectors = [
+            _to_vector(part, _value_at(observation, path), batched) for path, part in self._states
+        ]
+        images = {"_".join(p): np.array(_value_at(observation, p)) for p, _ in self._images}
         return {STATE: np.concatenate(vectors, -1), **images}
 
 
-class _Actions:
-    """Converts a vector, or one choice, to an action of a space."""
+class _ActionConverter:
+    """Converts a vector, or one discrete action, to an action of a space."""
 
     def __init__(self, space: Any) -> None:
-        self.structure = space
-        parts = list(leaf_spaces(space))
-        self._parts = [part for _, part in parts]
-        choices = [_counts(part) for part in self._parts]
+        self.env_space = space
+        self._parts = [part for _, part in leaf_spaces(space)]
+        part_sizes = [_discrete_sizes(part) for part in self._parts]
         self._sizes: list[tuple[int, ...]] = []
-        self.is_plain = (is_box(space) and len(space.shape) == 1) or is_discrete(space)
-        if self.is_plain:
+        """For each part, the number of values of its discrete actions; empty for boxes."""
+        self.is_flat = (is_box(space) and len(space.shape) == 1) or is_discrete(space)
+        if self.is_flat:
             self.space: Any = space
-        elif parts and _boxes_alike(self._parts):
+        elif self._parts and _are_boxes_of_one_kind(self._parts):
             low, high = (
                 np.concatenate([np.ravel(getattr(part, name)) for part in self._parts])
                 for name in ("low", "high")
             )
             self.space = Box(low, high)
-        elif parts and all(choices):
-            self._sizes = [sizes for sizes in choices if sizes]
+        elif self._parts and all(part_sizes):
+            self._sizes = [sizes for sizes in part_sizes if sizes]
             count = math.prod(n for sizes in self._sizes for n in sizes)
             if count > MAX_ACTION_COMBINATIONS:
                 raise InvalidEnvConfig(
@@ -280,41 +289,41 @@ class _Actions:
             self.space = Discrete(count)
         else:
             raise InvalidEnvConfig(
-                f"task.id: its actions are {space}; policies here return vectors (boxes, of "
-                "integers all or none) or choices, not both and nothing else; wrap the environment"
+                f"task.id: its actions are {space}; policies return vectors (boxes, all or none "
+                "of integers) or discrete actions, but not both; wrap the environment"
             )
 
-    def decoded(self, actions: np.ndarray) -> Any:
-        """Return actions ``[n, A]`` or choices ``[n]`` in the structure of the space, ``[n,
-        ...]``."""
-        if self.is_plain:
+    def unflatten(self, actions: np.ndarray) -> Any:
+        """Return vectors ``[n, A]`` or discrete actions ``[n]`` in the structure of the space,
+        ``[n, ...]``."""
+        if self.is_flat:
             return actions
         if self._sizes:
-            every = [n for sizes in self._sizes for n in sizes]
-            digits = np.stack(np.unravel_index(actions.astype(np.int64), every), -1)
-            columns = _split(digits, [len(sizes) for sizes in self._sizes])
+            all_sizes = [n for sizes in self._sizes for n in sizes]
+            indices = np.stack(np.unravel_index(actions.astype(np.int64), all_sizes), -1)
+            columns = _split(indices, [len(sizes) for sizes in self._sizes])
         else:
             columns = _split(actions, [math.prod(part.shape) for part in self._parts])
-        shaped = [_shaped(part, column) for part, column in zip(self._parts, columns)]  # noqa: B905
-        return _built(self.structure, iter(shaped))
+        parts = [_to_part(part, column) for part, column in zip(self._parts, columns)]  # noqa: B905
+        return _assemble(self.env_space, iter(parts))
 
-    def encoded(self, action: Any) -> Any:
-        """Return the vector or choice of an action of the space."""
-        if self.is_plain:
+    def flatten(self, action: Any) -> Any:
+        """Return the vector or discrete action that corresponds to an action of the space."""
+        if self.is_flat:
             return action
-        values = [np.asarray(_at(action, path)) for path, _ in leaf_spaces(self.structure)]
+        values = [np.asarray(_value_at(action, path)) for path, _ in leaf_spaces(self.env_space)]
         if not self._sizes:
             return np.concatenate([value.ravel() for value in values])
-        digits = [
+        indices = [
             np.ravel(value - _start(part)).astype(np.int64)
             for part, value in zip(self._parts, values)  # noqa: B905 - Python 3.9
         ]
-        every = tuple(n for sizes in self._sizes for n in sizes)
-        return np.ravel_multi_index(tuple(np.concatenate(digits).tolist()), every)
+        all_sizes = tuple(n for sizes in self._sizes for n in sizes)
+        return np.ravel_multi_index(tuple(np.concatenate(indices).tolist()), all_sizes)
 
 
 def leaf_spaces(space: Any, path: SpacePath = ()) -> Iterator[tuple[SpacePath, Any]]:
-    """Yield the parts of a space that are not composed of others, each with its path."""
+    """Yield the parts of a space that have no parts themselves, with their paths."""
     parts = _subspaces(space)
     if parts is None:
         yield path, space
@@ -324,18 +333,18 @@ def leaf_spaces(space: Any, path: SpacePath = ()) -> Iterator[tuple[SpacePath, A
 
 
 def _subspaces(space: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a ``Dict`` or ``Tuple`` by name or number; None: it is neither."""
+    """Return the parts of a ``Dict`` or ``Tuple`` by name or index; None for other spaces."""
     spaces = getattr(space, "spaces", None)
     if isinstance(spaces, Mapping):
         return [(str(name), part) for name, part in spaces.items()]
     if isinstance(spaces, (tuple, list)) and type(space).__name__ == "Tuple":
-        return [(str(number), part) for number, part in enumerate(spaces)]
+        return [(str(index), part) for index, part in enumerate(spaces)]
     return None
 
 
 def is_image(space: Any) -> bool:
-    """Return whether a space holds images, by the rule of Stable-Baselines3: bytes from 0 to 255 in
-    three dimensions, one of which has 1, 3 or 4 channels."""
+    """Return whether a space has images, by the rule of Stable-Baselines3: uint8 from 0 to 255 in
+    three dimensions, the first or last of which has 1, 3 or 4 channels."""
     if not is_box(space) or len(space.shape) != 3 or np.dtype(space.dtype) != np.uint8:
         return False
     channels = {space.shape[0], space.shape[-1]} & {1, 3, 4}
@@ -343,7 +352,7 @@ def is_image(space: Any) -> bool:
 
 
 class _Gymnasium(NamedTuple):
-    """The functions of Gymnasium in use, if the simulator has imported it."""
+    """The class and functions that are used of Gymnasium."""
 
     space: type
     flatten: Any
@@ -351,48 +360,49 @@ class _Gymnasium(NamedTuple):
 
 
 def _gymnasium() -> _Gymnasium | None:
+    """Return Gymnasium if the simulator has imported it."""
     spaces = sys.modules.get("gymnasium.spaces")
     if spaces is None:
         return None
     return _Gymnasium(spaces.Space, spaces.utils.flatten, spaces.utils.flatten_space)
 
 
-def _misfit(space: Any) -> str | None:
-    """Return why a part has no vector of fixed length; None: it has one."""
+def _flatten_obstacle(space: Any) -> str | None:
+    """Return why a part cannot become a vector of fixed length; None if it can."""
     if is_box(space):
         return None
-    own = _gymnasium()
-    if own is None or not isinstance(space, own.space):
+    gymnasium = _gymnasium()
+    if gymnasium is None or not isinstance(space, gymnasium.space):
         return "of a kind that is not Gymnasium's"
     if type(space).__name__ in ("Text", "Sequence", "Graph", "OneOf"):
         return "which has no numbers in fixed places"
     try:
-        flat = own.flatten_space(space)
+        flat = gymnasium.flatten_space(space)
     except (NotImplementedError, ValueError, TypeError):
         flat = None
     return None if is_box(flat) else "which Gymnasium cannot flatten"
 
 
 def _flat_bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
-    own = _gymnasium()
-    if own is not None and isinstance(space, own.space):
-        space = own.flatten_space(space)
+    gymnasium = _gymnasium()
+    if gymnasium is not None and isinstance(space, gymnasium.space):
+        space = gymnasium.flatten_space(space)
     return np.ravel(space.low), np.ravel(space.high)
 
 
-def _vector(space: Any, value: Any, batched: bool) -> np.ndarray:
+def _to_vector(space: Any, value: Any, batched: bool) -> np.ndarray:
     """Return one part of an observation as a vector, ``[..., D]``."""
     if is_box(space):
         array = np.asarray(value)
         return array.reshape(len(array), -1) if batched else array.ravel()
-    own = _gymnasium()
-    assert own is not None, "others were refused"
+    gymnasium = _gymnasium()
+    assert gymnasium is not None, "other spaces were rejected"
     if batched:
-        return np.stack([np.asarray(own.flatten(space, one)) for one in value])
-    return np.asarray(own.flatten(space, value))
+        return np.stack([np.asarray(gymnasium.flatten(space, row)) for row in value])
+    return np.asarray(gymnasium.flatten(space, value))
 
 
-def _at(value: Any, path: SpacePath) -> Any:
+def _value_at(value: Any, path: SpacePath) -> Any:
     for name in path:
         if isinstance(value, Mapping):
             # Keys may be numbers.
@@ -402,12 +412,12 @@ def _at(value: Any, path: SpacePath) -> Any:
     return value
 
 
-def _named(path: SpacePath) -> str:
+def _path_name(path: SpacePath) -> str:
     return repr("_".join(path)) if path else "itself"
 
 
-def _counts(space: Any) -> tuple[int, ...] | None:
-    """Return the number of options of each choice of a space; None: it has no choices."""
+def _discrete_sizes(space: Any) -> tuple[int, ...] | None:
+    """Return the number of values of each discrete action of a space; None: it has none."""
     if is_discrete(space):
         return (int(space.n),)
     if hasattr(space, "nvec"):
@@ -417,10 +427,10 @@ def _counts(space: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _boxes_alike(parts: Sequence[Any]) -> bool:
-    """Return whether all parts are boxes, and either all or none are of integers."""
-    integers = {is_box(part) and np.issubdtype(part.dtype, np.integer) for part in parts}
-    return len(integers) == 1 and all(is_box(part) for part in parts)
+def _are_boxes_of_one_kind(parts: Sequence[Any]) -> bool:
+    """Return whether all parts are boxes, and either all or none have an integer type."""
+    is_integer = {is_box(part) and np.issubdtype(part.dtype, np.integer) for part in parts}
+    return len(is_integer) == 1 and all(is_box(part) for part in parts)
 
 
 def _start(space: Any) -> Any:
@@ -431,27 +441,28 @@ def _split(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(sizes)[:-1], axis=-1)
 
 
-def _shaped(space: Any, column: np.ndarray) -> np.ndarray:
-    """Return a column ``[n, size]`` as actions of a part, ``[n, *shape]``, of its type."""
+def _to_part(space: Any, column: np.ndarray) -> np.ndarray:
+    """Return a column ``[n, size]`` as actions of a part, ``[n, *shape]``, of the part's type."""
     shape = () if is_discrete(space) else tuple(space.shape)
-    shaped = column.reshape(len(column), *shape) + (0 if is_box(space) else _start(space))
-    return shaped.astype(getattr(space, "dtype", None) or shaped.dtype)
+    actions = column.reshape(len(column), *shape) + (0 if is_box(space) else _start(space))
+    return actions.astype(getattr(space, "dtype", None) or actions.dtype)
 
 
-def _built(space: Any, columns: Iterator[np.ndarray]) -> Any:
-    parts = _subspaces(space)
-    if parts is None:
-        return next(columns)
-    built = [_built(part, columns) for _, part in parts]
+def _assemble(space: Any, parts: Iterator[np.ndarray]) -> Any:
+    """Return an action of a structured space from its parts, in the order of the space."""
+    subspaces = _subspaces(space)
+    if subspaces is None:
+        return next(parts)
+    values = [_assemble(subspace, parts) for _, subspace in subspaces]
     if isinstance(space.spaces, Mapping):
-        return dict(zip(space.spaces, built))  # noqa: B905 - Python 3.9
-    return tuple(built)
+        return dict(zip(space.spaces, values))  # noqa: B905 - Python 3.9
+    return tuple(values)
 
 
-def _first(value: Any, space: Any) -> Any:
+def _first_action(value: Any, space: Any) -> Any:
     """Return the single action of ``[1, ...]``."""
     if isinstance(value, dict):
-        return {name: _first(part, space.spaces[name]) for name, part in value.items()}
+        return {name: _first_action(part, space.spaces[name]) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(_first(part, one) for part, one in zip(value, space.spaces))  # noqa: B905
+        return tuple(_first_action(part, sub) for part, sub in zip(value, space.spaces))  # noqa: B905
     return int(value[0]) if is_discrete(space) else np.asarray(value[0])

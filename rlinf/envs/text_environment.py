@@ -21,7 +21,7 @@ from rlinf.registry import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS
 RESERVED_INFO_KEYS = frozenset(
     {"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"}
 )
-"""Names that every trajectory has in its record; a prompt's own info must not use them."""
+"""Names that the record of every trajectory has; the ``info`` of a prompt must not use them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TextEnvironment(Environment):
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """Return how conversations become text, and which token ends an answer.
+        """Return the chat template, and the token that ends an answer.
 
         Raises:
             DataError: the tokenizer has several chat templates, and none is the default.
@@ -66,8 +66,8 @@ class TextEnvironment(Environment):
         """Return the token ids of texts, int64.
 
         Args:
-            literal: treat special-token strings as plain text. Use it for texts that others wrote,
-                which could otherwise end the policy's turn.
+            literal: treat special-token strings as plain text. Use it for text from outside, which
+                could otherwise end the policy's turn.
         """
         if not texts:
             return []
@@ -80,15 +80,15 @@ class TextEnvironment(Environment):
 
         A chat template writes BOS itself. Other prompts start with the special tokens that the
         tokenizer puts before a text, unless they are present. An empty prompt becomes BOS or EOS,
-        because a language model gives no probability to the first token of a sequence.
+        because a language model predicts no probability of the first token of a sequence.
         """
-        begin = self.tokenizer.bos_token_id
-        begin = self.tokenizer.eos_token_id if begin is None else begin
-        alone = np.array([begin], dtype=np.int64)
-        written = self.uses_chat_template and self.chat_format.template is not None
-        prefix = alone[:0] if written else self.chat_format.bos_token_ids
+        bos = self.tokenizer.bos_token_id
+        bos = self.tokenizer.eos_token_id if bos is None else bos
+        empty_prompt = np.array([bos], dtype=np.int64)
+        has_template = self.uses_chat_template and self.chat_format.template is not None
+        prefix = empty_prompt[:0] if has_template else self.chat_format.bos_token_ids
         prompts = (_with_prefix(prefix, ids) for ids in self.encode(texts))
-        return [ids if len(ids) else alone for ids in prompts]
+        return [ids if len(ids) else empty_prompt for ids in prompts]
 
     def append_end_token(self, ids: np.ndarray) -> np.ndarray:
         """Return the token ids of an answer, with the end token."""
@@ -112,13 +112,13 @@ class PromptEnvironment(TextEnvironment):
         prompts = self.prompts(request)
         encoded = self.encode_prompts([prompt.model_input for prompt in prompts])
         samples = request.sample_ids()
-        row_of = {start: row for row, start in enumerate(request.group_ids)}
-        rows = [row_of[sample // request.group_size] for sample in samples.tolist()]
+        rows_by_group = {group: row for row, group in enumerate(request.group_ids)}
+        rows = [rows_by_group[sample // request.group_size] for sample in samples.tolist()]
         partial = request.partial_samples or {}
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
-        for line, ids in zip(padded, encoded, strict=True):
-            line[: len(ids)] = ids
+        for padded_row, ids in zip(padded, encoded, strict=True):
+            padded_row[: len(ids)] = ids
         columns = [prompt.extra_columns() for prompt in prompts]
         observations.put(
             Record(
@@ -136,9 +136,9 @@ class PromptEnvironment(TextEnvironment):
         observations.close()
         for reply in actions:
             replies = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
-            texts = [self.chat_format.decode(row[:length]) for row, length in replies]
+            texts = [self.chat_format.decode(tokens[:length]) for tokens, length in replies]
             for i, sample in enumerate(reply.steps["sample"]):
-                row = row_of[int(sample) // request.group_size]
+                row = rows_by_group[int(sample) // request.group_size]
                 length = int(reply.steps["length"][i])
                 reason = "stop" if reply.steps["stopped"][i] else "length"
                 if "unfinished" in reply.steps and reply.steps["unfinished"][i]:
@@ -169,16 +169,16 @@ class PromptEnvironment(TextEnvironment):
     def grade(self, response: str, answer: str) -> float:
         """Return 1 for a right response, 0 for a wrong one, or a value between them.
 
-        Only for tasks that are scored by a response and the reference answer; others override
-        :meth:`score`.
+        For tasks whose score depends only on the response and the reference answer; other tasks
+        override :meth:`score`.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
 
 
 def _with_prefix(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the prompt with the prefix in front of it, which is not repeated."""
-    there = np.array_equal(ids[: len(prefix)], prefix)
-    return ids if there else np.concatenate([prefix, ids])
+    """Return the prompt with the prefix, which is not added if the prompt begins with it."""
+    has_prefix = np.array_equal(ids[: len(prefix)], prefix)
+    return ids if has_prefix else np.concatenate([prefix, ids])
 
 
 def _stack_columns(prompts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -186,16 +186,16 @@ def _stack_columns(prompts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.
     columns."""
     columns: dict[str, np.ndarray] = {}
     for name in prompts[0] if prompts else ():
-        arrays = [columns_of[name] for columns_of in prompts]
+        arrays = [prompt_columns[name] for prompt_columns in prompts]
         first, length = arrays[0], max(map(len, arrays))
         columns[name] = np.zeros((len(arrays), length, *first.shape[1:]), first.dtype)
-        for line, array in zip(columns[name], arrays, strict=True):
-            line[: len(array)] = array
+        for row, array in zip(columns[name], arrays, strict=True):
+            row[: len(array)] = array
     return columns
 
 
 def _partial_columns(partial: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """Return the request columns of samples that the engine continues; none if there are none."""
+    """Return the request columns of samples that the engine continues; empty without samples."""
     if not partial:
         return {}
     lengths = np.array([len(trajectory) for trajectory in partial])

@@ -1,13 +1,13 @@
 """Vector environments, and the simulator process that steps them for a stage.
 
-This file is run by its path (see :func:`main`) under an interpreter of its own, Python 3.9 or
-newer, where nothing else of the package may be installed. It imports the standard library, numpy,
-files beside it that do the same, and what the factory imports. A message is JSON with arrays in
-shared memory; nothing is unpickled.
+A simulator process runs this file by its path (see :func:`main`), possibly under another
+interpreter (Python 3.9 or newer) that does not have rlinf. So it imports only the standard library,
+numpy, files of its folder with the same limits, and what the factory imports. A message is JSON
+with arrays in shared memory; nothing is unpickled.
 
 An environment has the methods of Gymnasium: ``reset(seed=)``, ``step(action)``, ``close()``,
 ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.simulators`). An observation is an
-array, called ``state`` here, or arrays by name; :mod:`rlinf.envs.spaces` flattens it.
+array, which is named ``state``, or arrays by name; :mod:`rlinf.envs.spaces` flattens it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 
 if not __package__:
-    # Run by its path: the files beside it are a package of their own, for ours would bring more.
+    # Run by its path: relative imports use a stand-in package, because importing rlinf itself would
+    # import modules that this interpreter lacks.
     __package__ = "rlinf_simulator.envs"
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     for name, path in (("rlinf_simulator", os.path.dirname(folder)), (__package__, folder)):  # noqa: PTH120
-        beside: Any = types.ModuleType(name)
-        beside.__path__ = [path]
-        sys.modules[name] = beside
+        package: Any = types.ModuleType(name)
+        package.__path__ = [path]
+        sys.modules[name] = package
 
 from .factory import create_env, create_task_env, module_flag, resolve_factory
 from .ipc import SimulatorConnection
@@ -68,37 +69,33 @@ from .spaces import describe_spaces, to_env_actions
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STEP_INFO_TYPES = {"intervened": np.uint8, "performed": np.float32, "late": np.uint8}
-"""Keys of a step's ``info`` beside ``success``, and their types: see
+"""Keys of a step's ``info`` other than ``success``, with their types: see
 :mod:`rlinf.envs.simulators`."""
-ACTION_REWARDS = "gained"
-"""Column of the rewards of each action of a chunk."""
+ACTION_REWARDS = "action_rewards"
+"""Column with the reward of each action of a chunk."""
 
 
 class SyncVectorEnv:
-    """Environments of one kind, by number, stepped one after another. They are reused, because a
-    seeded reset leaves nothing of earlier episodes."""
+    """Environments of one kind, stepped one after another and addressed by index. They are reused,
+    because a seeded reset does not depend on earlier episodes."""
 
     def __init__(
         self,
         make: Callable[[], Any],
         *,
         single_instance: bool = False,
-        endless: bool = False,
-        own: Sequence[str] = (),
+        ignore_terminations: bool = False,
+        user_modules: Sequence[str] = (),
     ) -> None:
         """
         Args:
-            single_instance: there is one environment, and a failed reset is not retried, because
-                it needs a person: a robot arm that hit something is not sent there again.
-            endless: ignore terminations; episodes continue until they are truncated.
-            own: as for :func:`format_error`.
+            single_instance: there is one environment, and a failed reset is not retried: a person
+                must look first, for example at a robot arm that hit something.
+            ignore_terminations: continue episodes until they are truncated.
+            user_modules: as for :func:`format_error`.
         """
-        self._make, self._single_instance, self._endless, self._own = (
-            make,
-            single_instance,
-            endless,
-            own,
-        )
+        self._make, self._single_instance = make, single_instance
+        self._ignore_terminations, self._user_modules = ignore_terminations, user_modules
         self._envs: list[Any] = []
         self._readers: dict[int, ObservationReader] = {}
         """Readers of the open episodes."""
@@ -117,14 +114,14 @@ class SyncVectorEnv:
     ) -> Arrays:
         """Begin episodes; return observations by name, ``[n, ...]``.
 
-        An environment that raises, or returns values that are not finite, is created anew and tried
+        An environment that raises, or returns values that are not finite, is recreated and reset
         once more. If that fails too, its observation is zero, and the episode is lost at its first
-        step. If no environment has returned an observation yet and another seed fails too, its
-        error is raised. With ``single_instance``, InvalidEnvConfig is raised instead of all that.
+        step. If no observation is known yet, another seed is tried; if that fails, its error is
+        raised. With ``single_instance``, the first failure raises InvalidEnvConfig.
 
         Args:
-            initial_states: numbers of initial states, for environments that have them, modulo their
-                count; by default the seeds choose.
+            initial_states: indices of initial states (modulo their number), for environments that
+                have a list of them; by default the seeds determine the states.
             turns: running numbers that select tasks in rotation, if there are several.
         """
         if self._single_instance and max(env_ids, default=0):
@@ -137,9 +134,9 @@ class SyncVectorEnv:
         failed: dict[int, tuple[Any, ...]] = {}
         for row, (env_id, seed) in enumerate(zip(env_ids, seeds)):  # noqa: B905 - Python 3.9
             initial_state = None if initial_states is None else initial_states[row]
-            where = (initial_state, None if turns is None else turns[row])
+            start = (initial_state, None if turns is None else turns[row])
             try:
-                self._reset_one(env_id, seed, *where)
+                self._reset_one(env_id, seed, *start)
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -150,12 +147,12 @@ class SyncVectorEnv:
                         "resume the run"
                     ) from error
                 self._recreate(env_id)
-                if not self._retry_reset(env_id, seed, *where):
-                    failed[env_id] = (seed ^ 1, *where)
+                if not self._retry_reset(env_id, seed, *start):
+                    failed[env_id] = (seed ^ 1, *start)
         if failed and not self._templates:
             # No observation is known yet; an episode with another seed provides one, or raises.
-            env_id, other = next(iter(failed.items()))
-            self._reset_one(env_id, *other)
+            env_id, other_start = next(iter(failed.items()))
+            self._reset_one(env_id, *other_start)
         for env_id in failed:
             self._last_observations[env_id] = {
                 name: np.zeros_like(a) for name, a in self._templates.items()
@@ -163,13 +160,14 @@ class SyncVectorEnv:
         return stack_observations([self._last_observations[env_id] for env_id in env_ids])
 
     def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
-        """Return the states of open episodes, from which other environments can continue, uint8
-        ``[n]`` each.
+        """Return the states of open episodes, uint8 ``[n]`` each, from which other environments can
+        continue.
 
-        An environment that raises has lost its episode, and is created anew.
+        If an environment raises, its episode is lost, and it is recreated.
 
         Returns:
-            The states; and, by row, the tracebacks of those that raised, whose state is empty.
+            The states; and, by row, the tracebacks of environments that raised, whose state is
+            empty.
 
         Raises:
             InvalidEnvConfig: an environment cannot save its state.
@@ -193,7 +191,7 @@ class SyncVectorEnv:
                 ) from None
             except Exception as error:  # a simulator may raise anything
                 states.append(EMPTY_STATE)
-                errors[row] = format_error(error, self._own)
+                errors[row] = format_error(error, self._user_modules)
                 self._recreate(env_id)
         return states, errors
 
@@ -202,11 +200,11 @@ class SyncVectorEnv:
     ) -> tuple[Arrays, dict[int, str]]:
         """Continue episodes from states of :meth:`save`.
 
-        An environment that raises is created anew and tried once more.
+        An environment that raises is recreated and restored once more.
 
         Returns:
-            Their last observations, ``[n, ...]``; and, by row, the tracebacks of those that raise
-            again. If there are any, no observations are returned.
+            Their last observations, ``[n, ...]``; and, by row, the tracebacks of environments that
+            raise again. If there are any, no observations are returned.
         """
         self._ensure_envs(env_ids)
         errors = dict[int, str]()
@@ -216,7 +214,7 @@ class SyncVectorEnv:
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
-                errors[row] = format_error(error, self._own)
+                errors[row] = format_error(error, self._user_modules)
         return (
             {}
             if errors
@@ -224,23 +222,23 @@ class SyncVectorEnv:
         ), errors
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        """Act in environments. Vectors are clipped to the space; choices are counted from its
-        start.
+        """Step environments. Vectors are clipped to the action space; discrete actions are counted
+        from its ``start``.
 
         A row of ``actions`` may be a chunk, ``[H, ...]``: actions that are executed one after
         another until the episode ends. Observations within a chunk are not rendered.
 
-        An environment that raises, or returns values that are not finite, or of another shape or
-        type than before, has ended its episode, and is created anew.
+        If an environment raises, or returns values that are not finite or have another shape or
+        type than before, its episode ends, and it is recreated.
 
         Returns:
-            Observations ``[n, ...]`` with the prefix ``seen.``; ``reward`` float64 ``[n]`` (of a
-            chunk the sum), and ``gained`` float64 ``[n, H]`` of each action of a chunk, 0 for
-            actions that were not executed; ``executed`` int32 ``[n]``, the number of actions begun;
-            ``terminated``, ``truncated`` and ``success`` (:func:`is_success`) of the last action
-            and ``solved``, whether any had success, uint8 ``[n]``; the keys of
+            Observations ``[n, ...]`` with the prefix ``seen.``; ``reward`` float64 ``[n]``, summed
+            over a chunk; for chunks also :data:`ACTION_REWARDS` float64 ``[n, H]``, 0 for actions
+            that were not executed; ``executed`` int32 ``[n]``, the number of actions begun; uint8
+            ``[n]``: ``terminated``, ``truncated`` and ``success`` (:func:`is_success`) of the last
+            action, and ``solved``, 1 if any action had success; the keys of
             :data:`STEP_INFO_TYPES` that the environments have, ``[n, ...]``, for each action of a
-            chunk; and, by row, the tracebacks of those that raised.
+            chunk; and, by row, the tracebacks of environments that raised.
 
         Raises:
             InvalidEnvConfig: an action is not in the space.
@@ -248,49 +246,49 @@ class SyncVectorEnv:
         space = self._envs[env_ids[0]].action_space
         step_info = step_info_columns(self.step_info_keys, actions)
         actions = to_env_actions(space, actions)
-        single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
-        step_results, rows, errors = [], list[Arrays](), dict[int, str]()
-        for row, (env_id, chosen) in enumerate(zip(env_ids, actions)):  # noqa: B905 - Python 3.9
+        is_single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
+        step_results, all_observations = [], list[Arrays]()
+        errors = dict[int, str]()
+        for row, (env_id, row_action) in enumerate(zip(env_ids, actions)):  # noqa: B905 - Python 3.9
             if env_id in self._failed_resets:
                 errors[row] = self._failed_resets.pop(env_id)
                 step_results.append((0.0, 1, *LOST_EPISODE_FLAGS))
-                rows.append(self._last_observations[env_id])
+                all_observations.append(self._last_observations[env_id])
                 continue
-            env, reward, executed, solved = self._envs[env_id], 0.0, 0, False
+            env, total_reward, executed, solved = self._envs[env_id], 0.0, 0, False
             try:
-                for place, action in enumerate([chosen] if single else chosen):
+                for index, action in enumerate([row_action] if is_single else row_action):
                     executed += 1
-                    observation, gained, terminated, truncated, info = env.step(action)
-                    if not math.isfinite(gained):
-                        raise ValueError(f"a reward that is not finite: {gained}")
-                    reward += gained
+                    observation, reward, terminated, truncated, info = env.step(action)
+                    if not math.isfinite(reward):
+                        raise ValueError(f"a reward that is not finite: {reward}")
+                    total_reward += reward
                     for name, column in step_info.items():
-                        place_in = row if single else (row, place)
-                        column[place_in] = gained if name == ACTION_REWARDS else info[name]
+                        position = row if is_single else (row, index)
+                        column[position] = reward if name == ACTION_REWARDS else info[name]
                     success = is_success(info)
                     solved = solved or success
-                    terminated = terminated and not self._endless
+                    terminated = terminated and not self._ignore_terminations
                     if terminated or truncated:
                         break
                 observations = self._read(env_id, observation)
-                step_results.append((reward, executed, terminated, truncated, success, solved))
+                flags = (terminated, truncated, success, solved)
+                step_results.append((total_reward, executed, *flags))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
-                errors[row], observations = (
-                    format_error(error, self._own),
-                    self._last_observations[env_id],
-                )
-                step_results.append((reward, executed, *LOST_EPISODE_FLAGS))
+                errors[row] = format_error(error, self._user_modules)
+                observations = self._last_observations[env_id]
+                step_results.append((total_reward, executed, *LOST_EPISODE_FLAGS))
                 self._recreate(env_id)
-            rows.append(observations)
-        shown = stack_observations(rows)
-        for row, why in find_non_finite(shown).items():
-            errors[row], rows[row] = why, self._last_observations[env_ids[row]]
+            all_observations.append(observations)
+        stacked = stack_observations(all_observations)
+        for row, message in find_non_finite(stacked).items():
+            errors[row], all_observations[row] = message, self._last_observations[env_ids[row]]
             step_results[row] = (*step_results[row][:2], *LOST_EPISODE_FLAGS)
             self._recreate(env_ids[row])
-            shown = stack_observations(rows)
-        self._last_observations.update(zip(env_ids, rows))  # noqa: B905 - Python 3.9
+            stacked = stack_observations(all_observations)
+        self._last_observations.update(zip(env_ids, all_observations))  # noqa: B905 - Python 3.9
         results = (
             np.array(step_results, np.float64).reshape(len(step_results), 2 + len(STEP_FLAGS)).T
         )
@@ -300,19 +298,20 @@ class SyncVectorEnv:
             **step_info,
         }
         columns.update(zip(STEP_FLAGS, results[2:].astype(np.uint8)))  # noqa: B905 - Python 3.9
-        return {**columns, **prefix_observations(shown)}, errors
+        return {**columns, **prefix_observations(stacked)}, errors
 
     @property
     def step_info_keys(self) -> Sequence[str]:
-        """The keys of :data:`STEP_INFO_TYPES` that the environments have, once there is one."""
+        """The keys of :data:`STEP_INFO_TYPES` that the environments have; empty before the first
+        environment is created."""
         return tuple(getattr(self._envs[0], "step_info_keys", ())) if self._envs else ()
 
-    def demonstrate(self, seed: int, most: int) -> Arrays:
-        """Play an episode by the environment's own ``expert_action()``, from a seeded reset to
-        its first success.
+    def demonstrate(self, seed: int, max_steps: int) -> Arrays:
+        """Run an episode with the environment's own ``expert_action()``, from a seeded reset to
+        the first success.
 
         Returns:
-            Columns ``[T, ...]``, at most ``most`` steps: observations with the prefix ``seen.``,
+            Columns ``[T, ...]``, ``T <= max_steps``: observations with the prefix ``seen.``,
             ``action`` (within the space), ``reward`` float64, ``success`` uint8.
         """
         if not self._envs:
@@ -322,14 +321,13 @@ class SyncVectorEnv:
             raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
         observation, rows = env.reset(seed=seed)[0], []
         reader = ObservationReader(env)
-        for _ in range(most):
+        for _ in range(max_steps):
             row = prefix_observations(reader.read(observation))
             action = np.array(env.expert_action())
-            (does,) = to_env_actions(env.action_space, action[None])
+            (env_action,) = to_env_actions(env.action_space, action[None])
             if hasattr(env.action_space, "low"):
-                action = does
-            result = env.step(does)
-            observation, reward, terminated, truncated, info = result
+                action = env_action
+            observation, reward, terminated, truncated, info = env.step(env_action)
             solved = is_success(info)
             row.update(action=action, reward=np.asarray(float(reward)))
             rows.append({**row, "success": np.asarray(solved, np.uint8)})
@@ -346,13 +344,13 @@ class SyncVectorEnv:
     ) -> None:
         env = self._envs[env_id]
         if hasattr(env, "num_tasks"):
-            where = {"initial_state": initial_state, "turn": turn}
+            options = {"initial_state": initial_state, "turn": turn}
         else:
             count = getattr(env, "num_initial_states", 0)
-            where = {}
+            options = {}
             if initial_state is not None and count:
-                where = {"initial_state": initial_state % count}
-        observation = env.reset(seed=seed, **where)[0]
+                options = {"initial_state": initial_state % count}
+        observation = env.reset(seed=seed, **options)[0]
         self._readers[env_id] = ObservationReader(env)
         observations = self._read(env_id, observation)
         for error in find_non_finite(stack_observations([observations])).values():
@@ -367,7 +365,7 @@ class SyncVectorEnv:
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
-            self._failed_resets[env_id] = format_error(error, self._own)
+            self._failed_resets[env_id] = format_error(error, self._user_modules)
             return False
         return True
 
@@ -419,10 +417,10 @@ class SyncVectorEnv:
 class BatchedVectorEnv:
     """Environments that one simulator steps together, with the methods of :class:`SyncVectorEnv`.
 
-    It is created for as many environments as the first episodes need, and again if later ones need
-    more. Environments without a request get a zero action. A simulator that raises is not created
-    again in this process, which may have room for one simulation alone: the next reset raises
-    ProcessRestartRequired.
+    It is created for as many environments as the first episodes need, and recreated if later
+    episodes need more. Environments without a request get a zero action. After a simulator raised,
+    the next reset raises ProcessRestartRequired, because a process may be able to create only one
+    simulation.
     """
 
     step_info_keys: Sequence[str] = ()
@@ -430,16 +428,16 @@ class BatchedVectorEnv:
     def __init__(
         self,
         make: Callable[..., Any],
-        shown: ObservationSelection = STATE_ONLY,
-        own: Sequence[str] = (),
+        selection: ObservationSelection = STATE_ONLY,
+        user_modules: Sequence[str] = (),
     ) -> None:
-        self._make = functools.partial(make, images=shown.images)
-        self._images, self._used, self._own = shown.images, shown, own
+        self._make = functools.partial(make, images=selection.images)
+        self._selection, self._user_modules = selection, user_modules
         self._env: Any = None
         self._count, self._last_observations = 0, Arrays()
         self.min_envs = 0
-        """The least number of environments: as many as a previous process had."""
-        self._failed = ""
+        """Minimum number of environments: as many as a previous process had."""
+        self._failure = ""
         self._failed_resets: dict[int, str] = {}
         """Errors of episodes that could not begin, by environment."""
 
@@ -458,31 +456,33 @@ class BatchedVectorEnv:
         Raises:
             ProcessRestartRequired: the simulator has raised, now or before.
         """
-        if self._failed:
-            raise ProcessRestartRequired(self._failed)
-        wanted = max(*env_ids, self.min_envs - 1, -1) + 1
-        if self._count and wanted > self._count and min(env_ids):
+        if self._failure:
+            raise ProcessRestartRequired(self._failure)
+        count = max(*env_ids, self.min_envs - 1, -1) + 1
+        if self._count and count > self._count and min(env_ids):
             raise InvalidEnvConfig(
                 "task.double_buffer: this simulator steps all environments together; "
                 "set it to false"
             )
-        if self._env is None or wanted > self._count:
+        if self._env is None or count > self._count:
             self.close()
-            wanted = max(wanted, self._count)
-            self._env = self._create(wanted)
+            self._env = self._create(max(count, self._count))
             self._count = self._env.count
         observations = self._reset_envs(env_ids, seeds)
-        if bad := list(find_non_finite(observations)):
-            again = self._reset_envs([env_ids[row] for row in bad], [seeds[row] for row in bad])
-            for name, column in again.items():
-                observations[name][bad] = column
+        if failed := list(find_non_finite(observations)):
+            retried = self._reset_envs(
+                [env_ids[row] for row in failed], [seeds[row] for row in failed]
+            )
+            for name, column in retried.items():
+                observations[name][failed] = column
         for row, error in find_non_finite(observations).items():
             self._failed_resets[env_ids[row]] = f"{error} after two resets"
             for column in observations.values():
                 column[row] = 0
         check_all_used(observations)
-        check_cameras(self._images, sorted(observations.keys() - {STATE, INSTRUCTION}))
-        for name, size in self._images.items():
+        images = self._selection.images
+        check_cameras(images, sorted(observations.keys() - {STATE, INSTRUCTION}))
+        for name, size in images.items():
             if observations[name].shape[1:] != (*size, 3):
                 raise InvalidEnvConfig(
                     f"task.images.{name}: its images are {list(observations[name].shape[1:3])}"
@@ -499,7 +499,7 @@ class BatchedVectorEnv:
         return observations
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        """Act as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
+        """Step as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
         environment returns values that are not finite, or could not begin, its episode ends."""
         rows, space = list(env_ids), self._env.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
@@ -509,34 +509,34 @@ class BatchedVectorEnv:
             )
         all_actions = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
         all_actions[rows] = to_env_actions(space, actions)
-        reward, ends = np.zeros(len(rows)), np.zeros((len(STEP_FLAGS), len(rows)), np.uint8)
+        reward, flags = np.zeros(len(rows)), np.zeros((len(STEP_FLAGS), len(rows)), np.uint8)
         errors = dict[int, str]()
         try:
-            observations, gained, *ended = self._env.step(all_actions)
+            observation, all_rewards, *all_flags = self._env.step(all_actions)
         except Exception as error:  # a simulator may raise anything
-            self._failed = format_error(error, self._own)
-            errors = dict.fromkeys(range(len(rows)), self._failed)
-            ends[0] = True
+            self._failure = format_error(error, self._user_modules)
+            errors = dict.fromkeys(range(len(rows)), self._failure)
+            flags[0] = True
         else:
-            shown = {name: column[rows] for name, column in self._shown(observations).items()}
-            reward[:] = np.asarray(gained, np.float64)[rows]
-            ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
-            ends[3] = ends[2]
-            errors = find_non_finite(shown)
+            observations = {name: column[rows] for name, column in self._read(observation).items()}
+            reward[:] = np.asarray(all_rewards, np.float64)[rows]
+            flags[:3] = [np.asarray(column, np.uint8)[rows] for column in all_flags]
+            flags[3] = flags[2]
+            errors = find_non_finite(observations)
             for row, env_id in enumerate(rows):
                 if env_id in self._failed_resets:
                     errors[row] = self._failed_resets.pop(env_id)
             for row in np.flatnonzero(~np.isfinite(reward)).tolist():
                 errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
-            fit = [row for row in range(len(rows)) if row not in errors]
-            for name, column in shown.items():
-                self._last_observations[name][[rows[row] for row in fit]] = column[fit]
-            reward[list(errors)], ends[:, list(errors)] = (
+            valid = [row for row in range(len(rows)) if row not in errors]
+            for name, column in observations.items():
+                self._last_observations[name][[rows[row] for row in valid]] = column[valid]
+            reward[list(errors)], flags[:, list(errors)] = (
                 0,
                 np.array(LOST_EPISODE_FLAGS, np.uint8)[:, None],
             )
         columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
-        columns.update(zip(STEP_FLAGS, ends))  # noqa: B905 - Python 3.9
+        columns.update(zip(STEP_FLAGS, flags))  # noqa: B905 - Python 3.9
         return {
             **columns,
             **prefix_observations({n: c[rows] for n, c in self._last_observations.items()}),
@@ -544,11 +544,11 @@ class BatchedVectorEnv:
 
     def _reset_envs(self, env_ids: Sequence[int], seeds: Sequence[int]) -> Arrays:
         try:
-            return self._shown(self._env.reset(list(env_ids), list(seeds)))
+            return self._read(self._env.reset(list(env_ids), list(seeds)))
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
-            raise ProcessRestartRequired(format_error(error, self._own)) from None
+            raise ProcessRestartRequired(format_error(error, self._user_modules)) from None
 
     def spaces(self) -> dict[str, Any]:
         """Return the spaces of one environment as plain values."""
@@ -556,9 +556,9 @@ class BatchedVectorEnv:
             return describe_spaces(env)
 
     def _create(self, count: int) -> Any:
-        return create_env(functools.partial(self._make, count=count), self._used, batched=True)
+        return create_env(functools.partial(self._make, count=count), self._selection, batched=True)
 
-    def demonstrate(self, seed: int, most: int) -> Arrays:
+    def demonstrate(self, seed: int, max_steps: int) -> Arrays:
         """Raise InvalidEnvConfig: there is no expert."""
         raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
 
@@ -572,7 +572,8 @@ class BatchedVectorEnv:
         """Raise InvalidEnvConfig: the state cannot be restored."""
         raise InvalidEnvConfig(NO_STATE_MESSAGE)
 
-    def _shown(self, observation: Any) -> Arrays:
+    def _read(self, observation: Any) -> Arrays:
+        """Return the observations of all environments by name, with the instruction."""
         arrays, text = to_arrays(observation), get_instruction(self._env)
         if text is not None:
             arrays[INSTRUCTION] = np.repeat(
@@ -590,12 +591,12 @@ def step_info_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
     """Return zero columns for the step info of ``actions`` ``[n, ...]``: ``performed`` has the
     shape of the actions, the others one number per action. Chunks also have
     :data:`ACTION_REWARDS`."""
-    each = actions.shape[:-1] if actions.dtype.kind == "f" else actions.shape
+    shape = actions.shape[:-1] if actions.dtype.kind == "f" else actions.shape
     columns = {
-        name: np.zeros(actions.shape if name == "performed" else each, STEP_INFO_TYPES[name])
+        name: np.zeros(actions.shape if name == "performed" else shape, STEP_INFO_TYPES[name])
         for name in names
     }
-    return {**columns, ACTION_REWARDS: np.zeros(each)} if len(each) > 1 else columns
+    return {**columns, ACTION_REWARDS: np.zeros(shape)} if len(shape) > 1 else columns
 
 
 def is_success(info: Any) -> bool:
@@ -603,83 +604,90 @@ def is_success(info: Any) -> bool:
     return bool(info.get("success", info.get("is_success", False)))
 
 
-def serve(link: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEnv) -> None:
+def serve(connection: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEnv) -> None:
     """Answer requests until the stage closes the connection."""
     while True:
-        order, arrays = link.receive()
-        if order["method"] == "step":
-            results, errors = envs.step(order["envs"], arrays["action"])
-            link.send({"errors": list(errors.items())}, results)
-        elif order["method"] == "reset":
+        request, arrays = connection.receive()
+        if request["method"] == "step":
+            results, errors = envs.step(request["envs"], arrays["action"])
+            connection.send({"errors": list(errors.items())}, results)
+        elif request["method"] == "reset":
             if isinstance(envs, BatchedVectorEnv):
-                envs.min_envs = order["min_envs"]
-            arguments = (order[name] for name in ("envs", "seeds", "initial_states", "turns"))
+                envs.min_envs = request["min_envs"]
+            arguments = (request[name] for name in ("envs", "seeds", "initial_states", "turns"))
             observations = envs.reset(*arguments)
-            link.send(
+            connection.send(
                 {"step_info_keys": list(envs.step_info_keys)}, prefix_observations(observations)
             )
-        elif order["method"] == "restore":
-            states = [arrays[str(row)] for row in range(len(order["envs"]))]
-            observations, errors = envs.restore(order["envs"], states)
+        elif request["method"] == "restore":
+            states = [arrays[str(row)] for row in range(len(request["envs"]))]
+            observations, errors = envs.restore(request["envs"], states)
             reply = {"step_info_keys": list(envs.step_info_keys), "errors": list(errors.items())}
-            link.send(reply, prefix_observations(observations))
-        elif order["method"] == "save":
-            states, errors = envs.save(order["envs"])
+            connection.send(reply, prefix_observations(observations))
+        elif request["method"] == "save":
+            states, errors = envs.save(request["envs"])
             arrays = {str(row): state for row, state in enumerate(states) if row not in errors}
-            link.send({"errors": list(errors.items())}, arrays)
-        elif order["method"] == "demonstrate":
-            link.send({}, envs.demonstrate(order["seed"], order["max_steps"]))
+            connection.send({"errors": list(errors.items())}, arrays)
+        elif request["method"] == "demonstrate":
+            connection.send({}, envs.demonstrate(request["seed"], request["max_steps"]))
         else:
-            link.send(envs.spaces(), {})
+            connection.send(envs.spaces(), {})
 
 
-def main(end: int, own: int, other: int, target: str, values: str, options: str) -> None:
+def main(
+    socket_fd: int,
+    write_fd: int,
+    read_fd: int,
+    target: str,
+    factory_kwargs_json: str,
+    options_json: str,
+) -> None:
     """Serve a stage.
 
     Args:
-        end: the file descriptor of this end of a pair of sockets.
-        own, other: those of memory files; see :class:`SimulatorConnection`.
+        socket_fd: file descriptor of this process's end of the socket pair.
+        write_fd, read_fd: file descriptors of memory files; see :class:`SimulatorConnection`.
         target: as for :func:`resolve_factory`.
-        values: the factory's arguments (:func:`create_task_env`), as JSON.
-        options: ``shown``, the fields of :class:`ObservationSelection`, ``endless`` and ``own`` (of
-            :class:`SyncVectorEnv`), as JSON.
+        factory_kwargs_json: the factory's arguments (:func:`create_task_env`).
+        options_json: ``observations`` (the fields of :class:`ObservationSelection`),
+            ``ignore_terminations`` and ``user_modules`` (of :class:`SyncVectorEnv`).
     """
     for signal_number in IGNORED_SIGNALS:
-        # Sent to a whole job: the stage may still want to finish what it does.
+        # A signal to the whole job must not interrupt an answer that the stage still waits for.
         signal.signal(signal_number, signal.SIG_IGN)
-    link = SimulatorConnection(socket.socket(fileno=end), own, other)
+    connection = SimulatorConnection(socket.socket(fileno=socket_fd), write_fd, read_fd)
     envs: SyncVectorEnv | BatchedVectorEnv | None = None
-    factory_arguments, parsed_options = json.loads(values), json.loads(options)
-    users: Sequence[str] = parsed_options["own"]
+    factory_kwargs, options = json.loads(factory_kwargs_json), json.loads(options_json)
+    user_modules: Sequence[str] = options["user_modules"]
     try:
         factory = resolve_factory(target)
-        shown = ObservationSelection(**parsed_options["shown"])
+        selection = ObservationSelection(**options["observations"])
         if module_flag(factory, "BATCHED"):
-            envs = BatchedVectorEnv(functools.partial(factory, **factory_arguments), shown, users)
+            make = functools.partial(factory, **factory_kwargs)
+            envs = BatchedVectorEnv(make, selection, user_modules)
         else:
-            make = functools.partial(create_task_env, factory, factory_arguments, shown)
             envs = SyncVectorEnv(
-                make,
+                functools.partial(create_task_env, factory, factory_kwargs, selection),
                 single_instance=module_flag(factory, "SINGLE_INSTANCE"),
-                endless=parsed_options["endless"],
-                own=users,
+                ignore_terminations=options["ignore_terminations"],
+                user_modules=user_modules,
             )
-        serve(link, envs)
+        serve(connection, envs)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except InvalidEnvConfig as error:
-        failure = {"refused": str(error)}
+        failure = {"invalid_config": str(error)}
     except ProcessRestartRequired as error:
         failure = {"restart_required": str(error)}
     except Exception as error:
-        failure = {"failed": format_error(error, users)}
+        failure = {"failed": format_error(error, user_modules)}
     finally:
-        # A robot comes to rest.
+        # Closing brings a robot to rest.
         if envs is not None:
             with contextlib.suppress(Exception):
                 envs.close()
     with contextlib.suppress(OSError):
-        link.send({**failure, "pid": os.getpid()}, {})
+        connection.send({**failure, "pid": os.getpid()}, {})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Questions about drawn scenes: coloured shapes on a grid, their number, colour and position.
+"""Questions about generated images: the number, colour and position of coloured shapes on a grid.
 
-Random numbers determine a scene. A hash of scene and question decides the split, so no training
-prompt can be a test prompt.
+Seeded random numbers determine a scene. A hash of scene and question decides the split, so no
+training prompt can be a test prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SHAPES = ("circle", "square", "triangle")
 BACKGROUND = 245
 ANSWER_PATTERN = re.compile(r"<answer>([^<>]*)</answer>\s*$")
 MAX_SCENE_DRAWS = 10_000
-"""Scenes drawn for a question: one in eight is a test scene, and most allow one of the kinds."""
+"""Maximum number of scenes that are drawn for a question. One in eight is a test scene, and most
+scenes allow a question of the drawn kind."""
 BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 
 
@@ -63,7 +64,7 @@ class VisualQuestionsConfig(Section):
 
     @field_validator("question_kinds")
     @classmethod
-    def _some(cls, value: tuple[QuestionKind, ...]) -> tuple[QuestionKind, ...]:
+    def _check_question_kinds(cls, value: tuple[QuestionKind, ...]) -> tuple[QuestionKind, ...]:
         if not value:
             raise ValueError("name at least one kind of question")
         return value
@@ -87,19 +88,19 @@ class Scene:
 
     def render(self, size: int) -> np.ndarray:
         """Return the image, uint8 ``[size, size, 3]``; a pixel belongs to a shape if its centre is
-        inside."""
+        inside the shape."""
         image = np.full((size, size, 3), BACKGROUND, np.uint8)
         centres = (np.arange(size) + 0.5) * self.cells / size
-        for thing in self.objects:
-            # Within its cell, from -1 to 1; y grows downwards.
-            y = 2 * (centres - thing.row)[:, None] - 1
-            x = 2 * (centres - thing.column)[None, :] - 1
+        for item in self.objects:
+            # Coordinates within the item's cell, from -1 to 1; y grows downwards.
+            y = 2 * (centres - item.row)[:, None] - 1
+            x = 2 * (centres - item.column)[None, :] - 1
             inside = {
                 "circle": x**2 + y**2 <= 0.64,
                 "square": np.maximum(abs(x), abs(y)) <= 0.7,
                 "triangle": (y <= 0.75) & (2 * abs(x) <= (y + 0.8)),
-            }[thing.shape]
-            image[inside] = COLOURS[thing.colour]
+            }[item.shape]
+            image[inside] = COLOURS[item.colour]
         return image
 
 
@@ -152,25 +153,25 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         if processor is None:
             return TaskSize()
         environment = cls(config, processor)
-        draws = generator(0, "visual_questions", "extent")
-        some = environment.encode_prompts(
-            [environment._draw(draws, "train").model_input for _ in range(64)]
+        random = generator(0, "visual_questions", "extent")
+        examples = environment.encode_prompts(
+            [environment._draw(random, "train").model_input for _ in range(64)]
         )
-        return TaskSize(max_prompt_tokens=max(map(len, some)))
+        return TaskSize(max_prompt_tokens=max(map(len, examples)))
 
     def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
         seed, iteration = request.seed, request.iteration
         if request.split == "test":
             seed, iteration = self.config.test_seed, 0
-        address = ("visual_questions", request.split, iteration)
+        key = ("visual_questions", request.split, iteration)
         return [
-            self._draw(generator(seed, *address, int(start)), request.split)
-            for start in request.group_ids
+            self._draw(generator(seed, *key, int(group)), request.split)
+            for group in request.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        draws = generator(seed, "visual_questions", "demonstration", step)
-        prompts = [self._draw(draws, "train") for _ in range(count)]
+        random = generator(seed, "visual_questions", "demonstration", step)
+        prompts = [self._draw(random, "train") for _ in range(count)]
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode([f"<answer>{prompt.answer}</answer>" for prompt in prompts])
         return [
@@ -189,8 +190,8 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         """Return the token ids of prompts, as user turns if the tokenizer has a chat template."""
         texts = [text + self.config.instruction for text in texts]
         if self.chat_format.template is not None:
-            talks = [[{"role": "user", "content": text}] for text in texts]
-            texts = self.chat_format.render_prompts(talks)
+            conversations = [[{"role": "user", "content": text}] for text in texts]
+            texts = self.chat_format.render_prompts(conversations)
         return super().encode_prompts(texts)
 
     def grade(self, response: str, answer: str) -> float:
@@ -199,15 +200,15 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             return 0.0
         return 1.0 if match[1].strip() == answer else self.config.format_reward
 
-    def _draw(self, draws: np.random.Generator, split: str) -> VisualPrompt:
+    def _draw(self, random: np.random.Generator, split: str) -> VisualPrompt:
         """Draw questions until one belongs to the split.
 
         Raises:
-            ConfigError: hardly any question does.
+            ConfigError: none of :data:`MAX_SCENE_DRAWS` scenes has a question of the split.
         """
         for _ in range(MAX_SCENE_DRAWS):
-            scene = self._scene(draws)
-            question = self._question(scene, draws)
+            scene = self._scene(random)
+            question = self._question(scene, random)
             if question is None or is_test_question(f"{scene}{question[0]}") != (split == "test"):
                 continue
             image = self._images.resize(scene.render(self.config.image_size))
@@ -218,35 +219,35 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             f"{split} split among {MAX_SCENE_DRAWS:,} scenes; draw more cells (2 or more)"
         )
 
-    def _scene(self, draws: np.random.Generator) -> Scene:
+    def _scene(self, random: np.random.Generator) -> Scene:
         cells = self.config.grid_size
-        count = int(draws.integers(1, min(self.config.max_objects, cells**2) + 1))
-        places = draws.permutation(cells**2)[:count]
+        count = int(random.integers(1, min(self.config.max_objects, cells**2) + 1))
+        positions = random.permutation(cells**2)[:count]
         return Scene(
             tuple(
                 SceneObject(
-                    SHAPES[int(draws.integers(len(SHAPES)))],
-                    list(COLOURS)[int(draws.integers(len(COLOURS)))],
-                    int(place) // cells,
-                    int(place) % cells,
+                    SHAPES[int(random.integers(len(SHAPES)))],
+                    list(COLOURS)[int(random.integers(len(COLOURS)))],
+                    int(position) // cells,
+                    int(position) % cells,
                 )
-                for place in places
+                for position in positions
             ),
             cells,
         )
 
-    def _question(self, scene: Scene, draws: np.random.Generator) -> tuple[str, str] | None:
-        """Return a question and its answer; None: the scene has no unambiguous one."""
-        kind = self.config.question_kinds[int(draws.integers(len(self.config.question_kinds)))]
+    def _question(self, scene: Scene, random: np.random.Generator) -> tuple[str, str] | None:
+        """Return a question of a random kind and its answer; None if it would be ambiguous."""
+        kind = self.config.question_kinds[int(random.integers(len(self.config.question_kinds)))]
         if kind == "count":
-            shape = SHAPES[int(draws.integers(len(SHAPES)))]
+            shape = SHAPES[int(random.integers(len(SHAPES)))]
             return f"how many {shape}s?", str(sum(t.shape == shape for t in scene.objects))
-        one = scene.objects[int(draws.integers(len(scene.objects)))]
+        item = scene.objects[int(random.integers(len(scene.objects)))]
         if kind == "colour":
-            alike = [t for t in scene.objects if t.shape == one.shape]
-            return (f"what colour is the {one.shape}?", one.colour) if len(alike) == 1 else None
-        named = [t for t in scene.objects if (t.shape, t.colour) == (one.shape, one.colour)]
-        if len(named) > 1 or 2 * one.column + 1 == scene.cells:
+            matches = [t for t in scene.objects if t.shape == item.shape]
+            return (f"what colour is the {item.shape}?", item.colour) if len(matches) == 1 else None
+        matches = [t for t in scene.objects if (t.shape, t.colour) == (item.shape, item.colour)]
+        if len(matches) > 1 or 2 * item.column + 1 == scene.cells:
             return None
-        side = "left" if 2 * one.column + 1 < scene.cells else "right"
-        return f"is the {one.colour} {one.shape} left or right?", side
+        side = "left" if 2 * item.column + 1 < scene.cells else "right"
+        return f"is the {item.colour} {item.shape} left or right?", side

@@ -141,7 +141,7 @@ def test_a_type_of_numbers_has_one_name_and_is_of_vectors() -> None:
     whole = ActionConfig(kind="box", size=1, low=0, high=2, dtype="u1").bounds
     assert whole is not None
     assert whole[0].dtype == np.int64
-    with pytest.raises(ValueError, match="dtype: it is of a vector's components"):
+    with pytest.raises(ValueError, match="dtype: it is the type of a vector's components"):
         ActionConfig(kind="discrete", size=2, dtype="int64")
 
 

@@ -1,44 +1,47 @@
 """Simulators of ``task=gym``: the modules that create their environments.
 
-An environment has the methods of Gymnasium (:mod:`rlinf.envs.vector_env`). A module creates it by
-``make(id, kwargs)``. The module is imported by its file's path, under the interpreter of
-``task.python``. It may import the simulator, numpy, the standard library and files beside it that
-do the same (``from .name import``), but nothing else of this package, and must run on Python 3.9.
-It raises ValueError for a configuration that can never work, and ImportError if a package is
+An environment has the methods of Gymnasium (:mod:`rlinf.envs.vector_env`). A module's ``make(id,
+kwargs)`` creates one. The module is imported by its file's path, under the interpreter of
+``task.python``, and must run on Python 3.9. It may import the simulator, numpy, the standard
+library, and files of its folder with the same limits (``from .name import``), but nothing else of
+rlinf. ``make`` raises ValueError for an invalid configuration, and ImportError if a package is
 missing; a message that begins with ``kwargs.`` is about that key.
 
 Optional members of an environment:
 
-- ``num_initial_states``: the number of initial states. In evaluation, ``reset(seed=,
-  initial_state=)`` then receives the number of the group, so that each state is played once;
-- ``render_camera(camera, height, width)``: the image of one of its ``cameras``, uint8
-  ``[H, W, 3]``. MuJoCo environments do not need it: the ``model`` and ``data`` of their
-  ``unwrapped`` are rendered;
-- ``step_info_keys``: keys in the ``info`` of each step, beside ``success``. ``intervened``: whether
-  a person acted in place of the policy, with ``performed``, the executed action. ``late``: whether
-  a step in real time came too late. They become columns of trajectories
+- ``num_initial_states``: the length of a list of initial states. In evaluation, ``reset(seed=,
+  initial_state=)`` then receives the index of the group, so that each state is used once;
+- ``render_camera(camera, height, width)``: returns the image of one of the environment's
+  ``cameras``, uint8 ``[H, W, 3]``. MuJoCo environments do not need it: the ``model`` and ``data``
+  of their ``unwrapped`` are rendered;
+- ``step_info_keys``: keys in the ``info`` of each step other than ``success``. ``intervened``:
+  whether a person acted in place of the policy, with ``performed``, the executed action. ``late``:
+  whether a step in real time began or ended too late. They become columns of trajectories
   (:mod:`rlinf.data.transitions`);
 - ``instruction``: the current instruction, a sentence;
 - ``expert_action()``: an expert's action for the current state;
-- ``save()`` and ``restore(state)``: arrays by name with everything needed to continue the open
-  episode to the bit in another environment of the same ``id`` and ``kwargs``, in another process:
-  physics, steps until the time limit, and random generators. The module then sets
+- ``save()`` and ``restore(state)``: arrays by name with everything that is needed to continue the
+  open episode exactly in another environment with the same ``id`` and ``kwargs``, in another
+  process: physics, steps until the time limit, and random generators. The module then sets
   ``SUPPORTS_STATE_SAVING = True``. ``save`` raises ValueError for a state that it cannot save.
   :mod:`rlinf.envs.simulators.episode_state` has helpers.
 
 Flags of a module:
 
-- ``SINGLE_INSTANCE = True``: one environment at a time, such as a robot. Samples are collected one
-  after another, the process closes the environment after the last, and a failed reset ends the run;
-- ``BATCHED = True``: one environment object steps many. It is created by ``make(id, kwargs, count,
-  images)`` for at least ``count`` environments, with the cameras of ``task.images``, and has
-  ``count``. Its spaces are those of one environment. ``reset(numbers, seeds)`` begins episodes in
-  some and returns their observations, ``[n, ...]``: an array, or ``state`` and images by name.
-  ``step(actions)`` takes ``[count, A]`` and returns all observations, rewards, and whether each has
-  terminated, been truncated, and succeeded, ``[count]`` each. The observation of an episode that
-  ended is its last one;
+- ``SINGLE_INSTANCE = True``: only one environment can exist at a time, such as a robot. Samples are
+  collected one after another, the process closes the environment after the last sample, and a
+  failed reset ends the run;
+- ``BATCHED = True``: one object steps many environments. ``make(id, kwargs, count, images)``
+  creates it for at least ``count`` environments, with the cameras of ``task.images``. Its attribute
+  ``count`` is their number, and its spaces are those of one environment. ``reset(numbers, seeds)``
+  begins episodes in the environments ``numbers`` and returns their observations, ``[n, ...]``: an
+  array, or ``state`` and images by name. ``step(actions)`` takes ``[count, A]`` and returns the
+  observations of all environments, their rewards, and whether each terminated, was truncated, and
+  succeeded, ``[count]`` each. The observation of an episode that ended is its last one, not the
+  first one of the next episode;
 - ``NONDETERMINISTIC = True``: as in Gymnasium, resets with equal seeds may begin in different
-  states. Runs with groups, whose samples must begin in the same state, are refused;
+  states. Runs with groups are rejected, because the samples of a group must begin in the same
+  state;
 - ``TASK_SETS``: tuples of ids by name, for several tasks with the same spaces, which a run assigns
   in rotation.
 

@@ -1,9 +1,9 @@
 """BEHAVIOR-1K (arXiv 2403.09227): household activities in OmniGibson, on Isaac Sim.
 
-One process has one simulation of several scenes. The state is what a robot feels of itself
-(``proprio``), rewards are those of the configuration's task; success is the activity's goal, which
-ends an episode. A camera of ``task.images`` is the one whose name holds that text: ``zed``,
-``left_realsense``. Seeds do not reach the simulator.
+A process has one simulation of several scenes. The state is the robot's proprioception
+(``proprio``), and the rewards are those of the configured task. Success is the goal of the
+activity, which ends an episode. A name in ``task.images`` selects the camera whose name contains
+it: ``zed``, ``left_realsense``. Seeds have no effect on the simulator.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def make(
 ) -> BehaviorEnv:
     """``id`` is an activity (``turning_on_radio``).
 
-    ``kwargs``: see :data:`ASSETS`; ``num_envs``, environments at least.
+    ``kwargs``: see :data:`ASSETS`; ``num_envs``, the minimum number of environments.
 
     Raises:
         ImportError, ValueError: see the package.
         RuntimeError: there is a simulation in this process already.
     """
-    known = (*ASSETS, "num_envs")
-    if unknown := sorted(kwargs.keys() - set(known)):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    valid_keys = (*ASSETS, "num_envs")
+    if unknown := sorted(kwargs.keys() - set(valid_keys)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(valid_keys)}")
     if _simulations:
         raise RuntimeError(
             "OmniGibson makes its scenes once in a process, and there are "
@@ -61,7 +61,7 @@ def make(
     import yaml
 
     config = yaml.safe_load(paths["config"].read_text())
-    # Both are read when it is imported, and so are the arguments of the process.
+    # OmniGibson reads these variables, and the command-line arguments, when it is imported.
     os.environ.update(OMNIGIBSON_DATA_PATH=str(paths["data"].resolve()), OMNIGIBSON_HEADLESS="1")
     del sys.argv[1:]
     activities = importlib.import_module("omnigibson.utils.bddl_utils").BEHAVIOR_ACTIVITIES
@@ -88,8 +88,8 @@ class BehaviorEnv:
         observations, _ = env.reset()
         size = self._observe(observations)[STATE].shape[1:]
         self.observation_space = Box(-np.inf, np.inf, size, np.float32)
-        act = env.envs[0].robots[0].action_space
-        self.action_space = Box(act.low, act.high, dtype=np.float32)
+        space = env.envs[0].robots[0].action_space
+        self.action_space = Box(space.low, space.high, dtype=np.float32)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
         return self._observe([self._env.envs[number].reset()[0] for number in numbers])
@@ -101,11 +101,10 @@ class BehaviorEnv:
             torch.as_tensor(actions, dtype=torch.float32)
         )
         solved = [bool(info.get("done", {}).get("success", False)) for info in infos]
-        terminated, truncated = (np.array([bool(e) for e in ended]) for ended in ends)
-        gained = np.array([float(reward) for reward in rewards])
+        terminated, truncated = (np.array([bool(flag) for flag in flags]) for flags in ends)
         return (
             self._observe(observations),
-            gained,
+            np.array([float(reward) for reward in rewards]),
             terminated,
             truncated & ~terminated,
             np.array(solved),
@@ -115,25 +114,25 @@ class BehaviorEnv:
         importlib.import_module("omnigibson").shutdown()
 
     def _observe(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
-        rows = [dict(_flat(observation)) for observation in observations]
-        states = [name for name in rows[0] if name.split(NAME_SEPARATOR)[-1] == "proprio"]
-        state = [np.concatenate([_array(row[name]) for name in states]) for row in rows]
-        arrays = {STATE: np.stack(state).astype(np.float32)}
+        rows = [dict(_flatten(observation)) for observation in observations]
+        names = [name for name in rows[0] if name.split(NAME_SEPARATOR)[-1] == "proprio"]
+        states = [np.concatenate([_to_numpy(row[name]) for name in names]) for row in rows]
+        arrays = {STATE: np.stack(states).astype(np.float32)}
         for image in self._images:
             cameras = [n for n in rows[0] if image in n and n.split(NAME_SEPARATOR)[-1] == "rgb"]
             if cameras:
-                arrays[image] = np.stack([_array(row[cameras[0]])[..., :3] for row in rows])
+                arrays[image] = np.stack([_to_numpy(row[cameras[0]])[..., :3] for row in rows])
         return arrays
 
 
-def _flat(observations: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Observations by the names on the way to them."""
+def _flatten(observations: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested observations with their full names."""
     for name, value in observations.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{within}{name}{NAME_SEPARATOR}")
+            yield from _flatten(value, f"{prefix}{name}{NAME_SEPARATOR}")
         else:
-            yield f"{within}{name}", value
+            yield f"{prefix}{name}", value
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _to_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.detach().cpu().numpy())

@@ -1,22 +1,22 @@
 """CALVIN (arXiv 2112.03227): a Panda arm at a desk with drawer, sliding door, lights and blocks.
 
 An episode is a chain of subtasks in scene D, on which the benchmark evaluates. The reward is 1 at
-the step that solves a subtask. The benchmark's own task oracle decides, comparing the step at which
-the subtask began with the current one; the next subtask begins where this one ended. So the return
-of an episode is the length of its chain, and the mean return is the average length that evaluations
-report. A subtask that is not solved within ``steps`` (360, as in the benchmark) truncates the
-episode; solving the last one ends it with success.
+the step that solves a subtask, which the benchmark's own task oracle decides: it compares the step
+at which the subtask began with the current step. The next subtask begins in the state where this
+one ended. So the return of an episode is the number of solved subtasks, and the mean return is the
+average length that evaluations report. An episode is truncated if a subtask is not solved within
+``steps`` (360, as in the benchmark); it ends with success when its last subtask is solved.
 
-Initial state ``n`` is that of chain ``n`` in the benchmark's evaluation: numpy's legacy generator
-draws the poses of the blocks, seeded by FNV-1 of the state's text (mees/calvin,
+Initial state ``n`` is the one of chain ``n`` in the benchmark's evaluation: numpy's legacy
+generator draws the poses of the blocks, seeded by FNV-1 of the state's text (mees/calvin,
 ``calvin_agent/evaluation/utils.py``).
 
-The state is the robot's (15: position and Euler angles of the hand, gripper width, seven joints,
-last gripper action), the scene's (24: two doors, button, switch, two lights, position and Euler
-angles of the red, blue and pink block) and a one-hot vector of the subtask (34); with ``state:
-robot`` the robot's alone. An action is a change of position (3) and Euler angles (3), in units of 2
-cm and 0.05 rad, and the gripper: a positive value opens it. Cameras: ``static``, ``gripper``, by
-PyBullet's software renderer.
+The state consists of the robot's state (15: position and Euler angles of the hand, gripper width,
+seven joints, last gripper action), the scene's state (24: two doors, button, switch, two lights,
+position and Euler angles of the red, blue and pink block) and a one-hot vector of the subtask (34);
+with ``state: robot`` only of the robot's. An action is a change of position (3) and Euler angles
+(3), in units of 2 cm and 0.05 rad, and the gripper: a positive value opens it. Cameras: ``static``,
+``gripper``, rendered by PyBullet's software renderer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ASSETS = {
     "folder": "a clone of the repository mees/calvin_env, with its folders calvin_env, conf, data",
     "chains": "a JSON file of chains and their first states (docs/howto/simulators.md says which)",
 }
-"""Files and folders that no package brings, by their key of ``kwargs``."""
+"""Files and folders that no package contains, by their key of ``kwargs``."""
 ALL_CHAINS = "chains"
 STEPS = 360
 STATE_KEYS = (
@@ -52,7 +52,7 @@ STATE_KEYS = (
     "pink_block",
     "grasped",
 )
-"""Fields of a chain's initial state, in the order that its seed depends on."""
+"""Fields of a chain's initial state. The seed of the block poses depends on their order."""
 INITIAL_JOINTS = (
     -1.21779124,
     1.03987629,
@@ -84,7 +84,7 @@ class SubtaskChain(NamedTuple):
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is ``chains``, or a subtask: the first subtask alone of the chains that begin with it.
+    """``id`` is ``chains``, or a subtask, for the first subtask of all chains that begin with it.
 
     ``kwargs``: ``folder`` and ``chains``, see :data:`ASSETS`; ``annotations``, a YAML file of
     sentences by subtask, the first of which is the instruction (without it, the subtask's name);
@@ -93,17 +93,17 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     Raises:
         ImportError, ValueError: see the package.
     """
-    known = {"folder", "chains", "annotations", "steps", "state"}
-    if unknown := sorted(kwargs.keys() - known):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(known))}")
+    valid_keys = {"folder", "chains", "annotations", "steps", "state"}
+    if unknown := sorted(kwargs.keys() - valid_keys):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(valid_keys))}")
     if (state_mode := kwargs.get("state", "all")) not in ("all", "robot"):
         raise ValueError(f"kwargs.state: {state_mode!r}; expected all or robot")
     folder = _path(kwargs, "folder", "calvin_env/envs/play_table_env.py")
     chains = _chains(_path(kwargs, "chains"))
     if id != ALL_CHAINS:
-        first = sorted({chain.tasks[0] for chain in chains})
-        if id not in first:
-            near = difflib.get_close_matches(id, [ALL_CHAINS, *first], 3, 0.3)
+        first_tasks = sorted({chain.tasks[0] for chain in chains})
+        if id not in first_tasks:
+            near = difflib.get_close_matches(id, [ALL_CHAINS, *first_tasks], 3, 0.3)
             raise ValueError(
                 f"no chain of CALVIN begins with {id!r}; near it: {', '.join(near) or ALL_CHAINS}"
             )
@@ -116,13 +116,15 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _path(kwargs: dict[str, Any], key: str, holds: str = "") -> Path:
-    what = ASSETS.get(key, "a YAML file of sentences by subtask")
+def _path(kwargs: dict[str, Any], key: str, required_file: str = "") -> Path:
+    description = ASSETS.get(key, "a YAML file of sentences by subtask")
     if kwargs.get(key) is None:
-        raise ValueError(f"kwargs.{key}: is not set; expected {what}")
+        raise ValueError(f"kwargs.{key}: is not set; expected {description}")
     path = Path(str(kwargs[key])).expanduser()
-    if not (path / holds).exists():
-        raise ValueError(f"kwargs.{key}: there is no {path / holds}; expected {what}")
+    if not (path / required_file).exists():
+        raise ValueError(
+            f"kwargs.{key}: there is no {path / required_file}; expected {description}"
+        )
     return path
 
 
@@ -165,19 +167,20 @@ class CalvinEnv:
         steps: int,
         robot_only: bool,
     ) -> None:
-        parts = _configuration(folder)
-        self._desk, self._oracle = _desk(folder, parts), _oracle(parts)
+        config = _load_config(folder)
+        self._desk, self._oracle = _create_desk(folder, config), _instantiate(config.oracle)
         self._tasks = tuple(self._oracle.tasks)
         unknown = sorted({task for chain in chains for task in chain.tasks} - set(self._tasks))
         if unknown:
             raise ValueError(f"kwargs.chains: the task oracle has no subtask {unknown[0]!r}")
-        self._chains, self._sentences, self._most = chains, sentences, steps
+        self._chains, self._sentences, self._max_steps = chains, sentences, steps
         self._robot_only = robot_only
-        self._views: dict[str, Any] = {}
-        self._camera_config = parts.cameras
-        # Contacts that the solver remembers would change how the next episode begins.
-        self._clean = self._desk.p.saveState()
-        self._chain, self._done, self._steps = chains[0], 0, 0
+        self._cameras: dict[str, Any] = {}
+        self._camera_config = config.cameras
+        # Each reset restores this state: contacts that the solver remembers from the last episode
+        # would change the beginning of the next one.
+        self._initial_physics = self._desk.p.saveState()
+        self._chain, self._num_solved, self._steps = chains[0], 0, 0
         self.num_initial_states = len(chains)
         spaces = importlib.import_module("gym.spaces")
         size = 15 if robot_only else 15 + 24 + len(self._tasks)
@@ -187,7 +190,7 @@ class CalvinEnv:
     @property
     def subtask(self) -> str:
         """The current subtask."""
-        return self._chain.tasks[min(self._done, len(self._chain.tasks) - 1)]
+        return self._chain.tasks[min(self._num_solved, len(self._chain.tasks) - 1)]
 
     @property
     def instruction(self) -> str:
@@ -196,46 +199,46 @@ class CalvinEnv:
     def reset(self, seed: int | None = None, initial_state: int | None = None) -> Any:
         if initial_state is None:
             initial_state = int(np.random.default_rng(seed).integers(self.num_initial_states))
-        self._chain, self._done, self._steps = self._chains[initial_state], 0, 0
-        self._desk.p.restoreState(self._clean)
+        self._chain, self._num_solved, self._steps = self._chains[initial_state], 0, 0
+        self._desk.p.restoreState(self._initial_physics)
         self._desk.robot.gripper_action = 1
         robot, scene = decode_initial_state(self._chain.initial)
         observation = self._desk.reset(robot_obs=robot, scene_obs=scene)
         for button in self._desk.scene.buttons:
             button.prev_is_pressed = button._is_pressed
-        self._begun = self._desk.get_info()
+        self._subtask_start = self._desk.get_info()
         return self._state(observation), {}
 
     def step(self, action: Any) -> Any:
-        move = np.array(action, np.float64)
-        move[-1] = 1 if move[-1] > 0 else -1
-        observation, _, _, info = self._desk.step(move)
+        desk_action = np.array(action, np.float64)
+        desk_action[-1] = 1 if desk_action[-1] > 0 else -1
+        observation, _, _, info = self._desk.step(desk_action)
         self._steps += 1
-        solved = bool(self._oracle.get_task_info_for_set(self._begun, info, {self.subtask}))
-        solved = solved and self._done < len(self._chain.tasks)
+        solved = bool(self._oracle.get_task_info_for_set(self._subtask_start, info, {self.subtask}))
+        solved = solved and self._num_solved < len(self._chain.tasks)
         if solved:
-            self._done, self._steps, self._begun = self._done + 1, 0, info
-        over = self._done == len(self._chain.tasks)
+            self._num_solved, self._steps, self._subtask_start = self._num_solved + 1, 0, info
+        is_chain_solved = self._num_solved == len(self._chain.tasks)
         return (
             self._state(observation),
             float(solved),
-            over,
-            self._steps >= self._most,
-            {"success": over},
+            is_chain_solved,
+            self._steps >= self._max_steps,
+            {"success": is_chain_solved},
         )
 
     def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return the image of a camera, uint8 ``[H, W, 3]``."""
-        if camera not in self._views:
-            self._views[camera] = _instance(
+        if camera not in self._cameras:
+            self._cameras[camera] = _instantiate(
                 self._camera_config[camera],
                 cid=self._desk.cid,
                 robot_id=self._desk.robot.robot_uid,
                 objects=self._desk.scene.get_objects(),
             )
-        view = self._views[camera]
-        view.height, view.width = height, width
-        return np.array(view.render()[0], np.uint8)
+        renderer = self._cameras[camera]
+        renderer.height, renderer.width = height, width
+        return np.array(renderer.render()[0], np.uint8)
 
     def close(self) -> None:
         self._desk.close()
@@ -251,19 +254,19 @@ class CalvinEnv:
 
 
 def decode_initial_state(initial: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the state that the values of :data:`STATE_KEYS` describe: of the robot ``[15]`` and of
-    the scene ``[24]``, float64."""
+    """Return the robot's state ``[15]`` and the scene's state ``[24]``, float64, from values of
+    :data:`STATE_KEYS`."""
     values = dict(zip(STATE_KEYS, initial))  # noqa: B905 - Python 3.9
     random = np.random.RandomState(_fnv1(str(values.values())))
     order = [0, 1]
     random.shuffle(order)
-    first, second = (TABLE_POSITIONS[place] for place in order)
+    first, second = (TABLE_POSITIONS[index] for index in order)
     scene = np.zeros(24)
     scene[0] = 0.28 * (values["slider"] == "left")
     scene[1] = 0.22 * (values["drawer"] == "open")
     scene[3] = 0.088 * values["lightbulb"]
     scene[4:6] = values["lightbulb"], values["led"]
-    # No more than two lie on the table.
+    # At most two blocks are on the table.
     table = {"red_block": first, "pink_block": second}
     table["blue_block"] = second if values["red_block"] == "table" else first
     for row, block in zip((6, 12, 18), ("red_block", "blue_block", "pink_block")):  # noqa: B905
@@ -280,7 +283,7 @@ def _fnv1(text: str) -> int:
     return value
 
 
-def _configuration(folder: Path) -> Any:
+def _load_config(folder: Path) -> Any:
     """Return the parts of CALVIN's configuration that define a desk and its oracle."""
     from omegaconf import OmegaConf
 
@@ -303,37 +306,34 @@ def _configuration(folder: Path) -> Any:
     )
 
 
-def _instance(config: Any, **further: Any) -> Any:
+def _instantiate(config: Any, **kwargs: Any) -> Any:
     from hydra.utils import instantiate
 
-    return instantiate(config, **further)
+    return instantiate(config, **kwargs)
 
 
-def _oracle(parts: Any) -> Any:
-    return _instance(parts.oracle)
-
-
-def _desk(folder: Path, parts: Any) -> Any:
-    """Return CALVIN's environment, with a physics server of its own."""
+def _create_desk(folder: Path, config: Any) -> Any:
+    """Return CALVIN's environment, with its own physics server."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    # It queries git for the commit of its folder, which may not be a repository.
+    # CALVIN queries git for the commit of its folder, which may not be a repository.
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     with contextlib.redirect_stderr(io.StringIO()):  # gym prints that it is unmaintained
-        table: Any = importlib.import_module("calvin_env.envs.play_table_env")
-    robots: Any = importlib.import_module("calvin_env.robot.robot")
-    table.get_git_commit_hash = lambda path: "unknown"
+        table_module: Any = importlib.import_module("calvin_env.envs.play_table_env")
+    robot_module: Any = importlib.import_module("calvin_env.robot.robot")
+    table_module.get_git_commit_hash = lambda path: "unknown"
 
-    class CalvinTable(table.PlayTableSimEnv):
+    class CalvinTable(table_module.PlayTableSimEnv):
         cid: int
 
         def load(self) -> None:
-            # Some of what its robot does would be done in the first desk of the process.
-            everyones, robots.p = robots.p, self.p
+            # The robot's module has a global physics client, which would be the one of the first
+            # desk of the process.
+            global_client, robot_module.p = robot_module.p, self.p
             try:
                 super().load()
             finally:
-                robots.p = everyones
+                robot_module.p = global_client
 
         def close(self) -> None:
             if self.cid >= 0:
@@ -341,8 +341,8 @@ def _desk(folder: Path, parts: Any) -> Any:
                 self.cid = -1
 
     return CalvinTable(
-        robot_cfg=parts.robot,
-        scene_cfg=parts.scene,
+        robot_cfg=config.robot,
+        scene_cfg=config.scene,
         cameras={},
         seed=0,
         use_vr=False,

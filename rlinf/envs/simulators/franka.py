@@ -1,35 +1,35 @@
-"""A Franka arm by franky-control (https://github.com/TimSchneider42/franky), which speaks to a real
-one, or to franky-sim in its place.
+"""A Franka arm, controlled with franky-control (https://github.com/TimSchneider42/franky); the arm
+is real, or simulated by franky-sim.
 
-The package brings no tasks; ``reach`` is one of ours: the hand is to come within ``reached_m`` of a
-point in the box, which the seed of a reset draws. The reward is how much nearer it came, in
-decimeters, and 1 more where it is there, which ends the episode with success.
+The package has no tasks, so this module defines one, ``reach``: the hand must come within
+``reached_m`` of a goal, which the seed of a reset draws in the box. The reward is the decrease of
+the distance to the goal in decimeters, plus 1 at the goal, which ends the episode with success.
 
-The state is 12 numbers: from the hand to the point, and from the hand to where it was sent
-(decimeters, 3 each), its velocity (in ``speed``, 3), and its place in the box (-1 to 1, 3). An
-action ``[3]`` moves where the hand is sent, along the axes of the arm's base, at ``speed`` at most;
-the hand keeps its direction. There are no pictures and the gripper is left alone.
+The state is 12 numbers: the vectors from the hand to the goal and from the hand to its target
+(decimeters, 3 each), the hand's velocity (in units of ``speed``, 3), and its position in the box
+(-1 to 1, 3). An action ``[3]`` moves the hand's target along the axes of the arm's base, at most at
+``speed``. The hand keeps its orientation. Images are not supported, and the gripper does not move.
 
-A step takes ``1 / rate_hz`` of the arm's own clock, the time that the policy takes included: with a
-real arm that is the time of the day, and a simulator that is slower or faster than that gives the
-same episodes. A step that began or ended too late is ``late``, and the next one is not shortened.
+A step takes ``1 / rate_hz`` of the arm's own clock, including the time of the policy. The clock of
+a real arm is real time; a slower or faster simulator gives the same episodes. A step that begins or
+ends too late is ``late``; the next step is not shortened.
 
-What is safe is seen to here, whatever the policy says:
+This module is responsible for safety, whatever the policy's actions are:
 
 - nothing moves before the first reset, which drives in a straight line to ``home``, and only from
   within the box;
-- the hand is sent to places in the box alone, where it comes to rest by itself when no more is
-  heard; the arm's own generator of trajectories has the limits of speed;
-- whatever goes wrong stops the arm. A reflex of the arm (a collision, ...) is recovered from once
-  in an episode; a second one, its stop button, or a lost connection ends the episode, and the next
-  reset connects anew; a reset that fails ends the run;
-- the end of the process stops it.
+- the hand's targets are in the box; without further commands it comes to rest at its target. The
+  arm's own trajectory generator enforces the speed limits;
+- any error stops the arm. One reflex of the arm per episode (a collision, for example) is
+  recovered; a second reflex, the stop button, or a lost connection ends the episode, and the next
+  reset connects again. A reset that fails ends the run;
+- the end of the process stops the arm.
 
-A person takes over by a *reader*, a class with ``read(state)``, which is asked before each action
-and returns None (the policy acts) or an action in the place of the policy's. It may also have
-``stopped()``, a stop button: that is asked before the arm moves and while it does, on the way home
-too, and where it is true the arm stops and the episode is over. What is pressed between two steps
-only it has to remember. Its ``close()``, if it has one, ends it.
+A person intervenes through a *reader*, a class with ``read(state)``. It is called before each
+action and returns None (the policy acts) or an action that replaces the policy's. It may also have
+``stopped()``, a stop button. That is called before and during motion, also on the way home; if it
+returns true, the arm stops and the episode ends. The reader must remember a button that is pressed
+between two steps. Its ``close()``, if it has one, is called at the end.
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CONNECT_TIMEOUT_S = 10.0
-"""Time for the arm's first answer."""
+"""Time limit of the arm's first answer."""
 CLOCK_TIMEOUT_S = 3.0
 """If the arm's clock does not advance for this time, the connection is lost."""
 ACCELERATION_TIME_S, JERK_TIME_S = 0.2, 0.02
-"""Least time from rest to full speed, and to full acceleration. The trajectory generator receives
-the motion of the arm anew at each step, but not all of its acceleration, which costs it the latter
-time. So the hand keeps that distance from the sides of its box."""
+"""Minimum time from rest to full speed, and to full acceleration. At each step the trajectory
+generator receives the arm's velocity, but not its full acceleration, so it may brake too late by
+the second time. Targets therefore keep the corresponding distance from the sides of the box."""
 MAX_ROTATION_SPEED = 0.5
 """Rotation speed of the hand and the elbow on the way home, rad/s."""
 POSITION_TOLERANCE_M = 0.01
 """Tolerance of the hand's position, relative to its box and to home."""
 HOMING_TIMEOUT_S, REST_TIME_MS = 10.0, 300.0
-"""Time to drive home, beside twice the time of the way at full speed; and to rest there."""
+"""Time limit of driving home, in addition to twice the time at full speed; and time to rest
+there."""
 MODE_HINTS = {
     "UserStopped": "its stop button is pressed; release it when nothing is in the way",
     "Guiding": "a person guides it by hand",
     "Other": "unlock its joints and activate FCI in its Desk",
 }
 DOWNWARD_QUATERNION = (1.0, 0.0, 0.0, 0.0)
-"""The hand's direction, a quaternion (x, y, z, w)."""
+"""The hand's orientation, a quaternion (x, y, z, w)."""
 
 
 class FrankaArmError(RuntimeError):
@@ -79,14 +80,14 @@ class FrankaReflexError(FrankaArmError):
 class FrankaArm:
     """A connection to an arm: sends the hand to positions in the box, on the arm's own clock."""
 
-    def __init__(self, settings: FrankaSettings, pressed: Callable[[], bool]) -> None:
-        """Create the connection. ``pressed`` returns whether the reader's stop button is pressed;
-        it is checked before and during motion."""
-        self._settings, self._pressed = settings, pressed
+    def __init__(self, settings: FrankaSettings, is_stop_pressed: Callable[[], bool]) -> None:
+        """Create the connection. ``is_stop_pressed`` returns whether the reader's stop button is
+        pressed; it is called before and during motion."""
+        self._settings, self._is_stop_pressed = settings, is_stop_pressed
         self._robot: Any = None
         self._elbow: Any = None
-        self._aim: np.ndarray | None = None
-        """The hand's target, unless the arm was stopped since."""
+        self._target: np.ndarray | None = None
+        """The hand's target; None after the arm was stopped."""
 
     @property
     def clock(self) -> float:
@@ -97,71 +98,71 @@ class FrankaArm:
     def drive_home(self) -> Any:
         """Drive home; return the state at rest."""
         if self._robot is None:
-            self._robot = self._connected()
+            self._robot = self._connect()
         with self._translate_errors():
             state = self._robot.state
         if robot_mode(state) == "Reflex":
             self.recover()
-        self._see(state, moves=False)
-        self._aim = hand_position(state)
+        self._check_state(state, is_moving=False)
+        self._target = hand_position(state)
         self.send_hand_to(np.array(self._settings.home), elbow=self._elbow)
-        longest = self._from_home(state) / self._settings.speed * 2 + HOMING_TIMEOUT_S
-        latest = clock_ms(state) + 1000 * longest
-        while clock_ms(state) < latest:
+        timeout_s = self._distance_from_home(state) / self._settings.speed * 2 + HOMING_TIMEOUT_S
+        deadline_ms = clock_ms(state) + 1000 * timeout_s
+        while clock_ms(state) < deadline_ms:
             state = self.wait_until(clock_ms(state) + 100)
             with self._translate_errors():
-                moves = self._robot.is_in_control
-            # It may not have begun.
-            if not moves and self._from_home(state) < POSITION_TOLERANCE_M:
+                is_moving = self._robot.is_in_control
+            # Check the distance too, because the motion may not have begun.
+            if not is_moving and self._distance_from_home(state) < POSITION_TOLERANCE_M:
                 return self.wait_until(clock_ms(state) + REST_TIME_MS)
-        raise FrankaArmError(f"the arm is not at kwargs.home after {longest:.0f} s of its clock")
+        raise FrankaArmError(f"the arm is not at kwargs.home after {timeout_s:.0f} s of its clock")
 
-    def _from_home(self, state: Any) -> float:
+    def _distance_from_home(self, state: Any) -> float:
         """Return the distance from home, meters."""
         return float(np.linalg.norm(hand_position(state) - np.array(self._settings.home)))
 
-    def send_hand_to(self, to: np.ndarray, elbow: Any = None) -> None:
-        """Begin to drive the hand to a position ``[3]``, meters, where it comes to rest, unless it
-        is already on its way there.
+    def send_hand_to(self, position: np.ndarray, elbow: Any = None) -> None:
+        """Begin to drive the hand to a position ``[3]``, meters, where it comes to rest. Nothing is
+        sent if that is its target already.
 
         Args:
-            elbow: the elbow's state there.
+            elbow: the elbow's state at the position.
         """
         import franky
 
-        if self._aim is None:
+        if self._target is None:
             raise FrankaArmError("the arm was stopped; it moves again after the next reset")
-        if elbow is None and (self._aim == to).all():
+        if elbow is None and (self._target == position).all():
             return
-        pose = franky.RobotPose(franky.Affine(to, DOWNWARD_QUATERNION), elbow)
+        pose = franky.RobotPose(franky.Affine(position, DOWNWARD_QUATERNION), elbow)
         with self._translate_errors():
-            self._see(self._robot.state, moves=elbow is None)
+            self._check_state(self._robot.state, is_moving=elbow is None)
             self._robot.move(franky.CartesianMotion(pose), asynchronous=True)
-        self._aim = np.array(to)
+        self._target = np.array(position)
 
-    def wait_until(self, due: float) -> Any:
-        """Return the arm's state when its clock reaches ``due``.
+    def wait_until(self, end_ms: float) -> Any:
+        """Return the arm's state when its clock reaches ``end_ms``.
 
         Raises:
             FrankaArmError: the arm was stopped, has left its box, or its clock does not advance.
         """
-        last, heard = -1.0, time.monotonic()
+        last_ms, last_change = -1.0, time.monotonic()
         while True:
             with self._translate_errors():
                 self._robot.poll_motion()
                 state = self._robot.state
-            self._see(state)
-            now = clock_ms(state)
-            if now >= due:
+            self._check_state(state)
+            now_ms = clock_ms(state)
+            if now_ms >= end_ms:
                 return state
-            if now != last:
-                last, heard = now, time.monotonic()
-            elif time.monotonic() > heard + CLOCK_TIMEOUT_S:
+            if now_ms != last_ms:
+                last_ms, last_change = now_ms, time.monotonic()
+            elif time.monotonic() > last_change + CLOCK_TIMEOUT_S:
                 raise FrankaArmError(
-                    f"the connection to {self._settings.host} is lost: its clock stands"
+                    f"the connection to {self._settings.host} is lost: its clock does not advance"
                 )
-            # Half of what is left: also an arm whose clock goes twice as fast is seen in time.
-            time.sleep(min(max(due - now, 1.0) / 2000, 0.02))
+            # Half of the remaining time, so that a simulator at double speed is read in time too.
+            time.sleep(min(max(end_ms - now_ms, 1.0) / 2000, 0.02))
 
     def recover(self) -> None:
         """Clear the error that stopped the arm.
@@ -172,17 +173,17 @@ class FrankaArm:
         import franky
 
         with self._translate_errors():
-            # If its state reported the reflex, the error of the motion is still pending;
-            # it would end the next one.
+            # If the state reported the reflex, the error of the motion is still pending and would
+            # end the next motion.
             with contextlib.suppress(franky.ControlException):
                 self._robot.join_motion(CLOCK_TIMEOUT_S)
-            done = self._robot.recover_from_errors()
-        if not done:
+            has_recovered = self._robot.recover_from_errors()
+        if not has_recovered:
             raise FrankaArmError("the arm has stopped by itself and does not recover; see its Desk")
-        self._aim = np.full(3, np.nan)
+        self._target = np.full(3, np.nan)
 
     def stop(self) -> None:
-        self._aim, robot = None, self._robot
+        self._target, robot = None, self._robot
         if robot is not None:
             with contextlib.suppress(Exception):
                 robot.stop()
@@ -195,44 +196,46 @@ class FrankaArm:
 
     @contextlib.contextmanager
     def stop_on_error(self) -> Iterator[None]:
-        """Stop the arm on any error inside, an interruption included, and close the connection."""
+        """Stop the arm and close the connection on any error within the context, including an
+        interruption."""
         try:
             yield
         except BaseException:
             self.close()
             raise
 
-    def _see(self, state: Any, moves: bool = True) -> None:
+    def _check_state(self, state: Any, is_moving: bool = True) -> None:
         """Check that the arm may move.
 
         Raises:
             FrankaArmError: it may not.
         """
-        if self._pressed():
+        if self._is_stop_pressed():
             raise FrankaArmError("kwargs.reader: its stop button is pressed")
-        if (now := robot_mode(state)) == "Reflex" and moves:
+        if (mode := robot_mode(state)) == "Reflex" and is_moving:
             raise FrankaReflexError(f"the arm has stopped by itself: {state.last_motion_errors}")
-        if now not in ("Idle", "Move", "Reflex"):
-            raise FrankaArmError(f"the arm is in mode {now}; {MODE_HINTS.get(now, 'see its Desk')}")
+        if mode not in ("Idle", "Move", "Reflex"):
+            hint = MODE_HINTS.get(mode, "see its Desk")
+            raise FrankaArmError(f"the arm is in mode {mode}; {hint}")
         low, high = np.array(self._settings.box)
-        at = hand_position(state)
-        if ((at < low - POSITION_TOLERANCE_M) | (at > high + POSITION_TOLERANCE_M)).any():
-            where = f"the hand is at {at.round(3).tolist()}, outside of kwargs.box"
+        hand = hand_position(state)
+        if ((hand < low - POSITION_TOLERANCE_M) | (hand > high + POSITION_TOLERANCE_M)).any():
             raise FrankaArmError(
-                f"{where}; put it inside by hand, or look whether the box is right"
+                f"the hand is at {hand.round(3).tolist()}, outside of kwargs.box; put it inside by "
+                "hand, or check whether the box is right"
             )
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise franky's errors as ours."""
+        """Raise franky's errors as :class:`FrankaArmError`."""
         import franky
 
         try:
             yield
         except (franky.ControlException, franky.CommandException) as error:
-            state = self._state()
+            state = self._read_state()
             if state is not None:
-                self._see(state, moves=False)
+                self._check_state(state, is_moving=False)
             raise FrankaReflexError(f"the arm has stopped by itself: {error}") from None
         except (franky.NetworkException, franky.ProtocolException) as error:
             raise FrankaArmError(
@@ -241,23 +244,24 @@ class FrankaArm:
         except RuntimeError as error:
             if isinstance(error, FrankaArmError):
                 raise
-            # franky has no type for what its generator of trajectories and its network library say.
-            if self._state() is None:
-                text = f"the connection to {self._settings.host} is lost: {error}"
-                raise FrankaArmError(text) from None
+            # franky has no exception types for its trajectory generator and its network library.
+            if self._read_state() is None:
+                message = f"the connection to {self._settings.host} is lost: {error}"
+                raise FrankaArmError(message) from None
             raise FrankaReflexError(f"the arm has stopped by itself: {error}") from None
 
-    def _state(self) -> Any:
+    def _read_state(self) -> Any:
+        """Return the arm's state; None if the connection is lost."""
         try:
             return self._robot.state
         except Exception:  # there is no other sign of a connection that is lost
             return None
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         """Return a connection with the speed limits set.
 
         Raises:
-            FrankaArmError: there is none within :data:`CONNECT_TIMEOUT_S`.
+            FrankaArmError: the arm does not connect within :data:`CONNECT_TIMEOUT_S`.
         """
         import franky
 
@@ -277,12 +281,12 @@ class FrankaArm:
             else:
                 results.append(robot)
 
-        latest = time.monotonic() + CONNECT_TIMEOUT_S
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            # Where another program has the arm, this waits for ever.
+            # While another program is connected to the arm, connect() waits forever.
             thread = threading.Thread(target=connect, daemon=True)
             thread.start()
-            thread.join(max(latest - time.monotonic(), 0.0))
+            thread.join(max(deadline - time.monotonic(), 0.0))
             if not results:
                 raise FrankaArmError(
                     f"kwargs.host: {settings.host} does not answer for {CONNECT_TIMEOUT_S:g} s; "
@@ -290,21 +294,21 @@ class FrankaArm:
                 )
             if isinstance(results[-1], franky.Robot):
                 break
-            if time.monotonic() + 1 > latest:
-                real = isinstance(results[-1], franky.RealtimeException)
-                key = "kwargs.realtime" if real else "kwargs.host"
+            if time.monotonic() + 1 > deadline:
+                is_realtime_error = isinstance(results[-1], franky.RealtimeException)
+                key = "kwargs.realtime" if is_realtime_error else "kwargs.host"
                 raise FrankaArmError(f"{key}: cannot connect to {settings.host}: {results[-1]}")
             time.sleep(0.5)
-        robot, fastest = results[-1], settings.speed / np.sqrt(3)
+        robot, axis_speed = results[-1], settings.speed / np.sqrt(3)
         for name, speed in (
-            ("translation", fastest),
+            ("translation", axis_speed),
             ("rotation", MAX_ROTATION_SPEED),
             ("elbow", MAX_ROTATION_SPEED),
         ):
-            accelerates = speed / ACCELERATION_TIME_S
+            acceleration = speed / ACCELERATION_TIME_S
             getattr(robot, f"{name}_velocity_limit").set(speed)
-            getattr(robot, f"{name}_acceleration_limit").set(accelerates)
-            getattr(robot, f"{name}_jerk_limit").set(accelerates / JERK_TIME_S)
+            getattr(robot, f"{name}_acceleration_limit").set(acceleration)
+            getattr(robot, f"{name}_jerk_limit").set(acceleration / JERK_TIME_S)
         self._elbow = robot.state.elbow
         return robot
 
@@ -327,11 +331,11 @@ PACKAGES = ("franky", "gymnasium")
 SINGLE_INSTANCE = True
 TASKS = ("reach",)
 LATE_TOLERANCE = 0.1
-"""Share of a step by which it may be late."""
+"""Tolerated delay of a step, as a fraction of its duration."""
 MAX_SPEED = 0.5
-"""Highest speed of the hand, m/s."""
+"""Maximum speed of the hand, m/s."""
 GOAL_MARGIN = 0.15
-"""Share of the box, at each side, in which no goal is drawn."""
+"""Margin at each side of the box in which no goal is drawn, as a fraction of its size."""
 
 
 class FrankaSettings(NamedTuple):
@@ -344,18 +348,18 @@ class FrankaSettings(NamedTuple):
     home: tuple[float, float, float] | None = None
     """Position at which an episode begins; the middle of the box by default."""
     speed: float = 0.05
-    """Highest speed of the hand, m/s."""
+    """Maximum speed of the hand, m/s."""
     rate_hz: float = 10.0
     steps: int = 100
     reached_m: float = 0.02
     force_n: float = 20.0
     torque_nm: float = 20.0
-    """Force and torque at which the arm detects a collision, and stops."""
+    """Force and torque from which on the arm detects a collision and stops."""
     realtime: bool = True
     """Whether a real-time kernel is required, as for a real arm."""
     reader: str = ""
-    """``module:Class`` or ``FILE.py:Class``; ``expert``: the environment's own expert always takes
-    over."""
+    """``module:Class`` or ``FILE.py:Class``; ``expert``: the environment's own expert always
+    intervenes."""
     reader_args: Mapping[str, Any] = {}
 
     @classmethod
@@ -368,12 +372,12 @@ class FrankaSettings(NamedTuple):
             if name not in cls._fields:
                 near = difflib.get_close_matches(name, cls._fields, 3, 0.3) or cls._fields
                 raise ValueError(f"kwargs.{name}: no such key; near it: {', '.join(near)}")
-        for name, what in (
+        for name, description in (
             ("host", "the arm's address"),
             ("box", "the corners of where its hand may be, [[x, y, z], [x, y, z]] in meters"),
         ):
             if not kwargs.get(name):
-                raise ValueError(f"kwargs.{name}: is not set; give {what}")
+                raise ValueError(f"kwargs.{name}: is not set; give {description}")
         settings = cls(**kwargs)
         box = np.asarray(settings.box, np.float64)
         if box.shape != (2, 3) or not (box[0] < box[1]).all():
@@ -401,13 +405,13 @@ def make(id: str, kwargs: dict[str, Any]) -> FrankaEnv:
     if id not in TASKS:
         near = difflib.get_close_matches(id, TASKS, 3, 0.3)
         raise ValueError(f"Franka has no task {id!r}; near it: {', '.join(near) or TASKS[0]}")
-    import franky  # noqa: F401 - that it is there
+    import franky  # noqa: F401 - raises ImportError if it is not installed
 
     return FrankaEnv(FrankaSettings.from_kwargs(kwargs))
 
 
 class FrankaEnv:
-    """The arm at an address; it is connected at the first reset."""
+    """The environment of one arm, which is connected at the first reset."""
 
     step_info_keys = ("intervened", "performed", "late")
 
@@ -415,16 +419,19 @@ class FrankaEnv:
         from gymnasium.spaces import Box
 
         self._settings = settings
-        self._reader = self._read_by(settings.reader)
+        self._reader = self._load_reader(settings.reader)
         self._arm = FrankaArm(settings, getattr(self._reader, "stopped", lambda: False))
         self._low, self._high = (np.array(corner) for corner in settings.box)
-        # A cube in the ball of the speed, for the arm limits each axis by itself.
-        fastest = settings.speed / np.sqrt(3)
-        self._unit = fastest / settings.rate_hz
-        self._nearest = self._low + fastest * JERK_TIME_S, self._high - fastest * JERK_TIME_S
-        self._period = 1000 / settings.rate_hz
-        self._point, self._sent, self._at = np.zeros((3, 3))
-        self._away, self._due, self._steps, self._recovered = 0.0, 0.0, 0, False
+        # Speed limit of each axis, so that the hand's speed is below settings.speed: the arm limits
+        # each axis separately.
+        axis_speed = settings.speed / np.sqrt(3)
+        self._unit = axis_speed / settings.rate_hz
+        margin = axis_speed * JERK_TIME_S
+        self._target_bounds = self._low + margin, self._high - margin
+        self._period_ms = 1000 / settings.rate_hz
+        self._goal, self._target, self._hand = np.zeros((3, 3))
+        self._distance, self._step_end_ms, self._steps = 0.0, 0.0, 0
+        self._has_recovered = False
         self._observation = np.zeros(12, np.float32)
         self.action_space = Box(-1, 1, (3,), np.float32)
         self.observation_space = Box(-np.inf, np.inf, (12,), np.float32)
@@ -432,59 +439,61 @@ class FrankaEnv:
     def reset(self, seed: int | None = None) -> Any:
         """
         Raises:
-            FrankaArmError: the arm does not answer, is stopped, or stands outside of its box.
+            FrankaArmError: the arm does not answer, is stopped, or is outside of its box.
         """
         margin = GOAL_MARGIN * (self._high - self._low)
         random = np.random.default_rng(seed)
-        self._point = random.uniform(self._low + margin, self._high - margin)
-        self._steps, self._recovered = 0, False
+        self._goal = random.uniform(self._low + margin, self._high - margin)
+        self._steps, self._has_recovered = 0, False
         with self._arm.stop_on_error():
             state = self._arm.drive_home()
-        self._sent, self._due = np.array(self._settings.home), clock_ms(state)
-        self._at = hand_position(state)
-        self._away = float(np.linalg.norm(self._point - self._at))
-        self._show(state)
+        self._target, self._step_end_ms = np.array(self._settings.home), clock_ms(state)
+        self._hand = hand_position(state)
+        self._distance = float(np.linalg.norm(self._goal - self._hand))
+        self._observe(state)
         return self._observation, {}
 
     def step(self, action: Any) -> Any:
-        """Act; ``info`` has ``success``; ``intervened``, whether a person acted; ``performed``, the
-        action executed within the box; ``late``.
+        """Execute an action. ``info`` has ``success``; ``intervened``, whether a person acted;
+        ``performed``, the executed action, which stays in the box; and ``late``.
 
         Raises:
             FrankaArmError: the arm has stopped, and the episode is over.
         """
-        before = self._sent
+        previous_target = self._target
         with self._arm.stop_on_error():
-            person = None if self._reader is None else self._reader.read(self._observation)
-            wanted = np.asarray(action if person is None else person, np.float64).reshape(3)
-            if not np.isfinite(wanted).all():
-                raise FrankaArmError(f"kwargs.reader: {wanted.tolist()} is no action")
-            self._sent = before + self._unit * np.clip(wanted, -1, 1)
-            self._sent = np.clip(self._sent, *self._nearest)
-            began = self._arm.clock
-            late = began > self._due + self._period / 2
-            # If the policy used most of the step, its action still gets a full one.
-            due = self._period + (began if late else self._due)
-            state = self._go(due)
-            performed = np.clip((self._sent - before) / self._unit, -1, 1)
-            late |= clock_ms(state) > due + LATE_TOLERANCE * self._period
-            self._due = clock_ms(state) if late else due
-            self._show(state)
+            intervention = None if self._reader is None else self._reader.read(self._observation)
+            requested = np.asarray(
+                action if intervention is None else intervention, np.float64
+            ).reshape(3)
+            if not np.isfinite(requested).all():
+                raise FrankaArmError(f"kwargs.reader: {requested.tolist()} is no action")
+            target = previous_target + self._unit * np.clip(requested, -1, 1)
+            self._target = np.clip(target, *self._target_bounds)
+            start_ms = self._arm.clock
+            is_late = start_ms > self._step_end_ms + self._period_ms / 2
+            # If the policy used most of the step, its action still gets a full step.
+            end_ms = self._period_ms + (start_ms if is_late else self._step_end_ms)
+            state = self._move_until(end_ms)
+            performed = np.clip((self._target - previous_target) / self._unit, -1, 1)
+            is_late |= clock_ms(state) > end_ms + LATE_TOLERANCE * self._period_ms
+            self._step_end_ms = clock_ms(state) if is_late else end_ms
+            self._observe(state)
         self._steps += 1
-        away = float(np.linalg.norm(self._point - self._at))
-        solved = away <= self._settings.reached_m
-        reward, self._away = 10 * (self._away - away) + solved, away
+        distance = float(np.linalg.norm(self._goal - self._hand))
+        solved = distance <= self._settings.reached_m
+        reward, self._distance = 10 * (self._distance - distance) + solved, distance
         info = {
             "success": solved,
-            "intervened": person is not None,
+            "intervened": intervention is not None,
             "performed": performed.astype(np.float32),
-            "late": bool(late),
+            "late": bool(is_late),
         }
         return self._observation, reward, solved, self._steps >= self._settings.steps, info
 
     def expert_action(self) -> np.ndarray:
-        """Return the action towards the goal, as fast as is allowed: float32 ``[3]``."""
-        return np.clip((self._point - self._sent) / self._unit, -1, 1).astype(np.float32)
+        """Return the action towards the goal at full speed, float32 ``[3]``."""
+        return np.clip((self._goal - self._target) / self._unit, -1, 1).astype(np.float32)
 
     def stop(self) -> None:
         """Stop the arm now; nothing moves until the next reset."""
@@ -495,31 +504,32 @@ class FrankaEnv:
         if hasattr(self._reader, "close"):
             self._reader.close()
 
-    def _go(self, due: float) -> Any:
-        """Return the arm's state at the end of a step, on its way to its target."""
+    def _move_until(self, end_ms: float) -> Any:
+        """Move towards the target; return the arm's state at the end of the step."""
         try:
-            self._arm.send_hand_to(self._sent)
-            return self._arm.wait_until(due)
+            self._arm.send_hand_to(self._target)
+            return self._arm.wait_until(end_ms)
         except FrankaReflexError:
-            if self._recovered:
+            if self._has_recovered:
                 raise
-            self._recovered = True
-            # It rests where it stopped; the next action goes on from there.
+            self._has_recovered = True
+            # The arm rests where it stopped; the next action continues from that position.
             self._arm.recover()
-            state = self._arm.wait_until(due)
-            self._sent = np.clip(hand_position(state), *self._nearest)
+            state = self._arm.wait_until(end_ms)
+            self._target = np.clip(hand_position(state), *self._target_bounds)
             return state
 
-    def _show(self, state: Any) -> None:
-        """Store the state that a policy sees."""
-        at = hand_position(state)
-        moved = (at - self._at) * self._settings.rate_hz / self._settings.speed
+    def _observe(self, state: Any) -> None:
+        """Store the observation of the arm's state."""
+        hand = hand_position(state)
+        velocity = (hand - self._hand) * self._settings.rate_hz / self._settings.speed
         middle, half = (self._high + self._low) / 2, (self._high - self._low) / 2
-        parts = (10 * (self._point - at), 10 * (self._sent - at), moved, (at - middle) / half)
-        self._observation, self._at = np.concatenate(parts).astype(np.float32), at
+        to_goal, to_target = 10 * (self._goal - hand), 10 * (self._target - hand)
+        parts = (to_goal, to_target, velocity, (hand - middle) / half)
+        self._observation, self._hand = np.concatenate(parts).astype(np.float32), hand
 
-    def _read_by(self, name: str) -> Any:
-        """Return the reader of this name; None without one."""
+    def _load_reader(self, name: str) -> Any:
+        """Return the reader with this name; None if the name is empty."""
         if not name:
             return None
         if name == "expert":
@@ -530,20 +540,20 @@ class FrankaEnv:
                 spec = importlib.util.spec_from_file_location("reader", module)
                 assert spec is not None
                 assert spec.loader is not None
-                loaded = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(loaded)
+                reader_module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(reader_module)
             else:
-                loaded = importlib.import_module(module)
-            return getattr(loaded, attribute)(**self._settings.reader_args)
+                reader_module = importlib.import_module(module)
+            return getattr(reader_module, attribute)(**self._settings.reader_args)
         except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"kwargs.reader: {name!r}: {error!r}") from None
 
 
 class FrankaExpertOperator:
-    """A reader that acts as the environment's own expert, in place of a person."""
+    """A reader that returns the actions of the environment's own expert, in place of a person's."""
 
-    def __init__(self, world: FrankaEnv) -> None:
-        self._world = world
+    def __init__(self, env: FrankaEnv) -> None:
+        self._env = env
 
     def read(self, state: np.ndarray) -> np.ndarray:
-        return self._world.expert_action()
+        return self._env.expert_action()

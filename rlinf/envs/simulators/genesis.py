@@ -1,12 +1,12 @@
 """Genesis (https://genesis-world.readthedocs.io): many robots in one scene, on a CPU or a GPU.
 
-The package brings robots and no tasks; ``reach`` is one of ours: the hand of a Panda arm is to
-come within 5 cm of a point, whose place the seed of a reset draws. The reward is how much nearer it
-came, in decimeters, and 1 more where it is there, which ends the episode with success.
+The package has robots and no tasks, so this module defines one, ``reach``: the hand of a Panda arm
+must come within 5 cm of a goal, which the seed of a reset draws. The reward is the decrease of the
+distance to the goal in decimeters, plus 1 at the goal, which ends the episode with success.
 
-The state is the position and velocity of nine joints (18), the hand's position (3) and the point's
-(3). An action changes what the seven joints of the arm are to hold, in units of 0.05 rad. There are
-no pictures.
+The state is the position and velocity of nine joints (18), the hand's position (3) and the goal's
+position (3). An action changes the target positions of the arm's seven joints, in units of 0.05
+rad. Images are not supported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PACKAGES = ("genesis", "torch", "gymnasium")
 TASKS = ("reach",)
 STEPS = 100
 PHYSICS_STEPS = 5
-"""Physics steps of 10 ms for each action."""
+"""Number of physics steps of 10 ms per action."""
 GOAL_TOLERANCE_M, ACTION_SCALE_RAD = 0.05, 0.05
 HOME_JOINTS = (0.0, -0.5, 0.0, -2.2, 0.0, 1.8, 0.8, 0.04, 0.04)
 GOAL_LOW, GOAL_HIGH = (0.35, -0.3, 0.2), (0.65, 0.3, 0.6)
-"""Corners of where the point may be, meters."""
+"""Corners of the box in which goals are drawn, meters."""
 
 
 def make(
@@ -34,7 +34,7 @@ def make(
 ) -> GenesisEnv:
     """``id`` is one of :data:`TASKS`.
 
-    ``kwargs``: ``backend`` (cpu, gpu), ``steps`` of an episode.
+    ``kwargs``: ``backend`` (cpu, gpu); ``steps``, the maximum of an episode.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -58,7 +58,7 @@ class GenesisEnv:
 
         if not getattr(genesis, "_initialized", False):
             genesis.init(backend=getattr(genesis, backend), logging_level="warning")
-        self.count, self._most = count, steps
+        self.count, self._max_steps = count, steps
         self._scene = genesis.Scene(show_viewer=False)
         self._scene.add_entity(genesis.morphs.Plane())
         panda = genesis.morphs.MJCF(file="xml/franka_emika_panda/panda.xml")
@@ -66,51 +66,51 @@ class GenesisEnv:
         self._scene.build(n_envs=count)
         self._hand = self._arm.get_link("hand")
         self._target_joints = np.tile(np.array(HOME_JOINTS, np.float32), (count, 1))
-        self._point = np.zeros((count, 3), np.float32)
+        self._goals = np.zeros((count, 3), np.float32)
         self._steps = np.zeros(count, np.int64)
-        self._away = np.zeros(count)
+        self._distances = np.zeros(count)
         self.action_space = Box(-1, 1, (7,), np.float32)
         self.observation_space = Box(-np.inf, np.inf, (24,), np.float32)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> np.ndarray:
         self._scene.reset(envs_idx=numbers)
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
-            self._point[number] = np.random.default_rng(seed).uniform(GOAL_LOW, GOAL_HIGH)
+            self._goals[number] = np.random.default_rng(seed).uniform(GOAL_LOW, GOAL_HIGH)
         self._target_joints[numbers], self._steps[numbers] = HOME_JOINTS, 0
         self._arm.set_dofs_position(
             self._target_joints[numbers], envs_idx=numbers, zero_velocity=True
         )
         self._arm.control_dofs_position(self._target_joints[numbers], envs_idx=numbers)
-        shown = self._shown()
-        self._away[numbers] = self._distance(shown)[numbers]
-        return shown[numbers]
+        observations = self._observe()
+        self._distances[numbers] = self._goal_distances(observations)[numbers]
+        return observations[numbers]
 
     def step(self, actions: np.ndarray) -> Any:
-        low, high = map(_array, self._arm.get_dofs_limit())
+        low, high = map(_to_numpy, self._arm.get_dofs_limit())
         self._target_joints[:, :7] += ACTION_SCALE_RAD * actions
         self._target_joints = np.clip(self._target_joints, low, high)
         self._arm.control_dofs_position(self._target_joints)
         for _ in range(PHYSICS_STEPS):
             self._scene.step()
         self._steps += 1
-        shown = self._shown()
-        away = self._distance(shown)
-        solved = away <= GOAL_TOLERANCE_M
-        reward = 10 * (self._away - away) + solved
-        self._away = away
-        return shown, reward, solved, ~solved & (self._steps >= self._most), solved
+        observations = self._observe()
+        distances = self._goal_distances(observations)
+        solved = distances <= GOAL_TOLERANCE_M
+        reward = 10 * (self._distances - distances) + solved
+        self._distances = distances
+        return observations, reward, solved, ~solved & (self._steps >= self._max_steps), solved
 
     def close(self) -> None:
         self._scene.destroy()
 
-    def _shown(self) -> np.ndarray:
+    def _observe(self) -> np.ndarray:
         parts = (self._arm.get_dofs_position(), self._arm.get_dofs_velocity(), self._hand.get_pos())
-        return np.concatenate([*map(_array, parts), self._point], 1).astype(np.float32)
+        return np.concatenate([*map(_to_numpy, parts), self._goals], 1).astype(np.float32)
 
-    def _distance(self, shown: np.ndarray) -> np.ndarray:
-        """From the hand to the point, meters, float64 ``[count]``."""
-        return np.linalg.norm(shown[:, 18:21].astype(np.float64) - self._point, axis=1)
+    def _goal_distances(self, observations: np.ndarray) -> np.ndarray:
+        """Return the distances from hand to goal, meters, float64 ``[count]``."""
+        return np.linalg.norm(observations[:, 18:21].astype(np.float64) - self._goals, axis=1)
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _to_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.detach().cpu().numpy())

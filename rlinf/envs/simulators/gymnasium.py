@@ -19,7 +19,7 @@ SUPPORTS_STATE_SAVING = True
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` as for ``gymnasium.make``, and its arguments.
+    """``id`` and ``kwargs`` are those of ``gymnasium.make``.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -27,7 +27,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     import gymnasium
 
     try:
-        # The checker repeats assertions at every step.
+        # Without the checker, which asserts the same at every step.
         return GymnasiumEnv(gymnasium.make(id, disable_env_checker=True, **kwargs))
     except (gymnasium.error.Error, TypeError) as error:
         raise ValueError(f"cannot make {id!r}: {error}") from None
@@ -36,46 +36,50 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 class GymnasiumEnv:
     """An environment that can save and restore its episode.
 
-    An environment whose state is more than plain attributes and MuJoCo's data has its own ``save``
-    and ``restore`` (see :mod:`rlinf.envs.simulators`), or none.
+    If the state of an environment is more than plain attributes and MuJoCo's data, the environment
+    needs its own ``save`` and ``restore`` (see :mod:`rlinf.envs.simulators`).
     """
 
     def __init__(self, env: Any) -> None:
-        self._env, self._bare = env, env.unwrapped
-        self._own = hasattr(self._bare, "save") and hasattr(self._bare, "restore")
-        self._layers = [one for one in wrapper_chain(env) if not (self._own and one is self._bare)]
+        self._env, self._unwrapped = env, env.unwrapped
+        self._has_save = hasattr(self._unwrapped, "save") and hasattr(self._unwrapped, "restore")
+        self._layers = wrapper_chain(env)
+        """The wrappers, and the environment unless it saves its own state."""
+        if self._has_save:
+            self._layers = [layer for layer in self._layers if layer is not self._unwrapped]
         self._seed = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
-    def reset(self, seed: int, **where: int) -> Any:
+    def reset(self, seed: int, **kwargs: int) -> Any:
         self._seed = seed
-        return self._env.reset(seed=seed, **where)
+        return self._env.reset(seed=seed, **kwargs)
 
     def save(self) -> dict[str, np.ndarray]:
         """
         Raises:
             ValueError: an attribute cannot be saved; names it.
         """
-        state = {**save_attributes(self._layers, [self._bare]), "seed": np.array(self._seed)}
-        if self._own:
-            state.update({f"own.{name}": array for name, array in self._bare.save().items()})
-        elif _of_mujoco(self._bare):
-            state.update(save_physics(self._bare.model, self._bare.data))
+        state = {**save_attributes(self._layers, [self._unwrapped]), "seed": np.array(self._seed)}
+        if self._has_save:
+            state.update({f"own.{name}": array for name, array in self._unwrapped.save().items()})
+        elif _is_mujoco(self._unwrapped):
+            state.update(save_physics(self._unwrapped.model, self._unwrapped.data))
         return state
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         self.reset(int(state["seed"]))
         restore_attributes(self._layers, state)
-        if self._own:
-            own = {name[4:]: array for name, array in state.items() if name.startswith("own.")}
-            self._bare.restore(own)
-        elif _of_mujoco(self._bare):
-            restore_physics(self._bare.model, self._bare.data, state)
+        if self._has_save:
+            self._unwrapped.restore(
+                {name[4:]: array for name, array in state.items() if name.startswith("own.")}
+            )
+        elif _is_mujoco(self._unwrapped):
+            restore_physics(self._unwrapped.model, self._unwrapped.data, state)
 
 
-def _of_mujoco(env: Any) -> bool:
+def _is_mujoco(env: Any) -> bool:
     return all(
         type(getattr(env, n, None)).__module__.startswith("mujoco") for n in ("model", "data")
     )

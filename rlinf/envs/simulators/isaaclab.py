@@ -1,15 +1,16 @@
 """Isaac Lab 2.3 (https://isaac-sim.github.io/IsaacLab): robots simulated and rendered on a GPU.
 
-One process has one simulation of many environments. It begins the next episode of an environment in
-the step that ends one, and shows that: of an episode that ended, what its last action was chosen by
-stands for what was seen after it. The seed of the first environment is that of all of them, and
-only where all begin together: a seed says neither where an episode begins nor the rest of it. Where
-some begin while others are within an episode (one was lost), these are reset alone; terms with a
-history then have the moment twice in those of the others.
+A process has one simulation of many environments. The step that ends an episode also begins the
+next one and returns the new episode's observation; so the last observation of an episode is
+replaced by the one before its last action. If all environments begin together, they are seeded by
+the first one's seed; otherwise seeds have no effect. So a seed determines neither the initial state
+nor the rest of an episode. If an episode was lost, some environments begin while others continue;
+only the former are reset. Observation terms with a history then contain the current time twice in
+the environments that continue.
 
-The state is the observation group ``policy``; of a group whose terms are apart, the vectors among
-them in their order, and pictures are the terms with the names of ``task.images``. Success is the
-termination term ``success``, of tasks that have one.
+The state is the observation group ``policy``. If the terms of the group are not concatenated, the
+state is the concatenation of its vectors, in their order, and the images are the terms with the
+names of ``task.images``. Success is the termination term ``success``, for tasks that have one.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ def make(
 ) -> IsaacLabEnv:
     """``id`` is a registered task (``Isaac-Lift-Cube-Franka-v0``).
 
-    ``kwargs``: ``num_envs``, environments at least; ``device``; ``group`` of observations;
-    ``success``, the name of the termination term.
+    ``kwargs``: ``num_envs``, the minimum number of environments; ``device``; ``group``, the
+    observation group; ``success``, the name of the termination term.
 
     Raises:
         ImportError, ValueError: see the package.
         RuntimeError: there is a simulation in this process already.
     """
-    known = ("num_envs", "device", "group", "success")
-    if unknown := sorted(kwargs.keys() - set(known)):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    valid_keys = ("num_envs", "device", "group", "success")
+    if unknown := sorted(kwargs.keys() - set(valid_keys)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(valid_keys)}")
     if _simulations:
         raise RuntimeError(
             "Isaac Lab makes its environments once in a process, and there are "
             f"{_simulations[0].count}; set task.kwargs.num_envs to the most that are collected at "
             "once"
         )
-    # The application reads the arguments of its process.
+    # The application reads the command-line arguments of the process.
     del sys.argv[1:]
     try:
         launcher = importlib.import_module("isaaclab.app").AppLauncher
-        # Nothing else of it can be imported before.
+        # Other modules of Isaac Lab can be imported only after this.
         app = launcher(headless=True, enable_cameras=bool(images)).app
     except EOFError:
         raise ValueError(
@@ -94,32 +95,34 @@ class IsaacLabEnv:
         self._app, self._env, self._group, self._images = app, env, group, images
         manager = getattr(env, "termination_manager", None)
         names = () if manager is None else manager.active_terms
-        self._solved = success if success in names else None
-        self._shown = self._observe(env.reset()[0])
-        self._begun, self._open = np.zeros((2, count), bool)
-        """Environments at the first step of an episode that the last step began; and those within a
-        requested episode."""
+        self._success_term = success if success in names else None
+        self._last_observations = self._observe(env.reset()[0])
+        self._is_fresh, self._is_open = np.zeros((2, count), bool)
+        """By environment: whether the last step began its episode, and whether it is within an
+        episode that was requested."""
         self.action_space = env.single_action_space
-        shape = self._shown[STATE].shape[1:]
+        shape = self._last_observations[STATE].shape[1:]
         self.observation_space = Box(-np.inf, np.inf, shape, np.float32)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
-        old = [number for number in numbers if not self._begun[number]]
-        if old and self._open[np.isin(np.arange(self.count), numbers, invert=True)].any():
-            self._shown = self._observe(self._reset_some(old))
-        elif old:
-            self._shown = self._observe(self._env.reset(seed=seeds[0])[0])
-        self._begun[numbers], self._open[numbers] = False, True
-        return {name: column[numbers] for name, column in self._shown.items()}
+        to_reset = [number for number in numbers if not self._is_fresh[number]]
+        others = np.isin(np.arange(self.count), numbers, invert=True)
+        if to_reset and self._is_open[others].any():
+            self._last_observations = self._observe(self._reset_some(to_reset))
+        elif to_reset:
+            self._last_observations = self._observe(self._env.reset(seed=seeds[0])[0])
+        self._is_fresh[numbers], self._is_open[numbers] = False, True
+        return {name: column[numbers] for name, column in self._last_observations.items()}
 
     def _reset_some(self, numbers: list[int]) -> Any:
         import torch
 
-        which = torch.as_tensor(numbers, dtype=torch.int64, device=self._env.device)
+        env_ids = torch.as_tensor(numbers, dtype=torch.int64, device=self._env.device)
         if "env_ids" in inspect.signature(self._env.reset).parameters:
-            return self._env.reset(env_ids=which)[0]
-        # Tasks of the direct kind reset all or, in a step, those that ended, as follows.
-        self._env._reset_idx(which)
+            return self._env.reset(env_ids=env_ids)[0]
+        # reset() of a direct task resets all environments. Its step() resets those whose episode
+        # ended, by the following calls.
+        self._env._reset_idx(env_ids)
         self._env.scene.write_data_to_sim()
         self._env.sim.forward()
         if self._images:
@@ -129,41 +132,43 @@ class IsaacLabEnv:
     def step(self, actions: np.ndarray) -> Any:
         import torch
 
-        before = self._shown
+        previous = self._last_observations
         action_tensor = torch.as_tensor(actions, dtype=torch.float32, device=self._env.device)
-        observations, reward, *ends, _ = self._env.step(action_tensor)
-        terminated, truncated = map(_array, ends)
+        observation, reward, *ends, _ = self._env.step(action_tensor)
+        terminated, truncated = map(_to_numpy, ends)
         solved = np.zeros(self.count, bool)
-        if self._solved is not None:
-            solved = _array(self._env.termination_manager.get_term(self._solved))
-        self._shown, self._begun = self._observe(observations), terminated | truncated
-        self._open &= ~self._begun
-        last = {
-            name: np.where(self._begun.reshape(-1, *[1] * (column.ndim - 1)), before[name], column)
-            for name, column in self._shown.items()
+        if self._success_term is not None:
+            solved = _to_numpy(self._env.termination_manager.get_term(self._success_term))
+        self._last_observations, self._is_fresh = self._observe(observation), terminated | truncated
+        self._is_open &= ~self._is_fresh
+        observations = {
+            name: np.where(
+                self._is_fresh.reshape(-1, *[1] * (column.ndim - 1)), previous[name], column
+            )
+            for name, column in self._last_observations.items()
         }
-        return last, _array(reward), terminated, truncated, solved
+        return observations, _to_numpy(reward), terminated, truncated, solved
 
     def close(self) -> None:
         self._env.close()
         self._app.close()
 
     def _observe(self, observation: Any) -> dict[str, np.ndarray]:
-        """The state ``[n, D]`` and pictures ``[n, H, W, 3]`` of all environments."""
+        """Return the state ``[n, D]`` and images ``[n, H, W, 3]`` of all environments."""
         terms = observation[self._group]
         if not isinstance(terms, Mapping):
-            return {STATE: _array(terms)}
-        arrays = {name: _array(term) for name, term in terms.items()}
-        pictures = {name: a for name, a in arrays.items() if a.ndim == 4}
-        for name in pictures:
+            return {STATE: _to_numpy(terms)}
+        arrays = {name: _to_numpy(term) for name, term in terms.items()}
+        images = {name: a for name, a in arrays.items() if a.ndim == 4}
+        for name in images:
             if name not in self._images:
                 raise ValueError(
-                    f"the observation term {name!r} is of pictures, which nothing uses; name them "
+                    f"the observation term {name!r} has images, which are not used; name them "
                     "in task.images, or take another group (task.kwargs.group)"
                 )
-        vectors = [a.reshape(len(a), -1) for name, a in arrays.items() if name not in pictures]
-        return {STATE: np.concatenate(vectors, 1), **pictures}
+        vectors = [a.reshape(len(a), -1) for name, a in arrays.items() if name not in images]
+        return {STATE: np.concatenate(vectors, 1), **images}
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _to_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.detach().cpu().numpy())

@@ -1,8 +1,8 @@
 """LIBERO (arXiv 2306.03310): a Panda arm at tables, 130 tasks in five suites.
 
 An episode begins in one of the benchmark's initial states of the task, selected by the reset's seed
-or by number. Some steps of rest follow, in which objects that were placed in the air fall. The
-reward is 1 at the step that solves the task, which ends the episode, and 0 before.
+or by index. Some steps without motion follow, in which objects that were placed in the air fall.
+The reward is 1 at the step that solves the task, which ends the episode, and 0 before.
 
 The state has the fields that common policies use: position of the hand (3), its rotation vector
 (3), both fingers (2). An action is a change of position (3) and rotation (3), and the gripper: -1
@@ -38,10 +38,10 @@ SUITE_STEPS = {
     "libero_10": 520,
     "libero_90": 400,
 }
-"""Steps of an episode by suite, as in OpenVLA's evaluation (openvla/openvla,
-``run_libero_eval.py``): a little more than the longest demonstration."""
+"""Maximum steps of an episode by suite, as in OpenVLA's evaluation (openvla/openvla,
+``run_libero_eval.py``): slightly more than the longest demonstration."""
 REST_STEPS = 10
-"""Steps of rest before an episode, as in that evaluation."""
+"""Steps without motion before an episode, as in OpenVLA's evaluation."""
 OPEN_GRIPPER = -1.0
 ASSET_FOLDERS = ("textures", "scenes", "stable_scanned_objects")
 """Folders that identify LIBERO's assets."""
@@ -60,9 +60,10 @@ class LiberoBox(NamedTuple):
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is ``SUITE/TASK``, the number or the name of a task in its suite.
+    """``id`` is ``SUITE/TASK``, where ``TASK`` is the index or the name of a task in the suite.
 
-    ``kwargs``: ``steps`` of an episode, ``rest`` before it, and ``assets``, see :data:`OPTIONAL`.
+    ``kwargs``: ``steps``, the maximum of an episode; ``rest``, steps without motion before it; and
+    ``assets``, see :data:`OPTIONAL`.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -73,37 +74,37 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     if unknown := sorted(kwargs.keys() - {"steps", "rest", "assets"}):
         raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest and assets")
     _find_assets(kwargs.get("assets"))
-    with contextlib.redirect_stdout(io.StringIO()):  # it reports what it does
+    with contextlib.redirect_stdout(io.StringIO()):  # LIBERO prints messages
         from libero.libero import benchmark, get_libero_path
 
         tasks = benchmark.get_benchmark_dict()[suite]()
     names = tasks.get_task_names()
-    number = int(task) if task.isdecimal() else names.index(task) if task in names else -1
-    if not 0 <= number < len(names):
+    index = int(task) if task.isdecimal() else names.index(task) if task in names else -1
+    if not 0 <= index < len(names):
         near = difflib.get_close_matches(task, names, 3, 0.3)
         raise ValueError(
             f"{suite} has no task {task!r}; it has 0 to {len(names) - 1}"
             + "".join(f", or {name}" for name in near)
         )
-    chosen = tasks.get_task(number)
+    spec = tasks.get_task(index)
     folders = {name: Path(get_libero_path(name)) for name in ("bddl_files", "init_states")}
-    states = folders["init_states"] / chosen.problem_folder / f"{chosen.init_states_file}.npz"
-    bddl = folders["bddl_files"] / chosen.problem_folder / chosen.bddl_file
+    states = folders["init_states"] / spec.problem_folder / f"{spec.init_states_file}.npz"
+    bddl = folders["bddl_files"] / spec.problem_folder / spec.bddl_file
     steps, rest = int(kwargs.get("steps", SUITE_STEPS[suite])), int(kwargs.get("rest", REST_STEPS))
-    return LiberoEnv(str(bddl), _starts(states), chosen.language, steps, rest)
+    return LiberoEnv(str(bddl), _load_initial_states(states), spec.language, steps, rest)
 
 
 def _find_assets(configured: Any) -> None:
     """Check that LIBERO finds its meshes and textures, in the configured folder if there is one.
-    Its modules look for them when they are imported."""
-    paths: Any = importlib.import_module("libero.libero")
+    Call it before LIBERO's other modules are imported, because they search for them on import."""
+    libero: Any = importlib.import_module("libero.libero")
     if configured is not None:
         folder = str(Path(str(configured)).expanduser().resolve())
-        root = str(Path(str(paths.__file__)).parent)
-        paths_by_name = {**paths.get_default_path_dict(root), "assets": folder}
-        paths.get_default_path_dict = lambda custom_location=None: paths_by_name
+        root = str(Path(str(libero.__file__)).parent)
+        paths_by_name = {**libero.get_default_path_dict(root), "assets": folder}
+        libero.get_default_path_dict = lambda custom_location=None: paths_by_name
     try:
-        assets = Path(paths.get_libero_path("assets"))
+        assets = Path(libero.get_libero_path("assets"))
     except ImportError as error:
         raise ValueError(
             f"kwargs.assets: is not set, and {error}; give {OPTIONAL['assets']}"
@@ -113,12 +114,12 @@ def _find_assets(configured: Any) -> None:
             f"kwargs.assets: {configured}, but the config.yaml of LIBERO_CONFIG_PATH says "
             f"{assets}; take it out there"
         )
-    for part in ASSET_FOLDERS:
-        if not (assets / part).is_dir():
-            raise ValueError(f"kwargs.assets: {assets} has no {part}; give {OPTIONAL['assets']}")
+    for name in ASSET_FOLDERS:
+        if not (assets / name).is_dir():
+            raise ValueError(f"kwargs.assets: {assets} has no {name}; give {OPTIONAL['assets']}")
 
 
-def _starts(path: Path) -> np.ndarray:
+def _load_initial_states(path: Path) -> np.ndarray:
     """Return the initial states, ``[n, D]``."""
     archive = np.load(path, allow_pickle=False)
     states = archive["states"] if hasattr(archive, "files") else archive
@@ -128,19 +129,21 @@ def _starts(path: Path) -> np.ndarray:
 class LiberoEnv:
     """One LIBERO task."""
 
-    def __init__(self, bddl: str, starts: np.ndarray, language: str, steps: int, rest: int) -> None:
+    def __init__(
+        self, bddl: str, initial_states: np.ndarray, instruction: str, steps: int, rest: int
+    ) -> None:
         from libero.libero.envs.env_wrapper import ControlEnv
 
-        self.instruction = language
-        self._states, self._most, self._rest, self._steps = starts, steps, rest, 0
-        self.num_initial_states = len(starts)
+        self.instruction, self._initial_states = instruction, initial_states
+        self._max_steps, self._rest_steps, self._steps = steps, rest, 0
+        self.num_initial_states = len(initial_states)
         with contextlib.redirect_stdout(io.StringIO()):
             # The simulator process renders images, without shadows.
             self._env = ControlEnv(
                 bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
             )
             self._env.reset()
-        # The model stays the same from now on: building it takes seconds.
+        # Keep the model from now on, because building it takes seconds.
         self._env.env.hard_reset = False
         self.action_space = LiberoBox(-np.ones(7, np.float32), np.ones(7, np.float32))
         bound = np.full(8, np.inf, np.float32)
@@ -164,10 +167,10 @@ class LiberoEnv:
         self._env.seed(0 if seed is None else seed)
         self._env.reset()
         for robot in self._env.robots:
-            # It moves from where the last action of the episode before left it.
+            # A gripper continues from its last action, which was one of the previous episode.
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
-        observation = self._env.set_init_state(self._states[initial_state])
-        for _ in range(self._rest):
+        observation = self._env.set_init_state(self._initial_states[initial_state])
+        for _ in range(self._rest_steps):
             observation = self._env.step(np.array([0.0] * 6 + [OPEN_GRIPPER]))[0]
         self._steps = 0
         return _state(observation), {}
@@ -180,7 +183,7 @@ class LiberoEnv:
             _state(observation),
             float(solved),
             solved,
-            self._steps >= self._most,
+            self._steps >= self._max_steps,
             {"success": solved},
         )
 
@@ -189,7 +192,7 @@ class LiberoEnv:
 
 
 def _state(observation: Any) -> np.ndarray:
-    """Return position and rotation of the hand and its fingers, float32 ``[8]``."""
+    """Return the hand's position and rotation, and the fingers, float32 ``[8]``."""
     rotation = _rotation_vector(np.asarray(observation["robot0_eef_quat"], np.float64))
     parts = [observation["robot0_eef_pos"], rotation, observation["robot0_gripper_qpos"]]
     return np.concatenate(parts).astype(np.float32)
@@ -197,11 +200,11 @@ def _state(observation: Any) -> np.ndarray:
 
 def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:
     """Return the rotation vector, at most pi long, of ``(x, y, z, w)``."""
-    part = quaternion[:3]
-    length = float(np.linalg.norm(part))
+    axis = quaternion[:3]
+    length = float(np.linalg.norm(axis))
     if length < 1e-12:
         return np.zeros(3)
     angle = 2 * math.atan2(length, float(quaternion[3]))
     if angle > math.pi:
         angle -= 2 * math.pi
-    return part / length * angle
+    return axis / length * angle

@@ -1,10 +1,10 @@
-"""ManiSkill 3 (arXiv 2410.00425): manipulation in SAPIEN, here with physics on a CPU.
+"""ManiSkill 3 (arXiv 2410.00425): manipulation in SAPIEN, with physics on a CPU.
 
-An episode is as long as the task says; ``info["success"]`` says of each step whether it is solved,
-which does not end it. The state is ManiSkill's own of the task; actions are those of its controller
-``pd_joint_delta_pos`` by default, the reward ``normalized_dense``. Cameras are the task's
-(``base_camera``, ...); they and the simulator itself need a Vulkan device, a GPU or Mesa's lavapipe
-from 24.3 on.
+The task determines the length of an episode. ``info["success"]`` of each step tells whether the
+task is solved; success does not end the episode. The state is ManiSkill's own state of the task. By
+default, actions are those of the controller ``pd_joint_delta_pos``, and the reward is
+``normalized_dense``. Cameras are the task's (``base_camera``, ...). They and the simulator itself
+need a Vulkan device: a GPU, or Mesa's lavapipe from 24.3 on.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ManiSkillEnv:
 
     def step(self, action: Any) -> Any:
         observation, reward, _, truncated, info = self._env.step(np.asarray(action, np.float32))
-        # Tasks of control alone have none.
+        # Pure control tasks have no success.
         step_info = {"success": bool(info["success"])} if "success" in info else {}
         return observation, float(reward), False, bool(truncated), step_info
 
@@ -90,20 +90,20 @@ class ManiSkillEnv:
         self._env.close()
 
 
-def render_camera(bare: Any, camera: str, height: int, width: int) -> np.ndarray:
-    """Return a camera's image in each environment of a task, uint8 ``[n, H, W, 3]``.
+def render_camera(env: Any, camera: str, height: int, width: int) -> np.ndarray:
+    """Return a camera's image in each environment of an unwrapped task, uint8 ``[n, H, W, 3]``.
 
     Raises:
         ValueError: its images have another size.
     """
-    bare.scene.update_render()
-    sensor = bare.scene.sensors[camera]
+    env.scene.update_render()
+    sensor = env.scene.sensors[camera]
     sensor.capture()
     images = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"]
     array = np.asarray(images.cpu().numpy(), np.uint8)
     if array.shape[1:] != (height, width, 3):
         raise ValueError(
-            f"{camera} makes pictures of {array.shape[1:3]}; set task.kwargs.sensor_configs: "
+            f"images of {camera} are {array.shape[1:3]}; set task.kwargs.sensor_configs: "
             f"{{height: {height}, width: {width}}}"
         )
     return array

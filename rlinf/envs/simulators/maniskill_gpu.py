@@ -1,10 +1,10 @@
-"""ManiSkill 3 with physics of many environments together on a GPU (``physx_cuda``).
+"""ManiSkill 3 that simulates many environments together on a GPU (``physx_cuda``).
 
 Tasks, state, actions, reward, success and cameras are those of
-:mod:`rlinf.envs.simulators.maniskill`.
-ManiSkill seeds all environments of a reset by the first one's seed; here they are reset one after
-the other, so that a seed says where an episode begins, whatever the others do. Physics on a GPU do
-not go on to the bit from there.
+:mod:`rlinf.envs.simulators.maniskill`. ManiSkill seeds all environments of a reset with the first
+one's seed. Here they are reset one after another, so that the seed of each determines its initial
+state. The rest of the episode is not reproduced exactly, because physics on a GPU are not
+deterministic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def make(
     id: str, kwargs: dict[str, Any], count: int, images: Mapping[str, Sequence[int]]
 ) -> ManiSkillGpuEnv:
     """``id`` is a registered task (``PickCube-v1``); ``kwargs`` are further arguments of it, of
-    which ``num_envs`` is environments at least.
+    which ``num_envs`` is the minimum number of environments.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -48,45 +48,47 @@ class ManiSkillGpuEnv:
     """All environments of a ManiSkill task on a GPU."""
 
     def __init__(self, env: Any, count: int, images: Mapping[str, Sequence[int]]) -> None:
-        self.count, self._env, self._bare, self._images = count, env, env.unwrapped, images
+        self.count, self._env, self._images = count, env, images
+        self._unwrapped = env.unwrapped
         for camera in images:
-            if camera not in self._bare.scene.sensors:
-                there = ", ".join(self._bare.scene.sensors) or "none"
-                raise ValueError(f"there is no camera {camera}, but {there}")
-        self.action_space = self._bare.single_action_space
-        self.observation_space = self._bare.single_observation_space
+            if camera not in self._unwrapped.scene.sensors:
+                cameras = ", ".join(self._unwrapped.scene.sensors) or "none"
+                raise ValueError(f"there is no camera {camera}, but {cameras}")
+        self.action_space = self._unwrapped.single_action_space
+        self.observation_space = self._unwrapped.single_observation_space
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
         import torch
 
         observations: Any = None
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
-            which = torch.tensor([number], device=self._bare.device)
-            observations, _ = self._env.reset(seed=[seed] * self.count, options={"env_idx": which})
-        return {name: column[numbers] for name, column in self._shown(observations).items()}
+            env_ids = torch.tensor([number], device=self._unwrapped.device)
+            options = {"env_idx": env_ids}
+            observations, _ = self._env.reset(seed=[seed] * self.count, options=options)
+        return {name: column[numbers] for name, column in self._observe(observations).items()}
 
     def step(self, actions: np.ndarray) -> Any:
         observations, reward, _, truncated, info = self._env.step(np.asarray(actions, np.float32))
-        none = np.zeros(self.count, bool)
-        # Tasks of control alone have none.
-        solved = _array(info["success"]).astype(bool) if "success" in info else none
+        terminated = np.zeros(self.count, bool)
+        # Pure control tasks have no success.
+        solved = _to_numpy(info["success"]).astype(bool) if "success" in info else terminated
         return (
-            self._shown(observations),
-            _array(reward),
-            none,
-            _array(truncated).astype(bool),
+            self._observe(observations),
+            _to_numpy(reward),
+            terminated,
+            _to_numpy(truncated).astype(bool),
             solved,
         )
 
     def close(self) -> None:
         self._env.close()
 
-    def _shown(self, observations: Any) -> dict[str, np.ndarray]:
-        shown = {STATE: _array(observations).astype(np.float32)}
+    def _observe(self, observations: Any) -> dict[str, np.ndarray]:
+        arrays = {STATE: _to_numpy(observations).astype(np.float32)}
         for camera, size in self._images.items():
-            shown[camera] = render_camera(self._bare, camera, *size)
-        return shown
+            arrays[camera] = render_camera(self._unwrapped, camera, *size)
+        return arrays
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _to_numpy(tensor: Any) -> np.ndarray:
     return np.array(tensor.detach().cpu().numpy())

@@ -1,9 +1,9 @@
 """Meta-World (https://arxiv.org/abs/1910.10897, version 3): a Sawyer arm and 50 manipulation tasks.
 
-An episode has 500 steps; ``info["success"]`` of each step tells whether the task is solved. The
-seed of a reset selects the goal, unlike in Meta-World's own wrapper: equal seeds begin equal
-episodes, whatever was played before. Meta-World has no instructions: the instruction is the name of
-the task, ``button press topdown``.
+An episode has 500 steps; ``info["success"]`` of each step tells whether the task is solved. Unlike
+in Meta-World's own wrapper, the seed of a reset selects the goal, so equal seeds begin equal
+episodes, whatever happened before. Meta-World has no instructions; the instruction is the name of
+the task in words, such as ``button press topdown``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MT50 = (
     *("window-open", "window-close"),
 )
 TASK_SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
-"""The package's own sets, in its order."""
+"""Meta-World's own task sets, in its order."""
 SUPPORTS_STATE_SAVING = True
 
 GOALS_SEED = 42
@@ -56,10 +56,10 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     import metaworld
     from metaworld.policies import ENV_POLICY_MAP
 
-    known = sorted(metaworld.ALL_V3_ENVIRONMENTS)
-    if id not in known:
-        near = difflib.get_close_matches(id, known, 3, 0.3)
-        raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or known[0]}")
+    tasks = sorted(metaworld.ALL_V3_ENVIRONMENTS)
+    if id not in tasks:
+        near = difflib.get_close_matches(id, tasks, 3, 0.3)
+        raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or tasks[0]}")
     try:
         benchmark = metaworld.MT1(id, seed=GOALS_SEED)
         env = benchmark.train_classes[id](**kwargs)
@@ -92,20 +92,16 @@ class MetaWorldEnv:
     def step(self, action: Any) -> Any:
         self._observation, reward, _, _, info = self._env.step(np.asarray(action, np.float64))
         self._steps += 1
-        # Its own limit raises at the step after the last.
+        # Meta-World itself does not truncate: it raises at the first step beyond the limit.
         return self._observation, reward, False, self._steps >= self._env.max_path_length, info
 
     def save(self) -> dict[str, np.ndarray]:
-        own = {
+        return {
+            **save_attributes(wrapper_chain(self._env)),
+            **save_physics(self.unwrapped.model, self.unwrapped.data),
             "seed": np.array(self._seed),
             "steps": np.array(self._steps),
             "seen": self._observation,
-        }
-        bare = self.unwrapped
-        return {
-            **save_attributes(wrapper_chain(self._env)),
-            **save_physics(bare.model, bare.data),
-            **own,
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:

@@ -1,11 +1,16 @@
 """The requirements of a simulator, read from its module without importing the simulator.
 
-A module of :mod:`rlinf.envs.simulators` has ``PACKAGES``, modules that the interpreter must find,
-and optionally ``INSTALL``, how to install them if no file of ``configs/environments`` does;
-``GPU``, the GPU that is needed; ``ASSETS``, required files and folders that no package contains, by
-their key of ``kwargs``, with a description and their source; ``OPTIONAL``, the same for keys that
-may be left out; and ``TASK_SETS`` and the flags ``BATCHED``, ``SINGLE_INSTANCE``,
-``SUPPORTS_STATE_SAVING`` and ``NONDETERMINISTIC``.
+A module of :mod:`rlinf.envs.simulators` has these constants:
+
+- ``PACKAGES``: modules that the interpreter must be able to import;
+- ``INSTALL``: how to install them, if ``configs/environments`` has no file for it;
+- ``GPU``: the required GPU;
+- ``ASSETS``: descriptions and sources of required files and folders that no package contains, by
+  their key of ``kwargs``; ``OPTIONAL``: the same for keys that may be left out;
+- ``TASK_SETS`` and the flags ``BATCHED``, ``SINGLE_INSTANCE``, ``SUPPORTS_STATE_SAVING`` and
+  ``NONDETERMINISTIC``.
+
+All but ``PACKAGES`` are optional.
 """
 
 from __future__ import annotations
@@ -36,33 +41,33 @@ class SimulatorRequirements(NamedTuple):
     task_sets: Mapping[str, tuple[str, ...]] = {}
 
     def missing_assets(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """Return a message for each missing file or folder: its key, what it is, and its source.
+        """Return a message for each missing file or folder: its key, a description, and its source.
 
         Args:
             kwargs: ``task.kwargs``.
         """
         errors = []
-        for key, what in {**self.assets, **self.optional}.items():
+        for key, description in {**self.assets, **self.optional}.items():
             path = kwargs.get(key)
             if path is None and key in self.optional:
                 continue
             if path is None:
-                errors.append(f"task.kwargs.{key}: is not set; give {what}")
+                errors.append(f"task.kwargs.{key}: is not set; give {description}")
             elif not Path(str(path)).expanduser().exists():
-                errors.append(f"task.kwargs.{key}: there is no {path}; give {what}")
+                errors.append(f"task.kwargs.{key}: there is no {path}; give {description}")
         return errors
 
 
 def get_requirements(simulator: str) -> SimulatorRequirements:
-    """Return the requirements of a simulator. The module of a user's ``module:function`` is parsed,
-    not imported, and only its literals count.
+    """Return the requirements of a simulator. The module of a user's ``module:function`` is parsed
+    and not imported, so its constants must be literals.
 
     Raises:
-        ConfigError: it is unknown; names the nearest.
+        ConfigError: the simulator is unknown; names the most similar one.
     """
     target = simulators.target(simulator, "task.simulator")
     if ":" in simulator:
-        return SimulatorRequirements(**_literals_of(target.rpartition(":")[0]))
+        return SimulatorRequirements(**_parse_constants(target.rpartition(":")[0]))
     module = importlib.import_module(target.partition(":")[0])
     values = {
         name: getattr(module, name.upper())
@@ -72,9 +77,9 @@ def get_requirements(simulator: str) -> SimulatorRequirements:
     return SimulatorRequirements(**values)
 
 
-def _literals_of(module: str) -> dict[str, Any]:
-    """Return the requirements that a user's module or file states at its top; none if it does not
-    exist here."""
+def _parse_constants(module: str) -> dict[str, Any]:
+    """Return the requirements that a user's module or file defines; none if this machine does not
+    have it."""
     try:
         spec = None if module.endswith(".py") else importlib.util.find_spec(module)
         file = Path(module) if spec is None else Path(str(spec.origin))
@@ -82,10 +87,10 @@ def _literals_of(module: str) -> dict[str, Any]:
     except (ImportError, OSError, ValueError, SyntaxError):
         return {}
     values = {}
-    for line in body:
-        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
-            name = line.targets[0].id
+    for statement in body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
             if name == name.upper() and name.lower() in SimulatorRequirements._fields:
                 with contextlib.suppress(ValueError):
-                    values[name.lower()] = ast.literal_eval(line.value)
+                    values[name.lower()] = ast.literal_eval(statement.value)
     return values

@@ -3,8 +3,8 @@
 An episode has ``steps`` steps; ``info["success"]`` of each step tells whether the task is solved.
 The state is the robot's proprioception (``robot0_proprio-state``) and the objects' positions
 (``object-state``); ``state`` selects other observations. Actions are those of the robot's own
-controller. Cameras are those of the model: ``agentview``, ``frontview``, ``robot0_eye_in_hand``,
-...
+controller. Cameras are those of the model, such as ``agentview``, ``frontview`` and
+``robot0_eye_in_hand``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ STEPS = 200
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is an environment's name (``Lift``), or ``robocasa:NAME`` to import first the module
-    that registers it.
+    """``id`` is an environment's name (``Lift``), or ``MODULE:NAME`` to import first the module
+    that registers it, such as ``robocasa:NAME``.
 
-    ``kwargs``: ``robots`` (Panda), ``controller`` (a name or file of robosuite's; that of the robot
-    by default), ``steps``, ``state``; all others go to ``robosuite.make``: ``reward_shaping``, and
-    ``hard_reset: true`` where a reset makes another scene, as in kitchens.
+    ``kwargs``: ``robots`` (Panda), ``controller`` (a name or file of robosuite's; by default the
+    robot's), ``steps``, ``state``. All others are passed to ``robosuite.make``, for example
+    ``reward_shaping``, or ``hard_reset: true`` if a reset creates another scene, as in kitchens.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -44,9 +44,10 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         )
     options = {"robots": "Panda", "hard_reset": False, **kwargs}
     steps, state = int(options.pop("steps", STEPS)), tuple(options.pop("state", STATE))
-    loaded = robosuite.load_composite_controller_config
     try:
-        controller = loaded(controller=options.pop("controller", None), robot=options["robots"])
+        controller = robosuite.load_composite_controller_config(
+            controller=options.pop("controller", None), robot=options["robots"]
+        )
         env = robosuite.make(
             name,
             controller_configs=controller,
@@ -68,7 +69,7 @@ class RobosuiteEnv:
     def __init__(self, env: Any, state: tuple[str, ...], steps: int) -> None:
         from gymnasium.spaces import Box
 
-        self._env, self._names, self._most, self._steps = env, state, steps, 0
+        self._env, self._state_names, self._max_steps, self._steps = env, state, steps, 0
         observation = env.reset()
         for name in state:
             if name not in observation:
@@ -96,7 +97,7 @@ class RobosuiteEnv:
         return str(self._env.get_ep_meta().get("lang", ""))
 
     def reset(self, seed: int | None = None) -> Any:
-        # Whatever draws holds this generator.
+        # Seed the generator in place, because robosuite's objects have references to it.
         self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
         observation = self._env.reset()
         self._steps = 0
@@ -110,7 +111,7 @@ class RobosuiteEnv:
             self._state(observation),
             reward,
             False,
-            self._steps >= self._most,
+            self._steps >= self._max_steps,
             {"success": solved},
         )
 
@@ -118,6 +119,6 @@ class RobosuiteEnv:
         self._env.close()
 
     def _state(self, observation: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(observation[name]) for name in self._names]).astype(
+        return np.concatenate([np.ravel(observation[name]) for name in self._state_names]).astype(
             np.float32
         )

@@ -1,9 +1,10 @@
 """RoboTwin 2 (arXiv 2506.18088): two arms at a table, fifty tasks, in SAPIEN on a GPU.
 
-Environments are those of its ``VectorEnv``. The state is the joints of both arms (14), and so is an
-action: the joint positions to go to. The reward is RoboTwin's: that of its success test, which ends
-an episode. Cameras: ``full_image`` (of the head), ``left_wrist_image``, ``right_wrist_image``. A
-seed whose scene does not come to rest is replaced by the next one that does.
+Environments are those of RoboTwin's ``VectorEnv``. The state is the joint positions of both arms
+(14), and an action is their target positions. The reward is the one of RoboTwin's success test;
+success ends an episode. Cameras: ``full_image`` (head), ``left_wrist_image``,
+``right_wrist_image``. If the scene of a seed does not come to rest, RoboTwin uses the next seed
+whose scene does.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def make(
     if unknown := sorted(kwargs.keys() - ASSETS.keys()):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(ASSETS)}")
     paths = {key: Path(str(kwargs.get(key))).expanduser().resolve() for key in ASSETS}
-    for key, holds in (("folder", "robotwin/envs/vector_env.py"), ("config", "")):
-        if not (paths[key] / holds).exists():
-            raise ValueError(f"kwargs.{key}: there is no {paths[key] / holds}; give {ASSETS[key]}")
+    for key, file in (("folder", "robotwin/envs/vector_env.py"), ("config", "")):
+        if not (paths[key] / file).exists():
+            raise ValueError(f"kwargs.{key}: there is no {paths[key] / file}; give {ASSETS[key]}")
     tasks = [file.stem for file in (paths["folder"] / "envs").glob("[!_]*.py")]
     if id not in tasks:
         near = difflib.get_close_matches(id, tasks, 3, 0.3)
@@ -53,11 +54,11 @@ def make(
 
     config = yaml.safe_load(paths["config"].read_text())
     os.environ["ASSETS_PATH"] = str(paths["folder"])
-    # It finds its own files from there.
+    # RoboTwin opens files relative to the working directory.
     os.chdir(paths["folder"])
     sys.path.insert(0, str(paths["folder"]))
-    vector = importlib.import_module("robotwin.envs.vector_env").VectorEnv
-    env = vector({**config, "task_name": id}, n_envs=count, env_seeds=list(range(count)))
+    vector_env_class = importlib.import_module("robotwin.envs.vector_env").VectorEnv
+    env = vector_env_class({**config, "task_name": id}, n_envs=count, env_seeds=list(range(count)))
     return RoboTwinEnv(env, count, tuple(images))
 
 
@@ -81,20 +82,20 @@ class RoboTwinEnv:
     def step(self, actions: np.ndarray) -> Any:
         observations, rewards, terminated, truncated, infos = self._env.step(actions[:, None])
         solved = [bool(np.any(info.get("success", False))) for info in infos]
-        ends = [np.array([bool(np.any(e)) for e in ended]) for ended in (terminated, truncated)]
-        gained = np.array([float(np.sum(reward)) for reward in rewards])
-        return self._observe(observations), gained, *ends, np.array(solved)
+        ends = [np.array([bool(np.any(f)) for f in flags]) for flags in (terminated, truncated)]
+        total_rewards = np.array([float(np.sum(reward)) for reward in rewards])
+        return self._observe(observations), total_rewards, *ends, np.array(solved)
 
     def close(self) -> None:
         self._env.close(True)
 
     def _observe(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
         first = observations[0]
-        pictures = [name for name in self._images if first.get(name) is not None]
-        arrays = {
-            name: np.stack([observation[name] for observation in observations]) for name in pictures
+        cameras = [name for name in self._images if first.get(name) is not None]
+        images = {
+            name: np.stack([observation[name] for observation in observations]) for name in cameras
         }
         state = np.stack(
             [np.asarray(observation["state"], np.float32) for observation in observations]
         )
-        return {STATE: state, **arrays}
+        return {STATE: state, **images}

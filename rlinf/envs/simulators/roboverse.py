@@ -1,10 +1,10 @@
 """RoboVerse (arXiv 2504.18904): tasks of MetaSim, in one of several simulators.
 
-Environments are those of one task class. The state is the task's own observation, a vector; there
-are no pictures. What the class calls termination counts as success too, as MetaSim has it; where it
-means a fall, leave ``task.score_by_success`` false. A class may begin the next episode in the step
-that ends one, and show the new episode: the observation before that step then counts as the last
-one of the episode. Seeds do not reach the simulator.
+Environments are those of one task class. The state is the task's own observation, a vector; images
+are not supported. As in MetaSim, termination counts as success; leave ``task.score_by_success``
+false for tasks where it means a failure, such as a fall. Some classes begin the next episode in the
+step that ends one, and return the new episode's observation; the last observation of the old
+episode is then the one before that step. Seeds have no effect on the simulator.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def make(
     Raises:
         ImportError, ValueError: see the package.
     """
-    known = ("simulator", "robots", "device")
-    if unknown := sorted(kwargs.keys() - set(known)):
-        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    valid_keys = ("simulator", "robots", "device")
+    if unknown := sorted(kwargs.keys() - set(valid_keys)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(valid_keys)}")
     registry = importlib.import_module("metasim.task.registry")
     tasks = registry.list_tasks()
     if id not in tasks:
         near = difflib.get_close_matches(id, tasks, 3, 0.3)
         raise ValueError(f"RoboVerse has no task {id!r}; near it: {', '.join(near) or tasks[:1]}")
-    kind = registry.get_task_class(id)
+    task_class = registry.get_task_class(id)
     robots = {"robots": list(kwargs["robots"])} if "robots" in kwargs else {}
-    scenario = kind.scenario.update(
+    scenario = task_class.scenario.update(
         simulator=kwargs.get("simulator", "mujoco"),
         num_envs=count,
         headless=True,
         cameras=[],
         **robots,
     )
-    return RoboVerseEnv(kind(scenario, device=kwargs.get("device", "cpu")), count)
+    return RoboVerseEnv(task_class(scenario, device=kwargs.get("device", "cpu")), count)
 
 
 class RoboVerseEnv:
@@ -61,33 +61,35 @@ class RoboVerseEnv:
         self.count = count
         self._env = env
         self.action_space, self.observation_space = env.action_space, env.observation_space
-        self._shown = np.zeros((count, *env.observation_space.shape), np.float32)
-        self._begun = np.zeros(count, bool)
-        """Environments at the first step of an episode that the last step began."""
+        self._observations = np.zeros((count, *env.observation_space.shape), np.float32)
+        self._is_fresh = np.zeros(count, bool)
+        """By environment: whether the last step began its episode."""
 
     def reset(self, numbers: list[int], seeds: list[int]) -> np.ndarray:
-        if old := [number for number in numbers if not self._begun[number]]:
-            observations = _array(self._env.reset(env_ids=old)[0])
-            # Some classes answer for all, some for those alone.
-            self._shown[old] = observations if len(observations) == len(old) else observations[old]
-        self._begun[numbers] = False
-        return self._shown[numbers]
+        if to_reset := [number for number in numbers if not self._is_fresh[number]]:
+            observations = _to_numpy(self._env.reset(env_ids=to_reset)[0])
+            # Some classes return the observations of all environments.
+            if len(observations) != len(to_reset):
+                observations = observations[to_reset]
+            self._observations[to_reset] = observations
+        self._is_fresh[numbers] = False
+        return self._observations[numbers]
 
     def step(self, actions: np.ndarray) -> Any:
         import torch
 
         action_tensor = torch.as_tensor(actions, dtype=torch.float32, device=self._env.device)
-        observations, reward, *ends, _ = self._env.step(action_tensor)
-        terminated, truncated = (_array(ended).astype(bool) for ended in ends)
-        before, now = self._shown, _array(observations).astype(np.float32)
-        self._begun = (terminated | truncated) & (_array(self._env._episode_steps) == 0)
-        self._shown = now.copy()
-        last = np.where(self._begun[:, None], before, now)
-        return last, _array(reward), terminated, truncated & ~terminated, terminated
+        observation, reward, *ends, _ = self._env.step(action_tensor)
+        terminated, truncated = (_to_numpy(flags).astype(bool) for flags in ends)
+        previous, current = self._observations, _to_numpy(observation).astype(np.float32)
+        self._is_fresh = (terminated | truncated) & (_to_numpy(self._env._episode_steps) == 0)
+        self._observations = current.copy()
+        observations = np.where(self._is_fresh[:, None], previous, current)
+        return observations, _to_numpy(reward), terminated, truncated & ~terminated, terminated
 
     def close(self) -> None:
         self._env.close()
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _to_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.detach().cpu().numpy())

@@ -175,7 +175,7 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
     assert all(loss_mask(record).all() for record in records), "their steps were done"
     (lost,) = [record for record in records if record.open_state is None]
     assert [record.num_failed_episodes for record in records if record is not lost] == [0, 0]
-    assert f"start {lost.identity.sample}: the simulator failed to save" in caplog.text
+    assert f"group {lost.identity.sample}: the simulator failed to save" in caplog.text
     assert "ZeroDivisionError: no save in this version" in caplog.text
     counts = Counter[str]()
     with closing(GymEnvironment(player.config, None)) as environment:

@@ -229,7 +229,7 @@ def test_a_simulation_that_raised_gets_a_new_process() -> None:
         assert list(process.step([0, 1, 2], np.full((3, 1), 2.0))[1]) == [0, 1, 2]
         assert process.reset([0, 1, 2], [6, 0, 1])["state"].tolist() == [[6, 3], [0, 3], [1, 3]]
         assert process.pid != first
-        with pytest.raises(SimulatorError, match="so did 2 before it") as found:
+        with pytest.raises(SimulatorError, match="2 processes before it failed too") as found:
             process.reset([1], [5])
         assert "ZeroDivisionError: a sum that it cannot begin with" in str(found.value)
         assert process.reset([1], [4])["state"].tolist() == [[4, 3]], "room for all"

@@ -177,9 +177,9 @@ def test_a_sample_of_a_group_is_one_episode(tmp_path: Path) -> None:
 
 def test_a_lost_episode_costs_its_sample_of_a_group(tmp_path: Path) -> None:
     """Another one would begin elsewhere than those that it is compared with."""
-    with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
+    with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 groups"):
         played(tmp_path, starts=3, size=2, kwargs={"fails": [1]})
-    with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
+    with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 groups"):
         played(tmp_path, starts=3, size=2, kwargs={"fails": [1]}, max_parallel_envs=2)
     records = played(tmp_path, starts=2, size=4, kwargs={"fails": [1]})
     assert not any(loss_mask(record).any() for record in records), "two starts may be at fault"

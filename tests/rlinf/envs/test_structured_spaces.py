@@ -97,7 +97,7 @@ def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, see
         (spaces.Graph(spaces.Box(0, 1, (2,)), None), "'x' is Graph"),
         (spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), "'x' is OneOf"),
         (spaces.Box(0, 255, (8, 9, 3), np.uint8), r"set task.images.x=\[8, 9\]"),
-        (spaces.Box(0, 255, (3, 8, 9), np.uint8), r"images here are \[H, W, 3\]"),
+        (spaces.Box(0, 255, (3, 8, 9), np.uint8), r"images must be \[H, W, 3\]"),
     ],
 )
 def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(

@@ -17,6 +17,6 @@ maker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(maker)
 world = maker.make("reach", {}, count=2, images={})
 shown = world.reset([0, 1], [0, 0])
-world._point[1] = shown[1, 18:21]
+world._goals[1] = shown[1, 18:21]
 _, reward, *ends = world.step(np.zeros((2, 7), np.float32))
 print(json.dumps({"reward": reward.tolist(), "ends": [end.tolist() for end in ends]}))
