@@ -76,7 +76,7 @@ class Qwen25VL(CausalLM):
         super().__init__(module, folder)
         self.supports_packing = True
         self._images = self.image_processor(folder)
-        self._ungenerated = self._images.ungenerated_token_ids
+        self._ungenerated_tokens = self._images.ungenerated_token_ids
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor:
@@ -169,7 +169,7 @@ class Qwen25VL(CausalLM):
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         for trajectory in trajectories:
-            if np.isin(trajectory.actions[:-1], self._ungenerated).any():
+            if np.isin(trajectory.actions[:-1], self._ungenerated_tokens).any():
                 raise DataError(
                     f"trajectory {tuple(trajectory.identity)}: an answer has an image token, "
                     "which engines must not generate"

@@ -31,7 +31,7 @@ from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import IMAGE_PREFIX
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.action_encoding import ActionBox, action_chunks, reset_unlike_value_head
+from rlinf.models.action_encoding import ActionBox, action_chunks, reset_mismatched_value_head
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
@@ -252,7 +252,7 @@ class SmolVLAPolicy(Policy):
             tensors = {
                 n: t for n, t in tensors.items() if n in own or not n.startswith(ADDED_HEADS)
             }
-            tensors = reset_unlike_value_head(tensors, own, folder)
+            tensors = reset_mismatched_value_head(tensors, own, folder)
             check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
             module.load_state_dict(tensors)
             tokenizer = read_tokenizer(folder / VLM_FOLDER)

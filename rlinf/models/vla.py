@@ -40,7 +40,7 @@ from rlinf.models.action_encoding import (
     ActionBox,
     action_chunks,
     read_action_statistics,
-    reset_unlike_value_head,
+    reset_mismatched_value_head,
 )
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
@@ -179,7 +179,7 @@ class VLAPolicy(Policy):
                 # The placeholders of OpenVLA-OFT are empty.
                 tensors["places"] = torch.zeros_like(module.places)
             own = module.state_dict()
-            module.load_state_dict({**own, **reset_unlike_value_head(tensors, own, folder)})
+            module.load_state_dict({**own, **reset_mismatched_value_head(tensors, own, folder)})
             bins = ActionBins.from_statistics(
                 statistics["action"], module.first_action_token, module.n_action_bins
             )
