@@ -154,8 +154,7 @@ class Learner:
                 on_step()
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
-        """Return the transitions of the flow's replay buffer, or those of the batch if there is no
-        buffer."""
+        """Return the transitions of the flow's replay buffer; without one, those of the batch."""
         rows = [
             to_transitions(
                 sample.trajectory,

@@ -42,12 +42,14 @@ def straight_through_clamp(values: Tensor, low: float, high: float) -> Tensor:
     return clamped
 
 
-def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """Return ``exp(logprobs - others)``, with the log-ratio clamped to ``±LOG_RATIO_BOUND``.
+def bounded_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return ``exp(logprobs - old_logprobs)``, with the log-ratio clamped to ``±LOG_RATIO_BOUND``.
 
     Beyond the bound, the gradient equals the gradient at the bound.
     """
-    return torch.exp(straight_through_clamp(logprobs - others, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    return torch.exp(
+        straight_through_clamp(logprobs - old_logprobs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    )
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
     arXiv 2402.03300, eq. 4). The value is clipped to magnitude :data:`KL_BOUND`, so one outlier
-    cannot dominate a sum or a reward. The gradient is that of the unclipped estimate: ``-1``,
+    cannot dominate a sum or a reward. The gradient is not clipped this way: ``-1``,
     ``-r`` and ``1 - exp(r)`` by ``logprobs``, clipped to magnitude :data:`KL_GRADIENT_BOUND`. It
     grows with the drift and never vanishes. verl clips the value at the same bound, but its
     gradient is zero beyond the bound.

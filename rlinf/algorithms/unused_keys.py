@@ -81,7 +81,7 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
 def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
     """Return the keys that are set explicitly in ``config`` and that ``cls`` never reads.
 
-    Their order is that of the fields of the configuration class.
+    They are in the order of the fields of the configuration class.
     """
     walk = _walk(cls, type(config))
     if walk.reads_all:

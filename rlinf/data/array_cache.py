@@ -38,7 +38,7 @@ MAX_CACHE_BYTES = 4 << 30
 MAX_AGE_S = 30 * 86400
 """Seconds after its last use until a file is removed."""
 MAX_IN_MEMORY = 8
-_known: dict[str, Arrays] = {}
+_in_memory: dict[str, Arrays] = {}
 """The newest arrays that this process computed or read."""
 
 
@@ -52,11 +52,11 @@ def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, lar
     """
     text = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
     name = f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
-    arrays = _known.get(name)
+    arrays = _in_memory.get(name)
     if arrays is None:
-        arrays = _known[name] = _from_folder(name, compute) if large else compute()
-        while len(_known) > MAX_IN_MEMORY:
-            _known.pop(next(iter(_known)))
+        arrays = _in_memory[name] = _from_folder(name, compute) if large else compute()
+        while len(_in_memory) > MAX_IN_MEMORY:
+            _in_memory.pop(next(iter(_in_memory)))
     return arrays
 
 

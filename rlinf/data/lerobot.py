@@ -427,7 +427,7 @@ class LeRobotWriter:
         """Add the episodes of a trajectory.
 
         Raises:
-            InputError: their columns differ from those of earlier episodes.
+            InputError: the columns differ from the columns of earlier episodes.
         """
         default_task = str(trajectory.extra.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):

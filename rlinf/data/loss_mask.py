@@ -57,7 +57,7 @@ def place_on_last_action(rewards: np.ndarray, actions: np.ndarray) -> np.ndarray
     return placed
 
 
-def move_rewards_to_actions(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def move_rewards_to_actions(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Move rewards to unmasked steps; their sum stays the same.
 
     The reward of a masked step goes to the last unmasked step before it, which led there. Rewards
@@ -65,14 +65,14 @@ def move_rewards_to_actions(rewards: np.ndarray, counts: np.ndarray) -> np.ndarr
 
     Args:
         rewards: ``[T]``.
-        counts: bool ``[T]``, true at least once.
+        mask: bool ``[T]``, true at unmasked steps, of which there must be one.
 
     Returns:
         float32 ``[T]``.
     """
-    unmasked = np.flatnonzero(counts)
+    unmasked = np.flatnonzero(mask)
     # For each step, the index of the last unmasked step up to it.
-    target = np.maximum(np.cumsum(counts) - 1, 0)
+    target = np.maximum(np.cumsum(mask) - 1, 0)
     moved = np.zeros(len(rewards))
     np.add.at(moved, unmasked[target], np.asarray(rewards, np.float64))
     return moved.astype(np.float32)

@@ -87,7 +87,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number or text to its plain Python type. The writer refuses any other type."""
+    """Convert a number or text to its plain Python type. The writer rejects any other type."""
     if isinstance(value, bool | np.bool_ | np.integer):
         return int(value)
     if isinstance(value, np.floating):

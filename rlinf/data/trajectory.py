@@ -310,7 +310,7 @@ class Trajectory(ChannelItem):
         return Record(self.identity, steps, context, self.scalars())
 
     def scalars(self) -> dict[str, Scalar]:
-        """Return all numbers and texts by their names in a record, with those of ``extra``."""
+        """Return all numbers and texts by their names in a record, including ``extra``."""
         return dict(self._present(self.INFO)) | dict(self.extra)
 
     def require(self, name: str) -> Any:

@@ -156,11 +156,11 @@ def action_clip_ratio(trajectory: Trajectory) -> float | None:
 
 def intervention_mask(trajectory: Trajectory) -> np.ndarray:
     """Return the rows of :func:`to_transitions` in which a person intervened, bool ``[n]``."""
-    counts = loss_mask(trajectory)
+    mask = loss_mask(trajectory)
     if trajectory.intervened is None:
-        return np.zeros(int(counts.sum()), bool)
+        return np.zeros(int(mask.sum()), bool)
     acted: np.ndarray = np.asarray(trajectory.intervened) != 0
-    return acted[counts]
+    return acted[mask]
 
 
 def to_transitions(
@@ -176,7 +176,7 @@ def to_transitions(
         ends: ``[T]`` 1 where nothing follows although the episode was truncated. None: nowhere.
 
     Returns:
-        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was cut off, by
+        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was truncated, by
         the environment or by the end of the rollout.
 
     Raises:
@@ -208,9 +208,7 @@ def to_transitions(
     ended = rows["terminated"] == 1
     rows["truncated"][ended] = 0
     if length and not (ended[-1] or rows["truncated"][-1]):
-        raise InputError(
-            f"{trajectory.identity}: it does not say what was seen after its last step"
-        )
+        raise InputError(f"{trajectory.identity}: it has no observation after its last step")
     # There is no next observation: the value must not depend on which episode came next.
     rows["next_observations"][ended] = observations[ended]
     return rows[loss_mask(trajectory)]

@@ -277,7 +277,7 @@ class CNNPolicy(MLPPolicy):
         images = spec.get("images") or {}
         if not images:
             raise ConfigError(
-                "model.name: cnn sees pictures, and the task shows none; set task.images, or "
+                "model.name: cnn reads images, and the task shows none; set task.images, or "
                 "choose model.name=mlp"
             )
         for name, size in images.items():

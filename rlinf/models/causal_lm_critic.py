@@ -1,7 +1,7 @@
 """Causal language models with a critic, which estimates the value of the state before each token.
 
-Engines use only the language model. The policy folder is that of :mod:`rlinf.models.causal_lm`, and
-a subfolder has the critic's weights.
+Engines use only the language model. The policy folder is the folder of
+:mod:`rlinf.models.causal_lm` with a subfolder for the critic's weights.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def is_untrained(head: Mapping[str, Tensor]) -> bool:
 
 
 def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
-    """Split a streamed state into those of the language model and the critic.
+    """Split a streamed state into the states of the language model and of the critic.
 
     A tensor of the other state is buffered. In module order, nothing is buffered.
     """
@@ -219,8 +219,8 @@ def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
                     remaining -= 1
                     yield name.removeprefix(prefix), tensor
                 else:
-                    other = POLICY_PREFIX if prefix == CRITIC_PREFIX else CRITIC_PREFIX
-                    buffered[other].append((name, tensor))
+                    other_prefix = POLICY_PREFIX if prefix == CRITIC_PREFIX else CRITIC_PREFIX
+                    buffered[other_prefix].append((name, tensor))
                 del tensor
 
         return StreamedState(templates, stream())
@@ -248,7 +248,7 @@ def _create_value_head(policy: Any) -> nn.Linear:
     if not isinstance(lm_head, nn.Linear):
         raise DataError(
             f"model.critic: models of type {policy.config.model_type!r} have no linear output head "
-            "that a critic could stand beside"
+            "beside which a value head could be added"
         )
     # On the device of the weights, which may be meta.
     weight = lm_head.weight

@@ -21,7 +21,7 @@ from rlinf.models.hf_folder import one_line, tensor_files
 
 V = TypeVar("V")
 MAX_LISTED_NAMES = 3
-"""Number of names in a message; the other names are only counted."""
+"""Maximum number of names in a message; of further names it has only the number."""
 IMAGE_FAMILIES = {"qwen2_5_vl"}
 """Families with image inputs, which have their own policy classes."""
 TensorShapes = Mapping[str, Sequence[int]]
@@ -126,8 +126,9 @@ def raise_tensor_mismatch(
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_LISTED_NAMES
-    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
+    omitted = len(names) - MAX_LISTED_NAMES
+    listed = ", ".join(names[:MAX_LISTED_NAMES])
+    return f"{listed} and {omitted} more" if omitted > 0 else listed
 
 
 def has_own_checkpoint_names(module: Any) -> bool:

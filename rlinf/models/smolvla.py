@@ -136,7 +136,7 @@ class SmolVLAPolicy(Policy):
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
             raise ConfigError(
-                "task.images: model.name=smolvla sees pictures; name a camera and a size"
+                "task.images: model.name=smolvla reads images; name a camera and a size"
             )
         if action.get("kind") != "box":
             raise ConfigError(

@@ -550,7 +550,7 @@ def check_smolvla_task(
     tile = int(vision.get("patch_size", 32)) * merge
     if width != height or width % tile or width > int(vision.get("image_size", 224)):
         raise ConfigError(
-            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of "
+            f"model.image_size: images are resized to {width} x {height}, and must be squares of "
             f"whole tokens, {merge} x {merge} patches of {tile // merge} pixels each; change "
             "model.image_size or model.patch_size"
         )

@@ -101,7 +101,7 @@ class VLAPolicy(Policy):
     def check(cls, config: VLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
-            raise ConfigError("task.images: model.name=vla sees pictures; name a camera and a size")
+            raise ConfigError("task.images: model.name=vla reads images; name a camera and a size")
         if action.get("kind") != "box":
             raise ConfigError(
                 "model.name: vla acts by vectors of numbers, and this task's actions are choices; "

@@ -240,7 +240,7 @@ def _known_towers(source: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     sizes = [[side, side] if isinstance(side, int) else list(side) for side in sides]
     if len(sizes) != len(TOWERS) or sizes[0] != sizes[1]:
-        raise DataError(f"{source}: image_sizes: {sides}; both towers see pictures of one size")
+        raise DataError(f"{source}: image_sizes: {sides}; both towers read images of one size")
     return {
         tower: {**known, "image_size": size}
         for tower, known, size in zip(TOWERS, KNOWN_TOWERS.values(), sizes, strict=True)
@@ -368,12 +368,12 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     for name, size in images.items():
         if list(size) != list(vision["image_size"]):
             raise ConfigError(
-                f"task.images.{name}: {size[0]} x {size[1]}, and the model sees pictures of "
+                f"task.images.{name}: {size[0]} x {size[1]}, and the model reads images of "
                 f"{vision['image_size'][0]} x {vision['image_size'][1]}; all have one size"
             )
     if any(side % vision["patch_size"] for side in vision["image_size"]):
         raise ConfigError(
-            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} "
+            f"model.patch_size: images of {vision['image_size'][0]} x {vision['image_size'][1]} "
             f"are not whole patches of {vision['patch_size']}"
         )
     if settings["action_dim"] != spec["action"]["size"]:

@@ -1,6 +1,6 @@
 """A replay buffer on disk: the newest transitions of a run, in one memory-mapped file.
 
-The file is a ring of rows. Transition number ``n`` of the run lies in slot ``n % slots``, and
+The file is a ring of rows. Transition number ``n`` of the run is in slot ``n % slots``, and
 ``replay.json`` beside it lists the range and checksum of each iteration's append. Rows are written
 and synced before that file is replaced, so an interrupted append is not visible and is repeated.
 The view of an iteration (:meth:`ReplayBuffer.view`) depends only on the iteration's number. The
@@ -58,14 +58,20 @@ class ReplayBuffer:
     """The replay buffer in a folder. One process at a time may append; any number may read."""
 
     def __init__(
-        self, folder: Path, dtype: np.dtype, *, capacity: int, most: int, spare: int = SPARE_APPENDS
+        self,
+        folder: Path,
+        dtype: np.dtype,
+        *,
+        capacity: int,
+        max_append: int,
+        spare: int = SPARE_APPENDS,
     ) -> None:
         """Open the buffer of a folder, or create an empty one.
 
         Args:
             dtype: type of a row; the buffer must hold such rows.
             capacity: maximum number of transitions in a view.
-            most: maximum number of transitions in one append.
+            max_append: maximum number of transitions in one append.
             spare: number of appends with room beyond the capacity.
 
         Raises:
@@ -73,8 +79,8 @@ class ReplayBuffer:
                 sizes, or it is damaged or incomplete.
         """
         self.folder, self.dtype = folder, dtype
-        self.capacity, self.most = capacity, most
-        self.slots = capacity + spare * most
+        self.capacity, self.max_append = capacity, max_append
+        self.slots = capacity + spare * max_append
         self.appends: list[AppendedRange] = []
         state = self._read_state()
         if state is None:
@@ -110,9 +116,10 @@ class ReplayBuffer:
         """
         if (wrong := dtype_mismatch(self.dtype, rows.dtype)) is not None:
             raise DataError(f"{self.folder}: rows of another type; {wrong}")
-        if len(rows) > self.most:
+        if len(rows) > self.max_append:
             raise DataError(
-                f"{self.folder}: an iteration adds {len(rows)} transitions, room is for {self.most}"
+                f"{self.folder}: an iteration adds {len(rows)} transitions, room is for "
+                f"{self.max_append}"
             )
         checksum = xxhash.xxh3_128_hexdigest(rows.tobytes())
         for previous in self.appends:
@@ -141,7 +148,7 @@ class ReplayBuffer:
         self._write(start, rows)
         added = AppendedRange(iteration, start, start + len(rows), checksum)
         first = max(0, added.stop - self.slots)
-        self._commit([kept for kept in [*self.appends, added] if kept.stop >= first])
+        self._commit([entry for entry in [*self.appends, added] if entry.stop >= first])
         return added
 
     def view(self, iteration: int) -> ReplayView:
@@ -173,7 +180,7 @@ class ReplayBuffer:
 
     def _first_intact(self) -> int:
         """Return the first number that no append, not even an interrupted one, has overwritten."""
-        return max(0, self.total + self.most - self.slots)
+        return max(0, self.total + self.max_append - self.slots)
 
     def _write(self, start: int, rows: np.ndarray) -> None:
         """Write rows into the ring from number ``start`` on, and sync them."""
@@ -196,7 +203,7 @@ class ReplayBuffer:
             "fields": dtype_fields(self.dtype),
             "capacity": self.capacity,
             "slots": self.slots,
-            "most": self.most,
+            "most": self.max_append,
             "appends": [[a.iteration, a.start, a.stop, a.checksum] for a in appends],
         }
         write_atomic(self.folder / STATE_FILE, json.dumps(state), private=True)
@@ -224,10 +231,11 @@ class ReplayBuffer:
                 f"{self.folder}: a buffer of another schema; {wrong}. Start the run anew under "
                 "another run.name"
             )
-        for key in ("capacity", "most", "slots"):
-            if state[key] != getattr(self, key):
+        sizes = {"capacity": self.capacity, "most": self.max_append, "slots": self.slots}
+        for key, size in sizes.items():
+            if state[key] != size:
                 raise DataError(
-                    f"{self.folder}: {key} is {state[key]}, not {getattr(self, key)}; it follows "
+                    f"{self.folder}: {key} is {state[key]}, not {size}; it follows "
                     "from algorithm.buffer_size and rollout, which must not change within a run"
                 )
 

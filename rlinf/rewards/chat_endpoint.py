@@ -230,7 +230,7 @@ class RequestBudget:
         """
         self._config, self._lock = config, threading.Lock()
         self._quota = SharedRequestQuota(None) if quota is None else quota
-        self._left = self._expected = 0
+        self._unsent = self._expected = 0
         """Unsent requests of the last reserved block, and requests that are still expected."""
         self.requests = self.tokens = 0
 
@@ -258,10 +258,10 @@ class RequestBudget:
                 # Known requests may be from an earlier run without blocks.
                 if self.requests >= max_requests:
                     return False
-                self._left = self._left or self._quota.reserve(max_requests, self._expected)
-                if not self._left:
+                self._unsent = self._unsent or self._quota.reserve(max_requests, self._expected)
+                if not self._unsent:
                     return False
-                self._left, self._expected = self._left - 1, max(0, self._expected - 1)
+                self._unsent, self._expected = self._unsent - 1, max(0, self._expected - 1)
             self.requests += 1
             return True
 

@@ -125,7 +125,7 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d}])\.(?=\d)", "0.", text)
     text = re.sub(r"\s+", " ", text).strip()
-    # An exclamation mark is a factorial here; the caller has removed those of prose.
+    # An exclamation mark is a factorial here; the caller has removed exclamation marks of prose.
     text = re.sub(r"^(?:[=:]|\\approx(?![a-z]))\s*|(?:\s|(?<!\\)[.,;:?])+$", "", text)
     return _number_words(_ALL_REALS.sub(r"\\mathbb{R}", text)), unit
 

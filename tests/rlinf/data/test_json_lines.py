@@ -164,7 +164,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, for files of any size, as another process would see it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(json_lines, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(array_cache, "_known", {})
+    monkeypatch.setattr(array_cache, "_in_memory", {})
     monkeypatch.setattr(array_cache, "MAX_IN_MEMORY", 0)
     array_cache._warn.cache_clear()
     return tmp_path / "cache/rlinf/rows"

@@ -29,7 +29,9 @@ def rows(first: int, count: int) -> np.ndarray:
 
 
 def opened(folder: Path, **changed: Any) -> ReplayBuffer:
-    return ReplayBuffer(folder / "replay", **{"dtype": KIND, "capacity": 10, "most": 4, **changed})
+    return ReplayBuffer(
+        folder / "replay", **{"dtype": KIND, "capacity": 10, "max_append": 4, **changed}
+    )
 
 
 def held(buffer: ReplayBuffer, iteration: int) -> list[float]:
