@@ -179,9 +179,7 @@ def compute_gae(
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Normalise values to zero mean and unit (unbiased) standard deviation over unmasked steps.
-
-    Masked values become zero. All values do if the unmasked ones are equal or there are none.
-    """
+    Masked values become zero. All values do if the unmasked ones are equal or there are none."""
     unmasked = values[mask > 0]
     # The mean of equal values is rounded, and normalization would amplify the rounding error.
     if not len(unmasked) or bool(unmasked.min() == unmasked.max()):

@@ -108,9 +108,7 @@ class GroupRelativeConfig(GroupFilterConfig):
 
 class GroupRelativeAlgorithm(GroupAlgorithm):
     """Base class of algorithms whose :meth:`group_advantage` is shared by all steps of a sample.
-
-    With ``advantage_level=turn``, all steps of a turn share it.
-    """
+    With ``advantage_level=turn``, all steps of a turn share it."""
 
     Config = GroupRelativeConfig
     has_group_local_advantages = True

@@ -70,9 +70,7 @@ def rollout_is_weights(
 
 def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
     """Return sums of the mismatch of engine and trainer over steps of the current weights.
-
-    :func:`rollout_mismatch_metrics` turns them into metrics.
-    """
+    :func:`rollout_mismatch_metrics` turns them into metrics."""
     if batch.on_policy_mask is None:
         return {}
     trainer, engine = logprobs.detach(), batch.require("rollout_logprobs")
@@ -133,9 +131,7 @@ def old_logprob_interp(lag: Tensor, progress: float) -> Tensor:
 def interpolate_old_logprobs(
     logprobs: Tensor, rollout_logprobs: Tensor, position: Tensor
 ) -> Tensor:
-    """Estimate the log-probabilities of the policy before the update by linear interpolation.
-
-    The end points are the collecting policy and the policy in training; ``position`` is the result
-    of :func:`old_logprob_interp`. This needs no forward pass and has no gradient.
-    """
+    """Estimate the log-probabilities of the policy before the update by linear interpolation. The
+    end points are the collecting policy and the policy in training; ``position`` is the result of
+    :func:`old_logprob_interp`. This needs no forward pass and has no gradient."""
     return rollout_logprobs + position * (logprobs.detach() - rollout_logprobs)

@@ -203,10 +203,8 @@ class Learner:
         """Report the number of completed updates."""
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
-        """Yield the batches of earlier iterations, newest first.
-
-        Their number is the ``history`` of the stage's sources.
-        """
+        """Yield the batches of earlier iterations, newest first. Their number is the ``history`` of
+        the stage's sources."""
         yield from ()
 
     def _ready(self, *groups: str) -> None:

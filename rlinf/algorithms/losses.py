@@ -44,9 +44,7 @@ def straight_through_clamp(values: Tensor, low: float, high: float) -> Tensor:
 
 def bounded_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return ``exp(logprobs - old_logprobs)``, with the log-ratio clamped to ``±LOG_RATIO_BOUND``.
-
-    Beyond the bound, the gradient equals the gradient at the bound.
-    """
+    Beyond the bound, the gradient equals the gradient at the bound."""
     return torch.exp(
         straight_through_clamp(logprobs - old_logprobs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     )

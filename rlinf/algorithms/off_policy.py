@@ -215,10 +215,8 @@ def check_transitions(policy: Any, source: Transitions, name: str) -> None:
 
 
 def to_tensors(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
-    """Return the fields of rows ``[...]`` as float32 tensors ``[..., *shape]``.
-
-    Executed actions are converted to the policy's coordinates.
-    """
+    """Return the fields of rows ``[...]`` as float32 tensors ``[..., *shape]``. Executed actions
+    are converted to the policy's coordinates."""
     columns = {name: rows[name] for name in TRANSITION_FIELDS}
     columns["actions"] = policy.to_policy_actions(columns["actions"])
     return {

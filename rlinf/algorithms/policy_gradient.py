@@ -216,9 +216,7 @@ class _Update:
         self, batch: StepBatch, rows: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
         """Return the indices of rows that need computing (at least one), and their weight share.
-
-        The other rows have no gradient. Metrics are means over the computed rows.
-        """
+        The other rows have no gradient. Metrics are means over the computed rows."""
         has_gradient = ~self._algorithm.zero_gradient_rows(batch)[rows]
         if bool(has_gradient.all()):
             return list(range(len(rows))), 1.0
@@ -267,10 +265,8 @@ def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
 
 
 def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
-    """Return a batch whose rewards are reduced by the penalties ``[N, T]`` or ``[N, T, K]``.
-
-    A step, or an action of a chunk, pays the penalties of all of its units.
-    """
+    """Return a batch whose rewards are reduced by the penalties ``[N, T]`` or ``[N, T, K]``. A
+    step, or an action of a chunk, pays the penalties of all of its units."""
 
     def subtract_from(rewards: Tensor) -> Tensor:
         return rewards - penalty.reshape(*rewards.shape, -1).sum(-1)
@@ -291,10 +287,8 @@ def nearest_power_of_two(weights: Tensor) -> float:
 
 
 def minibatch_indices(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:
-    """Return the sample indices of each optimizer step.
-
-    Each epoch has every sample once, in an order that depends on the seed.
-    """
+    """Return the sample indices of each optimizer step. Each epoch has every sample once, in an
+    order that depends on the seed."""
     minibatches = []
     for epoch in range(epochs):
         order = np.arange(count)
@@ -491,10 +485,8 @@ class PolicyGradient(Algorithm):
         return replace(batch, advantages=advantages, returns=returns)
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
-        """Return a mask ``[N]`` of samples whose loss has no gradient for any policy.
-
-        They count in the mean of the loss and are not computed. By default there are none.
-        """
+        """Return a mask ``[N]`` of samples whose loss has no gradient for any policy. They count in
+        the mean of the loss and are not computed. By default there are none."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
     def policy_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
@@ -585,10 +577,8 @@ class PolicyGradient(Algorithm):
     def _importance(
         self, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the importance weights ``[B, U]`` and their metrics.
-
-        The weights are None if ``rollout_is_threshold`` is not set.
-        """
+        """Return the importance weights ``[B, U]`` and their metrics. The weights are None if
+        ``rollout_is_threshold`` is not set."""
         config = self.config
         if config.rollout_is_threshold is None:
             return None, {}

@@ -72,10 +72,8 @@ class SAC(OffPolicyAlgorithm):
     def critic_values(
         self, module: Any, batch: Batch, next_actions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the values of the batch's actions and of the next actions.
-
-        The former are ``[E, B]`` with gradients, the latter ``[E, B]`` or ``[K, B]``.
-        """
+        """Return the values of the batch's actions and of the next actions. The former are ``[E,
+        B]`` with gradients, the latter ``[E, B]`` or ``[K, B]``."""
         values = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
         with torch.no_grad():
             next_inputs = torch.cat([batch["next_observations"], next_actions], -1)

@@ -79,10 +79,8 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
 
 
 def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
-    """Return the keys that are set explicitly in ``config`` and that ``cls`` never reads.
-
-    They are in the order of the fields of the configuration class.
-    """
+    """Return the keys that are set explicitly in ``config`` and that ``cls`` never reads. They are
+    in the order of the fields of the configuration class."""
     walk = _walk(cls, type(config))
     if walk.reads_all:
         return []
@@ -125,11 +123,8 @@ class _Walk:
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
     def follow_member(self, name: str, *, all_bases: bool = False) -> None:
-        """Follow the class's member of this name.
-
-        If it calls ``super()``, the member that it overrides is followed too. With ``all_bases``,
-        all overridden members are.
-        """
+        """Follow the class's member of this name. If it calls ``super()``, the member that it
+        overrides is followed too. With ``all_bases``, all overridden members are."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:
@@ -168,11 +163,9 @@ class _Walk:
                 self._follow(value)
 
     def _config_methods(self, name: str) -> Iterator[FunctionType]:
-        """Yield the configuration's property or method of this name, and overridden ones.
-
-        An overridden method is included if it is called through ``super()``. Members that every
-        section has are excluded.
-        """
+        """Yield the configuration's property or method of this name, and overridden ones. An
+        overridden method is included if it is called through ``super()``. Members that every
+        section has are excluded."""
         for base in self._config.__mro__:
             if name not in vars(base) or base in Section.__mro__:
                 continue
@@ -193,10 +186,8 @@ class _Walk:
                 self._follow_function(function)
 
     def _should_follow(self, value: Any) -> bool:
-        """Return whether a value is code of rlinf's algorithms or of the user.
-
-        Algorithms and sections are excluded, because they are followed member by member.
-        """
+        """Return whether a value is code of rlinf's algorithms or of the user. Algorithms and
+        sections are excluded, because they are followed member by member."""
         if _is_class(value) and issubclass(value, Algorithm | Section):
             return False
         if not (_is_class(value) or isinstance(value, FunctionType)):
@@ -241,10 +232,8 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _mentioned(code: CodeType) -> set[str]:
-    """Return the names of attributes and globals in code and its nested functions.
-
-    If the code calls ``getattr``, its strings are included, because they may be such names.
-    """
+    """Return the names of attributes and globals in code and its nested functions. If the code
+    calls ``getattr``, its strings are included, because they may be such names."""
     codes = list(_nested_codes(code))
     names = {name for nested in codes for name in nested.co_names}
     if not names.isdisjoint({"getattr", "attrgetter"}):
@@ -280,10 +269,8 @@ def _dumps(code: CodeType, configs: set[str]) -> bool:
 
 
 def _access_trail(code: CodeType) -> str:
-    """Return the names that code loads (``.name``) and stores (``=name``), in their order.
-
-    Any other instruction is a semicolon.
-    """
+    """Return the names that code loads (``.name``) and stores (``=name``), in their order. Any
+    other instruction is a semicolon."""
     trail = []
     for step in dis.get_instructions(code):
         if step.opname in ("PUSH_NULL", "EXTENDED_ARG"):

@@ -35,10 +35,8 @@ def scored_episodes(trajectory: Trajectory) -> list[tuple[int, float, int]] | No
 
 
 def spans_several_episodes(trajectory: Trajectory) -> bool:
-    """Return whether unmasked steps follow the end of an episode.
-
-    If so, a statistic of the whole trajectory belongs to no single episode.
-    """
+    """Return whether unmasked steps follow the end of an episode. If so, a statistic of the whole
+    trajectory belongs to no single episode."""
     ends = trajectory.outcome_steps
     if ends is None or not len(ends):
         return False

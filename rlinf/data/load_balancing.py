@@ -154,11 +154,9 @@ def even_microbatches(
 def _groups(
     costs: Sequence[int], order: Sequence[int], limit: int, padded: bool
 ) -> list[list[int]]:
-    """Group items, most expensive first, within a size limit; a single item may exceed it.
-
-    With padding, next-fit needs the fewest groups: the longest item determines how many rows fit
-    into its group, and the next longest items waste the least padding there.
-    """
+    """Group items, most expensive first, within a size limit; a single item may exceed it. With
+    padding, next-fit needs the fewest groups: the longest item determines how many rows fit into
+    its group, and the next longest items waste the least padding there."""
     next_fit = _next_fit(costs, order, limit, padded)
     if padded:
         return next_fit

@@ -135,10 +135,8 @@ def executed_actions(trajectory: Trajectory) -> np.ndarray:
 
 
 def action_clip_ratio(trajectory: Trajectory) -> float | None:
-    """Return the fraction of action components outside their bounds, over unmasked steps.
-
-    None: the actions have no bounds.
-    """
+    """Return the fraction of action components outside their bounds, over unmasked steps. None: the
+    actions have no bounds."""
     if trajectory.action_low is None or trajectory.action_high is None:
         return None
     actions = np.asarray(trajectory.actions)

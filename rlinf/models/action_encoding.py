@@ -91,10 +91,8 @@ class ActionBox:
         return clip_actions(actions, self.low, self.high).astype(actions.dtype)
 
     def unnormalize(self, actions: Tensor) -> Tensor:
-        """Convert actions ``[..., A]`` from the policy's to the simulator's units.
-
-        The result is in double precision if the units differ, so that it can be inverted.
-        """
+        """Convert actions ``[..., A]`` from the policy's to the simulator's units. The result is in
+        double precision if the units differ, so that it can be inverted."""
         if self.is_identity:
             return actions
         center, half = (
@@ -291,10 +289,8 @@ VALUE_HEAD_OUTPUT = "value_head.fc2."
 def reset_mismatched_value_head(
     stored: Mapping[str, Tensor], initial: Mapping[str, Tensor], folder: Path
 ) -> dict[str, Tensor]:
-    """Replace the last layer of a stored value head by the initial one if its shape differs.
-
-    The shape depends on value level and chunk length. A warning is logged.
-    """
+    """Replace the last layer of a stored value head by the initial one if its shape differs. The
+    shape depends on value level and chunk length. A warning is logged."""
     heads = [name for name in stored if name.startswith(VALUE_HEAD_OUTPUT)]
     mismatched = [name for name in heads if stored[name].shape != initial[name].shape]
     if mismatched:

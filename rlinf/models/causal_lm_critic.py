@@ -197,10 +197,8 @@ def is_untrained(head: Mapping[str, Tensor]) -> bool:
 
 
 def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
-    """Split a streamed state into the states of the language model and of the critic.
-
-    A tensor of the other state is buffered. In module order, nothing is buffered.
-    """
+    """Split a streamed state into the states of the language model and of the critic. A tensor of
+    the other state is buffered. In module order, nothing is buffered."""
     buffered: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
 
     def select(prefix: str) -> StreamedState:

@@ -508,10 +508,8 @@ def chat_template_affixes(
 
 
 def _template_gaps(text: str, count: int) -> list[tuple[str, str]]:
-    """Return the text before, between and after messages, each twice.
-
-    Of the text before the first message, the second one begins after the assistant's answer.
-    """
+    """Return the text before, between and after messages, each twice. Of the text before the first
+    message, the second one begins after the assistant's answer."""
     head, mark, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
     if not mark or parts[1::2] != [str(n) for n in range(count)]:

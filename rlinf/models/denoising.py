@@ -55,10 +55,8 @@ def noise_fractions(steps: int) -> Tensor:
 
 
 def flow_sde_sigmas(steps: int, level: float) -> Tensor:
-    """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``.
-
-    For ``tau = 1`` the denominator uses the next ``tau``.
-    """
+    """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``. For ``tau = 1``
+    the denominator uses the next ``tau``."""
     tau = noise_fractions(steps)
     denominator = torch.where(tau == 1, 1 / steps, 1 - tau)
     return level * (tau / denominator).sqrt()

@@ -112,10 +112,8 @@ class PackedRows:
         return cls(batch["queries"], batch["keys"], batch["begins"], batch["order"], shapes)
 
     def mask(self, block: int, window: int | None) -> Tensor | None:
-        """Return the attention mask of a block, bool ``[n, 1, r, k]`` or ``[1, 1, r, k]``.
-
-        It is true where a query sees a key. None: the plain causal mask.
-        """
+        """Return the attention mask of a block, bool ``[n, 1, r, k]`` or ``[1, 1, r, k]``. It is
+        true where a query sees a key. None: the plain causal mask."""
         key = (block, window)
         if key not in self.masks:
             self.masks[key] = self._create_mask(block, window)
@@ -170,9 +168,7 @@ def pack(
 
     def append(row: int, part: np.ndarray, offset: int, prompt: int) -> int:
         """Append the part of a row after its first ``offset`` tokens, and return its start.
-
-        ``prompt`` is the start of these first tokens.
-        """
+        ``prompt`` is the start of these first tokens."""
         nonlocal size
         begin, size = size, size + len(part)
         if len(part):

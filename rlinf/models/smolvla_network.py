@@ -273,11 +273,8 @@ class SmolVLANetwork(nn.Module):
     def velocity(
         self, prefix: PrefixCache, points: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return velocities and noise outputs at points ``[n, K, C, A]``.
-
-        Times are ``[K]`` or ``[n, K]``. One pass computes all of them; different times do not
-        attend to each other.
-        """
+        """Return velocities and noise outputs at points ``[n, K, C, A]``. Times are ``[K]`` or
+        ``[n, K]``. One pass computes all of them; different times do not attend to each other."""
         model = self.model
         expert: Any = model.vlm_with_expert.lm_expert
         count, times, length = points.shape[:3]

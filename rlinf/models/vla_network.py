@@ -122,10 +122,8 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module that is in published folders but never computed.
-
-    They are buffers, so that no component expects gradients.
-    """
+    """The tensors of a module that is in published folders but never computed. They are buffers, so
+    that no component expects gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

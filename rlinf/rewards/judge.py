@@ -40,11 +40,9 @@ from rlinf.rewards.chat_endpoint import (
 
 class AnswerCache:
     """Cache of the judge's answers in the run's folder, by digest of the question; thread-safe.
-
     Each node and rank appends to its own file of JSON lines, because appending is safe only within
-    one node. A line is written as soon as its answer arrives, so a repeated stage requests only
-    the missing answers. A partial last line of a killed process is ignored.
-    """
+    one node. A line is written as soon as its answer arrives, so a repeated stage requests only the
+    missing answers. A partial last line of a killed process is ignored."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         """

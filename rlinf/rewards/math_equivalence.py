@@ -361,10 +361,8 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Return whether two equations have the same solutions.
-
-    They do if ``left - right`` of one equation is a multiple of ``left - right`` of the other.
-    """
+    """Return whether two equations have the same solutions. They do if ``left - right`` of one
+    equation is a multiple of ``left - right`` of the other."""
     import sympy
 
     if _compact(left) == _compact(right):

@@ -106,12 +106,10 @@ _HEDGE = re.compile(
 
 
 def marked_answers(text: str) -> list[str] | None:
-    """Return the texts that are marked as the answer; None if there is no mark.
-
-    Marks are ``\\boxed{}``, ``<answer>`` and ``####``. The last mark counts. Boxes that ``or``,
-    ``and`` or a comma joins to the last box are included. A ``####`` that is a Markdown heading
-    (words, with text below) is not a mark.
-    """
+    """Return the texts that are marked as the answer; None if there is no mark. Marks are
+    ``\\boxed{}``, ``<answer>`` and ``####``. The last mark counts. Boxes that ``or``, ``and`` or a
+    comma joins to the last box are included. A ``####`` that is a Markdown heading (words, with
+    text below) is not a mark."""
     boxes = list(_BOX.finditer(text))
     final = next(
         (mark for mark in reversed([*_FINAL.finditer(text)]) if _is_final_answer(mark)), None

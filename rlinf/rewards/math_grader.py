@@ -189,9 +189,7 @@ class MathGrader:
 
     def _end_of_timeouts(self, grades: Sequence[Grade | None]) -> int | None:
         """Return the item at which the limit of consecutive timeouts is reached; None if it is not.
-
-        It does not depend on the speed of the workers.
-        """
+        It does not depend on the speed of the workers."""
         run = 0
         for item, grade in enumerate(grades):
             run = run + 1 if grade is not None and grade.outcome == "timeout" else 0

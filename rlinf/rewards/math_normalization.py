@@ -77,11 +77,9 @@ _SCIENTIFIC = re.compile(r"(?<![\w\\.}])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(
 
 
 def normalize_latex(text: str) -> tuple[str, str]:
-    """Return the text in a uniform spelling, and its currency as a unit (empty: none).
-
-    ``½`` becomes ``\\frac``, ``2**3`` a power, and ``\\text{cm}`` the word. Commands for sizes and
-    spaces, emphasis and formula delimiters are removed.
-    """
+    """Return the text in a uniform spelling, and its currency as a unit (empty: none). ``½``
+    becomes ``\\frac``, ``2**3`` a power, and ``\\text{cm}`` the word. Commands for sizes and
+    spaces, emphasis and formula delimiters are removed."""
     text = normalize_characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
     while match := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
         text = match[2] + match[3]
@@ -274,9 +272,7 @@ def _argument(text: str, start: int, command: str) -> tuple[str, int]:
 
 def find_closing_bracket(text: str, start: int, mixed: bool = False) -> int | None:
     """Return the position of the bracket that closes the one at ``start``; None if there is none.
-
-    With ``mixed``, ``)`` may close ``[``.
-    """
+    With ``mixed``, ``)`` may close ``[``."""
     depth, position = 0, start
     opening, closing = ("([", ")]") if mixed else (text[start], BRACKET_PAIRS[text[start]])
     while position < len(text):
@@ -350,11 +346,9 @@ _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-z])")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Return a value without the unit, scale or noun after it, and the unit.
-
-    The unit has a uniform spelling; it is empty if it is unknown, as in ``12 apples``. A text
-    without a unit is unchanged; ``2t`` and ``5x`` are products.
-    """
+    """Return a value without the unit, scale or noun after it, and the unit. The unit has a uniform
+    spelling; it is empty if it is unknown, as in ``12 apples``. A text without a unit is unchanged;
+    ``2t`` and ``5x`` are products."""
     match = _TRAIL.search(text)
     if match is None or not match.start():
         return text, ""

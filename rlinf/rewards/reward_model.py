@@ -171,11 +171,9 @@ def length_grouped_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[
 @torch.inference_mode()
 def score_rows(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> list[float]:
     """Return the classifier's output for each row of token ids, independent of the other rows.
-
     ``transformers`` reads the output of a decoder at the last token that is not the padding token,
     and rejects several rows if the model has no padding token. In that case, a token that is not
-    the last token of any row is used for padding.
-    """
+    the last token of any row is used for padding."""
     settings = module.config.get_text_config()
     pad_token, has_pad_token = settings.pad_token_id, settings.pad_token_id is not None
     if not has_pad_token:

@@ -88,10 +88,8 @@ class DigitsConfig(Section):
 
 
 class DigitsReward(Reward):
-    """Exact match plus partial credit for each correct character at its position.
-
-    It is a denser signal for short answers of a fixed form.
-    """
+    """Exact match plus partial credit for each correct character at its position. It is a denser
+    signal for short answers of a fixed form."""
 
     Config = DigitsConfig
     requires = frozenset({REFERENCE_ANSWERS})
