@@ -162,7 +162,7 @@ class ReplayBuffer:
         if newest is None or max(0, newest.stop - self.capacity) < self._first_intact():
             raise DataError(
                 f"{self.folder}: the transitions of iteration {iteration} are not there: "
-                + ("none were added" if newest is None else "later iterations overwrote them")
+                + ("none were added" if newest is None else "they were overwritten since")
                 + "; start the run anew under another run.name"
             )
         stop, start = newest.stop, max(0, newest.stop - self.capacity)

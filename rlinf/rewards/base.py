@@ -232,7 +232,7 @@ class Reward(Component, ABC):
         if not reward.ndim:
             if spans_several_episodes(trajectory):
                 raise InputError(
-                    f"{where} has several episodes and got one number for all of them; "
+                    f"{where} holds several episodes and got one number for all of them; "
                     "give one for each step (rlinf.data.episodes has the ends of episodes), "
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )
