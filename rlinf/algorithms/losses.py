@@ -125,10 +125,10 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
     arXiv 2402.03300, eq. 4). The value is clipped to magnitude :data:`KL_BOUND`, so one outlier
-    cannot dominate a sum or a reward. The gradient is not clipped this way: ``-1``,
-    ``-r`` and ``1 - exp(r)`` by ``logprobs``, clipped to magnitude :data:`KL_GRADIENT_BOUND`. It
-    grows with the drift and never vanishes. verl clips the value at the same bound, but its
-    gradient is zero beyond the bound.
+    cannot dominate a sum or a reward. The gradient by ``logprobs`` is ``1``, ``-r`` and
+    ``1 - exp(r)``, beyond that bound too; only its magnitude is limited, to
+    :data:`KL_GRADIENT_BOUND`. verl clips the value at the same bound, but its gradient is zero
+    beyond the bound.
     """
     gap = reference_logprobs - logprobs
     if kind == "k1":

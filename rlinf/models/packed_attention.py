@@ -219,7 +219,7 @@ def _blocks(
         size: Number of all tokens.
     """
     queries, keys, begins = list[np.ndarray](), list[np.ndarray](), list[int]()
-    order, done, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
+    order, num_queries, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
     # Only rows with a shared prompt need a mask.
     for rows in (
         block
@@ -235,8 +235,8 @@ def _blocks(
             indices[max_prompt : max_prompt + length] = row
             padding = max_prompt - (ends[prompt] - prompt if prompt >= 0 else 0)
             indices[padding:max_prompt] = np.arange(prompt, prompt + max_prompt - padding)
-            order[row] = done + np.arange(length)
-            done += width
+            order[row] = num_queries + np.arange(length)
+            num_queries += width
             queries.append(indices[max_prompt:])
             keys.append(indices)
             begins.append(padding)

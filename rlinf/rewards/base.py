@@ -79,7 +79,7 @@ def rewards_per_step(reward: np.ndarray) -> np.ndarray:
     return reward if reward.ndim == 1 else reward.sum(1, dtype=np.float64).astype(np.float32)
 
 
-def _to_float64(value: Any, where: str) -> np.ndarray:
+def _to_float64(value: Any, source: str) -> np.ndarray:
     """Convert a reward of any shape to float64.
 
     Raises:
@@ -92,7 +92,7 @@ def _to_float64(value: Any, where: str) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError):  # from ragged lists or torch tensors
         pass
     raise InputError(
-        f"{where} got {_kind(value)}, which is no number; give one number, or an array with one "
+        f"{source} got {_kind(value)}, which is no number; give one number, or an array with one "
         "number per step"
     )
 
@@ -210,20 +210,20 @@ class Reward(Component, ABC):
         return results
 
     def _place_on_steps(self, trajectory: Trajectory, value: RewardValue) -> np.ndarray:
-        where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
-        reward, length = _to_float64(value, where), len(trajectory)
+        source = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
+        reward, length = _to_float64(value, source), len(trajectory)
         actions = action_mask(trajectory)
         if reward.shape not in ((), (length,), () if actions is None else actions.shape):
             actions_hint = (
                 "" if actions is None else f", or for each of their {actions.shape[1]} actions"
             )
             raise InputError(
-                f"{where} got rewards of shape {list(reward.shape)}; give one number, or one for "
+                f"{source} got rewards of shape {list(reward.shape)}; give one number, or one for "
                 f"each of its {length} steps{actions_hint}"
             )
         if not np.isfinite(reward).all():
             raise InputError(
-                f"{where} got {reward[~np.isfinite(reward)].flat[0]}; a reward must be finite, or "
+                f"{source} got {reward[~np.isfinite(reward)].flat[0]}; a reward must be finite, or "
                 "it makes every weight so"
             )
         mask = loss_mask(trajectory) if actions is None else actions
@@ -232,7 +232,7 @@ class Reward(Component, ABC):
         if not reward.ndim:
             if spans_several_episodes(trajectory):
                 raise InputError(
-                    f"{where} holds several episodes and got one number for all of them; "
+                    f"{source} holds several episodes and got one number for all of them; "
                     "give one for each step (rlinf.data.episodes has the ends of episodes), "
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )
