@@ -81,6 +81,6 @@ def open_replay_buffer(ctx: StageContext, dtype: np.dtype, subfolder: str = "") 
         ctx.run_folder / REPLAY_FOLDER / subfolder,
         dtype,
         capacity=create_algorithm(ctx.config).replay_capacity,
-        most=settings.batch_size * settings.group_size * settings.horizon,
+        max_append=settings.batch_size * settings.group_size * settings.horizon,
         spare=SPARE_APPENDS + settings.staleness,
     )

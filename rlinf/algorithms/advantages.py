@@ -16,19 +16,19 @@ def group_relative_advantages(
 
     Args:
         scores: ``[N]`` total reward of each sample.
-        groups: ``[N]`` group numbers; groups may differ in size and order.
+        groups: ``[N]`` group indices; groups may differ in size and order.
         norm_by_std: also divide by the group's (unbiased) standard deviation.
 
     Returns:
         ``[N]``; exactly zero for a group of one or of equal scores.
     """
     means, index, count = _means(scores, groups)
-    centred = scores.double() - means[index]
+    advantages = scores.double() - means[index]
     if norm_by_std:
-        square = torch.zeros_like(count).index_add(0, index, centred**2)
-        deviation = (square / (count - 1).clamp(min=1)).sqrt()
-        centred = centred / (deviation[index] + eps)
-    return centred.to(scores.dtype)
+        squares = torch.zeros_like(count).index_add(0, index, advantages**2)
+        deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (deviation[index] + eps)
+    return advantages.to(scores.dtype)
 
 
 def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
@@ -37,14 +37,14 @@ def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         scores: ``[N]`` total reward of each sample.
-        groups: ``[N]`` group numbers.
+        groups: ``[N]`` group indices.
 
     Returns:
         ``[N]``; exactly zero for a group of one or of equal scores.
     """
     _, index = torch.unique(groups, return_inverse=True)
     count = torch.bincount(index)[index].to(scores.dtype)
-    # r - (sum - r) / (n - 1) is n / (n - 1) times r minus the mean of all.
+    # r - (sum - r) / (n - 1) equals n / (n - 1) * (r - mean).
     return (
         group_relative_advantages(scores, groups, norm_by_std=False)
         * count
@@ -61,33 +61,34 @@ def turn_level_advantages(
 ) -> Tensor:
     """Return the return of each turn, relative to the same turn of the other samples of the group.
 
-    The return of a turn is the sum of its own reward and those of later turns (as in GTPO, arXiv
+    The return of a turn is the sum of its reward and the rewards of later turns (as in GTPO, arXiv
     2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). It is compared
-    only with samples that have such a turn, because a turn does not choose whether the dialogue
-    reaches it. An outcome that comes one turn later therefore counts the same.
+    only with samples that have this turn, because earlier turns decide whether the dialogue reaches
+    it. An outcome that comes one turn later therefore has the same effect.
 
     Args:
         rewards, mask: ``[N, T]``.
-        turns: ``[N, T]`` number of the turn, from 0, of each step.
+        turns: ``[N, T]`` turn of each step, from 0.
         groups: ``[N]`` group numbers.
-        group_advantage: maps scores ``[M]`` and group numbers ``[M]`` to advantages ``[M]``.
+        group_advantage: maps scores ``[M]`` and group indices ``[M]`` to advantages ``[M]``.
 
     Returns:
         ``[N, T]``, equal within a turn, zero where ``mask`` is 0; exactly zero where no other
-        sample of the group has such a turn.
+        sample of the group has this turn.
     """
-    place = torch.where(mask > 0, turns, 0).long()
-    count = int(place.max()) + 1
+    turn_of_step = torch.where(mask > 0, turns, 0).long()
+    count = int(turn_of_step.max()) + 1
     # In double precision, equal rewards of different turns have equal sums.
-    own = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
-    own.scatter_add_(1, place, (rewards * mask).double())
-    returns = own.flip(1).cumsum(1).flip(1).to(rewards.dtype)
-    there = torch.zeros_like(own).scatter_add_(1, place, (mask > 0).double()) > 0
+    turn_rewards = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
+    turn_rewards.scatter_add_(1, turn_of_step, (rewards * mask).double())
+    returns = turn_rewards.flip(1).cumsum(1).flip(1).to(rewards.dtype)
+    steps = torch.zeros_like(turn_rewards).scatter_add_(1, turn_of_step, (mask > 0).double())
+    has_turn = steps > 0
     _, index = torch.unique(groups, return_inverse=True)
-    number = index[:, None] * count + torch.arange(count)
+    turn_groups = index[:, None] * count + torch.arange(count)
     advantages = torch.zeros_like(returns)
-    advantages[there] = group_advantage(returns[there], number[there])
-    return advantages.gather(1, place) * mask
+    advantages[has_turn] = group_advantage(returns[has_turn], turn_groups[has_turn])
+    return advantages.gather(1, turn_of_step) * mask
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:
@@ -101,13 +102,13 @@ def _means(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean score of each group, float64 ``[G]``, the group index of each sample,
     ``[N]``, and the size of each group, float64 ``[G]``."""
     _, index = torch.unique(groups, return_inverse=True)
-    exact = scores.double()
+    exact_scores = scores.double()
     count = torch.bincount(index).double()
-    means = torch.zeros_like(count).index_add(0, index, exact) / count
-    # The mean of equal scores is rounded, and the rounding error would be divided by itself.
+    means = torch.zeros_like(count).index_add(0, index, exact_scores) / count
+    # The mean of equal scores is rounded, and normalization would amplify the rounding error.
     lowest, highest = (
-        torch.zeros_like(count).scatter_reduce(0, index, exact, which, include_self=False)
-        for which in ("amin", "amax")
+        torch.zeros_like(count).scatter_reduce(0, index, exact_scores, reduce, include_self=False)
+        for reduce in ("amin", "amax")
     )
     return torch.where(lowest == highest, lowest, means), index, count
 
@@ -126,10 +127,10 @@ def compute_gae(
     C]``.
 
     With ``[N, T, C]``, the actions of all chunks follow one another, and ``gamma`` and ``lam`` are
-    per action. A terminated step has no future. A truncated step, or the last of its row, is
-    followed by a state of value ``bootstrap``. Nothing flows across either. A masked step takes no
-    time: the step before it is followed by the next unmasked step, unless the episode ended in
-    between.
+    per action. The state after a terminated step has value 0. The state after a truncated step, or
+    after the last step of a row, has value ``bootstrap``. No advantage flows back over an episode
+    end. Masked steps are skipped: an unmasked step is followed by the next unmasked step, unless
+    the episode ended in between.
 
     Args:
         rewards, values, mask: ``[N, T]`` or ``[N, T, C]``.
@@ -139,41 +140,49 @@ def compute_gae(
         Advantages and returns (advantage + value), zero where ``mask`` is 0.
     """
     if rewards.ndim > 2:
-        # After the last action, even if that is masked, because a masked action takes no time.
-        last = torch.arange(rewards.shape[2], device=rewards.device) + 1 == rewards.shape[2]
-        ended, cut, after = (
-            (column[..., None] * last).flatten(1) for column in (terminated, truncated, bootstrap)
+        # Episode ends go to the last action of a chunk, even if it is masked.
+        is_last = torch.arange(rewards.shape[2], device=rewards.device) + 1 == rewards.shape[2]
+        flat_ends = (
+            (column[..., None] * is_last).flatten(1)
+            for column in (terminated, truncated, bootstrap)
         )
-        gained, valued, counted = (column.flatten(1) for column in (rewards, values, mask))
-        advantages_flat, returns = compute_gae(
-            gained, valued, ended, cut, after, counted, gamma, lam
+        flat_terminated, flat_truncated, flat_bootstrap = flat_ends
+        flat_advantages, returns = compute_gae(
+            rewards.flatten(1),
+            values.flatten(1),
+            flat_terminated,
+            flat_truncated,
+            flat_bootstrap,
+            mask.flatten(1),
+            gamma,
+            lam,
         )
-        return advantages_flat.view(rewards.shape), returns.view(rewards.shape)
+        return flat_advantages.view(rewards.shape), returns.view(rewards.shape)
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
-    # State of the backward pass: the advantage that flows to the previous step, the value of the
-    # state after it, and whether all steps so far are masked.
-    carry, ahead, tail = zero, zero, torch.ones_like(zero, dtype=torch.bool)
+    # State of the backward pass: the advantage of the next step, the value of the next state, and
+    # whether all steps so far are masked.
+    next_advantage, next_value = zero, zero
+    is_tail = torch.ones_like(zero, dtype=torch.bool)
     for t in reversed(range(rewards.shape[1])):
-        counts, ends, cuts = (column[:, t].bool() for column in (mask, terminated, truncated))
-        ahead = torch.where(tail, ahead + bootstrap[:, t], ahead)
-        ahead = torch.where(ends, zero, torch.where(cuts, bootstrap[:, t], ahead))
-        carry = torch.where(ends | cuts, zero, carry)
-        delta = rewards[:, t] + gamma * ahead - values[:, t]
-        carry = torch.where(counts, delta + gamma * lam * carry, carry)
-        ahead = torch.where(counts, values[:, t], ahead)
-        tail = tail & ~counts
-        advantages[:, t] = torch.where(counts, carry, zero)
+        kept, ended, cut = (column[:, t].bool() for column in (mask, terminated, truncated))
+        next_value = torch.where(is_tail, next_value + bootstrap[:, t], next_value)
+        next_value = torch.where(ended, zero, torch.where(cut, bootstrap[:, t], next_value))
+        next_advantage = torch.where(ended | cut, zero, next_advantage)
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(kept, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(kept, values[:, t], next_value)
+        is_tail = is_tail & ~kept
+        advantages[:, t] = torch.where(kept, next_advantage, zero)
     return advantages, (advantages + values) * mask
 
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Normalise values to zero mean and unit (unbiased) standard deviation over unmasked steps. The
-    result is zero where ``mask`` is 0, and everywhere if all unmasked values are equal or none
-    exists."""
-    counted = values[mask > 0]
-    # The mean of equal values is rounded, and the rounding error would be divided by itself.
-    if not len(counted) or bool(counted.min() == counted.max()):
+    """Normalise values to zero mean and unit (unbiased) standard deviation over unmasked steps.
+    Masked values become zero. All values do if the unmasked ones are equal or there are none."""
+    unmasked = values[mask > 0]
+    # The mean of equal values is rounded, and normalization would amplify the rounding error.
+    if not len(unmasked) or bool(unmasked.min() == unmasked.max()):
         return torch.zeros_like(values)
     count = mask.sum()
     mean = (values * mask).sum() / count.clamp(min=1)

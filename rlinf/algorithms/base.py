@@ -21,8 +21,8 @@ class Algorithm(Component, ABC):
 
     Config: ClassVar[type[Section]] = Section
     config_keys_read: ClassVar[frozenset[str]] = frozenset()
-    """Configuration keys that the class reads where :mod:`rlinf.algorithms.unused_keys` cannot see
-    it. Any other key that is set and never read is rejected."""
+    """Configuration keys that the class reads in code that :mod:`rlinf.algorithms.unused_keys`
+    cannot see. Any other key that is set and never read is rejected."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -34,8 +34,8 @@ class Algorithm(Component, ABC):
 
     @property
     def needs_groups(self) -> bool:
-        """Whether a sample is compared with the others of its group, so that a single sample
-        carries no signal."""
+        """Whether a sample is compared with other samples of its group. A group of one then has no
+        signal."""
         return SAMPLE_GROUPS in self.requires
 
     @property
@@ -72,26 +72,25 @@ class Algorithm(Component, ABC):
             model: the policy's options, of any class.
 
         Raises:
-            ConfigError: the algorithm cannot train it; names the key of the section ``model``.
+            ConfigError: the algorithm cannot train it; the message names the key of ``model``.
             DataError: a data file that the algorithm reads is missing or malformed.
         """
         return None
 
     @property
     def replay_capacity(self) -> int:
-        """Maximum number of transitions, the newest, that a replay buffer keeps for the
-        algorithm."""
+        """Maximum number of transitions in the replay buffer, which keeps the newest."""
         return 0
 
     @property
     def uses_offline_data(self) -> bool:
         """Whether a share of each batch comes from an offline dataset. Transitions in which a
-        person acted are then also stored separately."""
+        person intervened are then also stored separately."""
         return False
 
     def select_samples(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Return which samples take part in the update, bool ``[N]``, from scores and group
-        numbers."""
+        """Return which samples the update includes, bool ``[N]``, from scores and group
+        indices."""
         return np.ones(len(scores), dtype=bool)
 
     @abstractmethod
@@ -99,7 +98,7 @@ class Algorithm(Component, ABC):
         """Update the policy on one iteration's batch, with any number of optimizer steps.
 
         Args:
-            parts: the batch, in parts as they arrive; the next part may have to be waited for.
+            parts: parts of the batch, in the order of arrival. Iteration waits for the next part.
 
         Equal batches and weights must give equal weights, so randomness comes from
         :meth:`Learner.rng`.

@@ -1,7 +1,7 @@
 """Behavior cloning: a policy learns to imitate demonstrated actions, whatever their outcome.
 
-The loss is the policy's own imitation loss: minus the log-probability of an action where the policy
-has one, and conditional flow matching where actions are denoised.
+The loss is the policy's imitation loss: the negative log-likelihood of an action, or conditional
+flow matching for policies that denoise actions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The level at which log-probabilities are compared: sub-actions, actions, or steps.
+"""The level of probability ratios: tokens (or dimensions) of actions, actions, or whole steps.
 
-A step may consist of several choices: the tokens of an action, or a chunk of actions of several
-tokens or dimensions each. Its log-probabilities are then ``[B, T, K]`` for the ``K`` tokens of one
-action, or ``[B, T, C, D]`` for ``C`` actions of ``D``. This module alone sums those below the
-level. The results are the units of a loss, ``[B, U]`` including the mask. Columns of steps, such as
-advantages, and columns of actions apply to each of their units.
+A step may have several parts: the tokens of an action, or a chunk of actions of several tokens or
+dimensions each. Its log-probabilities are then ``[B, T, K]`` for the ``K`` tokens of one action, or
+``[B, T, C, D]`` for ``C`` actions of ``D`` tokens or dimensions. This module sums them up to the
+configured level. The sums are the units of the loss, flattened to ``[B, U]``. The advantage of a
+step or of an action applies to each of its units.
 
-The trajectory's ``choice_mask`` is 0 at sub-actions that do not count.
+The trajectory's ``choice_mask`` is 0 at masked parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ LogprobLevel = Literal["token", "action", "chunk"]
 
 
 def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel) -> Tensor:
-    """Return log-probabilities or entropies of units, ``[B, T]`` or several per step: ``[B, T,
-    K]``.
+    """Sum log-probabilities or entropies to units, ``[B, T]`` or several per step ``[B, T, K]``.
 
     Args:
         values: ``[B, T]``, which are units at any level, ``[B, T, K]`` or ``[B, T, C, D]``.
-        choice_mask: of the same shape, 0 where a value does not count; None: all count.
+        choice_mask: of the same shape, 0 where a value is masked. None: no value is masked.
         level: ``token``: each value is a unit; ``action``: the sum over the last dimension is a
             unit; ``chunk``: the sum over the whole step is a unit.
     """
@@ -46,50 +45,50 @@ def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel
 
 
 def batch_at_level(batch: StepBatch, level: LogprobLevel) -> StepBatch:
-    """Return a batch whose log-probabilities are those of units, with the loss mask of the
-    units."""
+    """Return a batch with the log-probabilities and the loss mask of units."""
     columns = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
-    values = {name: column for name in columns if (column := getattr(batch, name)) is not None}
-    reduced_columns = {
-        name: sum_to_level(column, batch.choice_mask, level) for name, column in values.items()
+    unit_columns = {
+        name: sum_to_level(column, batch.choice_mask, level)
+        for name in columns
+        if (column := getattr(batch, name)) is not None
     }
-    units = batch.mask
+    unit_mask = batch.mask
     if batch.choice_mask is not None:
-        # A unit counts if any of its parts counts.
-        units = (sum_to_level((batch.choice_mask != 0).float(), None, level) > 0).to(
+        # A unit is masked if all of its parts are.
+        unit_mask = (sum_to_level((batch.choice_mask != 0).float(), None, level) > 0).to(
             batch.mask.dtype
         )
-    if units.ndim < reduced_columns["old_logprobs"].ndim:
-        units = units[..., None].expand(reduced_columns["old_logprobs"].shape)
+    if unit_mask.ndim < unit_columns["old_logprobs"].ndim:
+        unit_mask = unit_mask[..., None].expand(unit_columns["old_logprobs"].shape)
     # Rewards per action are dropped if a unit is larger than an action.
-    of_actions = batch.action_rewards
-    if of_actions is not None and not _within(units, of_actions):
-        of_actions = None
+    action_rewards = batch.action_rewards
+    if action_rewards is not None and not _has_units_within_actions(unit_mask, action_rewards):
+        action_rewards = None
     return replace(
         batch,
-        loss_mask=_over(batch.mask, units) * units,
-        action_rewards=of_actions,
-        **reduced_columns,
+        loss_mask=_broadcast_to_units(batch.mask, unit_mask) * unit_mask,
+        action_rewards=action_rewards,
+        **unit_columns,
     )
 
 
 def mask_like(batch: StepBatch, column: Tensor) -> Tensor:
-    """Return 1 where an entry of a column counts, for a batch of :func:`batch_at_level`.
+    """Return the mask of a column, for a batch of :func:`batch_at_level`.
 
     Args:
-        column: of steps, ``[N, T]``, or of the actions of chunks, ``[N, T, C]``. These actions are
-            units or consist of units.
+        column: per step, ``[N, T]``, or per action of a chunk, ``[N, T, C]``. An action must be a
+            unit or consist of units.
 
     Raises:
         InputError: a unit is larger than an action.
     """
     if column.ndim == 2:
         return batch.mask
-    if not _within(units := batch.require("loss_mask"), column):
+    if not _has_units_within_actions(units := batch.require("loss_mask"), column):
         raise InputError(
             "the policy values each action of a chunk, and several actions have one ratio; set "
-            "algorithm.logprob_level to action (token, where the policy gives one log-probability "
-            "for each action)"
+            "algorithm.logprob_level to action (or to token, if the policy returns one "
+            "log-probability per action)"
         )
     return units.reshape(*column.shape, -1).amax(-1)
 
@@ -101,18 +100,18 @@ def flatten_to_level(
     :func:`batch_at_level`.
 
     Args:
-        weights: of the units, ``[B, T]`` or ``[B, T, K]``.
+        weights: per unit, ``[B, T]`` or ``[B, T, K]``.
     """
     logprobs = sum_to_level(outputs.logprobs, batch.choice_mask, level)
     entropy = (
         None if outputs.entropy is None else sum_to_level(outputs.entropy, batch.choice_mask, level)
     )
     columns = {
-        field.name: _flat(value, logprobs)
+        field.name: _flatten_column(value, logprobs)
         for field in fields(batch)
         if (value := getattr(batch, field.name)) is not None and field.name != "choice_mask"
     }
-    values = None if outputs.values is None else _flat(outputs.values, logprobs)
+    values = None if outputs.values is None else _flatten_column(outputs.values, logprobs)
     unit_outputs = StepOutputs(
         logprobs.flatten(1), None if entropy is None else entropy.flatten(1), values
     )
@@ -120,18 +119,18 @@ def flatten_to_level(
     return unit_outputs, replace(batch, choice_mask=None, **columns), weights.flatten(1)
 
 
-def _within(units: Tensor, column: Tensor) -> bool:
-    """Return whether each action of a column ``[N, T, C]`` is a unit or consists of several."""
+def _has_units_within_actions(units: Tensor, column: Tensor) -> bool:
+    """Return whether each action of a column ``[N, T, C]`` is a unit or consists of units."""
     return units.ndim > 2 and units.shape[2] % column.shape[2] == 0
 
 
-def _over(column: Tensor, units: Tensor) -> Tensor:
-    """Return a column of steps ``[B, T]`` that broadcasts to one of units."""
+def _broadcast_to_units(column: Tensor, units: Tensor) -> Tensor:
+    """Return a step column ``[B, T]`` in a shape that broadcasts to a column of units."""
     return column if units.ndim == 2 else column[..., None]
 
 
-def _flat(column: Tensor, units: Tensor) -> Tensor:
-    """Return a column of samples unchanged, and one of steps, actions or units as ``[B, U]``."""
+def _flatten_column(column: Tensor, units: Tensor) -> Tensor:
+    """Return a column of steps, actions or units as ``[B, U]``; a column ``[B]`` is unchanged."""
     if column.ndim == 1:
         return column
     if units.ndim == 3:

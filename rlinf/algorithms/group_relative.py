@@ -55,7 +55,7 @@ def select_groups(
     min_reward: float | None = None,
     max_reward: float | None = None,
 ) -> np.ndarray:
-    """Return which samples are in selected groups, bool ``[N]``: all of a group, or none.
+    """Return which samples are in selected groups, bool ``[N]``.
 
     Args:
         scores: ``[N]`` total reward of each sample.
@@ -80,8 +80,7 @@ def select_groups(
 
 
 class GroupAlgorithm(PolicyGradient):
-    """Base class of algorithms that compare the samples of a group. It filters groups as its
-    settings say."""
+    """Base class of algorithms that compare the samples of a group, with configurable filters."""
 
     Config = GroupFilterConfig
     requires = frozenset({SAMPLE_GROUPS})
@@ -108,8 +107,8 @@ class GroupRelativeConfig(GroupFilterConfig):
 
 
 class GroupRelativeAlgorithm(GroupAlgorithm):
-    """Base class of algorithms in which every step of a sample, or of a turn, shares the
-    :meth:`group_advantage` of its score."""
+    """Base class of algorithms whose :meth:`group_advantage` is shared by all steps of a sample.
+    With ``advantage_level=turn``, all steps of a turn share it."""
 
     Config = GroupRelativeConfig
     has_group_local_advantages = True
@@ -120,8 +119,7 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
 
     @abstractmethod
     def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        """Return the advantages ``[N]`` of scores ``[N]`` relative to the others of the same
-        group."""
+        """Return the advantages ``[N]`` of scores ``[N]`` within their groups."""
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         if self.needs_turns:
@@ -129,16 +127,16 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
             return turn_level_advantages(
                 batch.rewards, batch.mask, turns, batch.groups, self.group_advantage
             ), None
-        relative = self.group_advantage(batch.rewards.sum(-1), batch.groups)
-        return relative[:, None] * batch.mask, None
+        advantages = self.group_advantage(batch.rewards.sum(-1), batch.groups)
+        return advantages[:, None] * batch.mask, None
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
         # An overridden loss may have a gradient even if the advantage is zero.
-        plain = all(
+        has_default_loss = all(
             getattr(type(self), name) is getattr(PolicyGradient, name)
             for name in ("policy_loss", "add_loss_terms", "total_loss", "micro_batch_loss")
         )
-        if not plain or self.config.entropy_coeff or self.config.kl_loss_coef:
+        if not has_default_loss or self.config.entropy_coeff or self.config.kl_loss_coef:
             return super().zero_gradient_rows(batch)
         return (batch.require("advantages") == 0).flatten(1).all(1)
 

@@ -1,11 +1,10 @@
 """Importance sampling between the engine's policy, which collected the steps, and the trainer's.
 
-Both have the same weights where a rollout is on-policy, and still differ, because an engine uses
-other kernels and often another precision. Samples are then from another policy than the one whose
-gradient is taken ("Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et
-al. 2025). Importance weights of trainer over engine correct this. They are the factor of the
-decoupled objective (arXiv 2110.00641, eq. 6; for asynchronous rollouts arXiv 2505.24298, eq. 5)
-before the clipped surrogate, whose ratio is against the policy just before the update.
+Even with the same weights, the two differ, because an engine uses other kernels and often another
+precision. The gradient is then off-policy ("Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training", Yao et al. 2025). Importance weights, trainer over engine, correct this. In
+the decoupled objective (arXiv 2110.00641, eq. 6; for asynchronous rollouts arXiv 2505.24298, eq. 5)
+they multiply the clipped surrogate, whose ratio is relative to the policy before the update.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from rlinf.data.trajectory import Trajectory
 RolloutISLevel = Literal["token", "sequence", "geometric"]
 RolloutISMode = Literal["truncate", "mask"]
 DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
-"""Names of sums over the unmasked steps that the trainer's own version chose."""
+"""Names of sums over the unmasked steps that the trainer's current version chose."""
 RATIO_SUM, KL_SUM = "_ratio", "_divergence"
-"""Names of sums over the same steps, of trainer over engine."""
+"""Names of sums, over the same steps, of the ratio of trainer over engine and of the KL."""
 MAX_RATIO = "rollout_ratio_max"
 
 
@@ -37,8 +36,7 @@ def rollout_ratio(
     T]``.
 
     Args:
-        mask: ``[B, T]`` 1 for steps that count; masked steps do not enter the ratio of their
-            sequence.
+        mask: ``[B, T]``; masked steps do not enter the ratio of their sequence.
         level: ``token``: the ratio of each step, ``old / rollout``; ``sequence``: the product over
             all steps of a row; ``geometric``: their geometric mean.
     """
@@ -54,8 +52,7 @@ def rollout_ratio(
 def rollout_is_weights(
     ratio: Tensor, threshold: float, mode: RolloutISMode
 ) -> tuple[Tensor, Tensor]:
-    """Return the importance weights of steps, without a gradient, and 1 where the threshold took
-    effect.
+    """Return the importance weights of steps, without a gradient, and 1 where they were clipped.
 
     Args:
         ratio: of any shape; see :func:`rollout_ratio`.
@@ -67,27 +64,25 @@ def rollout_is_weights(
     ratio = ratio.detach()
     if mode == "truncate":
         return ratio.clamp(max=threshold), (ratio > threshold).float()
-    left_out = (ratio > threshold) | (ratio < 1 / threshold)
-    return torch.where(left_out, 0.0, ratio), left_out.float()
+    is_outside = (ratio > threshold) | (ratio < 1 / threshold)
+    return torch.where(is_outside, 0.0, ratio), is_outside.float()
 
 
 def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-    """Return sums of the difference of engine and trainer over steps that equal weights chose.
-
-    :func:`rollout_mismatch_metrics` turns them into metrics.
-    """
+    """Return sums of the mismatch of engine and trainer over steps of the current weights.
+    :func:`rollout_mismatch_metrics` turns them into metrics."""
     if batch.on_policy_mask is None:
         return {}
-    ours, theirs = logprobs.detach(), batch.require("rollout_logprobs")
-    fresh = batch.on_policy_mask * batch.mask
-    ratio = bounded_ratio(ours, theirs)
+    trainer, engine = logprobs.detach(), batch.require("rollout_logprobs")
+    mask = batch.on_policy_mask * batch.mask
+    ratio = bounded_ratio(trainer, engine)
     return {
-        DIFF_SUM: (fresh * (ours - theirs).abs()).sum(),
-        STEP_COUNT: fresh.sum(),
-        RATIO_SUM: (fresh * ratio).sum(),
+        DIFF_SUM: (mask * (trainer - engine).abs()).sum(),
+        STEP_COUNT: mask.sum(),
+        RATIO_SUM: (mask * ratio).sum(),
         # The samples are from the engine's policy, so this estimates KL(engine || trainer).
-        KL_SUM: (fresh * kl_estimate(theirs, ours)).sum(),
-        MAX_RATIO: (fresh * ratio).max(),
+        KL_SUM: (mask * kl_estimate(engine, trainer)).sum(),
+        MAX_RATIO: (mask * ratio).max(),
     }
 
 
@@ -110,8 +105,7 @@ def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
 
 
 def policy_lags(trajectories: Sequence[Trajectory], version: int) -> Tensor:
-    """Return the number of updates by which the weights that chose a step are behind ``version``,
-    ``[N, T]`` float32."""
+    """Return the staleness of each step, in updates before ``version``, float32 ``[N, T]``."""
     return pad_right(
         [
             np.asarray(version - trajectory.step_versions(), np.float32)
@@ -121,20 +115,23 @@ def policy_lags(trajectories: Sequence[Trajectory], version: int) -> Tensor:
     )
 
 
-def old_logprob_interp(lag: Tensor, done: float) -> Tensor:
-    """Return the position of the policy before the update between the collecting policy (0) and the
-    policy in training (1), counted in versions (A-3PO, arXiv 2512.06547): ``[N, T]``.
+def old_logprob_interp(lag: Tensor, progress: float) -> Tensor:
+    """Return the position of the policy before the update, ``[N, T]`` (A-3PO, arXiv 2512.06547).
+
+    It is counted in versions from the collecting policy (0) to the policy in training (1).
 
     Args:
         lag: ``[N, T]``, the result of :func:`policy_lags`.
-        done: completed fraction of the update, in [0, 1). Before its first step the policy in
+        progress: completed fraction of the update, in [0, 1). Before the first step, the policy in
             training is the policy before the update.
     """
-    return lag / (lag + done) if done else torch.ones_like(lag)
+    return lag / (lag + progress) if progress else torch.ones_like(lag)
 
 
-def interpolate_old_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, anchor: Tensor) -> Tensor:
-    """Interpolate the log-probabilities of the policy before the update, linearly between those of
-    the collecting policy and those of the policy in training. This needs no forward pass and has no
-    gradient."""
-    return rollout_logprobs + anchor * (logprobs.detach() - rollout_logprobs)
+def interpolate_old_logprobs(
+    logprobs: Tensor, rollout_logprobs: Tensor, position: Tensor
+) -> Tensor:
+    """Estimate the log-probabilities of the policy before the update by linear interpolation. The
+    end points are the collecting policy and the policy in training; ``position`` is the result of
+    :func:`old_logprob_interp`. This needs no forward pass and has no gradient."""
+    return rollout_logprobs + position * (logprobs.detach() - rollout_logprobs)

@@ -63,23 +63,24 @@ class IQL(OffPolicyAlgorithm):
     def loss(self, policy: Any, batch: Batch) -> Loss:
         module, config = policy.module, self.config
         observations, actions = batch["observations"], batch["actions"]
-        done = torch.cat([observations, actions], -1)
+        state_actions = torch.cat([observations, actions], -1)
         with torch.no_grad():
-            known = aggregate_q_values(module.targets(done), config.target_q_agg)
-            after = module.value(batch["next_observations"])[..., 0]
-            target = td_target(batch["rewards"], batch["terminated"], after, config.gamma)
+            q_values = aggregate_q_values(module.targets(state_actions), config.target_q_agg)
+            next_values = module.value(batch["next_observations"])[..., 0]
+            target = td_target(batch["rewards"], batch["terminated"], next_values, config.gamma)
         value = module.value(observations)[..., 0]
-        value_loss = expectile_loss(known - value, config.expectile)
-        values = module.critics(done)
-        fit = critic_loss(values, target)
-        loss = fit + value_loss
+        value_loss = expectile_loss(q_values - value, config.expectile)
+        predictions = module.critics(state_actions)
+        q_loss = critic_loss(predictions, target)
+        loss = q_loss + value_loss
         metrics = {
-            "critic_loss": fit.detach(),
+            "critic_loss": q_loss.detach(),
             "value_loss": value_loss.detach(),
-            "q_value_mean": values.detach().mean(),
+            "q_value_mean": predictions.detach().mean(),
         }
         if "noise" in batch:
-            weights = advantage_weights(known - value, config.beta, config.max_advantage_weight)
+            advantages = q_values - value
+            weights = advantage_weights(advantages, config.beta, config.max_advantage_weight)
             logprobs = policy.action_logprob(observations, actions, eps=config.action_bound_eps)
             imitation = -(weights * logprobs).mean()
             loss = loss + imitation

@@ -134,29 +134,27 @@ class Learner:
         batches: Iterable[Batch],
         loss: BatchLoss,
         *,
-        groups: Callable[[int], Collection[str] | None] = lambda number: None,
+        groups: Callable[[int], Collection[str] | None] = lambda step: None,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Do one optimizer step on each of many batches; see :meth:`Trainer.accumulate_batch`.
 
         Args:
-            groups: returns the parameter groups that a step changes, given its number; None: all
-                groups.
+            groups: maps a step (from 0) to the parameter groups that it changes; None: all groups.
             on_step: called after each step, for example to update target networks.
         """
         self.mark_dirty()
         with self._span():
-            for number, batch in enumerate(batches):
+            for step, batch in enumerate(batches):
                 self._trainer.accumulate_batch(batch, loss)
-                metrics = self._trainer.update(lr=self.learning_rates, groups=groups(number))
+                metrics = self._trainer.update(lr=self.learning_rates, groups=groups(step))
                 self.num_updates += 1
                 for name, value in metrics.items():
                     self.log_metric(name, value)
                 on_step()
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
-        """Return the transitions of the flow's replay buffer, or those of the batch if there is no
-        buffer."""
+        """Return the transitions of the flow's replay buffer; without one, those of the batch."""
         rows = [
             to_transitions(
                 sample.trajectory,
@@ -184,12 +182,12 @@ class Learner:
         return offline_data.load_offline_data(path)
 
     def intervention_transitions(self) -> Transitions:
-        """Return the run's transitions in which a person acted, if the flow stores them; else
-        none."""
+        """Return the run's transitions of human interventions; none if the flow does not store
+        them."""
         return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
     def mark_dirty(self) -> None:
-        """Announce that weights or buffers will change in another way than by :meth:`update`."""
+        """Announce that weights or buffers will change by other means than :meth:`update`."""
         self._ready()
 
     def log_metric(self, name: str, value: float) -> None:
@@ -205,8 +203,8 @@ class Learner:
         """Report the number of completed updates."""
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
-        """Yield the batches of earlier iterations, newest first, as many as the ``history`` of the
-        stage's sources provides."""
+        """Yield the batches of earlier iterations, newest first. Their number is the ``history`` of
+        the stage's sources."""
         yield from ()
 
     def _ready(self, *groups: str) -> None:

@@ -37,24 +37,25 @@ class _Clamp(torch.autograd.Function):
 
 
 def straight_through_clamp(values: Tensor, low: float, high: float) -> Tensor:
-    """Return ``values`` clamped to ``[low, high]``, with an identity gradient. Values beyond the
-    bounds are therefore still pulled back."""
+    """Return ``values`` clamped to ``[low, high]``, with an identity gradient everywhere."""
     clamped: Tensor = _Clamp.apply(values, low, high)  # type: ignore[no-untyped-call]
     return clamped
 
 
-def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """Return ``exp(logprobs - others)``, with the log-ratio clamped to ``±LOG_RATIO_BOUND``. Beyond
-    the bound, the gradient is that at the bound."""
-    return torch.exp(straight_through_clamp(logprobs - others, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+def bounded_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return ``exp(logprobs - old_logprobs)``, with the log-ratio clamped to ``±LOG_RATIO_BOUND``.
+    Beyond the bound, the gradient equals the gradient at the bound."""
+    return torch.exp(
+        straight_through_clamp(logprobs - old_logprobs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    )
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return the log-ratio of each step in GSPO-token (arXiv 2507.18071, eq. 13 and 14), ``[B,
     T]``.
 
-    Its value is the mean over the unmasked steps of the row, so the ratio is that of the whole
-    response, to the power of one over its length. Its gradient is that of the step alone.
+    Its value is the mean over the unmasked steps of the row, so the ratio is the geometric mean
+    over the response. Its gradient is the gradient of the step alone.
     """
     gap = (logprobs - old_logprobs) * mask
     mean = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -84,8 +85,9 @@ def clipped_surrogate(
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
     loss, is_clipped = -torch.minimum(plain, clipped), clipped < plain
     if clip_ratio_c is not None:
-        above = (advantages < 0) & (loss > -clip_ratio_c * advantages)
-        loss, is_clipped = torch.where(above, -clip_ratio_c * advantages, loss), is_clipped | above
+        bound = -clip_ratio_c * advantages
+        is_above = (advantages < 0) & (loss > bound)
+        loss, is_clipped = torch.where(is_above, bound, loss), is_clipped | is_above
     return loss, is_clipped.float()
 
 
@@ -96,8 +98,9 @@ def clipped_value_loss(
     clip: float | None,
     huber: float | None = None,
 ) -> Tensor:
-    """Return half the squared error of the value per step, pessimistic within ``clip`` of the old
-    value.
+    """Return half the squared error of the value per step, with PPO's value clipping.
+
+    The loss is the maximum over the value and the value clipped to within ``clip`` of the old one.
 
     Args:
         huber: the error above which the loss grows linearly (Huber 1964); None: it is quadratic.
@@ -111,8 +114,8 @@ def clipped_value_loss(
 
     loss = penalty(values - returns)
     if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        loss = torch.maximum(loss, penalty(near - returns))
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        loss = torch.maximum(loss, penalty(clipped - returns))
     return loss
 
 
@@ -122,10 +125,10 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
     arXiv 2402.03300, eq. 4). The value is clipped to magnitude :data:`KL_BOUND`, so one outlier
-    cannot dominate a sum or a reward. The gradient is that of the unclipped estimate: ``-1``,
-    ``-r`` and ``1 - exp(r)`` by ``logprobs``, clipped to magnitude :data:`KL_GRADIENT_BOUND`. It
-    grows with the drift and never vanishes. verl clips the value at the same bound, but its
-    gradient is zero beyond it.
+    cannot dominate a sum or a reward. The gradient by ``logprobs`` is ``1``, ``-r`` and
+    ``1 - exp(r)``, beyond that bound too; only its magnitude is limited, to
+    :data:`KL_GRADIENT_BOUND`. verl clips the value at the same bound, but its gradient is zero
+    beyond the bound.
     """
     gap = reference_logprobs - logprobs
     if kind == "k1":
@@ -143,17 +146,17 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> Tensor:
     """Return the KL term per step that keeps the policy near the reference.
 
-    Its value is that of :func:`kl_estimate`, and so is the gradient of ``k2`` and ``k3``. On
-    samples of the policy, the mean gradient of ``k2`` is that of the divergence; that of ``k3`` is
-    that of the divergence with exchanged arguments, a first-order approximation where both are
-    near; that of ``k1`` is zero for any policy (arXiv 2510.01555). ``k1`` therefore uses the
+    Values, and the gradients of ``k2`` and ``k3``, equal those of :func:`kl_estimate`. On samples
+    of the policy, the mean gradient of ``k2`` is the gradient of the KL divergence. The mean
+    gradient of ``k3`` is the gradient of the reverse KL, equal to first order near the reference.
+    The mean gradient of ``k1`` is zero for any policy (arXiv 2510.01555), so ``k1`` uses the
     gradient of ``k2``.
     """
     value = kl_estimate(logprobs, reference_logprobs, kind)
     if kind != "k1":
         return value
-    pull = kl_estimate(logprobs, reference_logprobs, "k2")
-    return value.detach() + pull - pull.detach()
+    k2 = kl_estimate(logprobs, reference_logprobs, "k2")
+    return value.detach() + k2 - k2.detach()
 
 
 LossAggMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
@@ -162,18 +165,17 @@ LossAggMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 def loss_agg_weights(
     mask: Tensor, mode: LossAggMode, divisor: int | None = None
 ) -> tuple[Tensor, float]:
-    """Return the aggregation weight ``[N, T]`` of each step, and the divisor; both add up over
-    parts.
+    """Return the aggregation weight ``[N, T]`` of each step, and the divisor of the loss.
 
-    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of one part. With the sums
-    of both it is the loss of several parts. A part without unmasked steps adds nothing to either.
+    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of a batch. For a batch in
+    parts, sum both numerators and divisors over the parts.
 
     Args:
-        mask: ``[N, T]`` 1 for steps that count.
+        mask: ``[N, T]`` 1 at unmasked steps.
         mode: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
             ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
             ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
-        divisor: constant by which that sum is divided; None: 1.
+        divisor: constant by which ``seq_mean_token_sum`` divides the sum; None: 1.
     """
     lengths = mask.sum(-1, keepdim=True)
     if mode == "token_mean":
@@ -193,12 +195,12 @@ def aggregate_q_values(values: Tensor, how: QAggregation) -> Tensor:
     return values.amin(0) if how == "min" else values.mean(0)
 
 
-def td_target(rewards: Tensor, terminated: Tensor, following: Tensor, gamma: float) -> Tensor:
+def td_target(rewards: Tensor, terminated: Tensor, next_values: Tensor, gamma: float) -> Tensor:
     """Return the target ``r + gamma (1 - terminated) V(s')``, ``[B]``.
 
     A truncated step is followed by a state with a value, like any other step.
     """
-    return rewards + gamma * (1 - terminated) * following
+    return rewards + gamma * (1 - terminated) * next_values
 
 
 def critic_loss(values: Tensor, target: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     A batch has the fields of transitions (actions as in :func:`to_tensors`), and ``next_noise``
     ``[B, A]`` for the next action. At steps in which the policy learns, it also has ``noise`` ``[B,
-    A]`` for the policy's action. Gradients of all groups are those at the weights before the step.
+    A]`` for the policy's action. All parameter groups get gradients at the weights before the step.
     """
 
     Config = OffPolicyConfig
@@ -78,8 +78,8 @@ class OffPolicyAlgorithm(Algorithm):
     requires = frozenset({ACTION_VALUES, TRANSITION_REPLAY})
     provides = frozenset({REPLAY_ALGORITHM})
     critic_subset_size: int | None = None
-    """Number of critics, chosen at random for each step, that compute the target; their indices are
-    ``critics`` int64 in the batch. None: all critics."""
+    """Number of critics, drawn at random for each step, that compute the target. The batch
+    has their indices as ``critics``, int64. None: all critics."""
 
     @abstractmethod
     def loss(self, policy: Any, batch: Batch) -> Loss:
@@ -119,13 +119,16 @@ class OffPolicyAlgorithm(Algorithm):
         learner.log_metric("steps", count)
         module: Any = learner.policy.module
 
-        def only(number: int) -> Collection[str] | None:
-            return None if self._policy_learns(number, count) else self.critic_groups
+        def trainable_groups(step: int) -> Collection[str] | None:
+            return None if self._policy_learns(step, count) else self.critic_groups
 
         if count:
             batches = self.sample_batches(learner, sources, count)
             learner.run_steps(
-                batches, self.loss, groups=only, on_step=lambda: self.update_targets(module)
+                batches,
+                self.loss,
+                groups=trainable_groups,
+                on_step=lambda: self.update_targets(module),
             )
 
     def update_targets(self, module: Any) -> None:
@@ -136,43 +139,42 @@ class OffPolicyAlgorithm(Algorithm):
     def sample_batches(
         self, learner: Learner, sources: tuple[Transitions, Transitions], count: int
     ) -> Iterator[Batch]:
-        """Yield the batches of so many steps, drawn with replacement. An empty source is
-        skipped."""
+        """Yield one batch for each of ``count`` steps, drawn with replacement."""
         policy: Any = learner.policy
-        shares = self._shares(sources)
-        critics = policy.settings["num_critics"]
+        sizes = self._source_sizes(sources)
+        num_critics = policy.settings["num_critics"]
         for first in range(0, count, STEPS_PER_READ):
             steps = min(STEPS_PER_READ, count - first)
             random = learner.rng("replay", first)
             rows = [
-                source.take(random.integers(len(source), size=steps * share)).reshape(steps, share)
-                for source, share in zip(sources, shares, strict=True)
-                if share
+                source.take(random.integers(len(source), size=steps * size)).reshape(steps, size)
+                for source, size in zip(sources, sizes, strict=True)
+                if size
             ]
             transitions = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
             columns = to_tensors(policy, transitions)
-            noise = random.standard_normal(
-                (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
+            noise = torch.from_numpy(
+                random.standard_normal(
+                    (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
+                )
             )
-            drawn = torch.from_numpy(noise)
             for step in range(steps):
                 batch = {name: column[step] for name, column in columns.items()}
-                batch["next_noise"] = drawn[step, 0]
+                batch["next_noise"] = noise[step, 0]
                 if self._policy_learns(first + step, count):
-                    batch["noise"] = drawn[step, 1]
+                    batch["noise"] = noise[step, 1]
                 if self.critic_subset_size is not None:
-                    chosen = random.choice(critics, self.critic_subset_size, replace=False)
-                    batch["critics"] = torch.from_numpy(chosen)
+                    critics = random.choice(num_critics, self.critic_subset_size, replace=False)
+                    batch["critics"] = torch.from_numpy(critics)
                 yield batch
             learner.report_progress(first + steps, count)
 
-    def _policy_learns(self, number: int, count: int) -> bool:
-        """Return whether the policy learns at a step (from 0) of so many. It always learns at the
-        last one."""
-        return (count - 1 - number) % self.config.policy_delay == 0
+    def _policy_learns(self, step: int, count: int) -> bool:
+        """Return whether the policy learns at a step (from 0) of ``count``; at the last it does."""
+        return (count - 1 - step) % self.config.policy_delay == 0
 
     def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:
-        """Return the collected transitions, and those of ``offline_data`` with human interventions.
+        """Return the online transitions, and the offline ones with human interventions.
 
         Interventions are demonstrations as well (HIL-SERL, arXiv 2410.21845).
 
@@ -188,20 +190,20 @@ class OffPolicyAlgorithm(Algorithm):
         interventions = learner.intervention_transitions()
         check_transitions(policy, online, "trajectories")
         check_transitions(policy, offline, f"algorithm.offline_data: {path}")
-        return online, ConcatenatedTransitions(offline, interventions) if len(
-            interventions
-        ) else offline
+        if len(interventions):
+            return online, ConcatenatedTransitions(offline, interventions)
+        return online, offline
 
-    def _shares(self, sources: tuple[Transitions, Transitions]) -> tuple[int, int]:
+    def _source_sizes(self, sources: tuple[Transitions, Transitions]) -> tuple[int, int]:
         """Return the number of transitions of a batch from each source."""
         size = self.config.batch_size
         if not all(map(len, sources)):
             return (size, 0) if len(sources[0]) else (0, size)
-        before = round(self.config.offline_ratio * size)
-        return size - before, before
+        offline_size = round(self.config.offline_ratio * size)
+        return size - offline_size, offline_size
 
 
-def check_transitions(policy: Any, source: Transitions, where: str) -> None:
+def check_transitions(policy: Any, source: Transitions, name: str) -> None:
     """Check that a policy can learn from transitions.
 
     Raises:
@@ -209,12 +211,12 @@ def check_transitions(policy: Any, source: Transitions, where: str) -> None:
     """
     wrong = dtype_mismatch(policy.transition_dtype, source.dtype) if len(source) else None
     if wrong is not None:
-        raise DataError(f"{where}: does not fit the policy; {wrong}")
+        raise DataError(f"{name}: does not fit the policy; {wrong}")
 
 
 def to_tensors(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
-    """Return the fields of rows ``[...]`` as float32 tensors ``[..., *shape]``. Actions are the
-    executed ones, in the policy's own coordinates."""
+    """Return the fields of rows ``[...]`` as float32 tensors ``[..., *shape]``. Executed actions
+    are converted to the policy's coordinates."""
     columns = {name: rows[name] for name in TRANSITION_FIELDS}
     columns["actions"] = policy.to_policy_actions(columns["actions"])
     return {
@@ -223,13 +225,11 @@ def to_tensors(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
     }
 
 
-def require_model_option(model: Any, key: str, wanted: Any, why: str) -> None:
+def require_model_option(model: Any, key: str, required: Any, why: str) -> None:
     """Check that an option of the policy has the value that an algorithm needs.
 
     Raises:
         ConfigError: it has another value.
     """
-    value = getattr(model, key, wanted)
-    if value != wanted:
-        shown = str(wanted).lower()
-        raise ConfigError(f"model.{key}: {why}; set model.{key}={shown}")
+    if getattr(model, key, required) != required:
+        raise ConfigError(f"model.{key}: {why}; set model.{key}={str(required).lower()}")

@@ -1,8 +1,8 @@
 """Policy-gradient algorithms: the clipped ratio to an old policy, entropy and KL terms, and the
 update over minibatches.
 
-Where the algorithm allows it, gradients of the first parts of the batch are computed while later
-parts are still to come. The weights change once all parts have arrived.
+If the algorithm supports streaming, gradients of the first parts of the batch are computed before
+later parts arrive. The weights change only after all parts have arrived.
 """
 
 from __future__ import annotations
@@ -53,28 +53,27 @@ from rlinf.trainers.base import Loss, is_max_metric
 def run_minibatch_updates(
     algorithm: PolicyGradient, learner: Learner, parts: Iterable[list[TrainingSample]]
 ) -> None:
-    """Update the policy on one iteration's batch."""
+    """Update the policy on one iteration's batch, which arrives in parts."""
     update = _Update(algorithm, learner)
-    # Whether the gradient of a part of the batch does not depend on the other parts.
-    streams = (
+    # True if the gradient of a part of the batch does not depend on the other parts.
+    is_streaming = (
         algorithm.supports_streaming
         and learner.supports_accumulation
         and not learner.policy.tracks_observations
     )
-    every: list[TrainingSample] = []
+    samples: list[TrainingSample] = []
     for part in parts:
-        every += part
-        if streams:
+        samples += part
+        if is_streaming:
             update.accumulate([sample for sample in part if sample.is_included])
-    if streams:
+    if is_streaming:
         update.step()
-    elif included := [sample for sample in every if sample.is_included]:
-        update.epochs(included)
-    # After the update, because old log-probabilities were computed with the old statistics of
-    # observations.
+    elif included := [sample for sample in samples if sample.is_included]:
+        update.run_epochs(included)
+    # Update the observation statistics last: old log-probabilities used the old statistics.
     if learner.policy.tracks_observations:
         learner.mark_dirty()
-        learner.policy.update_observation_stats([sample.trajectory for sample in every])
+        learner.policy.update_observation_stats([sample.trajectory for sample in samples])
 
 
 class _Update:
@@ -82,50 +81,52 @@ class _Update:
 
     def __init__(self, algorithm: PolicyGradient, learner: Learner) -> None:
         self._algorithm, self._learner = algorithm, learner
-        self._mass: float | None = None
-        self._unit = 1.0
-        """Divisor of losses before their gradient is computed. It is a power of two, so dividing is
-        exact, and near the weight of the steps, so that float16 gets the scale of a mean."""
+        self._divisor: float | None = None
+        """Divisor of the aggregated loss so far; see :func:`loss_agg_weights`."""
+        self._loss_scale = 1.0
+        """Divisor of losses before their gradient is computed. A power of two, so that division is
+        exact, and near the total weight, so that float16 gets losses of the scale of a mean."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
-        """Add the gradient of one part of the batch, not yet divided by the weight of the whole
-        batch."""
+        """Add the gradient of one part of the batch; :meth:`step` divides by the whole batch."""
         if samples:
             batch = self._with_advantages(samples)
-            weights, mass = self._shares(batch.require("loss_mask"))
-            if self._mass is None:
-                self._unit = nearest_power_of_two(weights)
-            self._mass = (self._mass or 0.0) + mass
+            weights, divisor = self._loss_weights(batch.require("loss_mask"))
+            if self._divisor is None:
+                self._loss_scale = nearest_power_of_two(weights)
+            self._divisor = (self._divisor or 0.0) + divisor
             self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
 
     def step(self) -> None:
         """Step the optimizer on the accumulated gradient."""
-        if self._mass is not None:
-            self._finish(self._mass)
+        if self._divisor is not None:
+            self._finish(self._divisor)
 
-    def epochs(self, samples: list[TrainingSample]) -> None:
+    def run_epochs(self, samples: list[TrainingSample]) -> None:
         """Do all optimizer steps on the whole batch."""
         learner, settings = self._learner, self._algorithm.config
         batch = self._with_advantages(samples)
-        cuts = minibatch_indices(learner, len(samples), settings.epochs, settings.minibatches)
-        for done, chosen in enumerate(cuts):
-            weights, mass = self._shares(batch.require("loss_mask")[chosen])
-            entropy = self._algorithm.needs_entropy or done == 0
-            self._unit = nearest_power_of_two(weights)
-            self._add(batch, samples, chosen, weights, entropy=entropy)
-            self._finish(mass)
-            learner.report_progress(done + 1, len(cuts))
+        minibatches = minibatch_indices(
+            learner, len(samples), settings.epochs, settings.minibatches
+        )
+        for index, rows in enumerate(minibatches):
+            weights, divisor = self._loss_weights(batch.require("loss_mask")[rows])
+            entropy = self._algorithm.needs_entropy or index == 0
+            self._loss_scale = nearest_power_of_two(weights)
+            self._add(batch, samples, rows, weights, entropy=entropy)
+            self._finish(divisor)
+            learner.report_progress(index + 1, len(minibatches))
         if batch.values is not None and batch.returns is not None:
-            counts = mask_like(batch, batch.values)
-            value = explained_variance(batch.values, batch.returns, counts)
+            mask = mask_like(batch, batch.values)
+            value = explained_variance(batch.values, batch.returns, mask)
             learner.log_metric("explained_variance", value)
 
-    def _shares(self, units: Tensor) -> tuple[Tensor, float]:
+    def _loss_weights(self, mask: Tensor) -> tuple[Tensor, float]:
         config = self._algorithm.config
-        weights, mass = loss_agg_weights(
-            units.flatten(1), config.loss_agg_mode, config.loss_agg_divisor
+        weights, divisor = loss_agg_weights(
+            mask.flatten(1), config.loss_agg_mode, config.loss_agg_divisor
         )
-        return weights.view(units.shape), mass
+        return weights.view(mask.shape), divisor
 
     def _with_advantages(self, samples: list[TrainingSample]) -> StepBatch:
         config = self._algorithm.config
@@ -141,63 +142,65 @@ class _Update:
         self,
         batch: StepBatch,
         samples: list[TrainingSample],
-        chosen: list[int],
+        rows: list[int],
         weights: Tensor,
         *,
         entropy: bool,
     ) -> None:
+        """Add the gradient of the losses of some rows of the batch."""
         learner, config = self._learner, self._algorithm.config
-        unit = self._unit
-        places, share = self._rows_with_gradient(batch, chosen, weights)
-        chosen, weights = [chosen[place] for place in places], weights[places]
-        first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
-        if (first or interpolate) and batch.rollout_logprobs is not None:
+        loss_scale = self._loss_scale
+        kept, share = self._rows_with_gradient(batch, rows, weights)
+        rows, weights = [rows[index] for index in kept], weights[kept]
+        is_first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
+        if (is_first or interpolate) and batch.rollout_logprobs is not None:
             lag = policy_lags([sample.trajectory for sample in samples], learner.iteration)
-            if first:
+            if is_first:
                 self._check_staleness(lag, batch.mask)
                 batch = replace(batch, on_policy_mask=batch.mask * (lag == 0))
             if interpolate:
-                done = learner.num_updates / (config.epochs * config.minibatches)
-                batch = replace(batch, old_logprob_interpolation=old_logprob_interp(lag, done))
+                progress = learner.num_updates / (config.epochs * config.minibatches)
+                interpolation = old_logprob_interp(lag, progress)
+                batch = replace(batch, old_logprob_interpolation=interpolation)
 
         def loss(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> Loss:
             length, device = inputs["mask"].shape[1], inputs["mask"].device
-            rows = batch.select_spans(
-                [s._replace(row=chosen[s.row]) for s in spans], length, device
+            micro_batch = batch.select_spans(
+                [s._replace(row=rows[s.row]) for s in spans], length, device
             )
             value, metrics = self._algorithm.micro_batch_loss(
                 policy,
                 inputs,
-                rows,
+                micro_batch,
                 gather_steps(weights, spans, length).to(device),
                 temperature=learner.temperature,
                 entropy=entropy,
             )
-            return value / unit, {
-                name: metric if is_max_metric(name) else metric / share / unit
+            return value / loss_scale, {
+                name: metric if is_max_metric(name) else metric / share / loss_scale
                 for name, metric in metrics.items()
             }
 
-        # Independent steps would be split into spans, but a ratio of the row needs all its steps.
+        # Independent steps may be split into spans, but a sequence-level ratio needs all steps.
         unsplit = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
         learner.accumulate(
-            [samples[i].trajectory for i in chosen],
+            [samples[i].trajectory for i in rows],
             loss,
-            row_groups=[[row] for row in range(len(chosen))] if unsplit else None,
+            row_groups=[[row] for row in range(len(rows))] if unsplit else None,
         )
 
     def _check_staleness(self, lag: Tensor, mask: Tensor) -> None:
         """Log the staleness ``[N, T]`` of unmasked steps.
 
         Raises:
-            InputError: some steps are staler than ``rollout.staleness`` allows, or of future
-                weights.
+            InputError: some steps are staler than ``rollout.staleness`` allows, or were chosen by
+                later weights.
         """
-        learner, counts = self._learner, mask > 0
+        learner, is_unmasked = self._learner, mask > 0
         limit = learner.max_staleness
-        if limit is None or not counts.any():
+        if limit is None or not is_unmasked.any():
             return
-        lags = lag[counts]
+        lags = lag[is_unmasked]
         if not 0 <= float(lags.min()) <= float(lags.max()) <= limit:
             wrong = lags.min() if lags.min() < 0 else lags.max()
             raise InputError(
@@ -210,24 +213,22 @@ class _Update:
             learner.log_metric("staleness", float(lags.mean()))
 
     def _rows_with_gradient(
-        self, batch: StepBatch, chosen: list[int], weights: Tensor
+        self, batch: StepBatch, rows: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
-        """Return which of the chosen rows are computed, at least one, and their share of the
-        weight.
+        """Return the indices of rows that need computing (at least one), and their weight share.
+        The other rows have no gradient. Metrics are means over the computed rows."""
+        has_gradient = ~self._algorithm.zero_gradient_rows(batch)[rows]
+        if bool(has_gradient.all()):
+            return list(range(len(rows))), 1.0
+        kept = has_gradient.nonzero()[:, 0].tolist() or [0]
+        share = float(weights[kept].sum() / weights.sum().clamp(min=1e-30))
+        return kept, share if len(kept) < len(rows) and share > 0 else 1.0
 
-        The other rows would add nothing to the gradient. Metrics are means over the computed rows.
-        """
-        learns = ~self._algorithm.zero_gradient_rows(batch)[chosen]
-        if bool(learns.all()):
-            return list(range(len(chosen))), 1.0
-        places = learns.nonzero()[:, 0].tolist() or [0]
-        share = float(weights[places].sum() / weights.sum().clamp(min=1e-30))
-        return places, share if len(places) < len(chosen) and share > 0 else 1.0
-
-    def _finish(self, mass: float) -> None:
-        only = self._algorithm.trainable_groups(self._learner.iteration)
-        scale = self._unit / max(1.0, mass)
-        self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=only)
+    def _finish(self, divisor: float) -> None:
+        """Step the optimizer and check that engine and trainer agree."""
+        groups = self._algorithm.trainable_groups(self._learner.iteration)
+        scale = self._loss_scale / max(1.0, divisor)
+        self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=groups)
 
     def _check_engine_mismatch(self, totals: dict[str, float]) -> None:
         """Stop the run if engine and trainer, with equal weights, disagree on the
@@ -252,8 +253,9 @@ class _Update:
 
 
 def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
-    """Return the KL estimate of the policy before the update to the reference, ``[N, T]`` or ``[N,
-    T, K]`` per unit. Masked units are 0.
+    """Return the KL estimate of the policy before the update from the reference.
+
+    Its shape is ``[N, T]``, or ``[N, T, K]`` per unit. Masked units are 0.
 
     Args:
         batch: the result of :func:`rlinf.algorithms.granularity.batch_at_level`.
@@ -266,14 +268,14 @@ def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
     """Return a batch whose rewards are reduced by the penalties ``[N, T]`` or ``[N, T, K]``. A
     step, or an action of a chunk, pays the penalties of all of its units."""
 
-    def remains(rewards: Tensor) -> Tensor:
+    def subtract_from(rewards: Tensor) -> Tensor:
         return rewards - penalty.reshape(*rewards.shape, -1).sum(-1)
 
-    of_actions = batch.action_rewards
+    action_rewards = batch.action_rewards
     return replace(
         batch,
-        rewards=remains(batch.rewards),
-        action_rewards=None if of_actions is None else remains(of_actions),
+        rewards=subtract_from(batch.rewards),
+        action_rewards=None if action_rewards is None else subtract_from(action_rewards),
     )
 
 
@@ -285,22 +287,24 @@ def nearest_power_of_two(weights: Tensor) -> float:
 
 
 def minibatch_indices(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:
-    """Return the sample numbers of each optimizer step: every sample once per epoch, in seeded
-    order."""
-    steps = []
+    """Return the sample indices of each optimizer step. Each epoch has every sample once, in an
+    order that depends on the seed."""
+    minibatches = []
     for epoch in range(epochs):
         order = np.arange(count)
         if parts > 1:
             order = learner.rng(epoch).permutation(count)
-        steps += [sorted(int(i) for i in part) for part in np.array_split(order, min(parts, count))]
-    return steps
+        for part in np.array_split(order, min(parts, count)):
+            minibatches.append(sorted(int(i) for i in part))
+    return minibatches
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Return ``1 - Var(returns - values) / Var(returns)`` over unmasked steps."""
-    counted = mask.bool()
-    spread = returns[counted].var()
-    return float(1 - (returns[counted] - values[counted]).var() / spread) if spread > 0 else 0.0
+    unmasked = mask.bool()
+    variance = returns[unmasked].var()
+    residuals = returns[unmasked] - values[unmasked]
+    return float(1 - residuals.var() / variance) if variance > 0 else 0.0
 
 
 class PolicyGradientConfig(Section):
@@ -423,7 +427,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        # The KL penalty of the reward needs them before the update's first forward pass.
+        # A KL penalty in the reward needs them before the update's first forward pass.
         needed = not self.has_single_step or self.config.kl_reward_coef > 0
         return bool(self.config.old_logprobs == "recompute" and needed)
 
@@ -436,8 +440,8 @@ class PolicyGradient(Algorithm):
     def needs_full_sequences(self) -> bool:
         """Whether the loss of a step depends on the other steps of its sample."""
         config = self.config
-        weighed = config.rollout_is_threshold and config.rollout_is_level != "token"
-        return bool(weighed or config.importance_sampling_level == "sequence")
+        has_sequence_weights = config.rollout_is_threshold and config.rollout_is_level != "token"
+        return bool(has_sequence_weights or config.importance_sampling_level == "sequence")
 
     @property
     def minibatches(self) -> int:
@@ -466,8 +470,9 @@ class PolicyGradient(Algorithm):
 
     @abstractmethod
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
-        """Return advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole
-        batch. Either may be per action of a chunk, ``[N, T, C]``.
+        """Return the advantages ``[N, T]`` of a whole batch and, for a value loss, its returns.
+
+        Both may be per action of a chunk, ``[N, T, C]``.
 
         :meth:`with_advantages` applies ``whiten_advantages`` to them.
         """
@@ -481,7 +486,7 @@ class PolicyGradient(Algorithm):
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
         """Return a mask ``[N]`` of samples whose loss has no gradient for any policy. They count in
-        the mean and are not computed. By default there are none."""
+        the mean of the loss and are not computed. By default there are none."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
     def policy_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
@@ -494,22 +499,22 @@ class PolicyGradient(Algorithm):
         the reference and a critic's loss are added to the result (:meth:`add_loss_terms`).
 
         ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
-        micro-batches and ranks equal those of the minibatch, for any split. Where a step is several
-        choices, its units replace the step (:mod:`rlinf.algorithms.granularity`).
+        micro-batches and ranks equal those of the minibatch, for any split. If a step has several
+        parts, its units replace the step (:mod:`rlinf.algorithms.granularity`).
 
         Args:
             outputs: step outputs of the policy in training, ``[B, U]`` each.
-            weights: ``[B, U]``, the aggregation weight times the importance weight. The former
-                alone is ``batch.loss_weights``.
+            weights: ``[B, U]``, the aggregation weight (``batch.loss_weights``) times the
+                importance weight.
         """
         config = self.config
-        ours, old = outputs.logprobs, batch.old_logprobs
+        logprobs, old_logprobs = outputs.logprobs, batch.old_logprobs
         if config.importance_sampling_level == "sequence":
-            ours = sequence_log_ratio(ours, old, batch.mask)
-            old = torch.zeros_like(ours)
+            logprobs = sequence_log_ratio(logprobs, old_logprobs, batch.mask)
+            old_logprobs = torch.zeros_like(logprobs)
         surrogate, clipped = clipped_surrogate(
-            ours,
-            old,
+            logprobs,
+            old_logprobs,
             batch.require("advantages"),
             config.clip_ratio_low,
             config.clip_ratio_high,
@@ -546,8 +551,8 @@ class PolicyGradient(Algorithm):
             loss = loss - config.entropy_coeff * entropy
         if config.kl_loss_coef:
             reference = batch.require("reference_logprobs")
-            each = kl_loss(outputs.logprobs, reference, config.kl_loss_type)
-            divergence = (weights * each).sum()
+            step_kl = kl_loss(outputs.logprobs, reference, config.kl_loss_type)
+            divergence = (weights * step_kl).sum()
             metrics["kl"] = divergence.detach()
             loss = loss + config.kl_loss_coef * divergence
         return loss, metrics
@@ -562,18 +567,18 @@ class PolicyGradient(Algorithm):
         batch = replace(batch, loss_weights=weights)
         importance, metrics = self._importance(batch, weights)
         weighted = weights if importance is None else weights * importance
-        loss, own = self.policy_loss(outputs, batch, weighted)
+        loss, policy_metrics = self.policy_loss(outputs, batch, weighted)
         with torch.no_grad():
-            change = kl_estimate(batch.old_logprobs, outputs.logprobs)
-            metrics |= {"policy_loss": loss.detach(), "approx_kl": (weights * change).sum()}
-        loss, added = self.add_loss_terms(loss, outputs, batch, weights)
-        return loss, {**metrics, **added, **own}
+            step_kl = kl_estimate(batch.old_logprobs, outputs.logprobs)
+            metrics |= {"policy_loss": loss.detach(), "approx_kl": (weights * step_kl).sum()}
+        loss, term_metrics = self.add_loss_terms(loss, outputs, batch, weights)
+        return loss, {**metrics, **term_metrics, **policy_metrics}
 
     def _importance(
         self, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the importance weights ``[B, U]`` of ``rollout_is_threshold``, and metrics; None
-        if the configuration has no threshold."""
+        """Return the importance weights ``[B, U]`` and their metrics. The weights are None if
+        ``rollout_is_threshold`` is not set."""
         config = self.config
         if config.rollout_is_threshold is None:
             return None, {}
@@ -603,9 +608,9 @@ class PolicyGradient(Algorithm):
     ) -> Loss:
         """Return the :meth:`total_loss` of one micro-batch.
 
-        A subclass overrides this where a loss needs more of the policy than its step outputs. The
-        terms of the configuration are added inside, so an override that does not call ``super()``
-        drops them. A run that sets one of their keys is then rejected
+        A subclass overrides this if its loss needs more of the policy than its step outputs. An
+        override that does not call ``super()`` drops the configured loss terms; a run that sets
+        one of their keys is then rejected
         (:mod:`rlinf.algorithms.unused_keys`).
 
         Args:
@@ -619,10 +624,11 @@ class PolicyGradient(Algorithm):
         if self.config.old_logprobs == "recompute" and self.has_single_step:
             batch = replace(batch, old_logprobs=outputs.logprobs.detach())
         elif batch.old_logprob_interpolation is not None:
-            theirs = batch.require("rollout_logprobs")
-            old = interpolate_old_logprobs(
-                outputs.logprobs, theirs, batch.old_logprob_interpolation
+            old_logprobs = interpolate_old_logprobs(
+                outputs.logprobs,
+                batch.require("rollout_logprobs"),
+                batch.old_logprob_interpolation,
             )
-            batch = replace(batch, old_logprobs=old)
+            batch = replace(batch, old_logprobs=old_logprobs)
         loss, metrics = self.total_loss(outputs, batch, weights)
         return loss, {**metrics, **rollout_mismatch_sums(outputs.logprobs, batch)}

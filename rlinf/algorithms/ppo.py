@@ -2,8 +2,8 @@
 asynchronous.
 
 Advantages are per step. If the policy has a value for each action of a chunk
-(``model.value_level``), they are per action, and each action is credited with what came after it,
-including the rest of its chunk.
+(``model.value_level``), they are per action: an action is credited with all later rewards, those of
+its own chunk included.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class PPO(PolicyGradient):
         return ("value",) if iteration < self.config.critic_warmup else None
 
     def check(self, model: Any) -> None:
-        of_actions = getattr(model, "value_level", "chunk") == "action"
-        if of_actions and self.config.logprob_level == "chunk":
+        has_action_values = getattr(model, "value_level", "chunk") == "action"
+        if has_action_values and self.config.logprob_level == "chunk":
             raise ConfigError(
                 "model.value_level: action gives each action of a chunk an advantage of its own, "
-                "and algorithm.logprob_level=chunk has one ratio for all of them; set that to "
-                "action or token, or model.value_level to chunk"
+                "and algorithm.logprob_level=chunk has one ratio for all of them; set "
+                "logprob_level to action or token, or model.value_level to chunk"
             )
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:

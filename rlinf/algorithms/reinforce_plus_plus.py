@@ -31,13 +31,13 @@ class ReinforcePlusPlus(PolicyGradient):
     config: ReinforcePlusPlusConfig
 
     def baseline(self, batch: StepBatch) -> Tensor:
-        """Return the baseline ``[N]`` that is subtracted from every token's sum of rewards."""
+        """Return the baseline ``[N]`` that is subtracted from the return of every token."""
         return torch.zeros(len(batch))
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         zeros = torch.zeros_like(batch.rewards)
-        # Without values, and with lambda 1, this is the discounted sum of future rewards.
-        to_come, _ = compute_gae(
+        # With values 0 and lambda 1, GAE gives the discounted sum of future rewards.
+        returns, _ = compute_gae(
             batch.rewards,
             zeros,
             batch.terminated,
@@ -47,7 +47,7 @@ class ReinforcePlusPlus(PolicyGradient):
             self.config.gamma,
             1.0,
         )
-        return (to_come - self.baseline(batch)[:, None]) * batch.mask, None
+        return (returns - self.baseline(batch)[:, None]) * batch.mask, None
 
 
 class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig):

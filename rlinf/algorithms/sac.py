@@ -56,9 +56,9 @@ class SAC(OffPolicyAlgorithm):
         temperature = module.log_temperature.detach().exp()
         with torch.no_grad():
             actions, logprobs = policy.rsample(batch["next_observations"], batch["next_noise"])
-        values, following = self.critic_values(module, batch, actions)
+        values, next_values = self.critic_values(module, batch, actions)
         with torch.no_grad():
-            value = aggregate_q_values(following, config.target_q_agg)
+            value = aggregate_q_values(next_values, config.target_q_agg)
             if config.backup_entropy:
                 value = value - temperature * logprobs
             target = td_target(batch["rewards"], batch["terminated"], value, config.gamma)
@@ -69,13 +69,15 @@ class SAC(OffPolicyAlgorithm):
             loss, metrics = loss + policy_loss, {**metrics, **policy_metrics}
         return loss, metrics
 
-    def critic_values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values ``[E, B]`` of the actions in the batch, with gradients, and ``[E, B]``
-        or ``[K, B]`` of the next actions."""
+    def critic_values(
+        self, module: Any, batch: Batch, next_actions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the values of the batch's actions and of the next actions. The former are ``[E,
+        B]`` with gradients, the latter ``[E, B]`` or ``[K, B]``."""
         values = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
         with torch.no_grad():
-            after = torch.cat([batch["next_observations"], following], -1)
-            return values, module.targets(after, critics=batch.get("critics"))
+            next_inputs = torch.cat([batch["next_observations"], next_actions], -1)
+            return values, module.targets(next_inputs, critics=batch.get("critics"))
 
     def policy_loss(self, policy: Any, batch: Batch) -> Loss:
         """Return the loss of the policy and of the temperature."""
@@ -84,25 +86,25 @@ class SAC(OffPolicyAlgorithm):
         actions, logprobs = policy.rsample(observations, batch["noise"])
         values = module.critics(torch.cat([observations, actions], -1), frozen=True)
         temperature = module.log_temperature.exp()
-        chosen = aggregate_q_values(values, config.policy_q_agg)
-        loss = sac_policy_loss(logprobs, chosen, temperature)
+        q_values = aggregate_q_values(values, config.policy_q_agg)
+        loss = sac_policy_loss(logprobs, q_values, temperature)
         metrics = {
             "policy_loss": loss.detach(),
             "entropy": -logprobs.detach().mean(),
             "temperature": temperature.detach().sum(),
         }
         if config.learn_temperature:
-            wanted = config.target_entropy
-            wanted = -float(policy.size) if wanted is None else wanted
-            loss = loss + temperature_loss(module.log_temperature, logprobs, wanted)
+            target = config.target_entropy
+            target = -float(policy.size) if target is None else target
+            loss = loss + temperature_loss(module.log_temperature, logprobs, target)
         return loss, metrics
 
 
 class CrossQ(SAC):
     """SAC without target networks, with batch renormalisation (arXiv 1902.05605).
 
-    One pass of the critics covers both current and next actions, so their batch statistics are of
-    one joint distribution (section 4).
+    One forward pass of the critics covers current and next actions, so that the batch statistics
+    include both (section 4).
     """
 
     def check(self, model: Any) -> None:
@@ -114,11 +116,13 @@ class CrossQ(SAC):
     def update_targets(self, module: Any) -> None:
         """Do nothing, because there are no target networks. ``tau`` is therefore never read."""
 
-    def critic_values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
-        done = torch.cat([batch["observations"], batch["actions"]], -1)
-        after = torch.cat([batch["next_observations"], following], -1)
-        values, later = module.critics(torch.cat([done, after])).chunk(2, -1)
-        return values, later.detach()
+    def critic_values(
+        self, module: Any, batch: Batch, next_actions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        inputs = torch.cat([batch["observations"], batch["actions"]], -1)
+        next_inputs = torch.cat([batch["next_observations"], next_actions], -1)
+        values, next_values = module.critics(torch.cat([inputs, next_inputs])).chunk(2, -1)
+        return values, next_values.detach()
 
 
 class RLPDConfig(SACConfig):

@@ -2,14 +2,13 @@
 
 An algorithm inherits the keys of its base class, and an override may leave some of them unread: a
 subclass that overrides ``policy_loss`` no longer reads ``clip_ratio_low``. Such a key is rejected
-before a run begins. No declaration is needed. The check follows the code of an algorithm from the
-methods that the ``train`` and ``reward`` stages call, through everything that they call in the
-class, in its modules and in the user's other modules, and collects attribute names. It follows an
-overridden method only if the override calls ``super()``.
+before a run begins. The check starts at the methods that the ``train`` and ``reward`` stages call.
+It follows their calls within the class, its modules and the user's other modules, and collects
+attribute names. It follows an overridden method only if the override calls ``super()``.
 
-Reads are matched by name, so a key may pass although the code that mentions it never runs. All keys
-count as read where ``config``, or a variable that it was assigned to, is dumped. Where a key is
-read elsewhere (in an installed package, for example), the class lists it in ``config_keys_read``.
+Keys are matched by name, so a key may pass although the code that mentions it never runs. All keys
+count as read if ``config``, or a variable that it was assigned to, is dumped. If other code reads a
+key (an installed package, for example), the class lists the key in ``config_keys_read``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ DESCRIPTIVE_MEMBERS = frozenset(
         "needs_full_sequences",
     }
 )
-"""Members that only describe other members. A key that only they mention is not used."""
+"""Members that only describe the algorithm. A key that only they mention is not used."""
 ALGORITHMS_PACKAGE = "rlinf.algorithms"
 DUMPS = r"\.(?:model_dump|model_dump_json|model_copy|__dict__)\b"
 """Members that read a configuration as a whole, every key included."""
@@ -57,31 +56,31 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
     """Reject a configuration with a key that the algorithm never reads.
 
     Args:
-        name: of the algorithm, as in the configuration.
+        name: name of the algorithm in the configuration.
 
     Raises:
-        ConfigError: there is such a key; names it and the remedy.
+        ConfigError: there is such a key; the message names it and the remedy.
     """
     config = algorithm.config
     unread = unused_keys(type(algorithm), config)
     if not unread:
         return
-    key, more = unread[0], unread[1:]
-    others = f" (nor {', '.join(more)})" if more else ""
-    owner = _overridden(type(algorithm), key)
-    why = f"; its own {owner} replaces what does" if owner else ""
+    key, *others = unread
+    also = f" (nor {', '.join(others)})" if others else ""
+    member = _overridden_reader(type(algorithm), key)
+    why = f"; its own {member} replaces what does" if member else ""
     advice = "take it out of the configuration"
     if ":" in name:
         advice += (
             f", or read self.config.{key} in the class. Where an installed package reads it, "
             f'declare config_keys_read = frozenset({{"{key}"}}) in the class'
         )
-    raise ConfigError(f"algorithm.{key}: {name} never reads it{others}{why}; {advice}")
+    raise ConfigError(f"algorithm.{key}: {name} never reads it{also}{why}; {advice}")
 
 
 def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
-    """Return the keys that are set in ``config``, not by default, and that ``cls`` never reads, in
-    the order of the fields of the configuration class."""
+    """Return the keys that are set explicitly in ``config`` and that ``cls`` never reads. They are
+    in the order of the fields of the configuration class."""
     walk = _walk(cls, type(config))
     if walk.reads_all:
         return []
@@ -95,11 +94,11 @@ def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
 def _walk(cls: type[Algorithm], config: type[Section]) -> _Walk:
     walk = _Walk(cls, config)
     for member in ENTRY_POINTS:
-        walk.member(member)
+        walk.follow_member(member)
     return walk
 
 
-def _overridden(cls: type[Algorithm], key: str) -> str | None:
+def _overridden_reader(cls: type[Algorithm], key: str) -> str | None:
     """Return the method of ``cls`` whose override leaves ``key`` without a reader, if one does."""
     for base in cls.__mro__[1:]:
         for member, value in vars(base).items():
@@ -113,7 +112,7 @@ def _overridden(cls: type[Algorithm], key: str) -> str | None:
 
 
 class _Walk:
-    """The names that code mentions, followed from one member of a class to the next."""
+    """Collects the names that the code of an algorithm mentions, member by member."""
 
     def __init__(self, cls: type[Algorithm], config: type[Section]) -> None:
         self.names: set[str] = set()
@@ -123,9 +122,9 @@ class _Walk:
         self._visited: set[Any] = set()
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
-    def member(self, name: str, *, every: bool = False) -> None:
-        """Follow the class's member of this name. Follow the members of its bases that it overrides
-        if it calls ``super()``, or all of them with ``every``."""
+    def follow_member(self, name: str, *, all_bases: bool = False) -> None:
+        """Follow the class's member of this name. If it calls ``super()``, the member that it
+        overrides is followed too. With ``all_bases``, all overridden members are."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:
@@ -133,37 +132,40 @@ class _Walk:
                 continue
             functions = list(_functions(vars(base)[name]))
             for function in functions:
-                self._function(function)
+                self._follow_function(function)
             calls_base = any("super" in _mentioned(f.__code__) for f in functions)
-            if not every and not calls_base:
+            if not all_bases and not calls_base:
                 return
 
-    def _function(self, function: FunctionType, *, of_config: bool = False) -> None:
-        """Follow a function. With ``of_config``, its ``self`` is the configuration."""
+    def _follow_function(self, function: FunctionType, *, is_config_method: bool = False) -> None:
+        """Follow a function. In a method of the configuration, ``self`` is the configuration."""
         if function in self._visited:
             return
         self._visited.add(function)
         names = _mentioned(function.__code__)
         self.names |= names
-        self.reads_all |= _dumps(function.__code__, {"config", "self"} if of_config else {"config"})
-        known = [function.__globals__[name] for name in names if name in function.__globals__]
-        modules = [value for value in known if isinstance(value, ModuleType)]
-        known += [vars(module)[n] for module in modules for n in names if n in vars(module)]
+        config_names = {"config", "self"} if is_config_method else {"config"}
+        self.reads_all |= _dumps(function.__code__, config_names)
+        values = [function.__globals__[name] for name in names if name in function.__globals__]
+        modules = [value for value in values if isinstance(value, ModuleType)]
+        values += [vars(module)[n] for module in modules for n in names if n in vars(module)]
         # ``Base.loss(self, ...)`` calls the overridden method, as ``super()`` does.
-        every = "super" in names or any(value in self._cls.__mro__ for value in known if _is(value))
+        all_bases = "super" in names or any(
+            value in self._cls.__mro__ for value in values if _is_class(value)
+        )
         for name in names:
             if hasattr(self._cls, name):
-                self.member(name, every=every)
-            for method in self._methods_of_config(name):
-                self._function(method, of_config=True)
-        for value in known:
-            if self._is_readable(value):
+                self.follow_member(name, all_bases=all_bases)
+            for method in self._config_methods(name):
+                self._follow_function(method, is_config_method=True)
+        for value in values:
+            if self._should_follow(value):
                 self._follow(value)
 
-    def _methods_of_config(self, name: str) -> Iterator[FunctionType]:
-        """Yield the property or method of this name in the configuration class or its bases, and
-        those that it overrides and calls through ``super()``. Members of every section are
-        excluded."""
+    def _config_methods(self, name: str) -> Iterator[FunctionType]:
+        """Yield the configuration's property or method of this name, and overridden ones. An
+        overridden method is included if it is called through ``super()``. Members that every
+        section has are excluded."""
         for base in self._config.__mro__:
             if name not in vars(base) or base in Section.__mro__:
                 continue
@@ -176,19 +178,19 @@ class _Walk:
         """Follow a function, or all methods of a class."""
         if value in self._visited:
             return
-        members = vars(value).values() if _is(value) else [value]
-        if _is(value):
+        members = vars(value).values() if _is_class(value) else [value]
+        if _is_class(value):
             self._visited.add(value)
         for member in members:
             for function in _functions(member):
-                self._function(function)
+                self._follow_function(function)
 
-    def _is_readable(self, value: Any) -> bool:
-        """Return whether the value is code of this package's algorithms, or of the user's, that
-        must be followed. Bases of an algorithm are followed member by member instead."""
-        if _is(value) and issubclass(value, Algorithm | Section):
+    def _should_follow(self, value: Any) -> bool:
+        """Return whether a value is code of rlinf's algorithms or of the user. Algorithms and
+        sections are excluded, because they are followed member by member."""
+        if _is_class(value) and issubclass(value, Algorithm | Section):
             return False
-        if not (_is(value) or isinstance(value, FunctionType)):
+        if not (_is_class(value) or isinstance(value, FunctionType)):
             return False
         module = value.__module__ or ""
         package = module.partition(".")[0]
@@ -200,29 +202,29 @@ class _Walk:
         return package not in sys.stdlib_module_names and "site-packages" not in file
 
 
-def _is(value: Any) -> TypeGuard[type]:
+def _is_class(value: Any) -> TypeGuard[type]:
     return inspect.isclass(value)
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
     """Yield the functions inside a member of a class: plain, wrapped, or of a property."""
     if isinstance(value, property):
-        parts = [value.fget]
+        wrapped = [value.fget]
     elif isinstance(value, cached_property | partial):
-        parts = [value.func]
+        wrapped = [value.func]
     elif isinstance(value, staticmethod | classmethod | MethodType):
-        parts = [value.__func__]
+        wrapped = [value.__func__]
     elif isinstance(value, FunctionType):
         yield value
-        parts = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        parts = [part for part in parts if isinstance(part, FunctionType)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        wrapped = [content for content in cells if isinstance(content, FunctionType)]
     else:
         return
-    for part in parts:
-        yield from _functions(part)
+    for function in wrapped:
+        yield from _functions(function)
 
 
-def _filled(cell: CellType) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
@@ -230,21 +232,21 @@ def _filled(cell: CellType) -> bool:
 
 
 def _mentioned(code: CodeType) -> set[str]:
-    """Return the names of attributes and globals in code and its nested functions, and short
-    strings where it calls ``getattr``, which may be such names."""
-    codes = list(_codes(code))
-    names = {name for each in codes for name in each.co_names}
+    """Return the names of attributes and globals in code and its nested functions. If the code
+    calls ``getattr``, its strings are included, because they may be such names."""
+    codes = list(_nested_codes(code))
+    names = {name for nested in codes for name in nested.co_names}
     if not names.isdisjoint({"getattr", "attrgetter"}):
-        names |= {text for each in codes for text in _texts(each.co_consts)}
+        names |= {text for nested in codes for text in _texts(nested.co_consts)}
     return names
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and that of its nested functions."""
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield code, and the code of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _nested_codes(constant)
 
 
 def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
@@ -256,25 +258,25 @@ def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _dumps(code: CodeType, configs: set[str]) -> bool:
-    """Return whether code reads a configuration as a whole; ``configs`` are the names it has."""
-    trail = "".join(map(_trail, _codes(code)))
-    named = "|".join(configs)
-    named = "|".join([*configs, *re.findall(rf"\.(?:{named})=(\w+)", trail)])
+    """Return whether code reads a configuration as a whole; ``configs`` are its names."""
+    trail = "".join(map(_access_trail, _nested_codes(code)))
+    names = "|".join(configs)
+    names = "|".join([*configs, *re.findall(rf"\.(?:{names})=(\w+)", trail)])
     return bool(
-        re.search(rf"\.(?:{named}){DUMPS}", trail)
-        or re.search(rf"{DUMPERS}(?:\.\w+)*\.(?:{named});", trail)
+        re.search(rf"\.(?:{names}){DUMPS}", trail)
+        or re.search(rf"{DUMPERS}(?:\.\w+)*\.(?:{names});", trail)
     )
 
 
-def _trail(code: CodeType) -> str:
-    """Return the names that code loads (``.name``) and stores (``=name``), in their order; any
+def _access_trail(code: CodeType) -> str:
+    """Return the names that code loads (``.name``) and stores (``=name``), in their order. Any
     other instruction is a semicolon."""
     trail = []
     for step in dis.get_instructions(code):
         if step.opname in ("PUSH_NULL", "EXTENDED_ARG"):
             continue
         accesses = re.findall("LOAD|STORE", step.opname.replace("LOAD_CONST", ""))
-        # One instruction of newer interpreters loads or stores two names.
+        # In newer interpreters, one instruction may load or store two names.
         names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
         signs = ("=" if access == "STORE" else "." for access in accesses)
         trail += [f"{sign}{name}" for sign, name in zip(signs, names, strict=False)] or [";"]

@@ -1,11 +1,11 @@
-"""An on-disk cache of arrays about large data files, computed once for all processes of a user.
+"""An on-disk cache of arrays computed from large data files, shared by all processes of a user.
 
-The arrays lie in ``rlinf/rows`` of the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache`` by
-default), each under the digest of everything it depends on. The cache is optional: where the folder
-cannot be used, or a file is invalid, the arrays are computed again.
+The arrays are in ``rlinf/rows`` of the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache`` by
+default). A file is named by the digest of all that its arrays depend on. The cache is optional: if
+the folder cannot be used, or a file is invalid, the arrays are computed again.
 
-Folder and files belong to the user alone. A file is used only if its checksum is right. Files that
-were not used for long, or exceed the total size, are removed.
+Only the user can access folder and files. A file is used only if its checksum is right. The least
+recently used files are removed when they are too old or exceed the total size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlinf.verified_io import is_owner_only
 
 log = logging.getLogger(__name__)
 FORMAT_VERSION = "2"
-"""Part of every address; raised when the meaning of the arrays changes."""
+"""Part of every digest; incremented when the meaning of the arrays changes."""
 Arrays = dict[str, np.ndarray]
 CHECKSUM = "checksum"
 """Name of the checksum array in a file."""
@@ -38,38 +38,38 @@ MAX_CACHE_BYTES = 4 << 30
 MAX_AGE_S = 30 * 86400
 """Seconds after its last use until a file is removed."""
 MAX_IN_MEMORY = 8
-_known: dict[str, Arrays] = {}
-"""The newest that this process made or read."""
+_in_memory: dict[str, Arrays] = {}
+"""The newest arrays that this process computed or read."""
 
 
 def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, large: bool) -> Arrays:
-    """Return the result of ``compute``, from this process or the cache folder if it is there.
+    """Return the result of ``compute``, from memory or the cache folder if possible.
 
     Args:
-        kind: kind of the arrays, part of their address.
-        address: text of everything they depend on.
+        kind: kind of the arrays, part of the file's name.
+        address: text of everything that the arrays depend on.
         large: whether the result is stored in a file.
     """
     text = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
     name = f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
-    found = _known.get(name)
-    if found is None:
-        found = _known[name] = _from_folder(name, compute) if large else compute()
-        while len(_known) > MAX_IN_MEMORY:
-            _known.pop(next(iter(_known)))
-    return found
+    arrays = _in_memory.get(name)
+    if arrays is None:
+        arrays = _in_memory[name] = _from_folder(name, compute) if large else compute()
+        while len(_in_memory) > MAX_IN_MEMORY:
+            _in_memory.pop(next(iter(_in_memory)))
+    return arrays
 
 
-def _from_folder(name: str, make: Callable[[], Arrays]) -> Arrays:
+def _from_folder(name: str, compute: Callable[[], Arrays]) -> Arrays:
     try:
         folder = _private_folder()
     except (OSError, RuntimeError) as error:
         _warn(str(error))
-        return make()
+        return compute()
     path = folder / f"{name}.npz"
-    if (found := _load(path)) is not None:
-        return found
-    arrays = make()
+    if (cached := _load(path)) is not None:
+        return cached
+    arrays = compute()
     try:
         _save(arrays, path)
     except OSError as error:
@@ -94,7 +94,7 @@ def _private_folder() -> Path:
     """Return the folder, created if necessary and private to the user.
 
     Raises:
-        OSError: it cannot be created, or another user owns it or can access it.
+        OSError: it the folder cannot be created, or another user owns it or can access it.
         RuntimeError: the user has no home folder.
     """
     folder = cache_folder()
@@ -112,8 +112,8 @@ def _private_folder() -> Path:
 def _warn(reason: str) -> None:
     """Warn once per process that nothing can be cached."""
     log.warning(
-        "the cache of large data files cannot be used (%s), so each process reads and counts them "
-        "anew; set XDG_CACHE_HOME to a folder of yours that can be written",
+        "the cache of large data files cannot be used (%s), so each process indexes them "
+        "again; set XDG_CACHE_HOME to a folder that you can write to",
         reason,
     )
 
@@ -131,13 +131,13 @@ def _load(path: Path) -> Arrays | None:
             with contextlib.suppress(OSError):
                 os.utime(file.fileno())
     except Exception:
-        # Damaged archives raise errors of many types, and whatever is there can be made again.
+        # Damaged archives raise errors of many types, and the arrays can be computed again.
         return None
     return arrays
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open the file itself (no link), without waiting for the writer of a pipe."""
+    """Open a file, but no symbolic link, without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -164,12 +164,12 @@ def _checksum(arrays: Arrays, path: Path) -> np.ndarray:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """Remove files that were not used for long, or exceed the total size, except the newest."""
+    """Remove files that are too old or exceed the total size, except the newest."""
     now, total = time.time(), newest.stat().st_size
     others = [(file.lstat(), file) for file in folder.iterdir() if file != newest]
-    for found, file in sorted(others, key=lambda other: -other[0].st_mtime):
-        total += found.st_size
-        too_much = total > MAX_CACHE_BYTES and not file.name.startswith(PARTIAL_PREFIX)
-        if too_much or now - found.st_mtime > MAX_AGE_S:
+    for stat, file in sorted(others, key=lambda other: -other[0].st_mtime):
+        total += stat.st_size
+        is_too_large = total > MAX_CACHE_BYTES and not file.name.startswith(PARTIAL_PREFIX)
+        if is_too_large or now - stat.st_mtime > MAX_AGE_S:
             with contextlib.suppress(OSError):
                 file.unlink()

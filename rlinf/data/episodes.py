@@ -2,8 +2,8 @@
 
 A simulator's trajectory may hold several episodes, one after another. Its ``outcomes`` have an
 entry for each episode, except for those that the simulator lost. An episode that is still open at
-the end has one if the trajectory has no other and the episode does not continue in the next
-iteration: it ran for a full horizon and is scored as far as it got.
+the end has an entry only if it is the only episode and does not continue in the next iteration: it
+ran for a full horizon and gets the score that it reached.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ def scored_episodes(trajectory: Trajectory) -> list[tuple[int, float, int]] | No
     """Return the episodes that have a score. None: the trajectory has no outcomes.
 
     Returns:
-        For each episode its last step, its score, and how many of its steps here count.
+        For each episode its last step, its score, and its number of unmasked steps.
     """
     if trajectory.outcomes is None:
         return None
-    counts, episodes, first = loss_mask(trajectory), [], 0
+    mask, episodes, first = loss_mask(trajectory), [], 0
     for last, score in zip(trajectory.require("outcome_steps"), trajectory.outcomes, strict=True):
-        episodes.append((int(last), float(score), int(counts[first : last + 1].sum())))
+        episodes.append((int(last), float(score), int(mask[first : last + 1].sum())))
         first = int(last) + 1
     return episodes
 
 
 def spans_several_episodes(trajectory: Trajectory) -> bool:
-    """Return whether counted steps follow the end of an episode.
-
-    A number about the whole trajectory then belongs to no single episode.
-    """
+    """Return whether unmasked steps follow the end of an episode. If so, a statistic of the whole
+    trajectory belongs to no single episode."""
     ends = trajectory.outcome_steps
     if ends is None or not len(ends):
         return False
@@ -69,14 +67,15 @@ def pop_open_episode(trajectory: Trajectory) -> Record | None:
 
 
 def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Trajectory]:
-    """The episodes of a trajectory in which a person acted at any step, each a trajectory whose
-    ``actions`` are those that were carried out; without those that do not count.
+    """Yield the episodes in which a person intervened, each as a trajectory.
+
+    Their ``actions`` are the executed ones. Episodes with masked steps are left out.
 
     Args:
-        first: number of the first of them, its sample.
+        first: sample number of the first episode.
 
     Raises:
-        InputError: the trajectory does not say where a person acted.
+        InputError: the trajectory does not record where a person intervened.
     """
     for name in ("intervened", "terminated", "truncated"):
         if getattr(trajectory, name) is None:
@@ -85,23 +84,23 @@ def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Traj
                 "acted if its world does (docs/howto/simulators.md, Franka)"
             )
     acted: np.ndarray = np.asarray(trajectory.intervened).reshape(len(trajectory), -1).max(1) != 0
-    counts, done = loss_mask(trajectory), executed_actions(trajectory)
+    mask, actions = loss_mask(trajectory), executed_actions(trajectory)
     cuts = np.asarray(trajectory.require("truncation_steps"), np.int64)
-    after = np.asarray(trajectory.require("final_observations"))
+    final_observations = np.asarray(trajectory.require("final_observations"))
     ended = (np.asarray(trajectory.terminated) != 0) | (np.asarray(trajectory.truncated) != 0)
     ends = np.flatnonzero(ended) + 1
     start = 0
     for end in sorted({*ends.tolist(), len(trajectory)}):
-        if acted[start:end].any() and counts[start:end].all():
-            mine = (start <= cuts) & (cuts < end)
-            # All of its steps count; others of the trajectory may not.
+        if acted[start:end].any() and mask[start:end].all():
+            is_inside = (start <= cuts) & (cuts < end)
+            # No step of this episode is masked, so it needs no mask.
             steps = trajectory.slice_steps(start, end).to_record().steps
             columns = {name: np.asarray(column) for name, column in steps.items() if name != "mask"}
             yield Trajectory(
                 identity=RecordId(0, first),
-                **step_fields({**columns, "actions": done[start:end]}),
-                truncation_steps=cuts[mine] - start,
-                final_observations=after[mine],
+                **step_fields({**columns, "actions": actions[start:end]}),
+                truncation_steps=cuts[is_inside] - start,
+                final_observations=final_observations[is_inside],
                 **info_fields(trajectory.scalars()),
             )
             first += 1
@@ -109,10 +108,9 @@ def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Traj
 
 
 INSTRUCTION_COLUMN = "instruction"
-"""Name of the column: UTF-8, filled up with zeros. A simulator may ask for another thing at any
-step."""
+"""Name of the column: UTF-8, padded with zeros. It may change at any step of an episode."""
 
 
 def decode_instruction(row: np.ndarray) -> str:
-    """The text of a row of the column, uint8 ``[N]``."""
+    """Return the text of a row of the column, uint8 ``[N]``."""
     return np.asarray(row, np.uint8).tobytes().rstrip(b"\0").decode()

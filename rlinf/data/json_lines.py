@@ -1,9 +1,9 @@
 """Rows of a JSON-lines file, each parsed when it is used.
 
-The file is checked once, row by row, in bounded memory; an index of the row offsets stays. A file
-of a million rows takes about 20 MB, and a malformed row is refused by its line number before a run
-begins. The index of a large file is stored in the user's cache folder
-(:mod:`rlinf.data.array_cache`), under the digest of the file's bytes.
+The file is checked once, row by row, and only an index of the row offsets stays in memory: about
+20 MB for a million rows. A malformed row is rejected by its line number before a run begins. The
+index of a large file is stored in the user's cache folder (:mod:`rlinf.data.array_cache`), under
+the digest of the file's bytes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class JsonLinesIndex:
     offsets: np.ndarray
     """``[N]`` uint64: offset of the first byte of each row."""
     sizes: np.ndarray
-    """``[N]`` uint32: bytes of each row."""
+    """``[N]`` uint32: size of each row in bytes."""
     lines: np.ndarray
     """``[N]`` uint32: line number of each row, from 1."""
     digests: np.ndarray
-    """``[N]`` uint64: digest of the content by which two rows are equal."""
+    """``[N]`` uint64: digest of each row's content; equal rows have equal digests."""
     flags: np.ndarray
-    """``[F]`` bool: facts that the reader records about all rows."""
+    """``[F]`` bool: properties of the whole file that ``observe`` has set."""
 
 
 class JsonLinesFile(Sequence[T], Generic[T]):
@@ -73,10 +73,10 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         Args:
             key: configuration key that names the file.
             parse: makes a row from its location (for messages), its object and the flags.
-            settings: what ``parse`` and ``row_text`` depend on beside the row; part of the index's
-                address in the cache.
+            settings: text of all that ``parse`` and ``row_text`` depend on beside the row; part of
+                the cache key.
             row_text: text of a row; rows with equal texts are equal.
-            observe: sets flags of the file from one object.
+            observe: sets flags of the file from the object of a row.
             flags: number of flags.
         """
         check_is_file(path, key, DataError)
@@ -86,14 +86,16 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         self.digest = self._file.digest
 
         def index() -> dict[str, np.ndarray]:
-            made = vars(self._indexed(row_text, observe))
-            self._refuse_change()  # Else the index would be kept under the digest of other bytes.
-            return made
+            columns = vars(self._build_index(row_text, observe))
+            self._reject_change()  # Else the index would be cached under the digest of other bytes.
+            return columns
 
         address = f"{self.digest} {settings}"
         with name_key_in_memory_errors(key):
-            known = cached_arrays("rows", address, index, large=self._file.size >= MIN_CACHED_BYTES)
-        self._index = JsonLinesIndex(**known)
+            columns = cached_arrays(
+                "rows", address, index, large=self._file.size >= MIN_CACHED_BYTES
+            )
+        self._index = JsonLinesIndex(**columns)
         self._flags = self._index.flags
         self._rows = np.arange(len(self._index.offsets))
 
@@ -101,59 +103,59 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         return len(self._rows)
 
     @overload
-    def __getitem__(self, place: int) -> T: ...
+    def __getitem__(self, index: int) -> T: ...
 
     @overload
-    def __getitem__(self, place: slice) -> JsonLinesFile[T]: ...
+    def __getitem__(self, index: slice) -> JsonLinesFile[T]: ...
 
-    def __getitem__(self, place: int | slice) -> T | JsonLinesFile[T]:
-        """Return a row, or a view of several; a view reads nothing."""
-        if isinstance(place, slice):
+    def __getitem__(self, index: int | slice) -> T | JsonLinesFile[T]:
+        """Return a row, or a view of several rows; a view reads nothing."""
+        if isinstance(index, slice):
             view: JsonLinesFile[T] = object.__new__(JsonLinesFile)
-            vars(view).update(vars(self), _rows=self._rows[place])
+            vars(view).update(vars(self), _rows=self._rows[index])
             return view
-        row = int(self._rows[place])
+        row = int(self._rows[index])
         start, size = int(self._index.offsets[row]), int(self._index.sizes[row])
         text = os.pread(self._file.number, size, start)
-        self._refuse_change()
-        return self._parsed(text, int(self._index.lines[row]))[1]
+        self._reject_change()
+        return self._parse_line(text, int(self._index.lines[row]))[1]
 
     @property
     def digests(self) -> np.ndarray:
-        """``[N]`` uint64: digest of the content by which two rows are equal."""
+        """``[N]`` uint64: digest of each row's content; equal rows have equal digests."""
         return self._index.digests[self._rows]
 
-    def _refuse_change(self) -> None:
+    def _reject_change(self) -> None:
         if self._file.is_changed():
             raise DataError(f"{self.key}: {self.path} changed while it was in use; start again")
 
-    def _parsed(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
-        where = f"{self.key}: {self.path}, line {number}"
+    def _parse_line(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
+        location = f"{self.key}: {self.path}, line {number}"
         try:
-            item = json.loads(line.decode(), parse_constant=_no_number)
+            item = json.loads(line.decode(), parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
+            raise DataError(f"{location}: not JSON ({str(error)[:100]})") from None
         if not isinstance(item, dict):
-            raise DataError(f'{where}: expected an object, such as {{"question": ...}}')
-        return item, self._parse(where, item, self._flags)
+            raise DataError(f'{location}: expected an object, such as {{"question": ...}}')
+        return item, self._parse(location, item, self._flags)
 
-    def _indexed(
-        self, same: Callable[[T], str], note: Callable[[dict[str, Any], np.ndarray], None]
+    def _build_index(
+        self, row_text: Callable[[T], str], observe: Callable[[dict[str, Any], np.ndarray], None]
     ) -> JsonLinesIndex:
         """Read and check the file row by row and return its index."""
-        if (place := self._file.broken_byte()) is not None:
-            raise not_utf8_error(self.path, self.key, DataError, place)
+        if (position := self._file.broken_byte()) is not None:
+            raise not_utf8_error(self.path, self.key, DataError, position)
         offsets, sizes, lines, digests = (_Column(kind) for kind in ("u8", "u4", "u4", "u8"))
         for number, start, line in self._lines():
             if not line.decode().strip():
                 continue
-            item, row = self._parsed(line, number)
-            note(item, self._flags)
+            item, row = self._parse_line(line, number)
+            observe(item, self._flags)
             for column, value in (
                 (offsets, start),
                 (sizes, len(line)),
                 (lines, number),
-                (digests, _digest_of(same(row))),
+                (digests, _digest_of(row_text(row))),
             ):
                 column.add(value)
         if not len(offsets.array()):
@@ -163,8 +165,8 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         )
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the number, the first byte and the bytes of each line."""
-        # Of the open file: another one may have got the path meanwhile.
+        """Yield the number, the offset and the bytes of each line."""
+        # Read the open file, because the path may lead to another file meanwhile.
         with os.fdopen(os.dup(self._file.number), "rb") as file:
             file.seek(0)
             start = len(BOM) if file.read(len(BOM)) == BOM else 0
@@ -182,7 +184,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 
 
 class _Column:
-    """An array that grows by single numbers, in chunks."""
+    """An array that grows by one number at a time; full blocks are NumPy arrays."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._full, self._open = kind, list[np.ndarray](), list[int]()
@@ -220,8 +222,8 @@ class _Descriptor:
     def is_changed(self) -> bool:
         """Return whether the bytes changed since the file was opened.
 
-        A new modification time alone proves nothing: ``touch``, a copy of the same bytes, or a file
-        server with its own clock may set it. The bytes are read again in that case.
+        A new modification time is no proof, because ``touch``, a copy of the same bytes or the
+        clock of a file server may set it. In that case the bytes are read again.
         """
         stamp = self._read_stamp()
         if stamp == self._stamp:
@@ -232,9 +234,9 @@ class _Descriptor:
         return False
 
     def _read_stamp(self) -> tuple[int, int, int]:
-        """Return size, time and inode, which change when the file does."""
-        found = os.fstat(self.number)
-        return found.st_size, found.st_mtime_ns, found.st_ino
+        """Return size, modification time and inode, which change when the file does."""
+        stat = os.fstat(self.number)
+        return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
     def _read_digest(self) -> str:
         """Return the digest of all bytes."""
@@ -268,22 +270,22 @@ def count_overlap(
     """Return how many rows of ``test`` are also in ``train``, and the length of ``test``.
 
     Args:
-        row_text: text of a row that is not in a :class:`JsonLinesFile`, as there.
+        row_text: text of a row, if the rows are not a :class:`JsonLinesFile`.
     """
     train_digests, test_digests = (_digests_of(rows, row_text) for rows in (train, test))
     return int(np.isin(test_digests, train_digests).sum()), len(test)
 
 
-def _digests_of(rows: Sequence[T], same: Callable[[T], str]) -> np.ndarray:
-    """Return ``[N]`` uint64: digest of the content by which two rows are equal."""
+def _digests_of(rows: Sequence[T], row_text: Callable[[T], str]) -> np.ndarray:
+    """Return ``[N]`` uint64: digest of each row's content."""
     if isinstance(rows, JsonLinesFile):
         return rows.digests
-    return np.array([_digest_of(same(row)) for row in rows], "u8")
+    return np.array([_digest_of(row_text(row)) for row in rows], "u8")
 
 
 def _digest_of(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
 
 
-def _no_number(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")

@@ -1,9 +1,9 @@
 """Datasets in LeRobot's format: reads versions 2.0 to 3.0 and writes version 3.0.
 
-See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot. An episode is a trajectory here:
+See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot. An episode becomes a trajectory:
 
 =============================  ===================================================
-LeRobot there                  field of trajectories
+LeRobot                        field of the trajectory
 =============================  ===================================================
 ``observation.state``          ``observations``
 ``action``                     ``actions``
@@ -14,7 +14,7 @@ task                           ``instruction`` in ``extra``
 =============================  ===================================================
 
 The format has no observation after the last step of an episode. If an episode ends without success,
-its last step is therefore dropped, and that step's observation is the final observation.
+its last step is dropped, and the observation of that step is the final observation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REQUIRED_FEATURES = {
 
 @dataclass(frozen=True)
 class LeRobotEpisode:
-    """Location of an episode: rows of a file of steps, and first frames in the videos."""
+    """Location of an episode: its rows in a data file, and its first frames in the videos."""
 
     number: int
     task: str
@@ -70,7 +70,7 @@ class LeRobotDataset:
     """A LeRobot dataset in a folder.
 
     Raises:
-        DataError: the folder is no dataset, has an unknown version, or lacks a feature.
+        DataError: the folder is not a dataset, has an unknown version, or lacks a feature.
         MissingPackageError: the package that reads it is not installed.
     """
 
@@ -144,13 +144,14 @@ class LeRobotDataset:
         terminated = np.zeros(length, np.uint8)
         terminated[-1] = success[-1]
         observations = _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32)
-        after, at = observations[:0], np.zeros(0, np.int64)
+        final_observations, truncation_steps = observations[:0], np.zeros(0, np.int64)
         truncated = np.zeros(length, np.uint8)
         if not terminated[-1]:
-            after, length = observations[-1:], length - 1
-            at = np.array([length - 1], np.int64) if length else at
+            final_observations, length = observations[-1:], length - 1
+            if length:
+                truncation_steps = np.array([length - 1], np.int64)
             truncated[:length][-1:] = 1
-        whole = Trajectory(
+        trajectory = Trajectory(
             identity=RecordId(0, episode.number),
             observations=observations,
             actions=_column(rows, ACTION_FEATURE).reshape(len(rows), -1).astype(np.float32),
@@ -159,8 +160,8 @@ class LeRobotDataset:
             truncated=truncated,
             success=success,
             images=images,
-            truncation_steps=at,
-            final_observations=after[: len(at)],
+            truncation_steps=truncation_steps,
+            final_observations=final_observations[: len(truncation_steps)],
             group=episode.number,
             episode_return=float(rewards.sum()),
             episode_length=float(episode.length),
@@ -168,23 +169,23 @@ class LeRobotDataset:
             success_at_end=float(success[-1]),
             extra={INSTRUCTION_COLUMN: episode.task},
         )
-        # The last observation of an episode that was cut off is the one after its last step.
-        return whole.slice_steps(0, length)
+        # The last observation of a truncated episode is the observation after its last step.
+        return trajectory.slice_steps(0, length)
 
     def _images(
         self, episode: LeRobotEpisode, rows: Any, videos: dict[str, _VideoReader], images: bool
     ) -> dict[str, np.ndarray]:
-        found = {}
-        for own, name in self.cameras.items() if images else ():
+        columns = {}
+        for camera, name in self.cameras.items() if images else ():
             if self.features[name]["dtype"] == "image":
                 cells = rows.column(name).to_pylist()
-                found[own] = np.stack([self._image(cell) for cell in cells])
+                columns[camera] = np.stack([self._image(cell) for cell in cells])
                 continue
             path, first = episode.videos[name]
-            if name not in videos or not videos[name].reaches(path, first):
+            if name not in videos or not videos[name].is_ahead(path, first):
                 videos[name] = _VideoReader(path)
-            found[own] = videos[name].take(first, episode.length)
-        return found
+            columns[camera] = videos[name].take(first, episode.length)
+        return columns
 
     def _image(self, cell: dict[str, Any]) -> np.ndarray:
         """Return the image of a cell, which has its bytes or its path."""
@@ -200,18 +201,18 @@ class LeRobotDataset:
             ) from None
 
     def _resolve(self, path: Path | str) -> Path:
-        """Return the path of a file in the dataset. Datasets are untrusted, so it must lie inside.
+        """Return the path of a file, which must be inside the dataset because it is untrusted.
 
         Raises:
             DataError: the path leads out of the folder, or is no regular file.
         """
-        found = (self.folder / path).resolve()
-        if not any(found.is_relative_to(place) for place in allowed_link_targets(self.folder)):
+        target = (self.folder / path).resolve()
+        if not any(target.is_relative_to(folder) for folder in allowed_link_targets(self.folder)):
             raise DataError(
-                f"{self.folder}: {path} leads out of the folder, to {found}; a dataset must "
+                f"{self.folder}: {path} leads out of the folder, to {target}; a dataset must "
                 "contain its files, so copy this one there (cp -L)"
             )
-        if found.exists() and not found.is_file():
+        if target.exists() and not target.is_file():
             raise DataError(f"{self.folder}: {path} is no file")
         return self.folder / path
 
@@ -219,18 +220,18 @@ class LeRobotDataset:
         """Return the path of a file whose template is in ``meta/info.json``.
 
         Raises:
-            DataError: the template has other placeholders; or as :meth:`_resolve`.
+            DataError: the template has other placeholders, or :meth:`_resolve` raises it.
         """
         template = self.info[option]
-        text = PLACEHOLDER.sub("", template)
+        remaining = PLACEHOLDER.sub("", template)
         names = {match[1] for match in PLACEHOLDER.finditer(template)}
-        if "{" in text or "}" in text or not names <= values.keys():
+        if "{" in remaining or "}" in remaining or not names <= values.keys():
             raise DataError(
                 f"{self.folder / INFO_FILE}: {option} is {template[:200]!r}; its placeholders may "
                 f"be {', '.join(f'{{{name}}}' for name in values)}"
             )
-        put = PLACEHOLDER.sub(lambda match: format(values[match[1]], match[2] or ""), template)
-        return self._resolve(put)
+        path = PLACEHOLDER.sub(lambda match: format(values[match[1]], match[2] or ""), template)
+        return self._resolve(path)
 
     def _episodes(self) -> Iterator[LeRobotEpisode]:
         videos = [name for name in self.cameras.values() if self.features[name]["dtype"] == "video"]
@@ -249,40 +250,41 @@ class LeRobotDataset:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
     def _episodes_v3(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
-        """Yield the episodes of version 3: several per file, located by ``meta/episodes``."""
+        """Yield the episodes of version 3: ``meta/episodes`` locates several in each file."""
         starts: dict[Path, int] = {}
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
             for row in _table(self._resolve(table.relative_to(self.folder))).to_pylist():
-                at = {k: int(row[f"data/{k}"]) for k in ("chunk_index", "file_index")}
-                data = self._path_from_template("data_path", **at)
+                keys = ("chunk_index", "file_index")
+                indices = {key: int(row[f"data/{key}"]) for key in keys}
+                data = self._path_from_template("data_path", **indices)
                 first = int(row["dataset_from_index"])
                 start = first - starts.setdefault(data, first)
-                places = {}
+                frames = {}
                 for name in videos:
-                    at = {k: int(row[f"videos/{name}/{k}"]) for k in at}
-                    path = self._path_from_template("video_path", video_key=name, **at)
+                    indices = {key: int(row[f"videos/{name}/{key}"]) for key in keys}
+                    path = self._path_from_template("video_path", video_key=name, **indices)
                     seconds = float(row[f"videos/{name}/from_timestamp"])
-                    places[name] = (path, round(seconds * self.fps))
+                    frames[name] = (path, round(seconds * self.fps))
                 task = " ".join(row["tasks"])
                 number = int(row["episode_index"])
-                yield LeRobotEpisode(number, task, data, start, int(row["length"]), places)
+                yield LeRobotEpisode(number, task, data, start, int(row["length"]), frames)
 
     def _episodes_v2(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
         """Yield the episodes of version 2: one file per episode and camera."""
         for line in self._resolve("meta/episodes.jsonl").read_text().splitlines():
             row = json.loads(line)
             number = int(row["episode_index"])
-            at = {
+            indices = {
                 "episode_chunk": number // int(self.info["chunks_size"]),
                 "episode_index": number,
             }
-            places = {
-                name: (self._path_from_template("video_path", video_key=name, **at), 0)
+            frames = {
+                name: (self._path_from_template("video_path", video_key=name, **indices), 0)
                 for name in videos
             }
-            data = self._path_from_template("data_path", **at)
+            data = self._path_from_template("data_path", **indices)
             task = " ".join(row["tasks"])
-            yield LeRobotEpisode(number, task, data, 0, int(row["length"]), places)
+            yield LeRobotEpisode(number, task, data, 0, int(row["length"]), frames)
 
 
 class _VideoReader:
@@ -291,20 +293,20 @@ class _VideoReader:
     def __init__(self, path: Path) -> None:
         self._path, self._next, self._images = path, 0, read_video(path)
 
-    def reaches(self, path: Path, first: int) -> bool:
-        """Return whether a frame of a file lies ahead."""
+    def is_ahead(self, path: Path, first: int) -> bool:
+        """Return whether a frame of a file has not been read yet."""
         return path == self._path and first >= self._next
 
     def take(self, first: int, count: int) -> np.ndarray:
-        found = []
+        frames = []
         while self._next < first + count:
             image = next(self._images, None)
             if image is None:
                 raise DataError(f"{self._path}: ends at frame {self._next} of {first + count}")
             if self._next >= first:
-                found.append(image)
+                frames.append(image)
             self._next += 1
-        return np.stack(found)
+        return np.stack(frames)
 
 
 def is_lerobot_dataset(folder: Path) -> bool:
@@ -334,12 +336,12 @@ def _column(rows: Any, name: str) -> np.ndarray:
     """
     if name not in rows.column_names:
         raise DataError(f"{name!r} is a feature of the dataset, but missing in one of its files")
-    found = rows.column(name).combine_chunks()
-    while hasattr(found, "flatten") and found.type.num_fields:
-        found = found.flatten()
-    if found.null_count:
-        raise DataError(f"{name!r}: {found.null_count} values are missing")
-    return np.asarray(found.to_numpy(zero_copy_only=False))
+    values = rows.column(name).combine_chunks()
+    while hasattr(values, "flatten") and values.type.num_fields:
+        values = values.flatten()
+    if values.null_count:
+        raise DataError(f"{name!r}: {values.null_count} values are missing")
+    return np.asarray(values.to_numpy(zero_copy_only=False))
 
 
 LEROBOT_VERSION = "v3.0"
@@ -353,7 +355,7 @@ FEATURE_COLUMNS = {
 }
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""Every n-th image is used for the statistics."""
+"""One image in this many is used for the statistics."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -369,7 +371,7 @@ def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
     Episodes with masked steps are left out.
 
     Raises:
-        InputError: the trajectory lacks columns of a simulator.
+        InputError: the trajectory lacks columns that only a simulator provides.
     """
     needed = (*FEATURE_COLUMNS.values(), "terminated", "truncated")
     if missing := [name for name in needed if getattr(trajectory, name) is None]:
@@ -380,15 +382,15 @@ def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
     reject_action_chunks(trajectory)
     done = np.asarray(trajectory.terminated) | np.asarray(trajectory.truncated)
     done = done.astype(np.uint8)
-    ends = [*(np.flatnonzero(done) + 1).tolist()]
+    ends = (np.flatnonzero(done) + 1).tolist()
     if not ends or ends[-1] < len(trajectory):
         ends.append(len(trajectory))
-    counts, start = loss_mask(trajectory), 0
+    mask, start = loss_mask(trajectory), 0
     steps = {**trajectory.to_record().steps, "actions": executed_actions(trajectory)}
     for end in ends:
-        if counts[start:end].all():
-            part = {name: np.asarray(column[start:end]) for name, column in steps.items()}
-            yield {**part, "done": done[start:end]}
+        if mask[start:end].all():
+            episode = {name: np.asarray(column[start:end]) for name, column in steps.items()}
+            yield {**episode, "done": done[start:end]}
         start = end
 
 
@@ -425,18 +427,18 @@ class LeRobotWriter:
         """Add the episodes of a trajectory.
 
         Raises:
-            InputError: their columns differ from those of earlier episodes.
+            InputError: the columns differ from the columns of earlier episodes.
         """
         default_task = str(trajectory.extra.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
             self._check_columns(trajectory, episode)
-            # The instruction may be a column; its first row is that of the episode's start.
+            # The instruction may be a column; the first row is the instruction at the start.
             task = (
                 decode_instruction(episode[INSTRUCTION_COLUMN][0])
                 if INSTRUCTION_COLUMN in episode
                 else default_task
             )
-            number = self._tasks.setdefault(task, len(self._tasks))
+            task_index = self._tasks.setdefault(task, len(self._tasks))
             length = len(episode["done"])
             self._episodes.append(
                 {
@@ -447,7 +449,7 @@ class LeRobotWriter:
                     "data/file_index": self._files % CHUNK_FILES,
                     "dataset_from_index": self._frames,
                     "dataset_to_index": self._frames + length,
-                    **self._video_places(length),
+                    **self._video_location(length),
                     "meta/episodes/chunk_index": 0,
                     "meta/episodes/file_index": 0,
                 }
@@ -460,7 +462,7 @@ class LeRobotWriter:
                     "frame_index": frame,
                     "episode_index": np.full(length, len(self._episodes) - 1),
                     "index": self._frames + frame,
-                    "task_index": np.full(length, number),
+                    "task_index": np.full(length, task_index),
                 }
             )
             self._frames += length
@@ -483,16 +485,16 @@ class LeRobotWriter:
         (meta / "episodes/chunk-000").mkdir(parents=True)
         table = pyarrow.Table.from_pylist(self._episodes)
         parquet.write_table(table, meta / "episodes/chunk-000/file-000.parquet")
-        # The form in which pandas writes a table whose index is the task.
+        # The format in which pandas writes a table that is indexed by task.
         tasks = {"task_index": [*self._tasks.values()], "task": [*self._tasks]}
         columns = [
-            {"name": n, "field_name": n, "pandas_type": of, "numpy_type": kind, "metadata": None}
-            for n, of, kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+            {"name": n, "field_name": n, "pandas_type": p, "numpy_type": kind, "metadata": None}
+            for n, p, kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
         ]
         index = {"index_columns": ["task"], "columns": columns, "column_indexes": []}
         table = pyarrow.table(tasks).replace_schema_metadata({"pandas": json.dumps(index)})
         parquet.write_table(table, meta / "tasks.parquet")
-        stats = {name: each.values() for name, each in self._stats.items()}
+        stats = {name: feature.values() for name, feature in self._stats.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4))
         (self._folder / INFO_FILE).write_text(json.dumps(self._info(), indent=4))
 
@@ -510,31 +512,31 @@ class LeRobotWriter:
                 f"earlier episodes, {self._sizes} and {self._cameras}"
             )
 
-    def _video_places(self, length: int) -> dict[str, Any]:
+    def _video_location(self, length: int) -> dict[str, Any]:
         """Return the location of the next episode's frames."""
-        found: dict[str, Any] = {}
+        location: dict[str, Any] = {}
         begin = self._frames - self._written
         for name in () if self._png else self._cameras:
             key = f"videos/{_feature(name)}"
-            found[f"{key}/chunk_index"] = self._files // CHUNK_FILES
-            found[f"{key}/file_index"] = self._files % CHUNK_FILES
-            found[f"{key}/from_timestamp"] = begin / self._fps
-            found[f"{key}/to_timestamp"] = (begin + length) / self._fps
-        return found
+            location[f"{key}/chunk_index"] = self._files // CHUNK_FILES
+            location[f"{key}/file_index"] = self._files % CHUNK_FILES
+            location[f"{key}/from_timestamp"] = begin / self._fps
+            location[f"{key}/to_timestamp"] = (begin + length) / self._fps
+        return location
 
     def _flush(self) -> None:
-        """Write a file of steps, and one video per camera."""
+        """Write the buffered episodes: a data file, and one video per camera."""
         if not self._buffered:
             return
         import pyarrow
         from pyarrow import parquet
 
         chunk, file = divmod(self._files, CHUNK_FILES)
-        place = f"chunk-{chunk:03d}/file-{file:03d}"
+        file_name = f"chunk-{chunk:03d}/file-{file:03d}"
         columns = {}
-        for name, own in FEATURE_COLUMNS.items():
-            values = np.concatenate([episode[own] for episode in self._buffered])
-            self._count(name, values)
+        for name, column in FEATURE_COLUMNS.items():
+            values = np.concatenate([episode[column] for episode in self._buffered])
+            self._add_to_stats(name, values)
             if name in self._sizes:
                 flat = pyarrow.array(values.astype(np.float32).ravel())
                 columns[name] = pyarrow.FixedSizeListArray.from_arrays(flat, self._sizes[name])
@@ -549,28 +551,28 @@ class LeRobotWriter:
             columns[name] = pyarrow.array(values.astype(kind))
         for name in self._cameras:
             images = [image for episode in self._buffered for image in episode[name]]
-            # Statistics are per channel, of values in [0, 1].
+            # Image statistics are per channel, for values in [0, 1].
             for image in images[::STATISTICS_STRIDE]:
-                self._count(_feature(name), image.reshape(-1, 3) / 255, channels=True)
+                self._add_to_stats(_feature(name), image.reshape(-1, 3) / 255, channels=True)
             if self._png:
                 cells = [{"bytes": _png(image), "path": None} for image in images]
                 kinds = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
                 columns[_feature(name)] = pyarrow.array(cells, pyarrow.struct(kinds))
             else:
-                video = self._folder / "videos" / _feature(name) / f"{place}.mp4"
+                video = self._folder / "videos" / _feature(name) / f"{file_name}.mp4"
                 video.parent.mkdir(parents=True, exist_ok=True)
                 write_video(video, images, self._fps)
-        path = self._folder / "data" / f"{place}.parquet"
+        path = self._folder / "data" / f"{file_name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pyarrow.table(columns), path)
         self._buffered, self._written, self._files = [], self._frames, self._files + 1
 
-    def _count(self, name: str, values: np.ndarray, *, channels: bool = False) -> None:
+    def _add_to_stats(self, name: str, values: np.ndarray, *, channels: bool = False) -> None:
         rows = values.reshape(len(values), -1).astype(np.float64)
         self._stats.setdefault(name, _FeatureStats(channels)).add(rows)
 
     def _info(self) -> dict[str, Any]:
-        def numbers(name: str, kind: str) -> dict[str, Any]:
+        def numeric_feature(name: str, kind: str) -> dict[str, Any]:
             return {"dtype": kind, "shape": [self._sizes.get(name, 1)], "names": None}
 
         kinds = {
@@ -580,7 +582,8 @@ class LeRobotWriter:
             SUCCESS_FEATURE: "bool",
         }
         features = {
-            name: numbers(name, kind) for name, kind in {**kinds, DONE_FEATURE: "bool"}.items()
+            name: numeric_feature(name, kind)
+            for name, kind in {**kinds, DONE_FEATURE: "bool"}.items()
         }
         for name, shape in self._cameras.items():
             features[_feature(name)] = {
@@ -588,7 +591,7 @@ class LeRobotWriter:
                 "shape": [*(size + size % 2 for size in shape[:2]), 3] if not self._png else shape,
                 "names": ["height", "width", "channels"],
             }
-        features |= {name: numbers(name, kind) for name, kind in SCALAR_FEATURES.items()}
+        features |= {name: numeric_feature(name, kind) for name, kind in SCALAR_FEATURES.items()}
         videos = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
         return {
             "codebase_version": LEROBOT_VERSION,
@@ -613,7 +616,7 @@ class _FeatureStats:
         self._min = self._max = self._sum = self._square = np.zeros(0)
 
     def add(self, rows: np.ndarray) -> None:
-        """Add values ``[n, D]``; for an image one row per pixel."""
+        """Add values ``[n, D]``; an image has one row per pixel."""
         low, high = rows.min(0), rows.max(0)
         if not self._rows:
             self._min, self._max = low, high
@@ -626,14 +629,14 @@ class _FeatureStats:
     def values(self) -> dict[str, Any]:
         mean = self._sum / self._rows
         deviation = np.sqrt(np.maximum(self._square / self._rows - np.square(mean), 0))
-        named = {"min": self._min, "max": self._max, "mean": mean, "std": deviation}
+        statistics = {"min": self._min, "max": self._max, "mean": mean, "std": deviation}
         shape = (-1, 1, 1) if self._channels else (-1,)
-        found = {name: value.reshape(shape).tolist() for name, value in named.items()}
-        return {**found, "count": [self._items]}
+        lists = {name: value.reshape(shape).tolist() for name, value in statistics.items()}
+        return {**lists, "count": [self._items]}
 
 
 def write_lerobot_dataset(folder: Path, trajectories: Iterable[Trajectory], **options: Any) -> int:
-    """Write trajectories as a dataset; returns the number of episodes.
+    """Write trajectories as a dataset and return the number of episodes.
 
     Args:
         options: arguments of :class:`LeRobotWriter`.

@@ -19,7 +19,7 @@ class StepSpan(NamedTuple):
 
 
 def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """Distribute items over ``len(shares)`` workers so that the last one finishes early.
+    """Distribute items over ``len(shares)`` workers so that the last worker finishes early.
 
     The heaviest item goes first, to the worker that would finish it first (Graham 1969). If all
     workers have one speed and :func:`karmarkar_karp` gives a smaller maximum, its partition is
@@ -45,8 +45,8 @@ def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[in
         rank = ends.index(min(ends))
         workers[rank].append(item)
         loads[rank] += cost
-    least = max(-(-sum(costs) // len(shares)), max(costs, default=0))
-    if min(shares) == max(shares) and max(loads) > least:
+    lower_bound = max(-(-sum(costs) // len(shares)), max(costs, default=0))
+    if min(shares) == max(shares) and max(loads) > lower_bound:
         partition = karmarkar_karp(costs, len(shares))
         if max(sum(costs[item] for item in items) for items in partition) < max(loads):
             workers = partition
@@ -59,7 +59,7 @@ def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (UC Berkeley, CSD-83-113,
     1982), for several parts. Each item begins as a partition whose other parts are empty. The two
     partitions with the largest differences are merged, the largest part of one with the smallest of
-    the other, until one is left.
+    the other, until one partition is left.
 
     Returns:
         Item numbers of each part, the most expensive part first. The costs of the parts do not
@@ -68,25 +68,25 @@ def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     if count == 1 or not order:
         return [order, *([] for _ in range(count - 1))]
-    # Parts are trees of items, as joining lists would copy them. Costs count from a partition's
-    # least part, which changes no difference and keeps numbers small.
+    # Parts are trees of items, because joining lists would copy them. Costs are relative to the
+    # cheapest part of a partition: differences stay the same and numbers stay small.
     empty: list[tuple[int, Any]] = [(0, None)] * (count - 1)
-    heap = [(-costs[item], at, [(costs[item], item), *empty]) for at, item in enumerate(order)]
+    heap = [(-costs[item], i, [(costs[item], item), *empty]) for i, item in enumerate(order)]
     heapq.heapify(heap)
-    number = len(heap)
+    tie_breaker = len(heap)
     while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heap[0]
-        pairs = zip(one, reversed(other), strict=True)
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heap[0]
+        pairs = zip(first, reversed(second), strict=True)
         joined = [
-            (cost + more, mine if its is None else its if mine is None else (mine, its))
-            for (cost, mine), (more, its) in pairs
+            (cost_a + cost_b, a if b is None else b if a is None else (a, b))
+            for (cost_a, a), (cost_b, b) in pairs
         ]
         joined.sort(key=_cost, reverse=True)
         low = joined[-1][0]
         joined = [(cost - low, items) for cost, items in joined]
-        heapq.heapreplace(heap, (-joined[0][0], number, joined))
-        number += 1
+        heapq.heapreplace(heap, (-joined[0][0], tie_breaker, joined))
+        tie_breaker += 1
     return [_items(tree) for _, tree in heap[0][2]]
 
 
@@ -108,7 +108,7 @@ def _items(tree: Any) -> list[int]:
 def pack_microbatches(
     costs: Sequence[int], items: Sequence[int], budget: int, *, padded: bool = True
 ) -> list[list[int]]:
-    """Group items into few groups whose size stays within ``budget``.
+    """Group items into few micro-batches whose size stays within ``budget``.
 
     An item that exceeds the budget forms a micro-batch of its own.
 
@@ -126,9 +126,8 @@ def even_microbatches(
 ) -> list[list[int]]:
     """Group items into ``count`` groups of sizes as even as possible.
 
-    Sizes are computed as in :func:`pack_microbatches`. They stay within ``budget`` where that
-    function needs no more than ``count`` groups. With fewer items than groups, each item is a group
-    of its own, so there are fewer groups.
+    Sizes are computed as in :func:`pack_microbatches`, and stay within ``budget`` if that function
+    needs at most ``count`` groups. If there are fewer items than groups, each item is one group.
     """
     order = sorted(items, key=lambda i: (-costs[i], i))
     count = min(count, len(order))
@@ -137,7 +136,7 @@ def even_microbatches(
     if len(best) > count:
         high = sum(costs[i] for i in order[:1]) * len(order)
         best = [order]
-    # A larger limit may need more groups now and then: what was found is kept.
+    # A larger limit sometimes needs more groups, so keep the best result so far.
     while low < high:
         middle = (low + high) // 2
         groups = _groups(costs, order, middle, padded)
@@ -147,24 +146,22 @@ def even_microbatches(
             low = middle + 1
     while len(best) < count:
         widest = max((g for g in best if len(g) > 1), key=lambda g: costs[g[0]] * len(g))
-        at, half = best.index(widest), (len(widest) + 1) // 2
-        best[at : at + 1] = [widest[:half], widest[half:]]
+        index, half = best.index(widest), (len(widest) + 1) // 2
+        best[index : index + 1] = [widest[:half], widest[half:]]
     return best
 
 
 def _groups(
     costs: Sequence[int], order: Sequence[int], limit: int, padded: bool
 ) -> list[list[int]]:
-    """Group items, most expensive first, within a size; a single item may exceed it.
-
-    With padding, filling one group after another needs the fewest groups: the widest item fixes how
-    many rows its group takes, and the next widest ones lose the least by it.
-    """
-    filled = _next_fit(costs, order, limit, padded)
+    """Group items, most expensive first, within a size limit; a single item may exceed it. With
+    padding, next-fit needs the fewest groups: the longest item determines how many rows fit into
+    its group, and the next longest items waste the least padding there."""
+    next_fit = _next_fit(costs, order, limit, padded)
     if padded:
-        return filled
-    fitted = _best_fit(costs, order, limit)
-    return fitted if len(fitted) <= len(filled) else filled
+        return next_fit
+    best_fit = _best_fit(costs, order, limit)
+    return best_fit if len(best_fit) <= len(next_fit) else next_fit
 
 
 def _next_fit(
@@ -173,11 +170,11 @@ def _next_fit(
     groups: list[list[int]] = []
     size = 0
     for item in order:
-        # Items come in falling cost, so the first of a group is its widest.
-        more = costs[groups[-1][0] if padded else item] if groups else 0
-        if groups and size + more <= limit:
+        # Costs descend, so the first item of a group is its longest.
+        added = costs[groups[-1][0] if padded else item] if groups else 0
+        if groups and size + added <= limit:
             groups[-1].append(item)
-            size += more
+            size += added
         else:
             groups.append([item])
             size = costs[item]
@@ -185,20 +182,20 @@ def _next_fit(
 
 
 def _best_fit(costs: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Group items by best-fit decreasing (Johnson 1974): each joins the group that it fills the
-    most.
+    """Group items by best-fit decreasing (Johnson 1974): each item joins the group that it
+    leaves the least room in.
 
-    At most 11/9 of the fewest groups, and 2/3 of one more (Dosa 2007, for first-fit).
+    It needs at most 11/9 of the fewest groups plus 2/3 of a group (Dosa 2007, for first-fit).
     """
     groups: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # sorted: room, number of the group
+    free: list[tuple[int, int]] = []  # sorted pairs: room, index of the group
     for item in order:
-        at = bisect.bisect_left(free, (costs[item], 0))
-        if at == len(free):
+        index = bisect.bisect_left(free, (costs[item], 0))
+        if index == len(free):
             groups.append([item])
             bisect.insort(free, (limit - costs[item], len(groups) - 1))
         else:
-            room, number = free.pop(at)
-            groups[number].append(item)
-            bisect.insort(free, (room - costs[item], number))
+            room, group = free.pop(index)
+            groups[group].append(item)
+            bisect.insort(free, (room - costs[item], group))
     return groups

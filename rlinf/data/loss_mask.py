@@ -1,9 +1,8 @@
 """Loss masks: the steps of a trajectory that the policy chose and is trained on.
 
-A trajectory also holds other steps, such as the output of a tool or steps after the end of an
-episode. Its column ``mask`` is 0 there; without that column all steps count. Where a step consists
-of several choices (tokens of an action, actions of a chunk), ``choice_mask`` marks those that
-count.
+A trajectory also has other steps, such as the output of a tool or steps after the end of an
+episode. Its column ``mask`` is 0 there; without that column the mask is 1 everywhere. If a step has
+several parts (tokens of an action, actions of a chunk), ``choice_mask`` is the mask of the parts.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from rlinf.data.trajectory import Trajectory
 
 
 def loss_mask(trajectory: Trajectory) -> np.ndarray:
-    """Return the steps that count, bool ``[T]``."""
-    counts = np.ones(len(trajectory), dtype=bool)
+    """Return the loss mask of the steps, bool ``[T]``."""
+    mask = np.ones(len(trajectory), dtype=bool)
     if trajectory.mask is not None:
-        counts &= np.asarray(trajectory.mask) != 0
+        mask &= np.asarray(trajectory.mask) != 0
     if trajectory.choice_mask is not None:
-        counts &= np.asarray(trajectory.choice_mask).reshape(len(trajectory), -1).any(1)
-    return counts
+        mask &= np.asarray(trajectory.choice_mask).reshape(len(trajectory), -1).any(1)
+    return mask
 
 
 def masked_logprobs(trajectory: Trajectory, column: np.ndarray) -> np.ndarray:
-    """Return the log-probabilities of choices that count, flat, from a column ``[T]`` or ``[T,
-    ...]``."""
+    """Return the unmasked log-probabilities of a column ``[T]`` or ``[T, ...]``, flattened."""
     values: np.ndarray = column[loss_mask(trajectory)]
     if trajectory.choice_mask is not None:
         values = values[np.asarray(trajectory.choice_mask)[loss_mask(trajectory)] != 0]
@@ -33,23 +31,23 @@ def masked_logprobs(trajectory: Trajectory, column: np.ndarray) -> np.ndarray:
 
 
 def action_mask(trajectory: Trajectory) -> np.ndarray | None:
-    """Return the actions of chunks that count, bool ``[T, C]``. None: steps are no chunks."""
+    """Return the loss mask of the actions in chunks, bool ``[T, C]``. None: there are no chunks."""
     if trajectory.num_executed is None:
         return None
-    place = np.arange(trajectory.actions.shape[1])
-    there: np.ndarray = place < np.asarray(trajectory.num_executed)[:, None]
-    return there & loss_mask(trajectory)[:, None]
+    positions = np.arange(trajectory.actions.shape[1])
+    is_executed: np.ndarray = positions < np.asarray(trajectory.num_executed)[:, None]
+    return is_executed & loss_mask(trajectory)[:, None]
 
 
 def place_on_last_action(rewards: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """Place the reward of each chunk, ``[T]``, on the last of its actions that counts.
+    """Place the reward of each chunk, ``[T]``, on its last unmasked action.
 
-    The reward results from everything that was done in the chunk.
+    The reward results from all actions of the chunk.
 
     Args:
         rewards: ``[T]``.
-        actions: :func:`action_mask`, ``[T, C]``. A chunk without a counted action uses its first
-            one.
+        actions: :func:`action_mask`, ``[T, C]``. A chunk without unmasked action uses its
+            first action.
 
     Returns:
         ``[T, C]``.
@@ -59,22 +57,22 @@ def place_on_last_action(rewards: np.ndarray, actions: np.ndarray) -> np.ndarray
     return placed
 
 
-def move_rewards_to_actions(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Move rewards to steps that count; their sum stays the same.
+def move_rewards_to_actions(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Move rewards to unmasked steps; their sum stays the same.
 
-    The reward of a masked step goes to the last counted step before it, which led there. Rewards
-    before the first counted step go to that step.
+    The reward of a masked step goes to the last unmasked step before it, which led there. Rewards
+    before the first unmasked step go to that step.
 
     Args:
         rewards: ``[T]``.
-        counts: bool ``[T]``, true at least once.
+        mask: bool ``[T]``, true at unmasked steps, of which there must be one.
 
     Returns:
         float32 ``[T]``.
     """
-    places = np.flatnonzero(counts)
-    # Of each step the number of the choice that it follows.
-    owner = np.maximum(np.cumsum(counts) - 1, 0)
+    unmasked = np.flatnonzero(mask)
+    # For each step, the index of the last unmasked step up to it.
+    target = np.maximum(np.cumsum(mask) - 1, 0)
     moved = np.zeros(len(rewards))
-    np.add.at(moved, places[owner], np.asarray(rewards, np.float64))
+    np.add.at(moved, unmasked[target], np.asarray(rewards, np.float64))
     return moved.astype(np.float32)

@@ -15,7 +15,7 @@ Scalar = float | int | str
 IMAGE_PREFIX = "images."
 """Prefix of camera image columns in requests and trajectories, before the name of the camera."""
 VIDEO_PREFIX = "video."
-"""Prefix of the columns of images that are recorded for videos and not seen by the policy."""
+"""Prefix of the columns of images that are recorded for videos and not passed to the policy."""
 LARGE_ROW_BYTES = 1 << 10
 """Step columns with rows of at least this size (images, for example) are read lazily."""
 
@@ -38,10 +38,10 @@ class Record:
     """One item of a channel.
 
     ``steps`` are arrays with a common leading dimension ``T``: tokens of a response, steps of an
-    episode, or rows of a request. ``context`` are arrays without it (a prompt, a last observation).
-    ``info`` are numbers and strings (stop reason, answer, group). They are converted to plain
-    Python values, so that a record in memory and the same record read from a file have equal
-    digests.
+    episode, or rows of a request. ``context`` are arrays without that dimension (a prompt, a last
+    observation). ``info`` are numbers and strings (stop reason, answer, group). They are converted
+    to plain Python values, so that a record in memory and the same record read from a file have
+    equal digests.
     """
 
     identity: RecordId
@@ -67,7 +67,7 @@ class Record:
     def digest(self) -> int:
         """Return a 64-bit digest of everything but the attempt.
 
-        It is computed at the first call and then kept.
+        It is computed at the first call and then cached.
         """
         if self._digest is None:
             state = xxhash.xxh3_64(repr((self.identity.key, sorted(self.info.items()))).encode())
@@ -87,7 +87,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number or text to its plain Python type. The writer refuses any other type."""
+    """Convert a number or text to its plain Python type. The writer rejects any other type."""
     if isinstance(value, bool | np.bool_ | np.integer):
         return int(value)
     if isinstance(value, np.floating):
@@ -106,7 +106,7 @@ def combine_digests(digests: Iterable[int]) -> int:
 
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""Reads the rows from a start up to a stop."""
+"""Reads the rows of an array from a start index up to a stop index."""
 
 
 class LazyArray(NDArrayOperatorsMixin):

@@ -23,8 +23,8 @@ from rlinf.errors import InputError
 class ChannelItem:
     """A typed item of a channel.
 
-    :attr:`STEPS` and :attr:`INFO` are the fields of the step columns, and of the numbers and texts,
-    that a record has. A field that is None is not in the record.
+    :attr:`STEPS` and :attr:`INFO` map the names of step columns, and of numbers and texts, in a
+    record to fields of this class. A field that is None is not in the record.
     """
 
     STEPS: ClassVar[Mapping[str, str]] = {}
@@ -62,12 +62,12 @@ class StepRewards(ChannelItem):
     action_rewards: np.ndarray | None = None
     """Rewards of the actions in each chunk, float32 ``[T, C]``. None: no chunks."""
     episode_ends: np.ndarray | None = None
-    """1 at the end of an episode that got one reward for all of it, also where it was truncated,
-    uint8 ``[T]``. Nothing follows it. None: episodes end where the environment reports it."""
+    """1 at the end of an episode that got a single reward, even if it was truncated, uint8
+    ``[T]``; no value is bootstrapped there. None: episodes end where the environment reports it."""
     score: float = 0.0
-    """The task's score, or the sum of ``rewards`` where the reward needs no score."""
+    """The task's score, or the sum of ``rewards`` if the reward needs no score."""
     is_included: bool = True
-    """False: the update leaves the trajectory out."""
+    """False: the update excludes the trajectory."""
     group: int = 0
     failure: str | None = None
     """Reason why the trajectory has no reward, empty if it has one. None: the reward cannot
@@ -86,14 +86,14 @@ class PolicyOutputs(ChannelItem):
     logprobs: np.ndarray | None = None
     """Log-probabilities under the policy before the update, in the shape of the trajectory's."""
     values: np.ndarray | None = None
-    """Value estimates, float32 ``[T]``; of each action of a chunk ``[T, C]``."""
+    """Value estimates, float32 ``[T]``, or ``[T, C]`` per action of a chunk."""
     reference_logprobs: np.ndarray | None = None
     """Log-probabilities under the reference policy."""
 
 
 @dataclass(kw_only=True)
 class Trajectory(ChannelItem):
-    """One sample: what the policy was shown, what it did, and what came of it.
+    """One sample: observations or prompt, actions and outcomes.
 
     ``T`` is the number of steps: tokens of a response, or decisions in an episode. ``C`` is the
     number of actions in a chunk, ``A`` the size of an action, ``D`` the size of an observation and
@@ -101,27 +101,27 @@ class Trajectory(ChannelItem):
     """
 
     actions: np.ndarray
-    """Choices of the policy, to which ``logprobs`` belong. Language: token ids, int64 ``[T]``.
-    Embodied: int64 ``[T]``, float ``[T, A]``, or chunks ``[T, C]`` and ``[T, C, A]``; they may lie
-    outside of the bounds, to which the simulator clips them."""
+    """Actions that the policy sampled with ``logprobs``. Language: token ids, int64 ``[T]``.
+    Embodied: int64 ``[T]``, float ``[T, A]``, or chunks ``[T, C]`` and ``[T, C, A]``. They may
+    be out of bounds; the simulator clips them."""
     logprobs: np.ndarray | None = None
-    """Log-probability of each action under the policy that sampled it, float32 ``[T]``; of each
-    choice within a step ``[T, K]``, ``[T, C]`` or ``[T, C, A]``. None: a demonstration."""
+    """Log-probability of each action under the policy that sampled it, float32 ``[T]``; of the
+    parts of a step ``[T, K]``, ``[T, C]`` or ``[T, C, A]``. None: a demonstration."""
     mask: np.ndarray | None = None
     """Loss mask, float32 ``[T]``: 1 where the policy chose the step, 0 for output of a tool or a
     lost episode. None: 1 everywhere."""
     choice_mask: np.ndarray | None = None
-    """Loss mask of the choices within a step, uint8 in the shape of ``logprobs``. None: all."""
+    """Loss mask of the parts of a step, uint8 in the shape of ``logprobs``. None: all."""
     versions: np.ndarray | None = None
     """Version of the weights that chose each step, int64 ``[T]``. None: ``policy_version``."""
     rewards: np.ndarray | None = None
     """Rewards of the environment, float32 ``[T]``; the reward stage writes its own."""
     group: int | None = None
-    """Number of the prompt or initial state; samples of one group are compared."""
+    """Index of the prompt or initial state; samples of one group are compared."""
     policy_version: int | None = None
     """Version of the weights that the sample began with. None: a demonstration."""
     stop_reason: str | None = None
-    """``stop`` (ended by itself), ``length`` (cut at the horizon), ``unfinished`` or ``error``."""
+    """``stop`` (ended by itself), ``length`` (reached the horizon), ``unfinished`` or ``error``."""
 
     prompt: np.ndarray | None = None
     """Token ids of the prompt, int64 ``[P]``. None: an embodied trajectory."""
@@ -131,7 +131,7 @@ class Trajectory(ChannelItem):
     answer: str | None = None
     """The task's reference answer."""
     pixels: np.ndarray | None = None
-    """Images of the prompt one after the other, uint8 ``[N]``, each ``[H, W, 3]`` laid out flat."""
+    """Images of the prompt one after the other, uint8 ``[N]``, each ``[H, W, 3]`` flattened."""
     image_sizes: np.ndarray | None = None
     """Height and width of each image of the prompt, int64 ``[n, 2]``."""
 
@@ -144,28 +144,28 @@ class Trajectory(ChannelItem):
     error: str | None = None
     """Traceback of a failure in the environment, empty if there was none."""
     failed_in_user_code: int | None = None
-    """1 if code of the user's own raised it."""
+    """1 if the user's code raised the error."""
 
     observations: np.ndarray | None = None
     """State before each action, float32 ``[T, D]``."""
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Images before each action by camera, uint8 ``[T, H, W, 3]``."""
     videos: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Frames that were filmed for people by camera, uint8 ``[T, H, W, 3]``."""
+    """Frames that were recorded for videos, by camera, uint8 ``[T, H, W, 3]``."""
     instruction: np.ndarray | None = None
     """Instruction at each step, UTF-8 padded with zeros, uint8 ``[T, N]``."""
     terminated: np.ndarray | None = None
-    """1 where the episode ended in its own way, uint8 ``[T]``."""
+    """1 where the episode ended by itself, uint8 ``[T]``."""
     truncated: np.ndarray | None = None
-    """1 where the episode was cut off, uint8 ``[T]``."""
+    """1 where the episode was truncated, uint8 ``[T]``."""
     success: np.ndarray | None = None
     """1 where the task is solved after the step, uint8 ``[T]``."""
     truncation_steps: np.ndarray | None = None
-    """Steps at which episodes were cut off, int64 ``[K]``."""
+    """Steps at which episodes were truncated, int64 ``[K]``."""
     final_observations: np.ndarray | None = None
     """State after each truncation, float32 ``[K, D]``, in the order of ``truncation_steps``."""
     values: np.ndarray | None = None
-    """Value estimates of the policy that acted, float32 ``[T]``; of each action ``[T, C]``."""
+    """Value estimates of the policy that acted, float32 ``[T]``, or ``[T, C]`` per action."""
     bootstrap_values: np.ndarray | None = None
     """Value of the state after a truncation, float32 ``[T]``, 0 at all other steps."""
     action_low: np.ndarray | None = None
@@ -173,19 +173,19 @@ class Trajectory(ChannelItem):
     """Bounds of the environment's actions ``[A]``, infinite where there are none, of an integer
     type where actions are rounded."""
     num_executed: np.ndarray | None = None
-    """Actions of each chunk that were carried out, int32 ``[T]``. None: no chunks."""
+    """Number of executed actions of each chunk, int32 ``[T]``. None: no chunks."""
     action_rewards: np.ndarray | None = None
     """Rewards of the actions in each chunk, float32 ``[T, C]``; they sum to ``rewards``."""
     intervened: np.ndarray | None = None
-    """1 where a person acted in the place of the policy, uint8 ``[T]`` or ``[T, C]``."""
+    """1 where a person acted instead of the policy, uint8 ``[T]`` or ``[T, C]``."""
     executed_actions: np.ndarray | None = None
-    """Actions that were carried out where they differ from ``actions``, in their shape."""
+    """Executed actions, where they differ from ``actions``; of the same shape."""
     late: np.ndarray | None = None
     """1 where the control deadline was missed, uint8 ``[T]``."""
     outcome_steps: np.ndarray | None = None
     """Steps at which scored episodes ended, int64 ``[K]``."""
     outcomes: np.ndarray | None = None
-    """Measures of those episodes, float64 ``[K]``."""
+    """Scores of those episodes, float64 ``[K]``."""
     episode_return: float | None = None
     """Return of the episode, or the mean over the episodes of the sample."""
     episode_length: float | None = None
@@ -194,16 +194,16 @@ class Trajectory(ChannelItem):
     num_episodes: int | None = None
     num_failed_episodes: int | None = None
     is_scored: int | None = None
-    """1 if ``success_once`` and ``success_at_end`` mean something for the task."""
+    """1 if ``success_once`` and ``success_at_end`` are meaningful for the task."""
     task: str | None = None
-    """Name of the task, of several that a run has."""
+    """Name of the task, if a run has several."""
     open_state: np.ndarray | None = None
     """State of the simulator in an episode that the next iteration continues, uint8 ``[n]``."""
     open_metrics: np.ndarray | None = None
     """Metrics of that episode so far, float64 ``[m]``."""
 
     policy_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Step columns that a policy returns for itself, ``[T, ...]``: ``tokens`` of a VLA, ``chain``
+    """Step columns that only the policy uses, ``[T, ...]``: ``tokens`` of a VLA, ``chain``
     of a flow policy."""
     context_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Arrays of the whole sample that a task adds."""
@@ -244,7 +244,7 @@ class Trajectory(ChannelItem):
         "open_state": "open_state",
         "open_measured": "open_metrics",
     }
-    """Fields of the arrays that a record has of the whole sample."""
+    """Fields of a record's arrays that belong to the whole sample."""
     INFO = {
         "group": "group",
         "policy_version": "policy_version",
@@ -291,7 +291,7 @@ class Trajectory(ChannelItem):
         """
         if "actions" not in record.steps:
             raise ValueError(
-                f"{record.identity}: no trajectory, for it has no column 'actions'; it has "
+                f"{record.identity}: no trajectory, because it has no column 'actions'; it has "
                 f"{sorted(record.steps)}"
             )
         return cls(
@@ -310,7 +310,7 @@ class Trajectory(ChannelItem):
         return Record(self.identity, steps, context, self.scalars())
 
     def scalars(self) -> dict[str, Scalar]:
-        """Return all numbers and texts by their names in a record, with those of ``extra``."""
+        """Return all numbers and texts by their names in a record, including ``extra``."""
         return dict(self._present(self.INFO)) | dict(self.extra)
 
     def require(self, name: str) -> Any:
@@ -338,7 +338,7 @@ class Trajectory(ChannelItem):
         return "; ".join([", ".join(names), *grouped])
 
     def slice_steps(self, start: int, stop: int) -> Trajectory:
-        """Return the steps from ``start`` up to ``stop`` as views, with all else."""
+        """Return the trajectory with its steps from ``start`` up to ``stop``, as views."""
         if (start, stop) == (0, len(self)):
             return self
         columns: dict[str, Any] = {
@@ -380,10 +380,10 @@ def info_fields(info: Mapping[str, Scalar]) -> dict[str, Any]:
 
 
 def _by_field(values: Mapping[str, Any], names: Mapping[str, str], rest: str) -> dict[str, Any]:
-    found = {names[name]: value for name, value in values.items() if name in names}
-    return {**found, rest: {name: value for name, value in values.items() if name not in names}}
+    arguments = {names[name]: value for name, value in values.items() if name in names}
+    return {**arguments, rest: {name: value for name, value in values.items() if name not in names}}
 
 
 GROUPED_STEP_FIELDS = ("images", "videos", "policy_columns")
 GROUPED_FIELDS = (*GROUPED_STEP_FIELDS, "context_columns", "extra")
-"""Fields that hold several columns by name, and those of them whose columns are of steps."""
+"""Fields that hold several columns by name; the first tuple has only step columns."""

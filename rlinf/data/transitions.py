@@ -1,7 +1,7 @@
 """Transitions: single steps with the next observation, which off-policy methods learn from.
 
-``terminated`` (the episode ended by itself: nothing follows) and ``truncated`` (it was cut off: the
-next observation has a value) are separate. A target that treats a truncation as an end is biased
+``terminated`` (the episode ended by itself) and ``truncated`` (the episode was cut off, so the next
+observation has a value) are separate. A target that treats a truncation as an end is biased
 (Pardo et al., 2018, arXiv 1712.00378).
 """
 
@@ -32,7 +32,7 @@ class Transitions(ABC):
     dtype: np.dtype
     """Structured type of a row, with :data:`TRANSITION_FIELDS`."""
     num_new: int
-    """Number of transitions, the last ones, that were added since the last update."""
+    """Number of transitions at the end that were added since the last update."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -96,13 +96,13 @@ def dtype_fields(dtype: np.dtype) -> list[list[object]]:
     return described
 
 
-def dtype_mismatch(own: np.dtype, other: np.dtype) -> str | None:
+def dtype_mismatch(expected: np.dtype, actual: np.dtype) -> str | None:
     """Describe the first field that differs between two row types. None: they are equal."""
-    mine, theirs = ({str(f[0]): f[1:] for f in dtype_fields(t)} for t in (own, other))
-    for name in [*mine, *theirs]:
-        if mine.get(name) != theirs.get(name):
-            shown = [" ".join(map(str, f[name])) if name in f else "none" for f in (mine, theirs)]
-            return f"field {name!r}: {shown[0]} is wanted, {shown[1]} is there"
+    tables = [{str(f[0]): f[1:] for f in dtype_fields(dtype)} for dtype in (expected, actual)]
+    for name in [*tables[0], *tables[1]]:
+        if tables[0].get(name) != tables[1].get(name):
+            texts = [" ".join(map(str, t[name])) if name in t else "none" for t in tables]
+            return f"field {name!r}: {texts[0]} is wanted, {texts[1]} is there"
     return None
 
 
@@ -121,7 +121,7 @@ def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.n
 def executed_actions(trajectory: Trajectory) -> np.ndarray:
     """Return the actions of a trajectory as they were executed, ``[T, ...]``.
 
-    They are within the bounds, and a person's where a person intervened.
+    They are clipped to the bounds. Where a person intervened, they are the person's actions.
     """
     actions = np.asarray(trajectory.actions)
     if trajectory.action_low is not None and trajectory.action_high is not None:
@@ -135,57 +135,55 @@ def executed_actions(trajectory: Trajectory) -> np.ndarray:
 
 
 def action_clip_ratio(trajectory: Trajectory) -> float | None:
-    """Return the fraction of action components outside their bounds, over counted steps.
-
-    None: the actions have no bounds.
-    """
+    """Return the fraction of action components outside their bounds, over unmasked steps. None: the
+    actions have no bounds."""
     if trajectory.action_low is None or trajectory.action_high is None:
         return None
     actions = np.asarray(trajectory.actions)
-    # Rounding of a policy's own scaling is no clipping.
+    # Rounding errors of a policy that scales to the bounds are not clipping.
     low = np.asarray(trajectory.action_low, np.float64)
     high = np.asarray(trajectory.action_high, np.float64)
     slack = 1e-6 * np.minimum(np.maximum(abs(low), abs(high)), 1e18)
     beyond = (actions < low - slack) | (actions > high + slack)
-    counts, of_chunks = loss_mask(trajectory), action_mask(trajectory)
-    if of_chunks is not None:
-        counts = counts[:, None] & of_chunks
-    found = beyond[counts]
-    return float(found.mean()) if found.size else 0.0
+    mask, chunk_mask = loss_mask(trajectory), action_mask(trajectory)
+    if chunk_mask is not None:
+        mask = mask[:, None] & chunk_mask
+    unmasked = beyond[mask]
+    return float(unmasked.mean()) if unmasked.size else 0.0
 
 
 def intervention_mask(trajectory: Trajectory) -> np.ndarray:
-    """Return the rows of :func:`to_transitions` in which a person acted, bool ``[n]``."""
-    counts = loss_mask(trajectory)
+    """Return the rows of :func:`to_transitions` in which a person intervened, bool ``[n]``."""
+    mask = loss_mask(trajectory)
     if trajectory.intervened is None:
-        return np.zeros(int(counts.sum()), bool)
+        return np.zeros(int(mask.sum()), bool)
     acted: np.ndarray = np.asarray(trajectory.intervened) != 0
-    return acted[counts]
+    return acted[mask]
 
 
 def to_transitions(
     trajectory: Trajectory, rewards: np.ndarray, ends: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the counted steps of a trajectory as transitions.
+    """Return the unmasked steps of a trajectory as transitions.
 
     Args:
         trajectory: one with ``observations``, ``terminated``, ``truncation_steps`` and
-            ``final_observations``. Every other step that did not end its episode is followed by
-            the observation of the next.
+            ``final_observations``. A step that did not end its episode is followed by the
+            observation of the next step.
         rewards: ``[T]``.
         ends: ``[T]`` 1 where nothing follows although the episode was truncated. None: nowhere.
 
     Returns:
-        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was cut off, by
+        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was truncated, by
         the environment or by the end of the rollout.
 
     Raises:
-        InputError: the trajectory has no vector observations, or lacks the observation at its end.
+        InputError: the trajectory has no vector observations, or no final observation.
     """
     needed = ("observations", "terminated", "truncation_steps", "final_observations")
-    if lacking := [name for name in needed if getattr(trajectory, name) is None]:
+    if missing := [name for name in needed if getattr(trajectory, name) is None]:
         raise InputError(
-            f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; transitions are made of "
+            f"{trajectory.identity}: the trajectory has no {missing[0]!r}; transitions are made of "
             "trajectories that a simulator gave (task.name=gym)"
         )
     reject_action_chunks(trajectory)
@@ -208,10 +206,8 @@ def to_transitions(
     ended = rows["terminated"] == 1
     rows["truncated"][ended] = 0
     if length and not (ended[-1] or rows["truncated"][-1]):
-        raise InputError(
-            f"{trajectory.identity}: it does not say what was seen after its last step"
-        )
-    # Nothing follows: what stands there must not depend on which episode came next.
+        raise InputError(f"{trajectory.identity}: it has no observation after its last step")
+    # There is no next observation: the value must not depend on which episode came next.
     rows["next_observations"][ended] = observations[ended]
     return rows[loss_mask(trajectory)]
 
@@ -229,17 +225,17 @@ def reject_action_chunks(trajectory: Trajectory) -> None:
         )
 
 
-def concatenate_transitions(parts: Iterable[np.ndarray]) -> np.ndarray:
+def concatenate_transitions(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """Return the rows of several trajectories as one array.
 
     Raises:
         InputError: they are not of one type.
         ValueError: there are none.
     """
-    every = list(parts)
-    if not every:
+    rows = list(arrays)
+    if not rows:
         raise ValueError("no trajectories to make transitions of")
-    for part in every[1:]:
-        if (wrong := dtype_mismatch(every[0].dtype, part.dtype)) is not None:
+    for other in rows[1:]:
+        if (wrong := dtype_mismatch(rows[0].dtype, other.dtype)) is not None:
             raise InputError(f"trajectories of one batch differ in {wrong}")
-    return np.concatenate(every)
+    return np.concatenate(rows)

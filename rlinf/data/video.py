@@ -15,7 +15,7 @@ QUALITY = "18"
 
 
 def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
-    """Write frames uint8 ``[H, W, 3]`` of one size to a new file; returns their number.
+    """Write frames uint8 ``[H, W, 3]`` of one size to a new file and return their number.
 
     An odd height or width is made even by repeating the last row or column, as the format requires.
 
@@ -28,18 +28,18 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
 
     stream, count = None, 0
     with av.open(str(path), "w") as file:
-        for picture in frames:
-            even = np.pad(picture, [(0, size % 2) for size in picture.shape[:2]] + [(0, 0)], "edge")
+        for frame in frames:
+            even = np.pad(frame, [(0, size % 2) for size in frame.shape[:2]] + [(0, 0)], "edge")
             if stream is None:
                 stream = file.add_stream("libx264", rate=Fraction(fps), options={"crf": QUALITY})
                 stream.height, stream.width = even.shape[:2]
                 stream.pix_fmt = "yuv420p"
             if (stream.height, stream.width) != even.shape[:2]:
-                raise ValueError(f"{path}: pictures of one video must have one size")
+                raise ValueError(f"{path}: frames of one video must have one size")
             file.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
             count += 1
         if stream is None:
-            raise ValueError(f"{path}: a video needs a picture")
+            raise ValueError(f"{path}: a video needs a frame")
         file.mux(stream.encode())
     return count
 
@@ -49,15 +49,15 @@ def read_video(path: Path) -> Iterator[np.ndarray]:
 
     Raises:
         MissingPackageError: PyAV is not installed.
-        DataError: the file is no readable video.
+        DataError: the file is not a readable video.
     """
     require_package("av", "video", "reading videos")
     import av
 
     try:
-        # Not by what the file looks like: some formats are lists of other files.
+        # Fix the format, because some formats that FFmpeg detects are lists of other files.
         with av.open(str(path), format="mp4") as file:
-            for picture in file.decode(video=0):
-                yield picture.to_ndarray(format="rgb24")
+            for frame in file.decode(video=0):
+                yield frame.to_ndarray(format="rgb24")
     except (av.error.FFmpegError, IndexError) as error:
         raise DataError(f"{path}: no readable video ({error})") from None

@@ -43,10 +43,11 @@ class ActionBox:
     center: np.ndarray
     """The simulator's value of 0, float64 ``[A]``."""
     half_range: np.ndarray
-    """The distance of 1 from the center, in the simulator's units, float64 ``[A]``."""
+    """The distance from the center to 1, in the simulator's units, float64 ``[A]``."""
     low: np.ndarray
-    """The simulator's bounds, infinite without a bound; of an integer type for integer actions."""
+    """The simulator's lower bounds, infinite if there are none; integers for integer actions."""
     high: np.ndarray
+    """The simulator's upper bounds, likewise."""
 
     @classmethod
     def from_spec(cls, action: Mapping[str, Any], scale: float | None) -> ActionBox:
@@ -57,8 +58,8 @@ class ActionBox:
             scale: See :data:`ActionScale`.
         """
         size = int(action["size"])
-        low = _side(action.get("low"), size, -np.inf)
-        high = _side(action.get("high"), size, np.inf)
+        low = _bounds(action.get("low"), size, -np.inf)
+        high = _bounds(action.get("high"), size, np.inf)
         bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
         center, half = np.zeros(size), np.ones(size)
         if scale is not None:
@@ -70,7 +71,7 @@ class ActionBox:
             center[fixed] = low[fixed]
         if np.issubdtype(np.dtype(action.get("dtype") or "float32"), np.integer):
             low, high = (
-                np.clip(side, -(2.0**62), 2.0**62).astype(np.int64) for side in (low, high)
+                np.clip(bounds, -(2.0**62), 2.0**62).astype(np.int64) for bounds in (low, high)
             )
         return cls(center, half, low, high)
 
@@ -90,13 +91,13 @@ class ActionBox:
         return clip_actions(actions, self.low, self.high).astype(actions.dtype)
 
     def unnormalize(self, actions: Tensor) -> Tensor:
-        """Convert actions ``[..., A]`` from the policy's to the simulator's units; in double
-        precision if they differ, so that the conversion can be inverted."""
+        """Convert actions ``[..., A]`` from the policy's to the simulator's units. The result is in
+        double precision if the units differ, so that it can be inverted."""
         if self.is_identity:
             return actions
         center, half = (
-            torch.as_tensor(side, dtype=torch.float64, device=actions.device)
-            for side in (self.center, self.half_range)
+            torch.as_tensor(column, dtype=torch.float64, device=actions.device)
+            for column in (self.center, self.half_range)
         )
         return center + half * actions.double()
 
@@ -110,18 +111,18 @@ def check_action_scale(action: Mapping[str, Any], scale: float | None, *, squash
         squashed: Whether the policy needs an interval in each component.
 
     Raises:
-        ConfigError: It does not; the message has the key.
+        ConfigError: The interval exceeds the bounds, or a needed bound is missing.
     """
     if action.get("low") is None or action.get("high") is None:
         return
     size = int(action["size"])
-    low, high = _side(action["low"], size, -np.inf), _side(action["high"], size, np.inf)
+    low, high = _bounds(action["low"], size, -np.inf), _bounds(action["high"], size, np.inf)
     if scale is not None:
-        for least, most in zip(low.tolist(), high.tolist(), strict=True):
-            if -scale < least - 1e-6 * scale or scale > most + 1e-6 * scale:
+        for lower, upper in zip(low.tolist(), high.tolist(), strict=True):
+            if -scale < lower - 1e-6 * scale or scale > upper + 1e-6 * scale:
                 raise ConfigError(
                     f"model.action_scale: actions between {-scale:g} and {scale:g} do not lie "
-                    f"within the task's bounds, {least:g} to {most:g}, to which they would be "
+                    f"within the task's bounds, {lower:g} to {upper:g}, to which they would be "
                     "clipped; leave it out to fill the bounds"
                 )
     elif squashed:
@@ -134,8 +135,8 @@ def check_action_scale(action: Mapping[str, Any], scale: float | None, *, squash
             )
 
 
-def _side(bounds: float | Sequence[float | None] | None, size: int, none: float) -> np.ndarray:
-    """Return the lower or the upper bounds, float64 ``[size]``."""
+def _bounds(bounds: float | Sequence[float | None] | None, size: int, none: float) -> np.ndarray:
+    """Return bounds as float64 ``[size]``, with ``none`` for a missing bound."""
     if bounds is None or isinstance(bounds, (int, float)):
         bounds = [bounds] * size
     return np.array([none if bound is None else bound for bound in bounds], np.float64)
@@ -155,7 +156,7 @@ class ActionBins:
     high: np.ndarray
     """Upper end of the bins, ``[D]``."""
     is_scaled: np.ndarray
-    """Whether a number is scaled, bool ``[D]``; others (a gripper, for example) are in [-1, 1]."""
+    """Whether a number is scaled, bool ``[D]``; unscaled ones (a gripper) are in [-1, 1]."""
     first_token_id: int
     """Id of the first action token."""
     num_bins: int = 256
@@ -174,10 +175,11 @@ class ActionBins:
             KeyError, ValueError: The statistics are malformed.
         """
         low, high = (np.asarray(statistics[name], np.float64) for name in ("q01", "q99"))
-        scaled = np.asarray(statistics.get("mask", [True] * len(low)), bool)
-        if not (low.ndim == 1 and low.shape == high.shape == scaled.shape and (low <= high).all()):
+        is_scaled = np.asarray(statistics.get("mask", [True] * len(low)), bool)
+        shapes_match = low.ndim == 1 and low.shape == high.shape == is_scaled.shape
+        if not (shapes_match and (low <= high).all()):
             raise ValueError("q01, q99 and mask have different lengths, or q01 is above q99")
-        return cls(low, high, scaled, first, count)
+        return cls(low, high, is_scaled, first, count)
 
     @property
     def _edges(self) -> np.ndarray:
@@ -186,8 +188,8 @@ class ActionBins:
     def encode(self, actions: np.ndarray) -> np.ndarray:
         """Return token ids int64 ``[..., D]`` of actions ``[..., D]``, clipped to the bins."""
         width = self.high - self.low + BIN_EPS
-        within = np.where(self.is_scaled, 2 * (actions - self.low) / width - 1, actions)
-        bins = np.digitize(np.clip(within, -1, 1), self._edges)
+        normalized = np.where(self.is_scaled, 2 * (actions - self.low) / width - 1, actions)
+        bins = np.digitize(np.clip(normalized, -1, 1), self._edges)
         ids: np.ndarray = (self.first_token_id + self.num_bins - bins).astype(np.int64)
         return ids
 
@@ -196,12 +198,12 @@ class ActionBins:
         edges = self._edges
         centers = torch.tensor((edges[1:] + edges[:-1]) / 2, device=tokens.device)
         last = self.first_token_id + self.num_bins - 1
-        within = centers[(last - tokens).clamp(0, self.num_bins - 2)]
-        low, width, scaled = (
+        normalized = centers[(last - tokens).clamp(0, self.num_bins - 2)]
+        low, width, is_scaled = (
             torch.tensor(column, device=tokens.device)
             for column in (self.low, self.high - self.low + BIN_EPS, self.is_scaled)
         )
-        return torch.where(scaled, (within + 1) / 2 * width + low, within).float()
+        return torch.where(is_scaled, (normalized + 1) / 2 * width + low, normalized).float()
 
 
 def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:
@@ -225,85 +227,81 @@ def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:
     return {name: column.tolist() for name, column in columns.items()}
 
 
-def read_action_statistics(
-    path: Path, dataset: str | None, where: str
-) -> tuple[str, dict[str, Any]]:
+def read_action_statistics(path: Path, dataset: str | None, key: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the statistics of a data set in a :data:`STATISTICS_FILE` file.
 
     Args:
         path: The file.
         dataset: Name of the data set; None: the only one in the file.
-        where: The configuration key, for error messages.
+        key: The configuration key, for error messages.
 
     Raises:
         DataError: The file cannot be read or lacks the data set.
     """
     try:
-        known = json.loads(read_text(path))
+        datasets = json.loads(read_text(path))
     except (OSError, ValueError) as error:
-        raise _malformed(where, str(path), error) from None
-    return select_action_statistics(known, dataset, where, str(path))
+        raise _malformed(key, str(path), error) from None
+    return select_action_statistics(datasets, dataset, key, str(path))
 
 
 def select_action_statistics(
-    known: Any, dataset: str | None, where: str, place: str
+    datasets: Any, dataset: str | None, key: str, source: str
 ) -> tuple[str, dict[str, Any]]:
     """Return the name and the statistics of a data set in the content of such a file.
 
     Args:
-        known: The content of the file.
+        datasets: The content of the file.
         dataset: Name of the data set; None: the only one.
-        where: The configuration key, for error messages.
-        place: The source of the content, for error messages.
+        key: The configuration key, for error messages.
+        source: The source of the content, for error messages.
 
     Raises:
         DataError: The content is malformed or lacks the data set.
     """
     try:
-        names = sorted(known)
+        names = sorted(datasets)
         name = names[0] if dataset is None and len(names) == 1 else dataset
-        if name not in known:
+        if name not in datasets:
             raise DataError(
-                f"model.unnorm_key: {place} has the data sets {', '.join(names)}; choose one"
+                f"model.unnorm_key: {source} has the data sets {', '.join(names)}; choose one"
             )
-        ActionBins.from_statistics(known[name]["action"], 0, 2)
+        ActionBins.from_statistics(datasets[name]["action"], 0, 2)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _malformed(where, place, error) from None
-    return str(name), known[name]
+        raise _malformed(key, source, error) from None
+    return str(name), datasets[name]
 
 
-def _malformed(where: str, place: str, error: Exception) -> DataError:
+def _malformed(key: str, source: str, error: Exception) -> DataError:
     return DataError(
-        f"{where}: {place} is no {STATISTICS_FILE} ({error}); for each data set it must have the "
+        f"{key}: {source} is no {STATISTICS_FILE} ({error}); for each data set it must have the "
         "quantiles q01 and q99 of the action, a list each"
     )
 
 
 ValueLevel = Literal["chunk", "action"]
-"""Whether a policy has one value per chunk, of its initial state, or one per action. The values per
-action all depend on the initial state of the chunk."""
+"""Whether a policy has one value per chunk or one per action. Both depend only on the state at the
+start of the chunk."""
 VALUE_HEAD_OUTPUT = "value_head.fc2."
 """Prefix of the last layer of a value head."""
 
 
-def reset_unlike_value_head(
-    stored: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: Path
+def reset_mismatched_value_head(
+    stored: Mapping[str, Tensor], initial: Mapping[str, Tensor], folder: Path
 ) -> dict[str, Tensor]:
-    """Replace the last layer of a stored value head by the network's initial one, with a warning,
-    if its shape differs because of another value level or chunk length."""
-    unlike = [
-        n for n, t in stored.items() if n.startswith(VALUE_HEAD_OUTPUT) and t.shape != own[n].shape
-    ]
-    if unlike:
-        count, there = len(own[unlike[0]]), len(stored[unlike[0]])
+    """Replace the last layer of a stored value head by the initial one if its shape differs. The
+    shape depends on value level and chunk length. A warning is logged."""
+    heads = [name for name in stored if name.startswith(VALUE_HEAD_OUTPUT)]
+    mismatched = [name for name in heads if stored[name].shape != initial[name].shape]
+    if mismatched:
         log.warning(
             "model.path: the value head of %s has %d outputs, and %d are needed "
             "(model.value_level, model.chunk_size): its last layer is initialized again",
             folder,
-            there,
-            count,
+            len(stored[mismatched[0]]),
+            len(initial[mismatched[0]]),
         )
-    return {**stored, **{name: own[name] for name in unlike}}
+    return {**stored, **{name: initial[name] for name in mismatched}}
 
 
 def action_chunks(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -316,9 +314,9 @@ def action_chunks(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndar
         actions: ``[T]`` or ``[T, D]``.
         length: Number of actions per chunk ``C``.
     """
-    follows = np.arange(len(actions))[:, None] + np.arange(length)
-    inside = follows < len(actions)
-    chunks = actions[np.minimum(follows, len(actions) - 1)]
-    choices = actions.shape[1] if actions.ndim > 1 else 1
-    counts = np.broadcast_to(inside[..., None], (*inside.shape, choices))
-    return chunks, counts.astype(np.uint8)
+    steps = np.arange(len(actions))[:, None] + np.arange(length)
+    is_inside = steps < len(actions)
+    chunks = actions[np.minimum(steps, len(actions) - 1)]
+    num_parts = actions.shape[1] if actions.ndim > 1 else 1
+    mask = np.broadcast_to(is_inside[..., None], (*is_inside.shape, num_parts))
+    return chunks, mask.astype(np.uint8)

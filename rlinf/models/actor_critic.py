@@ -62,20 +62,19 @@ class MLPActorCritic(ObservationNormalizer):
         """
         Args:
             settings: The policy's ``config.json``.
-            features: Number of further inputs behind the observation.
+            features: Number of further inputs after the observation.
         """
         size = settings["observation"]
         # Older folders have no chunk size.
         out = settings["action"]["size"] * settings.get("chunk_size", 1)
         super().__init__(size, float(settings["observation_clip"]))
         sizes = [size + features, *settings["hidden"]]
-        common, own = (sizes, sizes[-1:]) if settings["shared_trunk"] else (sizes[:1], sizes)
-        self.trunk = tanh_network(common, last_gain=None)
-        self.policy = tanh_network([*own, out], last_gain=0.01)
-        self._of_actions = settings.get("value_level") == "action"
-        self.value = tanh_network(
-            [*own, settings["chunk_size"] if self._of_actions else 1], last_gain=1.0
-        )
+        trunk, head = (sizes, sizes[-1:]) if settings["shared_trunk"] else (sizes[:1], sizes)
+        self.trunk = tanh_network(trunk, last_gain=None)
+        self.policy = tanh_network([*head, out], last_gain=0.01)
+        self._has_action_values = settings.get("value_level") == "action"
+        num_values = settings["chunk_size"] if self._has_action_values else 1
+        self.value = tanh_network([*head, num_values], last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((out,), float(settings["initial_log_std"])))
         self.log_std.requires_grad_(settings["action"]["kind"] == "box")
 
@@ -83,13 +82,14 @@ class MLPActorCritic(ObservationNormalizer):
         self, observations: Tensor, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return action parameters, log standard deviations ``[A]`` and values, float32."""
-        # With mixed precision, the parameters have another type.
+        # With mixed precision, the parameters have another type than the observations.
         inputs = self.standardize(observations).to(self.log_std.dtype)
         hidden = self.trunk(inputs if features is None else torch.cat([inputs, features], -1))
         # A copy: a sharded module frees its parameters after the forward pass.
         log_std = self.log_std.float().clone()
         values = self.value(hidden).float()
-        return self.policy(hidden).float(), log_std, values if self._of_actions else values[..., 0]
+        values = values if self._has_action_values else values[..., 0]
+        return self.policy(hidden).float(), log_std, values
 
 
 class MLPPolicy(NormalizedVectorPolicy):
@@ -114,17 +114,18 @@ class MLPPolicy(NormalizedVectorPolicy):
         """
         if self.chunk_size == 1:
             return trajectory
-        chunks, counts = action_chunks(trajectory.actions, self.chunk_size)
-        return replace(trajectory, actions=chunks, choice_mask=counts)
+        chunks, mask = action_chunks(trajectory.actions, self.chunk_size)
+        return replace(trajectory, actions=chunks, choice_mask=mask)
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         out, log_std, values = self._parameters(batch["observations"], batch)
         logprobs, entropies = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
         mask = batch["mask"]
-        counts = mask if self.chunk_size == 1 else mask[..., None, None]
-        spread_out = entropies * counts if entropy else None
-        valued = mask if values.ndim == mask.ndim else mask[..., None]
-        return StepOutputs(logprobs * counts, spread_out, values * valued)
+        part_mask = mask if self.chunk_size == 1 else mask[..., None, None]
+        value_mask = mask if values.ndim == mask.ndim else mask[..., None]
+        return StepOutputs(
+            logprobs * part_mask, entropies * part_mask if entropy else None, values * value_mask
+        )
 
     def forward_network(
         self, state: Tensor, columns: Mapping[str, Tensor]
@@ -145,8 +146,8 @@ class MLPPolicy(NormalizedVectorPolicy):
         out, log_std, values = self.forward_network(state, columns)
         if self.chunk_size == 1:
             return out, log_std, values
-        each = (self.chunk_size, self.settings["action"]["size"])
-        return out.reshape(*out.shape[:-1], *each), log_std.reshape(each), values
+        shape = (self.chunk_size, self.settings["action"]["size"])
+        return out.reshape(*out.shape[:-1], *shape), log_std.reshape(shape), values
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return Gumbel noise for discrete actions or normal noise for vectors: ``[steps, A]``, or
@@ -194,10 +195,12 @@ class MLPPolicy(NormalizedVectorPolicy):
             temperature: Sampling temperature.
         """
         if self.is_discrete:
-            choices = F.log_softmax(out / (temperature or 1.0), dim=-1)
-            chosen = choices.gather(-1, actions.long()[..., None])
-            entropy = -(choices.exp() * choices).sum(-1, keepdim=True)
-            return (chosen, entropy) if self.chunk_size > 1 else (chosen[..., 0], entropy[..., 0])
+            all_logprobs = F.log_softmax(out / (temperature or 1.0), dim=-1)
+            logprobs = all_logprobs.gather(-1, actions.long()[..., None])
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
+            if self.chunk_size > 1:
+                return logprobs, entropy
+            return logprobs[..., 0], entropy[..., 0]
         log_scale = (log_std + math.log(temperature or 1.0)).expand_as(out)
         distance = (actions.to(out.dtype) - out) / log_scale.exp()
         logprobs = -0.5 * distance.square() - log_scale - 0.5 * math.log(2 * math.pi)
@@ -235,27 +238,28 @@ class CNNConfig(MLPConfig):
 
 
 class CNNActorCritic(MLPActorCritic):
-    """An :class:`MLPActorCritic` of the state and image features, which both networks share."""
+    """An :class:`MLPActorCritic` with image features, which policy and value share."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         count = settings["features_dim"]
         super().__init__(settings, count * len(settings["images"]))
-        self.sees_state = bool(settings["use_state"])
+        self.uses_state = bool(settings["use_state"])
+        sizes = settings["images"].items()
         self.encoders = nn.ModuleDict(
-            {name: _encoder(size[0], size[1], count) for name, size in settings["images"].items()}
+            {name: _image_encoder(size[0], size[1], count) for name, size in sizes}
         )
 
     def forward(
-        self, observations: Tensor, features: Tensor | None = None, **pictures: Tensor
+        self, observations: Tensor, features: Tensor | None = None, **images: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs of the base class; ``pictures`` are uint8 ``[..., H, W, 3]``."""
+        """Return the outputs of the base class; ``images`` are uint8 ``[..., H, W, 3]``."""
         encoded = []
         for name, encoder in self.encoders.items():
-            picture = pictures[name]
-            flat = picture.reshape(-1, *picture.shape[-3:]).permute(0, 3, 1, 2)
+            image = images[name]
+            flat = image.reshape(-1, *image.shape[-3:]).permute(0, 3, 1, 2)
             output = encoder(flat.to(self.log_std.dtype) / 255)
-            encoded.append(output.reshape(*picture.shape[:-3], -1))
-        if not self.sees_state:
+            encoded.append(output.reshape(*image.shape[:-3], -1))
+        if not self.uses_state:
             observations = self.mean.expand_as(observations)  # zero after standardization
         return super().forward(observations, torch.cat(encoded, -1))
 
@@ -273,7 +277,7 @@ class CNNPolicy(MLPPolicy):
         images = spec.get("images") or {}
         if not images:
             raise ConfigError(
-                "model.name: cnn sees pictures, and the task shows none; set task.images, or "
+                "model.name: cnn reads images, and the task shows none; set task.images, or "
                 "choose model.name=mlp"
             )
         for name, size in images.items():
@@ -295,12 +299,12 @@ class CNNPolicy(MLPPolicy):
     def forward_network(
         self, state: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        pictures = {name: columns[IMAGE_PREFIX + name] for name in self.settings["images"]}
-        outputs: tuple[Tensor, Tensor, Tensor] = self.module(state, **pictures)
+        images = {name: columns[IMAGE_PREFIX + name] for name in self.settings["images"]}
+        outputs: tuple[Tensor, Tensor, Tensor] = self.module(state, **images)
         return outputs
 
 
-def _encoder(height: int, width: int, features: int) -> nn.Sequential:
+def _image_encoder(height: int, width: int, features: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     channels = 3
     for out, kernel, stride in CONVOLUTIONS:

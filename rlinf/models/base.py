@@ -1,7 +1,7 @@
 """The policy interface: one object between the trajectories and the network.
 
-Algorithms and trainers see only step outputs ``[B, T]``; what a step is (a token, an action of a
-robot) is known to the policy and to the environment that goes with it.
+Algorithms and trainers see only step outputs ``[B, T]``. Whether a step is a token or an action of
+a robot is known only to the policy and its environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_rows, local_shard
 
 ModelSpec = dict[str, Any]
-"""What an environment tells a policy to be created: alphabet, observations, actions."""
+"""Properties of an environment that a new policy needs: alphabet, observations, actions."""
 
 Batch = dict[str, Tensor]
 """Model inputs padded to ``[B, ...]``; always has ``mask`` ``[B, T]`` (1: a step)."""
@@ -38,9 +38,9 @@ Batch = dict[str, Tensor]
 class StepOutputs:
     """The outputs of a policy for the steps of a batch, each ``[B, T]`` float32.
 
-    If a step consists of several choices, log-probabilities and entropies may have one value per
-    choice: ``[B, T, K]`` for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions
-    of ``D`` tokens or dimensions. ``choice_mask`` of a trajectory masks these choices.
+    If a step has several parts, log-probabilities and entropies may have one value per part:
+    ``[B, T, K]`` for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions of
+    ``D`` tokens or dimensions. ``choice_mask`` of a trajectory is the mask of these parts.
     """
 
     logprobs: Tensor
@@ -162,7 +162,7 @@ class Policy(Component, ABC):
         """Convert a demonstration of the task to a training trajectory; default: no change.
 
         SFT maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
-        tractable density, these are the negative of another loss. If some choices of a step are
+        tractable density, these are the negative of another loss. If some parts of a step are
         padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.loss_mask`).
 
         Args:
@@ -208,8 +208,8 @@ class Policy(Component, ABC):
 
         Returns:
             Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` per
-            choice, equal to :meth:`evaluate` at this temperature) and further columns for the
-            trajectory. A row depends only on its observation and noise.
+            part of a step, equal to :meth:`evaluate` at this temperature) and further columns of
+            the trajectory. A row depends only on its observation and noise.
         """
         raise NotImplementedError
 
@@ -223,8 +223,9 @@ class Policy(Component, ABC):
         raise NotImplementedError
 
     def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
-        """Convert actions ``[..., A]`` from the simulator's units to those of the losses; default:
-        no change.
+        """Convert actions ``[..., A]`` from the simulator's units to the units of the losses.
+
+        By default they are equal.
 
         For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
         :data:`rlinf.registry.IMITATION_LOSS`.
@@ -253,8 +254,7 @@ class Policy(Component, ABC):
         return max(1, len(trajectory))
 
     def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:
-        """Return the key and the length of the prefix that a batch computes once for all its
-        trajectories with an equal key."""
+        """Return key and length of the prefix. A batch computes a prefix of equal key only once."""
         return b"", 0
 
     supports_lora: bool = True
@@ -315,17 +315,17 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
     Raises:
         DataError: A name or shape does not fit; some weights may already be replaced.
     """
-    own = module.state_dict(keep_vars=True)
+    state = module.state_dict(keep_vars=True)
     copied = set[int]()
     for name, tensor in tensors:
-        if name not in own or own[name].shape != tensor.shape:
+        if name not in state or state[name].shape != tensor.shape:
             raise weight_mismatch(name, 1)
-        begin, end = local_rows(own[name])
-        local_shard(own[name]).copy_(tensor[begin:end] if tensor.dim() else tensor)
-        copied.add(id(own[name]))
-    lacking = [name for name, tensor in own.items() if id(tensor) not in copied]
-    if lacking:
-        raise weight_mismatch(lacking[0], len(lacking))
+        begin, end = local_rows(state[name])
+        local_shard(state[name]).copy_(tensor[begin:end] if tensor.dim() else tensor)
+        copied.add(id(state[name]))
+    missing = [name for name, tensor in state.items() if id(tensor) not in copied]
+    if missing:
+        raise weight_mismatch(missing[0], len(missing))
 
 
 def weight_mismatch(name: str, count: int) -> DataError:
@@ -351,14 +351,14 @@ def local_device(name: str) -> torch.device:
     """Return the device of this process for a configured device name.
 
     Args:
-        name: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` (the GPU of this rank's number
-            among those the process sees), or one GPU such as ``cuda:1``.
+        name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` (of the visible GPUs, the one with
+            the index of the local rank), or one GPU such as ``cuda:1``.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type != "cuda" or ":" in name:
         return device
-    # Launchers show each rank either all GPUs of the node or only its own.
+    # Depending on the launcher, a rank sees all GPUs of the node or only its own.
     count = max(1, torch.cuda.device_count())
     return torch.device("cuda", ProcessGroupInfo.from_environment().local_rank % count)

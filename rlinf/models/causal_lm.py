@@ -82,7 +82,7 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares_prompts = False, False
-        self._ungenerated: tuple[int, ...] = ()
+        self._ungenerated_tokens: tuple[int, ...] = ()
         """Ids of tokens that the policy must not generate."""
         self.supports_packing = (
             getattr(getattr(self.network, "config", None), "model_type", "") in PACKABLE_FAMILIES
@@ -211,9 +211,13 @@ class CausalLM(Policy):
         steps = {"actions": pad_right(actions, length), "mask": mask}
         if self._packing:
             keys = [self._prompt_key(trajectory) for trajectory in trajectories]
-            where = self._positions(trajectories)
             packed = pack(
-                prompts, actions, length, share=self._shares_prompts, keys=keys, positions=where
+                prompts,
+                actions,
+                length,
+                share=self._shares_prompts,
+                keys=keys,
+                positions=self._positions(trajectories),
             )
             return {**packed, **steps}
         tokens = [
@@ -251,25 +255,25 @@ class CausalLM(Policy):
                 inputs["rows"] = rows
             targets = batch["actions"].flatten()[batch["places"]][None]
             outputs = self._score(inputs, lambda features: features, targets, temperature, entropy)
-            parts = [None if x is None else unpack(x[0], batch["places"], mask) for x in outputs]
+            columns = [None if x is None else unpack(x[0], batch["places"], mask) for x in outputs]
         else:
-            parts = list(self._padded(batch, temperature, entropy))
-        logprobs, entropies, values = parts
+            columns = list(self._evaluate_padded(batch, temperature, entropy))
+        logprobs, entropies, values = columns
         assert logprobs is not None
         return StepOutputs(logprobs * mask, entropies, None if values is None else values * mask)
 
-    def _padded(self, batch: Batch, temperature: float, entropy: bool) -> TokenOutputs:
+    def _evaluate_padded(self, batch: Batch, temperature: float, entropy: bool) -> TokenOutputs:
         tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
         # With padding on the right, causal attention needs no mask and uses its fastest path.
-        first = int(starts.min()) - 1
-        num_kept = tokens.shape[1] - 1 - first
+        first_kept = int(starts.min()) - 1
+        num_kept = tokens.shape[1] - 1 - first_kept
         # The token at position p is predicted at p - 1; rows start at their own columns.
-        columns = starts[:, None] - 1 - first + torch.arange(length, device=tokens.device)
+        columns = starts[:, None] - 1 - first_kept + torch.arange(length, device=tokens.device)
         columns = columns.clamp(max=num_kept - 1)
-        aligned = int(starts.max()) - 1 == first
+        is_aligned = int(starts.max()) - 1 == first_kept
 
-        def own(features: Tensor) -> Tensor:
-            if aligned:
+        def select(features: Tensor) -> Tensor:
+            if is_aligned:
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
@@ -278,12 +282,12 @@ class CausalLM(Policy):
             "logits_to_keep": num_kept,
             **self._extra_inputs(batch),
         }
-        return self._score(inputs, own, batch["actions"], temperature, entropy)
+        return self._score(inputs, select, batch["actions"], temperature, entropy)
 
     def _score(
         self,
         inputs: Mapping[str, Any],
-        own: Callable[[Tensor], Tensor],
+        select: Callable[[Tensor], Tensor],
         actions: Tensor,
         temperature: float,
         entropy: bool,
@@ -291,16 +295,16 @@ class CausalLM(Policy):
         """Return log-probabilities, entropies and values of tokens ``[B, T]``.
 
         Args:
-            own: Selects, from the features of all positions in ``logits_to_keep``, those that
-                predict the tokens.
+            select: Selects the positions that predict the tokens from all positions in
+                ``logits_to_keep``.
         """
 
         def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self._ungenerated:
+            if self._ungenerated_tokens:
                 full_bias = weight.new_zeros(len(weight)) if bias is None else bias
-                bias = mask_tokens(full_bias, self._ungenerated)
+                bias = mask_tokens(full_bias, self._ungenerated_tokens)
             out = head_logprobs(
-                own(hidden).flatten(0, 1),
+                select(hidden).flatten(0, 1),
                 weight,
                 actions.flatten(),
                 temperature,
@@ -317,21 +321,21 @@ class CausalLM(Policy):
         large = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
         if large and head is None:
             warn_full_logits(getattr(settings, "model_type", ""))
-        in_parts = large and head is not None
-        cap = final_softcap(self.network) if in_parts else None
+        in_chunks = large and head is not None
+        cap = final_softcap(self.network) if in_chunks else None
         with contextlib.ExitStack() as stack:
-            if head and in_parts:
+            if head and in_chunks:
                 stack.enter_context(without_final_softcap(self.network))
                 stack.enter_context(override_head(head, chunked_logprobs))
             out, values = self._run(inputs)
-        if not in_parts and isinstance(num_kept := inputs["logits_to_keep"], int):
+        if not in_chunks and isinstance(num_kept := inputs["logits_to_keep"], int):
             # Some families return logits of all positions, despite logits_to_keep.
             out = out[:, -num_kept:]
             values = None if values is None else values[:, -num_kept:]
-        values = None if values is None else own(values[..., None])[..., 0]
-        if in_parts:
+        values = None if values is None else select(values[..., None])[..., 0]
+        if in_chunks:
             return out[..., 0], out[..., 1] if entropy else None, values
-        logits = mask_tokens(own(out), self._ungenerated)
+        logits = mask_tokens(select(out), self._ungenerated_tokens)
         return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -365,29 +369,28 @@ class CausalLM(Policy):
         # The class of a sharded module is a subclass of the original one.
         return [
             [
-                part
-                for part in network.modules()
-                if not names.isdisjoint(cls.__name__ for cls in type(part).__mro__)
+                module
+                for module in network.modules()
+                if not names.isdisjoint(cls.__name__ for cls in type(module).__mro__)
             ]
             for network in self.networks
         ]
 
 
 def causal_mask(attend: Tensor) -> Tensor:
-    """Return the mask bool ``[B, 1, L, L]`` by which positions see themselves and earlier valid
-    positions."""
+    """Return the mask, bool ``[B, 1, L, L]``, of each position and the earlier valid positions."""
     length = attend.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=attend.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=attend.device)
-    # A padded position must see itself; otherwise its softmax is NaN and spreads.
-    return ((attend[:, None, :] & causal) | itself)[:, None]
+    diagonal = torch.eye(length, dtype=torch.bool, device=attend.device)
+    # A padded position must see itself; otherwise its softmax is NaN, which would spread.
+    return ((attend[:, None, :] & causal) | diagonal)[:, None]
 
 
 def check_family(hf_folder: HFFolder) -> None:
     """Check that ``transformers`` has a causal language model of this type.
 
     Raises:
-        DataError: It has none.
+        DataError: There is no such class.
     """
     from transformers import AutoModelForCausalLM
 
@@ -405,13 +408,13 @@ def check_max_model_len(hf_folder: HFFolder | None, config: CausalLMConfig) -> N
     """Check that the model supports ``model.max_model_len`` tokens.
 
     Raises:
-        ConfigError: It does not, or its own code would choose rotary frequencies by other lengths.
+        ConfigError: It does not, or its remote code would choose rotary frequencies per batch.
     """
-    longest: int | None = config.max_position_embeddings
+    max_length: int | None = config.max_position_embeddings
     if hf_folder is not None:
-        scaling, longest = length_scaling(hf_folder.config_json), hf_folder.context_length
+        scaling, max_length = length_scaling(hf_folder.config_json), hf_folder.context_length
         if scaling is not None:
-            longest = scaling.max_length
+            max_length = scaling.max_length
             if "auto_map" in hf_folder.config_json and config.trust_remote_code:
                 raise ConfigError(
                     f"model.trust_remote_code: the own code of {hf_folder.folder} chooses rotary "
@@ -419,13 +422,14 @@ def check_max_model_len(hf_folder: HFFolder | None, config: CausalLMConfig) -> N
                     "config.json), so samples would depend on their neighbours; remove auto_map "
                     "from its config.json and set this to false, for families that transformers has"
                 )
-    if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
+    limit = config.max_model_len
+    if limit is not None and max_length is not None and limit > max_length:
         key = (
             "model.max_position_embeddings"
             if hf_folder is None
             else f"{hf_folder.folder / 'config.json'}"
         )
         raise ConfigError(
-            f"model.max_model_len: {config.max_model_len} tokens do not fit into the {longest} "
+            f"model.max_model_len: {config.max_model_len} tokens do not fit into the {max_length} "
             f"positions of the model ({key}); lower it"
         )

@@ -148,28 +148,27 @@ UNSUPPORTED_FAMILIES = {
     "xlm": "it reads tokens in both directions",
     "xlnet": "it reads tokens in both directions",
 }
-"""Families that the library counts among causal language models, and why they cannot be trained as
-policies of tokens."""
+"""Causal language models of ``transformers`` that cannot be policies, with the reason."""
 
 
-def check_causal(settings: Any, where: str) -> None:
-    """See that each token of a model follows from the tokens before it alone.
+def check_causal(settings: Any, source: str) -> None:
+    """Check that a model is causal: each token depends only on the tokens before it.
 
     Args:
-        settings: the library's configuration of the model.
-        where: what an error calls its folder.
+        settings: The library's configuration of the model.
+        source: The key and the folder, for error messages.
 
     Raises:
-        DataError: it does not, so the model cannot be a policy.
+        DataError: The model is not causal, so it cannot be a policy.
     """
     family = settings.model_type
-    why = UNSUPPORTED_FAMILIES.get(family)
+    reason = UNSUPPORTED_FAMILIES.get(family)
     if getattr(settings, "is_encoder_decoder", False):
-        why = "it answers what an encoder has read (is_encoder_decoder in config.json)"
+        reason = "it answers what an encoder has read (is_encoder_decoder in config.json)"
     elif family in ENCODER_FAMILIES and not settings.is_decoder:
-        why = "it reads tokens in both directions (is_decoder is not true in config.json)"
-    if why is not None:
+        reason = "it reads tokens in both directions (is_decoder is not true in config.json)"
+    if reason is not None:
         raise DataError(
-            f"{where} is a {family!r} model, which cannot generate and be trained token by token: "
-            f"{why}; choose a decoder such as Qwen3 or Llama"
+            f"{source} is a {family!r} model, which cannot generate and be trained token by token: "
+            f"{reason}; choose a decoder such as Qwen3 or Llama"
         )

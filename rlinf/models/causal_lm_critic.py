@@ -1,7 +1,7 @@
 """Causal language models with a critic, which estimates the value of the state before each token.
 
-Engines use only the language model. The policy folder is that of :mod:`rlinf.models.causal_lm`, and
-a subfolder has the critic's weights.
+Engines use only the language model. The policy folder is the folder of
+:mod:`rlinf.models.causal_lm` with a subfolder for the critic's weights.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class CausalLMActorCritic(nn.Module):
     def __init__(self, policy: Any, kind: CriticType) -> None:
         super().__init__()
         self.policy = policy
-        self.critic: Any = _own(policy) if kind == "own" else _head(policy)
         self.has_separate_critic = kind == "own"
+        create = _create_separate_critic if self.has_separate_critic else _create_value_head
+        self.critic: Any = create(policy)
 
     @property
     def value_head(self) -> nn.Linear:
@@ -72,8 +73,8 @@ class CausalLMActorCritic(nn.Module):
                 return logits, logits.new_zeros(logits.shape[:-1], dtype=torch.float32)
             return logits, self.critic(**inputs, use_cache=False).logits[..., 0].float()
         hidden_states: list[Tensor] = []
-        last = self.policy.get_output_embeddings()
-        hook = last.register_forward_pre_hook(lambda _, inputs: hidden_states.append(inputs[0]))
+        lm_head = self.policy.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden_states.append(inputs[0]))
         try:
             logits = self.policy(**inputs, use_cache=False).logits
         finally:
@@ -119,18 +120,18 @@ class CausalLMCritic(CausalLM):
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLMCritic:
         policy = super().load(folder, config)
         assert isinstance(policy, CausalLMCritic)
-        policy._fill_critic(folder)
+        policy._load_critic(folder)
         return policy
 
     def load_weights(self, folder: Path | None = None) -> None:
         super().load_weights(folder)
-        self._fill_critic(folder or self._folder)
+        self._load_critic(folder or self._folder)
 
-    def _fill_critic(self, folder: Path) -> None:
+    def _load_critic(self, folder: Path) -> None:
         """Load the critic's weights; without them, initialize the critic from the language model.
 
         Raises:
-            DataError: They belong to another kind of critic.
+            DataError: The weights belong to another kind of critic.
         """
         if (folder / CRITIC_FOLDER / WEIGHTS_FILE).is_file():
             load_weights(
@@ -146,17 +147,17 @@ class CausalLMCritic(CausalLM):
         super().save_state(folder, policy)
         (folder / CRITIC_FOLDER).mkdir(exist_ok=True)
         path, head = folder / CRITIC_FOLDER / WEIGHTS_FILE, dict[str, Tensor]()
-        observed = StreamedState(
-            critic.templates, _capture(critic.stream, self._head_names(), head)
-        )
-        save_tensors(path, observed, list(critic.templates), {"format": "pt"})
+        stream = _capture(critic.stream, self._head_names(), head)
+        critic = StreamedState(critic.templates, stream)
+        save_tensors(path, critic, list(critic.templates), {"format": "pt"})
         if is_untrained(head):
             # With a zero head all values are 0, as for a critic without weights.
             shutil.rmtree(folder / CRITIC_FOLDER)
 
     def _head_names(self) -> set[str]:
         head = self.module.value_head
-        prefixes = [name for name, part in self.module.critic.named_modules() if part is head]
+        modules = self.module.critic.named_modules()
+        prefixes = [name for name, module in modules if module is head]
         prefix = f"{prefixes[0]}." if prefixes[0] else ""
         return {prefix + name for name, _ in head.named_parameters()}
 
@@ -180,7 +181,8 @@ class CausalLMCritic(CausalLM):
 @torch.no_grad()
 def initialize_critic(module: CausalLMActorCritic) -> None:
     """Initialize the critic from the policy; for a sharded one, the rows of this rank."""
-    policy, critic = (part.state_dict(keep_vars=True) for part in (module.policy, module.critic))
+    networks = (module.policy, module.critic)
+    policy, critic = (network.state_dict(keep_vars=True) for network in networks)
     zeros = {id(tensor) for tensor in module.value_head.parameters()}
     for name, tensor in critic.items():
         if id(tensor) in zeros:
@@ -190,72 +192,70 @@ def initialize_critic(module: CausalLMActorCritic) -> None:
 
 
 def is_untrained(head: Mapping[str, Tensor]) -> bool:
-    """Return whether a head has only zeros. Weights on other ranks (ZeRO 3) count as trained."""
+    """Return whether a head is all zeros. Weights on other ranks (ZeRO 3) count as trained."""
     return all(tensor.numel() and not tensor.any() for tensor in head.values())
 
 
 def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
-    """Split a streamed state into those of the language model and the critic.
+    """Split a streamed state into the states of the language model and of the critic. A tensor of
+    the other state is buffered. In module order, nothing is buffered."""
+    buffered: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
 
-    Tensors that arrive before their turn are buffered; in module order there are none.
-    """
-    early: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
-
-    def part(prefix: str) -> StreamedState:
-        like = {
+    def select(prefix: str) -> StreamedState:
+        templates = {
             n.removeprefix(prefix): t for n, t in state.templates.items() if n.startswith(prefix)
         }
 
-        def each() -> Iterator[tuple[str, Tensor]]:
-            left = len({id(tensor) for tensor in like.values()})
-            while left:
-                if early[prefix]:
-                    name, tensor = early[prefix].pop(0)
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            remaining = len({id(tensor) for tensor in templates.values()})
+            while remaining:
+                if buffered[prefix]:
+                    name, tensor = buffered[prefix].pop(0)
                 else:
                     name, tensor = next(state.stream)
                 if name.startswith(prefix):
-                    left -= 1
+                    remaining -= 1
                     yield name.removeprefix(prefix), tensor
                 else:
-                    early[POLICY_PREFIX if prefix == CRITIC_PREFIX else CRITIC_PREFIX].append(
-                        (name, tensor)
-                    )
+                    other_prefix = POLICY_PREFIX if prefix == CRITIC_PREFIX else CRITIC_PREFIX
+                    buffered[other_prefix].append((name, tensor))
                 del tensor
 
-        return StreamedState(like, each())
+        return StreamedState(templates, stream())
 
-    return part(POLICY_PREFIX), part(CRITIC_PREFIX)
+    return select(POLICY_PREFIX), select(CRITIC_PREFIX)
 
 
 def _capture(
-    each: Iterable[tuple[str, Tensor]], names: set[str], into: dict[str, Tensor]
+    tensors: Iterable[tuple[str, Tensor]], names: set[str], captured: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, and store those with some names in ``into``."""
-    for name, tensor in each:
+    """Yield all tensors, and store the ones with these names in ``captured``."""
+    for name, tensor in tensors:
         if name in names:
-            into[name] = tensor
+            captured[name] = tensor
         yield name, tensor
 
 
-def _head(policy: Any) -> nn.Linear:
-    """Create a value head for the hidden states before the language model's head.
+def _create_value_head(policy: Any) -> nn.Linear:
+    """Create a value head for the hidden states that the language model's head reads.
 
     Raises:
         DataError: The language model has no linear head.
     """
-    last = policy.get_output_embeddings()
-    if not isinstance(last, nn.Linear):
+    lm_head = policy.get_output_embeddings()
+    if not isinstance(lm_head, nn.Linear):
         raise DataError(
             f"model.critic: models of type {policy.config.model_type!r} have no linear output head "
-            "that a critic could stand beside"
+            "beside which a value head could be added"
         )
     # On the device of the weights, which may be meta.
-    return nn.Linear(last.in_features, 1, device=last.weight.device, dtype=last.weight.dtype)
+    weight = lm_head.weight
+    return nn.Linear(lm_head.in_features, 1, device=weight.device, dtype=weight.dtype)
 
 
-def _own(policy: Any) -> Any:
+def _create_separate_critic(policy: Any) -> Any:
     """Copy the language model and replace its head by a value head."""
-    critic, head = copy.deepcopy(policy), _head(policy)
+    critic, head = copy.deepcopy(policy), _create_value_head(policy)
     critic.config.tie_word_embeddings = False
     # A soft cap of logits would also cap values.
     if hasattr(critic.config, "final_logit_softcapping"):

@@ -28,7 +28,7 @@ def write_character_tokenizer(
     chat_template: str | None = None,
     special_tokens: Sequence[str] = (),
 ) -> dict[str, int]:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, and return the vocabulary.
 
     Args:
         alphabet: All characters.
@@ -36,18 +36,18 @@ def write_character_tokenizer(
         chat_template: The chat template, if there is one.
         special_tokens: Further special tokens. With a chat template, the last one ends a turn.
     """
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    characters = {
-        byte
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = {
+        symbol
         for character in alphabet
-        for part, _ in level.pre_tokenize_str(character)
-        for byte in part
+        for text, _ in byte_level.pre_tokenize_str(character)
+        for symbol in text
     }
     vocabulary = {PAD_TOKEN: 0, EOS_TOKEN: 1}
-    for token in (*sorted(characters), *special_tokens):
+    for token in (*sorted(symbols), *special_tokens):
         vocabulary[token] = len(vocabulary)
     tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = level
+    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD_TOKEN, EOS_TOKEN, *special_tokens])
     tokenizer.save(str(folder / TOKENIZER_FILE))

@@ -1,9 +1,9 @@
 """Chat formats: a tokenizer's chat template, its arguments and its thinking marks.
 
 Rollout, supervised fine-tuning and evaluation render with the same :class:`ChatFormat`. Templates
-of reasoning models rewrite earlier messages: they drop the thoughts of earlier answers or open a
-thought in the generation prompt. Here training and generation use equal prompts: the prompt of an
-answer is the text that the template renders with ``add_generation_prompt``.
+of reasoning models rewrite earlier messages: they drop the thoughts of earlier answers, or open a
+thought in the generation prompt. Training and generation must use equal prompts. Therefore the
+prompt of an answer is always what the template renders with ``add_generation_prompt``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
 
 
 class ThinkingMarks(NamedTuple):
-    """The texts around the thoughts of a reasoning model."""
+    """The marks before and after the thought of a reasoning model."""
 
     begin: str
     end: str
 
 
 DEFAULT_THINKING_MARKS = ThinkingMarks("<think>", "</think>")
-"""The marks in data: ``reasoning_content`` of a row is converted to content with these marks."""
+"""The marks in data: ``reasoning_content`` of a row becomes content between these marks."""
 KNOWN_THINKING_MARKS = (
     DEFAULT_THINKING_MARKS,
     ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -81,7 +81,7 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any] | None = None,
         eos_token_ids: Iterable[int] | None = None,
     ) -> ChatFormat:
-        """Return the chat format of a tokenizer: the existing one of its folder, or a new one.
+        """Return the chat format of a tokenizer: its existing one, or a new one.
 
         Args:
             tokenizer: The tokenizer.
@@ -92,12 +92,12 @@ class ChatFormat:
             ConfigError: The template does not use one of the arguments.
             DataError: The tokenizer has several templates without a default.
         """
-        known = getattr(tokenizer, "chat_format", None)
+        existing = getattr(tokenizer, "chat_format", None)
         template = select_chat_template(getattr(tokenizer, "chat_template", None), PATH_KEY)
-        if isinstance(known, ChatFormat) and template_kwargs is None and eos_token_ids is None:
-            if template == known.template:
-                return known
-            template_kwargs, eos_token_ids = known.template_kwargs, known.eos_token_ids
+        if isinstance(existing, ChatFormat) and template_kwargs is None and eos_token_ids is None:
+            if template == existing.template:
+                return existing
+            template_kwargs, eos_token_ids = existing.template_kwargs, existing.eos_token_ids
         if eos_token_ids is None:
             eos_token_ids = {tokenizer.eos_token_id}
         created = cls(tokenizer, template, dict(template_kwargs or {}), frozenset(eos_token_ids))
@@ -112,17 +112,17 @@ class ChatFormat:
         Raises:
             DataError: As :func:`rlinf.models.chat_template.render_conversations`.
         """
-        return self._rendered(conversations, answering=True)
+        return self._render(conversations, add_generation_prompt=True)
 
     def render_completed(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         """Return the text of conversations that end with the assistant; raises as
         :meth:`render_prompts`."""
-        return self._rendered(conversations, answering=False)
+        return self._render(conversations, add_generation_prompt=False)
 
     def assistant_turns(
         self,
         conversations: Sequence[Sequence[ChatMessage]],
-        places: Sequence[str],
+        sources: Sequence[str],
         *,
         last_only: bool = False,
     ) -> list[list[AssistantTurn]]:
@@ -130,40 +130,43 @@ class ChatFormat:
 
         Args:
             conversations: Conversations that end with the assistant.
-            places: The source of each conversation, for error messages.
+            sources: The source of each conversation, for error messages.
             last_only: Return only the last answer of each conversation.
 
         Raises:
-            DataError: The template omits an answer, or renders another text before it than its
+            DataError: The template omits an answer, or the text before it differs from its
                 generation prompt.
         """
-        counts, begun, ended = [], list[Sequence[ChatMessage]](), list[Sequence[ChatMessage]]()
-        for talk in conversations:
-            own = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
-            own = own[-1:] if last_only else own
-            counts.append(len(own))
-            begun += [talk[:i] for i in own]
-            ended += [talk[: i + 1] for i in own]
-        before, after = iter(self.render_prompts(begun)), iter(self.render_completed(ended))
-        words = (talk[-1]["content"] for talk in ended)
+        counts, without = [], list[Sequence[ChatMessage]]()
+        with_answer = list[Sequence[ChatMessage]]()
+        for conversation in conversations:
+            roles = [message["role"] for message in conversation]
+            answers = [i for i, role in enumerate(roles) if role == "assistant"]
+            answers = answers[-1:] if last_only else answers
+            counts.append(len(answers))
+            without += [conversation[:i] for i in answers]
+            with_answer += [conversation[: i + 1] for i in answers]
+        prompts = iter(self.render_prompts(without))
+        completed = iter(self.render_completed(with_answer))
+        contents = (conversation[-1]["content"] for conversation in with_answer)
         return [
-            [self._turn(next(before), next(after), next(words), place) for _ in range(count)]
-            for place, count in zip(places, counts, strict=True)
+            [self._turn(next(prompts), next(completed), next(contents), src) for _ in range(count)]
+            for src, count in zip(sources, counts, strict=True)
         ]
 
-    def _turn(self, prompt: str, rendered: str, content: str, place: str) -> AssistantTurn:
-        """Return one answer as the template renders it, with its thought if that was dropped."""
+    def _turn(self, prompt: str, rendered: str, content: str, source: str) -> AssistantTurn:
+        """Return one answer as the template renders it, with its thought even if it was dropped."""
         thought, answer = split_thought(content, self.thinking_marks)
         if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
-        shared = self._shared_words(prompt, rendered)
-        rest, end = prompt[shared:], _behind(rendered, shared, thought, answer)
-        if end is not None and not rest.strip():  # they differ in white space at most
+        shared = self._shared_prefix_length(prompt, rendered)
+        rest, end = prompt[shared:], _answer_end(rendered, shared, thought, answer)
+        if end is not None and not rest.strip():  # only white space differs
             return AssistantTurn(prompt, rendered[shared : self._end_of_turn(rendered, end)])
         if thought is not None and self._closes_thought(prompt):
             if end is None or self.template_kwargs:
                 raise DataError(
-                    f"{place}: the answer has a thought, and the prompt closes it before the "
+                    f"{source}: the answer has a thought, and the prompt closes it before the "
                     f"answer; set {KWARGS_KEY} so that the chat template thinks, or leave the "
                     "thoughts out"
                 )
@@ -171,42 +174,43 @@ class ChatFormat:
             return AssistantTurn(
                 rendered[:shared], rendered[shared : self._end_of_turn(rendered, end)]
             )
-        return AssistantTurn(prompt, self._own_words(prompt, rendered, thought, answer, place))
+        completion = self._complete_prompt(prompt, rendered, thought, answer, source)
+        return AssistantTurn(prompt, completion)
 
-    def _own_words(
-        self, prompt: str, rendered: str, thought: str | None, answer: str, place: str
+    def _complete_prompt(
+        self, prompt: str, rendered: str, thought: str | None, answer: str, source: str
     ) -> str:
-        """Return an answer behind its prompt, if the template would rewrite the prompt."""
-        shared, marks = self._shared_words(prompt, rendered), self.thinking_marks
-        end, rest = _behind(rendered, shared, None, answer), prompt[shared:]
+        """Return the text of an answer after its prompt, if the template rewrites the prompt."""
+        shared, marks = self._shared_prefix_length(prompt, rendered), self.thinking_marks
+        end, rest = _answer_end(rendered, shared, None, answer), prompt[shared:]
         if end is None:
             raise DataError(
-                f"{place}: the chat template of {PATH_KEY} omits or changes the assistant's answer"
+                f"{source}: the chat template of {PATH_KEY} omits or changes the assistant's answer"
             )
-        if rest.strip() and (marks is None or not _of_marks(rest, marks)):
+        if rest.strip() and (marks is None or not _consists_of_marks(rest, marks)):
             raise DataError(
-                f"{place}: the chat template of {PATH_KEY} does not render a conversation as a "
+                f"{source}: the chat template of {PATH_KEY} does not render a conversation as a "
                 "continuation of its generation prompt, so training and generation would use "
                 "different prompts; use another template"
             )
         tail = rendered[end : self._end_of_turn(rendered, end)]
         if marks is None or (thought is None and not self.opens_thought(prompt)):
             return answer + tail
-        return self._thinking_words(prompt, thought, answer) + tail
+        return self._answer_with_thought(prompt, thought, answer) + tail
 
-    def _shared_words(self, prompt: str, rendered: str) -> int:
+    def _shared_prefix_length(self, prompt: str, rendered: str) -> int:
         """Return the length of the common prefix of two texts, without cutting a thinking mark.
 
-        An answer may begin like a mark of the prompt: ``<answer>`` behind ``<think>``.
+        An answer may begin like a mark of the prompt, such as ``<answer>`` and ``<think>``.
         """
-        shared = _shared(prompt, rendered)
+        shared = _common_prefix_length(prompt, rendered)
         for mark in (mark.strip() for mark in self.thinking_marks or ()):
             start = prompt.rfind(mark, 0, shared + len(mark) - 1)
             if 0 <= start < shared < start + len(mark):
                 return start
         return shared
 
-    def _thinking_words(self, prompt: str, thought: str | None, answer: str) -> str:
+    def _answer_with_thought(self, prompt: str, thought: str | None, answer: str) -> str:
         marks = self.thinking_marks
         assert marks is not None
         begin = "" if self.opens_thought(prompt) else f"{marks.begin}\n"
@@ -217,9 +221,9 @@ class ChatFormat:
     def _end_of_turn(self, rendered: str, end: int) -> int:
         """Return the end of the turn whose answer ends at ``end``."""
         mark = self._turn_end
-        place = rendered.find(mark, end) if mark else -1
-        if place >= 0 and mark is not None:
-            return place + len(mark)
+        position = rendered.find(mark, end) if mark else -1
+        if position >= 0 and mark is not None:
+            return position + len(mark)
         others = [p + len(s) for s in self.special_tokens if (p := rendered.find(s, end)) >= 0]
         return min(others, default=len(rendered))
 
@@ -231,13 +235,16 @@ class ChatFormat:
     def _closes_thought(self, prompt: str) -> bool:
         return self.thinking_marks is not None and prompt.rstrip().endswith(self.thinking_marks.end)
 
-    def _rendered(
-        self, conversations: Sequence[Sequence[ChatMessage]], *, answering: bool
+    def _render(
+        self, conversations: Sequence[Sequence[ChatMessage]], *, add_generation_prompt: bool
     ) -> list[str]:
         assert self.template is not None
-        talks = [[self._fields(message) for message in talk] for talk in conversations]
         return render_conversations(
-            self.template, talks, self._variables, PATH_KEY, add_generation_prompt=answering
+            self.template,
+            [[self._fields(message) for message in messages] for messages in conversations],
+            self._variables,
+            PATH_KEY,
+            add_generation_prompt=add_generation_prompt,
         )
 
     def _fields(self, message: ChatMessage) -> ChatMessage:
@@ -263,15 +270,15 @@ class ChatFormat:
         if self.template is not None:
             text = self.template.replace("\\n", "\n")
             return next((marks for marks in KNOWN_THINKING_MARKS if marks.end in text), None)
-        known = self.tokenizer.get_added_vocab()
-        return next((m for m in KNOWN_THINKING_MARKS if m.begin in known and m.end in known), None)
+        vocab = self.tokenizer.get_added_vocab()
+        return next((m for m in KNOWN_THINKING_MARKS if m.begin in vocab and m.end in vocab), None)
 
     @cached_property
     def special_tokens(self) -> list[str]:
         """The special tokens as text, longest first."""
-        known: Mapping[int, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
-        added = {token.content for token in known.values() if token.special}
-        return sorted({*self.tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        decoder: Mapping[int, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {token.content for token in decoder.values() if token.special}
+        return sorted({*self.tokenizer.all_special_tokens, *special}, key=len, reverse=True)
 
     @cached_property
     def end_of_turn_token_id(self) -> int:
@@ -289,20 +296,20 @@ class ChatFormat:
     def _turn_end(self) -> str | None:
         """The text with which the template ends an answer, or None.
 
-        It is a special token behind each answer, or else behind the last answer (``<|return|>`` of
+        It is a special token after each answer, or else after the last answer (``<|return|>`` of
         harmony), or else at the start of the next message (GLM's ``<|user|>``). Of several tokens,
-        the first one in ``eos_token_ids`` counts, or else the first one.
+        the first token in ``eos_token_ids`` counts, or else the first token.
         """
         if self.template is None:
             return None
-        last, earlier = _tails(
+        last, earlier = _texts_after_answer(
             self.template, json.dumps(self._variables, sort_keys=True, default=str)
         )
-        both = last[: _shared(last, earlier)]
-        for tail in (both, last, earlier):
-            for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
-                places = sorted((tail.find(s), -len(s), s) for s in known if s in tail)
-                texts = [text for _, _, text in places]
+        common = last[: _common_prefix_length(last, earlier)]
+        for tail in (common, last, earlier):
+            for tokens in (self.special_tokens, self.tokenizer.get_added_vocab()):
+                matches = sorted((tail.find(s), -len(s), s) for s in tokens if s in tail)
+                texts = [text for _, _, text in matches]
                 ends = [text for text in texts if self._id(text) in self.eos_token_ids]
                 if texts:
                     return (ends or texts)[0]
@@ -316,8 +323,8 @@ class ChatFormat:
         """The special tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         rendered = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        places = range(len(rendered) - len(plain) + 1)
-        begin = next((i for i in places if rendered[i : i + len(plain)] == plain), 0)
+        starts = range(len(rendered) - len(plain) + 1)
+        begin = next((i for i in starts if rendered[i : i + len(plain)] == plain), 0)
         return np.asarray(rendered[:begin], np.int64)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
@@ -326,12 +333,12 @@ class ChatFormat:
         return {self._id(text) for text in texts if text in special}
 
     def undecoded_token_in(self, text: str) -> str | None:
-        """Return a special token inside a longer text that :meth:`decode` omits, if any."""
+        """Return a special token inside a longer text that :meth:`decode` would omit, if any."""
         inside = (s for s in self.special_tokens if s in text and s != text)
-        return next((s for s in inside if self._id(s) in self._silent), None)
+        return next((s for s in inside if self._id(s) in self._undecoded_ids), None)
 
     @cached_property
-    def _silent(self) -> frozenset[int]:
+    def _undecoded_ids(self) -> frozenset[int]:
         """The special tokens that :meth:`decode` omits: all except thinking marks."""
         marks = "" if self.thinking_marks is None else "".join(self.thinking_marks)
         special = {self._id(s) for s in self.special_tokens if s not in marks}
@@ -339,7 +346,7 @@ class ChatFormat:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of a response, without special tokens except thinking marks."""
-        visible = [int(token) for token in tokens if int(token) not in self._silent]
+        visible = [int(token) for token in tokens if int(token) not in self._undecoded_ids]
         text: str = self.tokenizer.decode(visible, skip_special_tokens=False)
         return text
 
@@ -362,26 +369,26 @@ def check_template_kwargs(arguments: Mapping[str, Any], template: str | None) ->
     """Check that a chat template uses all its arguments.
 
     Raises:
-        ConfigError: It does not use an argument, or there is no template.
+        ConfigError: The template does not use an argument, or there is no template.
         DataError: The template is malformed.
     """
     if not arguments:
         return
     if template is None:
         raise ConfigError(f"{KWARGS_KEY}: the tokenizer has no chat template; leave it out")
-    known = template_variables(template, PATH_KEY) - RESERVED_VARIABLES
+    names = template_variables(template, PATH_KEY) - RESERVED_VARIABLES
     for name in arguments:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; it uses {', '.join(sorted(known)) or 'none'}"
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; it uses {', '.join(sorted(names)) or 'none'}"
             raise ConfigError(f"{KWARGS_KEY}.{name}: the chat template does not use it{hint}")
 
 
-def select_chat_template(template: Any, where: str) -> str | None:
+def select_chat_template(template: Any, source: str) -> str | None:
     """Return the chat template; of several named templates, the default one.
 
     Args:
         template: A text, texts by name, or None.
-        where: The key and the folder, for the error message.
+        source: The key and the folder, for the error message.
 
     Raises:
         DataError: There are several templates without a default.
@@ -389,34 +396,34 @@ def select_chat_template(template: Any, where: str) -> str | None:
     if not template or isinstance(template, str):
         return template or None
     if isinstance(template, list):  # as tokenizer_config.json has them
-        template = {one["name"]: one["template"] for one in template}
+        template = {entry["name"]: entry["template"] for entry in template}
     if "default" not in template:
         raise DataError(
-            f"{where}: its chat templates are {', '.join(sorted(template))}, and none is named "
+            f"{source}: its chat templates are {', '.join(sorted(template))}, and none is named "
             "default; write the one to use into the file chat_template.jinja of the folder"
         )
     return str(template["default"])
 
 
-def _behind(rendered: str, begin: int, thought: str | None, answer: str) -> int | None:
-    """Return the end of an answer in a text with thought and answer behind ``begin``, or None."""
+def _answer_end(rendered: str, start: int, thought: str | None, answer: str) -> int | None:
+    """Return the end of an answer that follows ``start``, after its thought; None: not found."""
     if thought:
-        place = rendered.find(thought, begin)
-        if place < 0:
+        position = rendered.find(thought, start)
+        if position < 0:
             return None
-        begin = place + len(thought)
-    place = rendered.find(answer, begin)
-    return None if place < 0 else place + len(answer)
+        start = position + len(thought)
+    position = rendered.find(answer, start)
+    return None if position < 0 else position + len(answer)
 
 
-def _shared(one: str, other: str) -> int:
+def _common_prefix_length(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _of_marks(text: str, marks: ThinkingMarks) -> bool:
-    """Return whether a text consists of thinking marks, or is the end of one."""
+def _consists_of_marks(text: str, marks: ThinkingMarks) -> bool:
+    """Return whether a text consists of thinking marks, or is the end of a mark."""
     for mark in marks:
         text = text.replace(mark.strip(), "")
     return not text.strip() or any(mark.strip().endswith(text.strip()) for mark in marks)
@@ -432,15 +439,15 @@ def _warn_of_closed_thoughts() -> None:
 
 
 @functools.lru_cache(64)
-def _tails(template: str, variables: str) -> tuple[str, str]:
-    """Return the text that a template renders behind an answer, at the end and before a message."""
+def _texts_after_answer(template: str, variables: str) -> tuple[str, str]:
+    """Return the text that a template renders after an answer: at the end, and before a message."""
     question = {"role": "user", "content": "."}
-    talk: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    messages: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
     tails = []
-    for messages in (talk, [*talk, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
+    for variant in (messages, [*messages, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
         try:
             (text,) = render_conversations(
-                template, [messages], json.loads(variables), PATH_KEY, add_generation_prompt=False
+                template, [variant], json.loads(variables), PATH_KEY, add_generation_prompt=False
             )
         except DataError as error:
             log.warning("the chat template does not show the end-of-turn token: %s", error)
@@ -462,10 +469,10 @@ RenderFunction = Callable[[Sequence[Sequence[ChatMessage]]], list[str]]
 def chat_template_affixes(
     render: RenderFunction, replies: Sequence[Sequence[ChatMessage]]
 ) -> list[list[str]]:
-    """Return the text behind the assistant's answer for replies to it, split at the messages.
+    """Return the text after the assistant's answer for replies to it, split at the messages.
 
-    Template text and message contents alternate; contents are as the template renders them
-    (trimmed, or quoted). Contents are never interpreted as template text.
+    Template text and message contents alternate. Contents are as the template renders them
+    (trimmed or quoted, for example), and are never interpreted as template text.
 
     Raises:
         DataError: The template omits messages.
@@ -485,22 +492,24 @@ def chat_template_affixes(
     texts = iter(render(variants))
     affixes = []
     for reply in replies:
-        gaps, with_words = _gaps(next(texts), len(reply)), [next(texts) for _ in reply]
+        gaps = _template_gaps(next(texts), len(reply))
+        with_contents = [next(texts) for _ in reply]
         pieces = [gaps[0][1]]
-        for n, (message, text) in enumerate(zip(reply, with_words, strict=True)):
-            head, tail = _joined(gaps[: n + 1], 0), _joined(gaps[n + 1 :], n + 1)
-            ends = text.startswith(head) and text.endswith(tail)
-            fits = ends and len(text) >= len(head) + len(tail)
+        for n, (message, text) in enumerate(zip(reply, with_contents, strict=True)):
+            head, tail = _join_gaps(gaps[: n + 1], 0), _join_gaps(gaps[n + 1 :], n + 1)
+            matches = text.startswith(head) and text.endswith(tail)
             # If the template renders other text around this content, the content is used unchanged.
-            words = text[len(head) : len(text) - len(tail)] if fits else str(message["content"])
-            pieces += [words, gaps[n + 1][0]]
+            content = str(message["content"])
+            if matches and len(text) >= len(head) + len(tail):
+                content = text[len(head) : len(text) - len(tail)]
+            pieces += [content, gaps[n + 1][0]]
         affixes.append(pieces)
     return affixes
 
 
-def _gaps(text: str, count: int) -> list[tuple[str, str]]:
-    """Return, for the first message, the text before it and the part of it behind the assistant's
-    answer; then, twice, the text behind each message."""
+def _template_gaps(text: str, count: int) -> list[tuple[str, str]]:
+    """Return the text before, between and after messages, each twice. Of the text before the first
+    message, the second one begins after the assistant's answer."""
     head, mark, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
     if not mark or parts[1::2] != [str(n) for n in range(count)]:
@@ -513,7 +522,7 @@ def _gaps(text: str, count: int) -> list[tuple[str, str]]:
     ]
 
 
-def _joined(gaps: Sequence[tuple[str, str]], first: int) -> str:
+def _join_gaps(gaps: Sequence[tuple[str, str]], first: int) -> str:
     """Join the gaps with placeholders between them, starting with message ``first``."""
     text = gaps[0][0]
     for n, (gap, _) in enumerate(gaps[1:], first):

@@ -74,7 +74,7 @@ def _run_subprocess(task: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Run :func:`run_renderer` in a subprocess and return its result."""
     limit_s = float(task["limit_s"])
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [
                 sys.executable,
                 "-c",
@@ -88,12 +88,12 @@ def _run_subprocess(task: Mapping[str, Any], key: str) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise DataError(_limit_message(key, limit_s)) from None
-    if done.returncode < 0:
+    if process.returncode < 0:
         raise DataError(_limit_message(key, limit_s))
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(process.stdout)
     except ValueError:
-        tail = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        tail = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise DataError(f"{key}: the chat template cannot be rendered ({tail[:200]})") from None
     if "error" in answer:
         raise DataError(f"{key}: the chat template cannot be used: {answer['error']}")
@@ -115,16 +115,16 @@ def run_renderer() -> None:
 
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     try:
         answer: dict[str, Any] = _process(task)
     except MemoryError:
         answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except TemplateError as error:
         line = getattr(error, "lineno", None)
-        at = f" (line {line})" if line else ""
-        answer = {"error": f"{str(error)[:200]}{at}"}
+        location = f" (line {line})" if line else ""
+        answer = {"error": f"{str(error)[:200]}{location}"}
     except Exception as error:  # templates may raise any exception
         answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     sys.stdout.write(json.dumps(answer))
@@ -133,10 +133,10 @@ def run_renderer() -> None:
 def _process(task: Mapping[str, Any]) -> dict[str, Any]:
     from jinja2 import meta
 
-    known = jinja_environment()
+    jinja = jinja_environment()
     if "conversations" not in task:
-        return {"names": sorted(meta.find_undeclared_variables(known.parse(task["template"])))}
-    compiled = known.from_string(task["template"])
+        return {"names": sorted(meta.find_undeclared_variables(jinja.parse(task["template"])))}
+    compiled = jinja.from_string(task["template"])
     texts = [
         compiled.render(
             messages=messages,

@@ -21,7 +21,7 @@ from rlinf.models.hf_folder import one_line, tensor_files
 
 V = TypeVar("V")
 MAX_LISTED_NAMES = 3
-"""Number of names in a message; the other names are only counted."""
+"""Maximum number of names in a message; of further names it has only the number."""
 IMAGE_FAMILIES = {"qwen2_5_vl"}
 """Families with image inputs, which have their own policy classes."""
 TensorShapes = Mapping[str, Sequence[int]]
@@ -64,48 +64,51 @@ def network_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], set[s
     return shapes, tied
 
 
-def check_tensors(where: str, stored: TensorShapes, module: nn.Module) -> None:
+def check_tensors(source: str, stored: TensorShapes, module: nn.Module) -> None:
     """Check that stored tensors fit a network by name and shape; one of several tied is enough.
 
     Raises:
         DataError: See :func:`raise_tensor_mismatch`.
     """
-    own, tied = network_shapes(module)
-    missing = own.keys() - stored.keys()
+    expected, tied = network_shapes(module)
+    missing = expected.keys() - stored.keys()
     if tied & stored.keys():
         missing -= tied
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [
         name
-        for name in stored.keys() - own.keys()
+        for name in stored.keys() - expected.keys()
         if not any(re.search(pattern, name) for pattern in ignored)
     ]
-    unlike = [
-        (name, stored[name], own[name])
-        for name in own.keys() & stored.keys()
-        if tuple(stored[name]) != tuple(own[name])
+    mismatched = [
+        (name, stored[name], expected[name])
+        for name in expected.keys() & stored.keys()
+        if tuple(stored[name]) != tuple(expected[name])
     ]
-    raise_tensor_mismatch(where, missing, unexpected, unlike)
+    raise_tensor_mismatch(source, missing, unexpected, mismatched)
 
 
 def raise_tensor_mismatch(
-    where: str,
+    source: str,
     missing: Iterable[str],
     unexpected: Iterable[str],
-    unlike: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+    mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
     """Reject a checkpoint with missing or unexpected tensors or other shapes.
 
     Args:
-        where: The key and the folder, for the error message.
+        source: The key and the folder, for the error message.
         missing: Names that the checkpoint lacks.
         unexpected: Names that the network does not have.
-        unlike: Name, stored shape and shape in the network.
+        mismatched: Name, stored shape and shape in the network.
 
     Raises:
         DataError: One of the three is not empty; the message lists some names and counts all.
     """
-    shapes = [f"{n} {list(stored)}, not {list(own)}" for n, stored, own in sorted(unlike)]
+    shapes = [
+        f"{name} {list(stored)}, not {list(expected)}"
+        for name, stored, expected in sorted(mismatched)
+    ]
     kinds = {
         "missing": sorted(missing),
         "not of this network": sorted(
@@ -113,18 +116,19 @@ def raise_tensor_mismatch(
         ),
         "of another shape": shapes,
     }
-    parts = [f"{what}: {_listed(names)}" for what, names in kinds.items() if names]
-    if parts:
+    lines = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if lines:
         raise DataError(
-            f"{where}: the weights are not those that config.json describes\n"
-            + "\n".join(parts)
+            f"{source}: the weights are not those that config.json describes\n"
+            + "\n".join(lines)
             + "\nfetch the complete checkpoint again, or correct its config.json"
         )
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_LISTED_NAMES
-    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
+    omitted = len(names) - MAX_LISTED_NAMES
+    listed = ", ".join(names[:MAX_LISTED_NAMES])
+    return f"{listed} and {omitted} more" if omitted > 0 else listed
 
 
 def has_own_checkpoint_names(module: Any) -> bool:
@@ -133,12 +137,13 @@ def has_own_checkpoint_names(module: Any) -> bool:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     names = set[str]()
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
+    for submodule in module.modules():
+        if isinstance(submodule, PreTrainedModel):
             # The class of a sharded module is a subclass of the original one.
-            names |= {part.config.model_type, *(one.__name__ for one in type(part).__mro__)}
-    known = any(get_checkpoint_conversion_mapping(name) for name in names)  # type: ignore[no-untyped-call]
-    return known or bool(getattr(module, "_checkpoint_conversion_mapping", None))
+            classes = type(submodule).__mro__
+            names |= {submodule.config.model_type, *(cls.__name__ for cls in classes)}
+    is_converted = any(get_checkpoint_conversion_mapping(name) for name in names)  # type: ignore[no-untyped-call]
+    return is_converted or bool(getattr(module, "_checkpoint_conversion_mapping", None))
 
 
 def network_class(settings: Any) -> Any:
@@ -163,7 +168,7 @@ def network_class(settings: Any) -> Any:
 def to_checkpoint_tensors(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert a network's tensors to the names and shapes of its checkpoints.
 
-    For example, checkpoints have one tensor per expert, and the network has one for all experts.
+    For example, checkpoints have one tensor per expert; the network has one for all experts.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -172,11 +177,11 @@ def to_checkpoint_tensors(module: Any, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def add_base_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
-    """Add the base model prefix to names of a checkpoint that has only the part below the head."""
-    prefix, own = f"{getattr(module, 'base_model_prefix', '')}.", module.state_dict().keys()
+    """Add the base model prefix to the names of a checkpoint that has no head."""
+    prefix, names = f"{getattr(module, 'base_model_prefix', '')}.", module.state_dict().keys()
     if prefix == "." or any(name.startswith(prefix) for name in stored):
         return dict(stored)
-    return {prefix + n if prefix + n in own else n: value for n, value in stored.items()}
+    return {prefix + n if prefix + n in names else n: value for n, value in stored.items()}
 
 
 def check_checkpoint_tensors(folder: Path) -> None:
@@ -186,7 +191,7 @@ def check_checkpoint_tensors(folder: Path) -> None:
     loading), the check happens during loading.
 
     Raises:
-        DataError: Lists missing and unexpected tensors and other shapes.
+        DataError: The message lists missing and unexpected tensors and other shapes.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

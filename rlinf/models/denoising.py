@@ -1,4 +1,4 @@
-"""Denoising of actions by flow matching, with exact likelihoods of chains of denoising steps.
+"""Denoising of actions by flow matching, with exact likelihoods of denoising chains.
 
 A network computes the velocity ``v = noise - action`` at the point ``x = tau noise + (1 - tau)
 action`` (Lipman et al., 2022, arXiv 2210.02747). The Euler method integrates from ``tau = 1`` to 0
@@ -42,9 +42,9 @@ class DenoisingConfig(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        least, largest = self.noise_std_range
-        if least >= largest:
-            raise ValueError(f"noise_std_range: the first, {least}, is to be below {largest}")
+        low, high = self.noise_std_range
+        if low >= high:
+            raise ValueError(f"noise_std_range: the first, {low}, is to be below {high}")
         return self
 
 
@@ -58,8 +58,8 @@ def flow_sde_sigmas(steps: int, level: float) -> Tensor:
     """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``. For ``tau = 1``
     the denominator uses the next ``tau``."""
     tau = noise_fractions(steps)
-    below = torch.where(tau == 1, 1 / steps, 1 - tau)
-    return level * (tau / below).sqrt()
+    denominator = torch.where(tau == 1, 1 / steps, 1 - tau)
+    return level * (tau / denominator).sqrt()
 
 
 def step_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, steps: int) -> Tensor:
@@ -106,17 +106,19 @@ class DenoisingChain:
         points: Tensor,
         velocity: Tensor,
         log_std: Tensor | None,
-        numbers: Tensor,
+        steps: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return mean and log standard deviation of the points that follow ``[..., K, *E]`` in the
-        steps with these numbers ``[K]``. At temperature 0 the mean is the Euler step."""
+        """Return mean and log standard deviation of the points after ``points`` ``[..., K, *E]``.
+
+        ``steps`` ``[K]`` are the indices of the steps. At temperature 0 the mean is the Euler step.
+        """
         shape = (-1, *[1] * self.dimensions)
-        tau = noise_fractions(self.steps).to(points.device)[numbers].reshape(shape)
+        tau = noise_fractions(self.steps).to(points.device)[steps].reshape(shape)
         sigma = torch.zeros_like(tau)
         if log_std is None:
             levels = flow_sde_sigmas(self.steps, self.level * temperature).to(points.device)
-            sigma = levels[numbers].reshape(shape)
+            sigma = levels[steps].reshape(shape)
             log_std = (sigma / math.sqrt(self.steps)).log()
         elif temperature:
             log_std = log_std + math.log(temperature)
@@ -136,13 +138,13 @@ class DenoisingChain:
         axis = first.ndim - self.dimensions
         points, chain = first.unsqueeze(axis), [first]
         fractions = noise_fractions(self.steps).to(first.device)
-        for number in range(self.steps):
-            now = torch.tensor([number], device=first.device)
-            outputs = velocity(points, fractions[now])
+        for index in range(self.steps):
+            step = torch.tensor([index], device=first.device)
+            outputs = velocity(points, fractions[step])
             scale = 0.0 if noise is None else temperature
-            points, log_std = self.step_distribution(points, *outputs, now, scale)
+            points, log_std = self.step_distribution(points, *outputs, step, scale)
             if noise is not None:
-                points = points + noise.narrow(axis, number, 1) * log_std.exp()
+                points = points + noise.narrow(axis, index, 1) * log_std.exp()
             chain.append(points.squeeze(axis))
         return torch.stack(chain, axis)
 
@@ -158,12 +160,10 @@ class DenoisingChain:
             temperature: Multiplies the standard deviations.
         """
         axis = chain.ndim - self.dimensions - 1
-        numbers = torch.arange(self.steps, device=chain.device)
-        points, after = chain.narrow(axis, 0, self.steps), chain.narrow(axis, 1, self.steps)
-        mean, log_std = self.step_distribution(
-            points, velocity, log_std, numbers, temperature or 1.0
-        )
-        distance = (after - mean) / log_std.exp()
+        steps = torch.arange(self.steps, device=chain.device)
+        points, next_points = chain.narrow(axis, 0, self.steps), chain.narrow(axis, 1, self.steps)
+        mean, log_std = self.step_distribution(points, velocity, log_std, steps, temperature or 1.0)
+        distance = (next_points - mean) / log_std.exp()
         logprobs = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
         entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).expand_as(logprobs)
         return logprobs.sum(axis), entropies.sum(axis)

@@ -68,11 +68,11 @@ class FlowNetworks(ObservationNormalizer):
             points: ``[..., K, A]``.
             tau: ``[K, 1]`` or ``[..., K, 1]``.
         """
-        # With mixed precision, the parameters have another type.
+        # With mixed precision, the parameters have another type than the observations.
         dtype = next(self.value.parameters()).dtype
         inputs = self.standardize(observations).to(dtype)
-        every = inputs[..., None, :].expand(*points.shape[:-1], -1)
-        state = torch.cat([every, tau.to(dtype).expand(*points.shape[:-1], 1)], -1)
+        repeated = inputs[..., None, :].expand(*points.shape[:-1], -1)
+        state = torch.cat([repeated, tau.to(dtype).expand(*points.shape[:-1], 1)], -1)
         velocity = self.velocity(torch.cat([state, points.to(dtype)], -1)).float()
         log_std = None
         if self.spread is not None:
@@ -131,11 +131,11 @@ class FlowPolicy(NormalizedVectorPolicy):
         negative imitation losses."""
         if CHAIN_COLUMN not in batch:
             return StepOutputs(-self.imitation_loss(batch) * batch["mask"])
-        logprobs, spread, values = self.evaluate_chain(
+        logprobs, entropies, values = self.evaluate_chain(
             batch["observations"], batch[CHAIN_COLUMN], temperature
         )
         mask = batch["mask"]
-        return StepOutputs(logprobs * mask, spread * mask if entropy else None, values * mask)
+        return StepOutputs(logprobs * mask, entropies * mask if entropy else None, values * mask)
 
     def evaluate_chain(
         self, observations: Tensor, chain: Tensor, temperature: float
@@ -169,10 +169,10 @@ class FlowPolicy(NormalizedVectorPolicy):
             return outputs[:2]
 
         first = torch.zeros(len(inputs), self.size, device=inputs.device)
-        drawn = None
+        step_noise = None
         if noise is not None:
-            first, drawn = noise[:, 0], noise[:, 1:]
-        chain = self._denoising.sample(velocity, first, drawn, temperature)
+            first, step_noise = noise[:, 0], noise[:, 1:]
+        chain = self._denoising.sample(velocity, first, step_noise, temperature)
         logprobs, _, values = self.evaluate_chain(inputs, chain, temperature)
         assert self.action_box is not None, "actions are vectors"
         return {
@@ -190,8 +190,7 @@ class FlowPolicy(NormalizedVectorPolicy):
         action, noise = batch["actions"], batch["noise"]
         tau = 1 - batch["uniform"][..., None]
         points = tau * noise + (1 - tau) * action
-        at = (points[..., None, :], tau[..., None, :])
-        velocity, _, _ = self.module(batch["observations"], *at)
+        velocity, _, _ = self.module(batch["observations"], points[..., None, :], tau[..., None, :])
         return (velocity[..., 0, :] - (noise - action)).square().mean(-1)
 
     def parameter_group(self, parameter: str) -> str:

@@ -24,7 +24,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"
-"""File of older folders with the chat template of their processor; tokenizers ignore it."""
+"""File of older folders with the processor's chat template, which tokenizers ignore."""
 LFS_POINTER = b"version https://git-lfs"
 ADAPTER_FILE = "adapter_config.json"
 MISTRAL_PREFIX = "consolidated"
@@ -97,9 +97,9 @@ class HFFolder:
         from transformers import AutoConfig
 
         try:
-            with verified_temporary_copy(self.folder, non_weight_files(self.folder)) as small:
+            with verified_temporary_copy(self.folder, non_weight_files(self.folder)) as copied:
                 return AutoConfig.from_pretrained(
-                    small, local_files_only=True, trust_remote_code=self.trust_remote_code
+                    copied, local_files_only=True, trust_remote_code=self.trust_remote_code
                 )
         except ArtifactError:
             raise
@@ -166,7 +166,7 @@ class HFFolder:
         tokenizer.chat_format = ChatFormat.from_tokenizer(
             tokenizer,
             template_kwargs=self.chat_template_kwargs,
-            eos_token_ids=self._configured_ends | {tokenizer.eos_token_id},
+            eos_token_ids=self._configured_eos_ids | {tokenizer.eos_token_id},
         )
         return tokenizer
 
@@ -183,13 +183,13 @@ class HFFolder:
         These are all ``eos_token_id`` of ``generation_config.json``, ``config.json`` and the
         tokenizer, and the token that ends the assistant's turn in the chat template.
         """
-        ends = self._configured_ends | {self.tokenizer.eos_token_id}
-        return frozenset(ends | {self.chat_format.end_of_turn_token_id})
+        eos_ids = self._configured_eos_ids | {self.tokenizer.eos_token_id}
+        return frozenset(eos_ids | {self.chat_format.end_of_turn_token_id})
 
     @cached_property
-    def _configured_ends(self) -> frozenset[int]:
-        parts = (self.generation_config, self.config_json, *_nested(self.config_json))
-        ids = {token for part in parts for token in _token_ids(part.get("eos_token_id"))}
+    def _configured_eos_ids(self) -> frozenset[int]:
+        configs = (self.generation_config, self.config_json, *_nested(self.config_json))
+        ids = {token for config in configs for token in _token_ids(config.get("eos_token_id"))}
         size = self.vocabulary_size
         return frozenset(token for token in ids if size is None or token < size)
 
@@ -204,9 +204,9 @@ class HFFolder:
 
         check_checkpoint(self.folder, self.trust_remote_code)
         try:
-            with verified_temporary_copy(self.folder, non_weight_files(self.folder)) as small:
+            with verified_temporary_copy(self.folder, non_weight_files(self.folder)) as copied:
                 tokenizer = AutoTokenizer.from_pretrained(
-                    small, local_files_only=True, trust_remote_code=self.trust_remote_code
+                    copied, local_files_only=True, trust_remote_code=self.trust_remote_code
                 )
         except ArtifactError:
             raise
@@ -218,7 +218,7 @@ class HFFolder:
         return tokenizer
 
     def _chat_template(self, tokenizer: Any) -> str | None:
-        """Return the tokenizer's chat template; of several ones, the default."""
+        """Return the tokenizer's chat template; of several templates, the default one."""
         template = tokenizer.chat_template
         if not template and (path := self.folder / LEGACY_TEMPLATE_FILE).is_file():
             template = read_json_object(path).get("chat_template")
@@ -238,12 +238,12 @@ def context_length(config: Any) -> int | None:
         config: The library's configuration of the model.
     """
     text = config.get_text_config()
-    known = [getattr(text, name, None) for name in LENGTH_KEYS]
-    lengths = [length for length in known if isinstance(length, int)]
+    values = [getattr(text, name, None) for name in LENGTH_KEYS]
+    lengths = [length for length in values if isinstance(length, int)]
     if not lengths:
         return None
     length = getattr(text, "model_max_length", None) or min(lengths)
-    if "gemma3" in text.model_type:  # hf_folder with the extended length
+    if "gemma3" in text.model_type:  # its config has the extended length
         return int(length)
     factors = [
         rope.get("factor") or 1.0
@@ -256,8 +256,8 @@ def context_length(config: Any) -> int | None:
 def _rotary(text: Any) -> list[Mapping[str, Any]]:
     """Return the rotary parameters of a configuration, one per layer type if they differ."""
     rotary = getattr(text, "rope_parameters", None) or {}
-    several = rotary and all(isinstance(value, Mapping) for value in rotary.values())
-    return [*rotary.values()] if several else [rotary]
+    is_nested = rotary and all(isinstance(value, Mapping) for value in rotary.values())
+    return [*rotary.values()] if is_nested else [rotary]
 
 
 def _nested(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -269,7 +269,7 @@ def _nested(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _token_ids(value: Any) -> Iterable[int]:
     """Return the token ids of a value that is an id, a list of ids, or None."""
     values = value if isinstance(value, list) else [value]
-    return (one for one in values if type(one) is int and one >= 0)
+    return (token for token in values if type(token) is int and token >= 0)
 
 
 def one_line(error: BaseException, max_length: int = 200) -> str:
@@ -288,8 +288,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     settings = read_json_object(path)
     if not isinstance(settings.get("model_type"), str):
         raise DataError(f"model.path: {path} names no model_type; is it a checkpoint folder?")
-    for part in (settings, *_nested(settings)):
-        if part.get("quantization_config") or part.get("compression_config"):
+    for config in (settings, *_nested(settings)):
+        if config.get("quantization_config") or config.get("compression_config"):
             raise _quantized_error(
                 f"{folder} holds quantized weights (quantization_config in {path.name})"
             )
@@ -301,9 +301,9 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _quantized_error(what: str) -> DataError:
+def _quantized_error(finding: str) -> DataError:
     return DataError(
-        f"model.path: {what}, which cannot be trained; use the original checkpoint, or one "
+        f"model.path: {finding}, which cannot be trained; use the original checkpoint, or one "
         "that transformers has dequantized and saved (dequantize=True of the "
         "quantization_config, or model.dequantize())"
     )
@@ -329,20 +329,20 @@ def _check_file(path: Path) -> None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(8)
-            if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
+            prefix = file.read(8)
+            if prefix + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
                 raise DataError(
                     f"model.path: {path} is a pointer of git-lfs, not the weights; fetch them: "
                     "git lfs pull"
                 )
             file.seek(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
                 raise DataError(f"model.path: {path} is cut off or no safetensors file")
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             ends = [entry["data_offsets"][1] for entry in entries.values()]
-            packed = sorted(
+            quantized = sorted(
                 name for name, entry in entries.items() if entry["dtype"] in QUANTIZED_DTYPES
             )
     except OSError as error:
@@ -356,28 +356,28 @@ def _check_file(path: Path) -> None:
             f"model.path: {path} has {size} bytes, and {8 + length + max(ends)} by its header; "
             "copy it again"
         )
-    if packed:
-        raise _quantized_error(f"{path} holds quantized weights ({packed[0]})")
+    if quantized:
+        raise _quantized_error(f"{path} holds quantized weights ({quantized[0]})")
 
 
-def read_json_object(path: Path, where: str = "model.path") -> dict[str, Any]:
+def read_json_object(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a JSON file with an object.
 
     Args:
         path: The file.
-        where: The configuration key, for error messages.
+        key: The configuration key, for error messages.
 
     Raises:
-        DataError: The file cannot be read, or its content is no object.
+        DataError: The file cannot be read, or its content is not an object.
     """
     try:
         values = json.loads(read_text(path))
     except OSError as error:
-        raise DataError(f"{where}: cannot read {path}: {error.strerror}") from None
+        raise DataError(f"{key}: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: {path} is not JSON ({str(error)[:100]})") from None
+        raise DataError(f"{key}: {path} is not JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
-        raise DataError(f"{where}: {path} holds no object")
+        raise DataError(f"{key}: {path} holds no object")
     return values
 
 
@@ -388,7 +388,7 @@ def check_links(folder: Path) -> None:
     user or root. Otherwise another user could replace the weights.
 
     Raises:
-        DataError: Names the link and the remedy.
+        DataError: A link is not allowed; the message names it and the remedy.
     """
     home, allowed = folder.resolve(), allowed_link_targets(folder)
     owners = {home.stat().st_uid, os.getuid(), 0}
@@ -397,7 +397,7 @@ def check_links(folder: Path) -> None:
             continue
         target = path.resolve()
         name = f"model.path: {folder}: {path.relative_to(home)}"
-        if not any(target.is_relative_to(place) for place in allowed):
+        if not any(target.is_relative_to(location) for location in allowed):
             raise DataError(
                 f"{name} is a link that leads out of the folder, to {target}; copy the file in its "
                 f"place (cp -L), or give the folder that holds it"
@@ -423,24 +423,24 @@ def tensor_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     if (folder / INDEX_FILE).exists():
-        return [folder / name for name in _indexed(folder / INDEX_FILE)]
+        return [folder / name for name in _files_in_index(folder / INDEX_FILE)]
     files = [
         p for p in sorted(folder.glob("*.safetensors")) if not p.name.startswith(MISTRAL_PREFIX)
     ]
     if not files:
-        raise DataError(_no_weights(folder))
+        raise DataError(_no_weights_message(folder))
     return files
 
 
-def _indexed(index: Path) -> list[str]:
+def _files_in_index(index: Path) -> list[str]:
     """Return the names of the files in a weight index."""
-    parts = read_json_object(index).get("weight_map")
-    if not isinstance(parts, dict) or not parts:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"model.path: {index} has no weight_map; copy the folder again")
-    return sorted({str(name) for name in parts.values()})
+    return sorted({str(name) for name in weight_map.values()})
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights_message(folder: Path) -> str:
     """Return the error message for a folder without readable weights."""
     if any(folder.glob(f"{MISTRAL_PREFIX}*.safetensors")):
         return (
@@ -462,14 +462,14 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
     """Check that a folder has a model that this process may load.
 
     Raises:
-        DataError: It does not.
+        DataError: There is no such model.
     """
     if folder.is_file():
         raise DataError(f"model.path: {folder} is a file; give the folder it is in")
     if not folder.is_dir():
         parent = folder.parent
-        beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-        hint = did_you_mean(folder.name, beside) if beside else ""
+        siblings = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        hint = did_you_mean(folder.name, siblings) if siblings else ""
         raise DataError(f"model.path: no folder {folder}{hint}")
     check_links(folder)
     settings = folder / "config.json"

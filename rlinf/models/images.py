@@ -89,7 +89,7 @@ class ImageProcessor:
             raise DataError(f"model.path: {path} or config.json is malformed ({error!r})") from None
 
     @property
-    def pixels_per_token(self) -> int:
+    def token_side(self) -> int:
         """Side of the square that one token represents, pixels."""
         return self.patch_size * self.merge_size
 
@@ -107,8 +107,8 @@ class ImageProcessor:
             return image
         from PIL import Image
 
-        smooth = Image.Resampling.BICUBIC
-        return np.asarray(Image.fromarray(image).resize((size[1], size[0]), smooth))
+        method = Image.Resampling.BICUBIC
+        return np.asarray(Image.fromarray(image).resize((size[1], size[0]), method))
 
     def resized_shape(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width of an image after :meth:`resize`."""
@@ -117,7 +117,7 @@ class ImageProcessor:
                 f"an image of {width} x {height} pixels is narrower than 1 in {MAX_ASPECT_RATIO}; "
                 "crop it"
             )
-        side = self.pixels_per_token
+        side = self.token_side
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side * side > self.max_pixels:
             # Same order of operations as the original processor, because rounding matters.
@@ -132,7 +132,7 @@ class ImageProcessor:
 
     def num_tokens(self, image: np.ndarray) -> int:
         """Return the number of tokens of a resized image."""
-        return image.shape[0] * image.shape[1] // self.pixels_per_token**2
+        return image.shape[0] * image.shape[1] // self.token_side**2
 
     def to_patches(self, image: np.ndarray) -> np.ndarray:
         """Cut a resized image into patches; the patches of one token are consecutive.
@@ -142,25 +142,27 @@ class ImageProcessor:
         """
         mean, std = (np.array(values, np.float32) for values in (self.image_mean, self.image_std))
         values = (image.astype(np.float32) * np.float32(self.rescale_factor) - mean) / std
-        rows, columns = (length // self.pixels_per_token for length in image.shape[:2])
+        rows, columns = (length // self.token_side for length in image.shape[:2])
         inner = (self.merge_size, self.patch_size)
-        cut = values.reshape(rows, *inner, columns, *inner, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        cut = cut.reshape(
+        patches = values.reshape(rows, *inner, columns, *inner, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        patches = patches.reshape(
             rows * columns * self.merge_size**2, 3, 1, self.patch_size, self.patch_size
         )
-        return np.repeat(cut, self.temporal_patch_size, axis=2).reshape(len(cut), -1)
+        return np.repeat(patches, self.temporal_patch_size, axis=2).reshape(len(patches), -1)
 
     def patch_grids(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the patch counts along frames, height and width, int64 ``[n, 3]``, for image sizes
-        ``[n, 2]``.
+        """Return the number of patches along frames, height and width, int64 ``[n, 3]``.
+
+        Args:
+            sizes: Height and width of each image, ``[n, 2]``.
 
         Raises:
             DataError: A size is not a multiple of the token size.
         """
-        if (sizes % self.pixels_per_token).any() or (sizes < 1).any():
+        if (sizes % self.token_side).any() or (sizes < 1).any():
             raise DataError(
                 f"images of {sizes.tolist()} pixels (height, width) are not made of squares of "
-                f"{self.pixels_per_token}; fit them first (ImageProcessor.resize)"
+                f"{self.token_side}; fit them first (ImageProcessor.resize)"
             )
         return np.concatenate(
             [np.ones((len(sizes), 1), np.int64), sizes // self.patch_size], axis=1
@@ -169,8 +171,9 @@ class ImageProcessor:
     def rope_positions(self, tokens: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return rotary positions along time, height and width (M-RoPE, arXiv 2409.12191).
 
-        Text tokens have equal positions on all three axes. The tokens of an image share their time
-        and count rows and columns from there. The next text starts after the largest position.
+        Text tokens have equal positions on all three axes. The tokens of an image share one time
+        position and count rows and columns from it. The next text starts after the largest
+        position.
 
         Args:
             tokens: The token ids of a prompt, or of a prompt and its answer, ``[L]``.
@@ -184,35 +187,35 @@ class ImageProcessor:
         """
         result = np.zeros((3, len(tokens)), np.int64)
         is_image = tokens == self.image_token_id
-        at = following = 0
+        start = next_position = 0
         for _, height, width in self.patch_grids(sizes).tolist():
             rows, columns = height // self.merge_size, width // self.merge_size
-            ahead = np.flatnonzero(is_image[at:])
-            begin = at + int(ahead[0]) if len(ahead) else len(tokens)
+            image_tokens = np.flatnonzero(is_image[start:])
+            begin = start + int(image_tokens[0]) if len(image_tokens) else len(tokens)
             end = begin + rows * columns
             if not is_image[begin:end].all() or end > len(tokens):
-                raise self._unlike(is_image, sizes)
-            result[:, at:begin] = following + np.arange(begin - at)
-            following += begin - at
-            result[0, begin:end] = following
-            result[1, begin:end] = following + np.repeat(np.arange(rows), columns)
-            result[2, begin:end] = following + np.tile(np.arange(columns), rows)
-            at, following = end, following + max(rows, columns)
-        if is_image[at:].any():
-            raise self._unlike(is_image, sizes)
-        result[:, at:] = following + np.arange(len(tokens) - at)
+                raise self._mismatch_error(is_image, sizes)
+            result[:, start:begin] = next_position + np.arange(begin - start)
+            next_position += begin - start
+            result[0, begin:end] = next_position
+            result[1, begin:end] = next_position + np.repeat(np.arange(rows), columns)
+            result[2, begin:end] = next_position + np.tile(np.arange(columns), rows)
+            start, next_position = end, next_position + max(rows, columns)
+        if is_image[start:].any():
+            raise self._mismatch_error(is_image, sizes)
+        result[:, start:] = next_position + np.arange(len(tokens) - start)
         return result
 
     def rope_shift(self, sizes: np.ndarray) -> int:
-        """Return the offset from index to rotary position for tokens behind the images."""
+        """Return the offset from index to rotary position for tokens after the images."""
         grids = self.patch_grids(sizes)[:, 1:] // self.merge_size
         return int((grids.max(1) - grids.prod(1)).sum()) if len(grids) else 0
 
-    def _unlike(self, is_image: np.ndarray, sizes: np.ndarray) -> DataError:
-        wanted = (sizes // self.pixels_per_token).prod(1).tolist()
+    def _mismatch_error(self, is_image: np.ndarray, sizes: np.ndarray) -> DataError:
+        expected = (sizes // self.token_side).prod(1).tolist()
         return DataError(
-            f"a prompt has {int(is_image.sum())} image tokens, and images of {wanted}: each image "
-            "needs its own consecutive tokens, and answers must have none"
+            f"a prompt has {int(is_image.sum())} image tokens, and images of {expected}: each "
+            "image needs its own consecutive tokens, and answers must have none"
         )
 
 
@@ -231,11 +234,12 @@ def unpack_images(columns: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Return the images in the columns of a record; padding is ignored."""
     if SIZES_COLUMN not in columns:
         return []
-    pixels, images, at = columns[PIXELS_COLUMN], list[np.ndarray](), 0
+    pixels, images, start = columns[PIXELS_COLUMN], list[np.ndarray](), 0
     for height, width in columns[SIZES_COLUMN].tolist():
         if height:
-            images.append(pixels[at : at + height * width * 3].reshape(height, width, 3))
-            at += height * width * 3
+            stop = start + height * width * 3
+            images.append(pixels[start:stop].reshape(height, width, 3))
+            start = stop
     return images
 
 

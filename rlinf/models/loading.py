@@ -157,28 +157,28 @@ def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, folder: Path, where: str) -> None:
+def load_weights(module: nn.Module, folder: Path, source: str) -> None:
     """Load the weights of a folder into a network; for a sharded one, the rows of this rank.
 
     Args:
         module: The network.
         folder: The checkpoint folder.
-        where: The key and the folder, for error messages.
+        source: The key and the folder, for error messages.
 
     Raises:
         DataError: A name or shape does not fit; the network is unchanged.
         SafetensorError: A file cannot be read.
         ArtifactError: A committed file is damaged; the network's weights are undefined.
     """
-    own = module.state_dict(keep_vars=True)
-    for name, rows in iter_weights(module, folder, where, local_rows):
-        local_shard(own[name]).copy_(rows)
+    state = module.state_dict(keep_vars=True)
+    for name, rows in iter_weights(module, folder, source, local_rows):
+        local_shard(state[name]).copy_(rows)
 
 
 def iter_weights(
     module: nn.Module | None,
     folder: Path,
-    where: str,
+    source: str,
     row_range: Callable[[Tensor], tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a folder by their names in a network.
@@ -186,7 +186,7 @@ def iter_weights(
     Args:
         module: The network; None: yield all tensors by their names in the files.
         folder: The checkpoint folder.
-        where: The key and the folder, for error messages.
+        source: The key and the folder, for error messages.
         row_range: Returns the start and end of the rows to read, for a tensor of the network.
 
     Raises:
@@ -201,25 +201,29 @@ def iter_weights(
             for file in files:
                 yield from file.tensors()
             return
-        named = add_base_prefix(stored, module)
-        shapes = {own: file.shapes[name] for own, (file, name) in named.items()}
-        check_tensors(where, shapes, module)
-        own = module.state_dict(keep_vars=True)
+        by_name = add_base_prefix(stored, module)
+        shapes = {name: file.shapes[key] for name, (file, key) in by_name.items()}
+        check_tensors(source, shapes, module)
+        state = module.state_dict(keep_vars=True)
         for file in files:
-            names = {n: mine for mine, (one, n) in named.items() if one is file and mine in own}
-            wanted = (
+            names = {
+                key: name
+                for name, (source_file, key) in by_name.items()
+                if source_file is file and name in state
+            }
+            rows = (
                 None
                 if row_range is None
-                else {n: row_range(own[mine]) for n, mine in names.items()}
+                else {key: row_range(state[name]) for key, name in names.items()}
             )
-            for name, tensor in file.tensors(names.keys() if wanted is None else wanted):
-                yield names[name], tensor
+            for key, tensor in file.tensors(names.keys() if rows is None else rows):
+                yield names[key], tensor
 
 
 def reload_weights(module: Any, folder: Path) -> bool:
     """Load another version of the weights into a loaded network.
 
-    Returns false, without changes, if the folder does not have exactly these tensors.
+    Return False, without changes, if the folder does not have exactly these tensors.
     """
     try:
         load_weights(module, folder, str(folder))
@@ -259,13 +263,13 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
 
     trusted = config.trust_remote_code
     check_checkpoint(folder, trusted)
-    with verified_temporary_copy(folder, non_weight_files(folder)) as small:
+    with verified_temporary_copy(folder, non_weight_files(folder)) as copied:
         settings = AutoConfig.from_pretrained(
-            small, local_files_only=True, trust_remote_code=trusted
+            copied, local_files_only=True, trust_remote_code=trusted
         )
         disable_dropout(settings)
-        if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
-            return get_class_from_dynamic_module(own, str(small)), settings
+        if class_name := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
+            return get_class_from_dynamic_module(class_name, str(copied)), settings
         return network_class(settings), settings
 
 
@@ -275,8 +279,8 @@ def _create_on_meta(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
         module = cls._from_config(
             settings, dtype=getattr(torch, config.dtype), attn_implementation=_attention(settings)
         )
-    mixed = config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None)
-    return None if mixed else module
+    keeps_float32 = getattr(module, "_keep_in_fp32_modules_strict", None)
+    return None if config.dtype != "float32" and keeps_float32 else module
 
 
 def _attention(settings: Any) -> str | None:
@@ -294,19 +298,19 @@ def meta_parameters() -> Iterator[None]:
     Only the network's constructor computes buffers such as rotary frequencies; checkpoints do not
     have them.
     """
-    plain, here = nn.Module.register_parameter, threading.get_ident()
+    original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and threading.get_ident() == here:
+        if param is not None and not param.is_meta and threading.get_ident() == thread:
             # Memory that was allocated but never written is not resident.
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        plain(self, name, param)
+        original(self, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def disable_dropout(settings: Any) -> None:
@@ -314,11 +318,11 @@ def disable_dropout(settings: Any) -> None:
 
     Dropout would add noise to the probability ratio of an update, from an unseeded generator.
     """
-    parts = (settings, settings.get_text_config(), getattr(settings, "vision_config", None))
-    for part in filter(None, parts):
-        for name, value in vars(part).items():
+    configs = (settings, settings.get_text_config(), getattr(settings, "vision_config", None))
+    for config in filter(None, configs):
+        for name, value in vars(config).items():
             if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)
+                setattr(config, name, 0.0)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -333,19 +337,21 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 class CheckpointExporter:
-    """Converts the tensors of one network to those of its checkpoints; of tied ones, the first."""
+    """Converts the tensors of a network to those of its checkpoints; the first of tied tensors."""
 
     def __init__(self, module: Any) -> None:
         """
         Args:
             module: A network of the library; its memory is not referenced afterwards.
         """
-        first = dict[int, str]()
-        own = module.state_dict(keep_vars=True)
-        self._first = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
-        self._own: dict[str, Tensor] = {name: tensor.to("meta") for name, tensor in own.items()}
+        first_names = dict[int, str]()
+        state = module.state_dict(keep_vars=True)
+        self._first_names = {
+            name: first_names.setdefault(id(tensor), name) for name, tensor in state.items()
+        }
+        self._templates: dict[str, Tensor] = {n: tensor.to("meta") for n, tensor in state.items()}
         self._module = module.to("meta")
-        untied = {name: self._own[name] for name in self._first.values()}
+        untied = {name: self._templates[name] for name in self._first_names.values()}
         self._renames = has_own_checkpoint_names(module)
         self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
         """A tensor on ``meta`` for each name, with its shape and type."""
@@ -359,45 +365,45 @@ class CheckpointExporter:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint tensors for the network's tensors, with the types of the network.
 
-        Tensors are consumed one at a time, unless a checkpoint tensor consists of several ones.
+        Tensors are consumed one at a time, unless a checkpoint tensor consists of several tensors.
 
         Args:
-            tensors: By the network's names, in any order; any one of tied tensors.
+            tensors: Tensors by the network's names, in any order; of tied tensors, any one.
             device: The device of the results.
             copy: Whether to copy each tensor to new memory.
 
         Raises:
             DataError: A name or shape does not fit; after the last one: tensors are missing.
         """
-        own = self._check_each(tensors, device, copy)
+        checked = self._check_each(tensors, device, copy)
         if not self._renames:
-            yield from own
-        elif _one_by_one(self._module):
-            for name, tensor in own:
+            yield from checked
+        elif _converts_one_by_one(self._module):
+            for name, tensor in checked:
                 yield from to_checkpoint_tensors(self._module, {name: tensor}).items()
         else:
-            yield from to_checkpoint_tensors(self._module, dict(own)).items()
+            yield from to_checkpoint_tensors(self._module, dict(checked)).items()
 
     def _check_each(
         self, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, copy: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        lacking = set(self._first.values())
+        missing = set(self._first_names.values())
         for name, tensor in tensors:
-            if name not in self._own or self._own[name].shape != tensor.shape:
+            if name not in self._templates or self._templates[name].shape != tensor.shape:
                 raise weight_mismatch(name, 1)
-            if (first := self._first[name]) in lacking:
-                lacking.discard(first)
-                yield first, tensor.to(device, self._own[name].dtype, copy=copy)
-        if lacking:
-            raise weight_mismatch(min(lacking), len(lacking))
+            if (first := self._first_names[name]) in missing:
+                missing.discard(first)
+                yield first, tensor.to(device, self._templates[name].dtype, copy=copy)
+        if missing:
+            raise weight_mismatch(min(missing), len(missing))
 
 
-def _one_by_one(module: Any) -> bool:
-    """Return whether each checkpoint tensor is made of a single tensor of the network."""
+def _converts_one_by_one(module: Any) -> bool:
+    """Return whether each checkpoint tensor consists of a single tensor of the network."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping = get_model_conversion_mapping(module, add_legacy=False)
-    return all(len(one.reverse_transform().source_patterns) == 1 for one in mapping)
+    return all(len(rule.reverse_transform().source_patterns) == 1 for rule in mapping)
 
 
 def find_gguf(source: str) -> Path:
@@ -417,7 +423,7 @@ def find_gguf(source: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"{source}: neither a .gguf file nor an installed package that carries one")
     files = sorted(
-        f for place in spec.submodule_search_locations for f in Path(place).glob("*.gguf")
+        file for root in spec.submodule_search_locations for file in Path(root).glob("*.gguf")
     )
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
@@ -454,13 +460,13 @@ def convert_gguf(source: str, folder: Path) -> None:
     config = type(model.config).from_dict(
         {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     )
-    # A new model, because the loaded one is marked as quantized and cannot be saved.
-    plain = type(model)(config)
-    plain.load_state_dict(model.state_dict())
+    # A new model, because the loaded model is marked as quantized and cannot be saved.
+    dequantized = type(model)(config)
+    dequantized.load_state_dict(model.state_dict())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
         written = Path(name) / "model"
-        plain.save_pretrained(written)
+        dequantized.save_pretrained(written)
         tokenizer.save_pretrained(written)
         for path in written.iterdir():
             sync_file(path)

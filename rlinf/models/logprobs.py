@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, in chunks if all logits would need too much memory.
+"""Log-probabilities and entropies of tokens, in chunks if all logits need too much memory.
 
 With a vocabulary of 150,000, the logits of one position need 0.6 MB in float32, and autograd stores
 several such tensors. In chunks, the logits of only some positions exist at a time, and the backward
@@ -37,8 +37,8 @@ def token_logprobs(
         entropy: Whether to compute entropies; otherwise they are None.
     """
     logprobs = F.log_softmax(_scaled(logits, temperature or 1.0), dim=-1)
-    chosen = logprobs.gather(-1, targets[..., None])[..., 0]
-    return chosen, -(logprobs.exp() * logprobs).sum(-1) if entropy else None
+    target_logprobs = logprobs.gather(-1, targets[..., None])[..., 0]
+    return target_logprobs, -(logprobs.exp() * logprobs).sum(-1) if entropy else None
 
 
 def head_logprobs(
@@ -59,9 +59,9 @@ def head_logprobs(
         weight: ``[V, H]``, of the same type as ``hidden``.
         targets: Token ids ``[N]``.
         temperature: Divides the logits; 0 counts as 1.
-        part: logits that exist at a time, at least those of one position.
+        max_logits: Maximum number of logits of a chunk, which has at least one position.
         bias: ``[V]``.
-        cap: logits are ``cap * tanh(logits / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
+        softcap: ``c`` in ``c * tanh(logits / c)`` (Gemma 2, arXiv 2408.00118, section 2).
         entropy: Whether to compute the entropy.
 
     Returns:
@@ -69,13 +69,13 @@ def head_logprobs(
         or float64 for float64 inputs.
     """
     rows = max(1, max_logits // weight.shape[0])
-    outputs: Tensor = _Head.apply(  # type: ignore[no-untyped-call]
+    outputs: Tensor = _HeadFunction.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperature or 1.0, rows, softcap, entropy
     )
     return outputs
 
 
-class _Head(torch.autograd.Function):
+class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -88,10 +88,10 @@ class _Head(torch.autograd.Function):
         cap: float | None,
         entropy: bool,
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        out = torch.empty(len(hidden), 1 + entropy, dtype=wide, device=hidden.device)
-        for at in range(0, len(hidden), rows):
-            part = slice(at, at + rows)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        out = torch.empty(len(hidden), 1 + entropy, dtype=dtype, device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
             logprobs = _logprobs(_capped(_logits(hidden[part], weight, bias), cap), temperature)
             out[part, 0] = logprobs.gather(-1, targets[part, None])[:, 0]
             if entropy:
@@ -106,47 +106,47 @@ class _Head(torch.autograd.Function):
         dH / dz_j = -p_j (log p_j + H) / T. Where z = c tanh(x / c): dz / dx = 1 - (z / c)^2."""
         (grad,) = grads
         hidden, weight, bias, targets, out = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Accumulated in float32 for all weight types, as a single product would be.
-        of_weight = torch.zeros_like(weight, dtype=out.dtype) if wanted[1] else None
-        of_bias = None
-        if bias is not None and wanted[2]:
-            of_bias = torch.zeros_like(bias, dtype=out.dtype)
-        for at in range(0, len(hidden), ctx.rows):
-            part = slice(at, at + ctx.rows)
+        needs_grad = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        # Accumulated in float32 for all weight types, as in a single matrix product.
+        grad_weight = torch.zeros_like(weight, dtype=out.dtype) if needs_grad[1] else None
+        grad_bias = None
+        if bias is not None and needs_grad[2]:
+            grad_bias = torch.zeros_like(bias, dtype=out.dtype)
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
             logits = _capped(_logits(hidden[part], weight, bias), ctx.cap)
             slope = None
             if ctx.cap is not None:
                 slope = 1 - (logits.to(out.dtype) / ctx.cap).square()
             logprobs = _logprobs(logits, ctx.temperature)
             del logits
-            chosen = grad[part, :1]
-            # In place: -p (g + h (log p + H)), then g more at the target token.
+            grad_logprob = grad[part, :1]
+            # In place: -p (g + h (log p + H)), plus g at the target token.
             if ctx.entropy:
                 probs = logprobs.exp()
-                logprobs.add_(out[part, 1:]).mul_(grad[part, 1:]).add_(chosen).mul_(probs)
+                logprobs.add_(out[part, 1:]).mul_(grad[part, 1:]).add_(grad_logprob).mul_(probs)
                 del probs
             else:
-                logprobs.exp_().mul_(chosen)
-            of_logits = logprobs.neg_().scatter_add_(1, targets[part, None], chosen)
-            of_logits.div_(ctx.temperature)
+                logprobs.exp_().mul_(grad_logprob)
+            grad_logits = logprobs.neg_().scatter_add_(1, targets[part, None], grad_logprob)
+            grad_logits.div_(ctx.temperature)
             if slope is not None:
-                of_logits.mul_(slope)
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            of_logits = of_logits.to(hidden.dtype)
-            if of_hidden is not None:
-                of_hidden[part] = of_logits @ weight
-            if of_weight is not None:
-                if of_weight.dtype == hidden.dtype:
-                    of_weight.addmm_(of_logits.T, hidden[part])
+                grad_logits.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if grad_weight is not None:
+                if grad_weight.dtype == hidden.dtype:
+                    grad_weight.addmm_(grad_logits.T, hidden[part])
                 else:
-                    of_weight += of_logits.T @ hidden[part]
+                    grad_weight += grad_logits.T @ hidden[part]
         return (
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(weight.dtype),
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
             *[None] * 5,
         )
 
@@ -175,7 +175,7 @@ float16 it is half of the lowest number, so sums with it are finite, too."""
 
 
 def mask_tokens(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return logits ``[..., V]`` in which the given tokens have probability 0."""
+    """Return logits ``[..., V]`` in which ``tokens`` have probability 0."""
     if not tokens:
         return logits
     value = max(MASKED_LOGIT, torch.finfo(logits.dtype).min / 2)
@@ -209,8 +209,8 @@ def plain_head(module: Any) -> nn.Linear | None:
 
 def final_softcap(module: Any) -> float | None:
     """Return the final soft cap of the logits of a network, or None if it has none."""
-    known = module.config.model_type in SOFTCAP_FAMILIES
-    return getattr(module.config, "final_logit_softcapping", None) if known else None
+    has_softcap = module.config.model_type in SOFTCAP_FAMILIES
+    return getattr(module.config, "final_logit_softcapping", None) if has_softcap else None
 
 
 @contextlib.contextmanager

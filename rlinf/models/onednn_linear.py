@@ -23,10 +23,10 @@ def use_onednn(module: nn.Module) -> None:
     """
     if not has_onednn():
         return
-    for part in module.modules():
+    for submodule in module.modules():
         # Subclasses (quantized, adapted) have another forward pass.
-        if type(part) is nn.Linear:
-            part.__class__ = OneDNNLinear
+        if type(submodule) is nn.Linear:
+            submodule.__class__ = OneDNNLinear
 
 
 def has_onednn() -> bool:
@@ -41,42 +41,42 @@ class OneDNNLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``; ``[..., in]`` to ``[..., out]``."""
         weight = self.weight
-        suits = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
-        suits = suits and not is_sharded(weight)  # as in tensor parallelism
-        if not suits or not input.numel():
+        is_supported = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
+        is_supported = is_supported and not is_sharded(weight)  # as in tensor parallelism
+        if not is_supported or not input.numel():
             return F.linear(input, weight, self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             # The view is outside the autograd function, because networks may modify the output in
             # place, which torch forbids for views created inside custom functions.
-            rows: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            rows: Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
                 input.reshape(-1, input.shape[-1]), weight, self.bias
             )
             return rows.view(*input.shape[:-1], len(weight))
         return onednn_linear(input, weight, self.bias)
 
 
-class _Product(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """A linear layer as an autograd function, with oneDNN in forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.biased = bias is not None
+        ctx.has_bias = bias is not None
         return onednn_linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, weight.shape[0])
-        wanted = ctx.needs_input_grad
-        of_input = of_weight = of_bias = None
-        if wanted[0]:
-            of_input = onednn_linear(gradient, weight.t(), None).view(input.shape)
-        if wanted[1]:
-            of_weight = onednn_linear(gradient.t(), input.reshape(-1, weight.shape[1]).t(), None)
-        if ctx.biased and wanted[2]:
-            of_bias = gradient.sum(0)
-        return of_input, of_weight, of_bias
+        needs_grad = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
+        if needs_grad[0]:
+            grad_input = onednn_linear(gradient, weight.t(), None).view(input.shape)
+        if needs_grad[1]:
+            grad_weight = onednn_linear(gradient.t(), input.reshape(-1, weight.shape[1]).t(), None)
+        if ctx.has_bias and needs_grad[2]:
+            grad_bias = gradient.sum(0)
+        return grad_input, grad_weight, grad_bias
 
 
 def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -97,43 +97,43 @@ class PackedRows:
     key_padding: Tensor
     """Number of left padding tokens in the keys of each row, over all blocks."""
     order: Tensor
-    """Index of each packed token among the queries, ``[L]``."""
+    """Index of each packed token in the queries, ``[L]``."""
     shapes: list[tuple[int, int, int, int]]
-    """``(n, r, k)`` of each block, and 1 if its keys have left padding."""
+    """``(n, r, k)`` of each block, followed by 1 if its keys have left padding, else 0."""
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
-    """Cached masks by block number and window."""
+    """Cached masks by block index and window."""
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Tensor]) -> PackedRows | None:
         """Return the layout of a batch from :func:`pack`, or None if rows are contiguous."""
         if "shapes" not in batch:
             return None
-        shapes = [(n, r, k, left) for n, r, k, left in batch["shapes"].tolist()]
+        shapes = [(n, r, k, padded) for n, r, k, padded in batch["shapes"].tolist()]
         return cls(batch["queries"], batch["keys"], batch["begins"], batch["order"], shapes)
 
-    def mask(self, number: int, window: int | None) -> Tensor | None:
-        """Return the attention mask of a block, bool ``[n, 1, r, k]`` or ``[1, 1, r, k]``, true
-        where a query sees a key. None: the plain causal mask."""
-        key = (number, window)
+    def mask(self, block: int, window: int | None) -> Tensor | None:
+        """Return the attention mask of a block, bool ``[n, 1, r, k]`` or ``[1, 1, r, k]``. It is
+        true where a query sees a key. None: the plain causal mask."""
+        key = (block, window)
         if key not in self.masks:
-            self.masks[key] = self._mask(number, window)
+            self.masks[key] = self._create_mask(block, window)
         return self.masks[key]
 
-    def _mask(self, number: int, window: int | None) -> Tensor | None:
-        _, width, wide, left = self.shapes[number]
-        if window is not None and window >= wide:
+    def _create_mask(self, block: int, window: int | None) -> Tensor | None:
+        _, num_queries, num_keys, has_left_padding = self.shapes[block]
+        if window is not None and window >= num_keys:
             window = None
-        if width == wide and window is None:
+        if num_queries == num_keys and window is None:
             return None
-        keys = torch.arange(wide, device=self.keys.device)
-        last = torch.arange(wide - width, wide, device=keys.device)[:, None]
+        keys = torch.arange(num_keys, device=self.keys.device)
+        last = torch.arange(num_keys - num_queries, num_keys, device=keys.device)[:, None]
         visible = keys <= last
         if window is not None:
             visible = visible & (keys > last - window)
         # Right padding follows all tokens of its row, so no token sees it.
-        if not left:
+        if not has_left_padding:
             return visible[None, None]
-        begins = torch.split(self.key_padding, [n for n, *_ in self.shapes])[number]
+        begins = torch.split(self.key_padding, [n for n, *_ in self.shapes])[block]
         return (visible & (keys >= begins[:, None, None]))[:, None]
 
 
@@ -162,45 +162,43 @@ def pack(
         at which it is predicted and its index in the flattened ``[B, length]``. With ``share``,
         also the fields of :class:`PackedRows`.
     """
-    tokens, parts, spans = list[np.ndarray](), list[np.ndarray](), list[tuple[int, int, int]]()
+    tokens, token_positions = list[np.ndarray](), list[np.ndarray]()
+    spans = list[tuple[int, int, int]]()
     size = 0
 
-    def place(number: int, row: np.ndarray, before: int, prompt: int) -> int:
-        """Put tokens of a row behind ``before`` others of it, which stand at ``prompt``; returns
-        where."""
+    def append(row: int, part: np.ndarray, offset: int, prompt: int) -> int:
+        """Append the part of a row after its first ``offset`` tokens, and return its start.
+        ``prompt`` is the start of these first tokens."""
         nonlocal size
-        begin, size = size, size + len(row)
-        if len(row):
-            tokens.append(row)
-            stop = before + len(row)
-            own = (
-                np.arange(before, stop)
-                if positions is None
-                else positions[number][..., before:stop]
+        begin, size = size, size + len(part)
+        if len(part):
+            tokens.append(part)
+            stop = offset + len(part)
+            token_positions.append(
+                np.arange(offset, stop) if positions is None else positions[row][..., offset:stop]
             )
-            parts.append(own)
-            spans.append((begin, len(row), prompt if before else -1))
+            spans.append((begin, len(part), prompt if offset else -1))
         return begin
 
     prompt_keys = list[object](keys or [prompt.tobytes() for prompt in prompts])
     prompt_keys = prompt_keys if share else list(range(len(prompts)))
     counts = Counter[object](prompt_keys)
-    first: dict[object, int] = {}
+    prompt_starts: dict[object, int] = {}
     kept = []
     for i, (key, prompt, answer) in enumerate(zip(prompt_keys, prompts, actions, strict=True)):
         if counts[key] == 1:
-            begin = place(i, np.concatenate((prompt, answer[:-1])), 0, -1)
+            begin = append(i, np.concatenate((prompt, answer[:-1])), 0, -1)
             kept.append(begin + len(prompt) - 1 + np.arange(len(answer)))
             continue
-        if key not in first:
-            first[key] = place(i, prompt, 0, -1)
-        begin = place(i, answer[:-1], len(prompt), first[key])
-        own = begin - 1 + np.arange(len(answer))
-        own[:1] = first[key] + len(prompt) - 1
-        kept.append(own)
+        if key not in prompt_starts:
+            prompt_starts[key] = append(i, prompt, 0, -1)
+        begin = append(i, answer[:-1], len(prompt), prompt_starts[key])
+        predictors = begin - 1 + np.arange(len(answer))
+        predictors[:1] = prompt_starts[key] + len(prompt) - 1
+        kept.append(predictors)
     arrays = {
         "tokens": np.concatenate(tokens)[None],
-        "positions": np.concatenate(parts, axis=-1)[..., None, :],
+        "positions": np.concatenate(token_positions, axis=-1)[..., None, :],
         "kept": np.concatenate(kept),
         "places": np.concatenate([i * length + np.arange(len(a)) for i, a in enumerate(actions)]),
     }
@@ -221,33 +219,34 @@ def _blocks(
         size: Number of all tokens.
     """
     queries, keys, begins = list[np.ndarray](), list[np.ndarray](), list[int]()
-    order, done, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
+    order, num_queries, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
     # Only rows with a shared prompt need a mask.
     for rows in (
         block
-        for some in (False, True)
-        for block in _alike([span for span in spans if (span[2] >= 0) is some])
+        for has_prompt in (False, True)
+        for block in _group_by_length([s for s in spans if (s[2] >= 0) is has_prompt])
     ):
         width = max(length for _, length, _ in rows)
-        before = max(ends[prompt] - prompt if prompt >= 0 else 0 for _, _, prompt in rows)
-        left = 0
+        max_prompt = max(ends[prompt] - prompt if prompt >= 0 else 0 for _, _, prompt in rows)
+        has_left_padding = 0
         for begin, length, prompt in rows:
-            own = np.zeros(before + width, np.int64)
-            own[before : before + length] = places = np.arange(begin, begin + length)
-            first = before - (ends[prompt] - prompt if prompt >= 0 else 0)
-            own[first:before] = np.arange(prompt, prompt + before - first)
-            order[places] = done + np.arange(length)
-            done += width
-            queries.append(own[before:])
-            keys.append(own)
-            begins.append(first)
-            left |= first > 0
-        shapes.append((len(rows), width, before + width, left))
+            indices = np.zeros(max_prompt + width, np.int64)
+            row = np.arange(begin, begin + length)
+            indices[max_prompt : max_prompt + length] = row
+            padding = max_prompt - (ends[prompt] - prompt if prompt >= 0 else 0)
+            indices[padding:max_prompt] = np.arange(prompt, prompt + max_prompt - padding)
+            order[row] = num_queries + np.arange(length)
+            num_queries += width
+            queries.append(indices[max_prompt:])
+            keys.append(indices)
+            begins.append(padding)
+            has_left_padding |= padding > 0
+        shapes.append((len(rows), width, max_prompt + width, has_left_padding))
     arrays = {"queries": np.concatenate(queries), "keys": np.concatenate(keys), "order": order}
     return {**arrays, "begins": np.array(begins), "shapes": np.array(shapes)}
 
 
-def _alike(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+def _group_by_length(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
     """Group rows of similar length into blocks, longest first."""
     blocks: list[list[tuple[int, int, int]]] = []
     for span in sorted(spans, key=lambda span: (-span[1], span[0])):
@@ -283,36 +282,36 @@ def packed_attention(
     Returns:
         ``[1, L, H, D]`` and None for the attention weights.
     """
-    every = [states[0].transpose(0, 1) for states in (query, key, value)]
+    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
     # One gather each, because the gradient of a gather is as large as its input.
     queries = torch.split(
-        every[0].index_select(0, rows.queries), [n * r for n, r, *_ in rows.shapes]
+        flat[0].index_select(0, rows.queries), [n * r for n, r, *_ in rows.shapes]
     )
     keys, values = (
         torch.split(states.index_select(0, rows.keys), [n * k for n, _, k, _ in rows.shapes])
-        for states in every[1:]
+        for states in flat[1:]
     )
     outputs = []
-    for number, (n, *_) in enumerate(rows.shapes):
+    for block, (n, *_) in enumerate(rows.shapes):
         # [n, H, r, D]
-        own, visible, there = (
-            parts[number].view(n, -1, *parts[number].shape[1:]).transpose(1, 2)
+        q, k, v = (
+            parts[block].view(n, -1, *parts[block].shape[1:]).transpose(1, 2)
             for parts in (queries, keys, values)
         )
-        mask = rows.mask(number, sliding_window)
+        mask = rows.mask(block, sliding_window)
         if softcap is None:
             out = F.scaled_dot_product_attention(
-                own,
-                visible,
-                there,
+                q,
+                k,
+                v,
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
                 scale=scaling,
-                enable_gqa=own.shape[1] != visible.shape[1],
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
-            out = softcapped_attention(own, visible, there, mask, scaling, softcap)
+            out = softcapped_attention(q, k, v, mask, scaling, softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, rows.order)[None], None
 
@@ -337,8 +336,8 @@ def softcapped_attention(
     Returns:
         ``[B, H, r, D]``.
     """
-    times = query.shape[1] // key.shape[1]
-    key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None:

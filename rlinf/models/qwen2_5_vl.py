@@ -1,8 +1,8 @@
 """Qwen2.5-VL policies (arXiv 2502.13923): language models with image inputs.
 
 The images of a prompt are in its trajectory (:mod:`rlinf.models.images`), and the prompt has their
-image tokens. With sharded weights, either all ranks call the vision network for a micro-batch or
-none does. So either all prompts of a task have images, or none has.
+image tokens. With sharded weights, all ranks must call the vision network for a micro-batch, or no
+rank. Therefore all prompts of a task must have images, or no prompt.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Qwen25VL(CausalLM):
         super().__init__(module, folder)
         self.supports_packing = True
         self._images = self.image_processor(folder)
-        self._ungenerated = self._images.ungenerated_token_ids
+        self._ungenerated_tokens = self._images.ungenerated_token_ids
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor:
@@ -108,10 +108,10 @@ class Qwen25VL(CausalLM):
                 f"model.path: {folder} is a {kind!r} model; model.name=qwen2_5_vl takes folders of "
                 f"the type {MODEL_TYPE!r}, model.name=causal_lm those of language models"
             )
-        published = HFFolder.from_config(config)
-        check_max_model_len(published, config)
+        hf_folder = HFFolder.from_config(config)
+        check_max_model_len(hf_folder, config)
         check_weight_files(folder)
-        check_vocabulary(published)
+        check_vocabulary(hf_folder)
         check_checkpoint_tensors(folder)
         check_rotary(folder, config)
         return cls.processor(folder, config)
@@ -151,25 +151,25 @@ class Qwen25VL(CausalLM):
             model_class: Any = Qwen2_5_VLForConditionalGeneration
             module = model_class._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
-        known = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
+        defaults = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
         values = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": config.patch_size,
-            "merge_size": known.merge_size,
-            "temporal_patch_size": known.temporal_patch_size,
-            "image_mean": known.image_mean,
-            "image_std": known.image_std,
-            "rescale_factor": known.rescale_factor,
+            "merge_size": defaults.merge_size,
+            "temporal_patch_size": defaults.temporal_patch_size,
+            "image_mean": defaults.image_mean,
+            "image_std": defaults.image_std,
+            "rescale_factor": defaults.rescale_factor,
             "size": {
                 "shortest_edge": (2 * config.patch_size) ** 2,
-                "longest_edge": known.max_pixels,
+                "longest_edge": defaults.max_pixels,
             },
         }
         (folder / PREPROCESSOR_FILE).write_text(json.dumps(values, indent=1))
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         for trajectory in trajectories:
-            if np.isin(trajectory.actions[:-1], self._ungenerated).any():
+            if np.isin(trajectory.actions[:-1], self._ungenerated_tokens).any():
                 raise DataError(
                     f"trajectory {tuple(trajectory.identity)}: an answer has an image token, "
                     "which engines must not generate"
@@ -178,12 +178,12 @@ class Qwen25VL(CausalLM):
         if not self._packing:
             rows = [row.T for row in self._positions(trajectories)]
             batch["positions"] = pad_right(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
-        seen, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
+        seen_prompts, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
         for trajectory in trajectories:
             key = self._prompt_key(trajectory)
-            if key in seen and self._shares_prompts:
+            if key in seen_prompts and self._shares_prompts:
                 continue
-            seen.add(key)
+            seen_prompts.add(key)
             columns = _image_columns(trajectory)
             images += unpack_images(columns)
             sizes.append(image_sizes(columns))
@@ -196,8 +196,8 @@ class Qwen25VL(CausalLM):
     def _prompt_key(self, trajectory: Trajectory) -> bytes:
         pixels = trajectory.pixels
         sizes = image_sizes(_image_columns(trajectory)).tobytes()
-        image = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
-        return super()._prompt_key(trajectory) + sizes + image
+        images = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
+        return super()._prompt_key(trajectory) + sizes + images
 
     def _positions(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         return [
@@ -209,10 +209,10 @@ class Qwen25VL(CausalLM):
         ]
 
     def _extra_inputs(self, batch: Batch) -> dict[str, Any]:
-        seen: dict[str, Any] = {"position_ids": batch["positions"]}
+        inputs: dict[str, Any] = {"position_ids": batch["positions"]}
         if "patches" in batch:
-            seen |= {"pixel_values": batch["patches"], "image_grid_thw": batch["grids"]}
-        return seen
+            inputs |= {"pixel_values": batch["patches"], "image_grid_thw": batch["grids"]}
+        return inputs
 
     @classmethod
     def check_packing(cls, config: CausalLMConfig) -> None:
@@ -222,7 +222,7 @@ class Qwen25VL(CausalLM):
         from transformers import AttentionInterface
 
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-        # Only the language model, because attention between patches is bidirectional.
+        # Only for the language model, because attention between patches is bidirectional.
         self.network.model.language_model.set_attn_implementation(PACKED_ATTENTION)
         self._packing = self._shares_prompts = True
 
@@ -231,8 +231,8 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
     """Return the ``transformers`` configuration of a new network."""
     from transformers import Qwen2_5_VLConfig
 
-    half = config.hidden // config.heads // 2
-    space = 3 * half // 8
+    num_frequencies = config.hidden // config.heads // 2
+    per_axis = 3 * num_frequencies // 8
     return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(vocabulary),
@@ -246,7 +246,7 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
-                "mrope_section": [half - 2 * space, space, space],
+                "mrope_section": [num_frequencies - 2 * per_axis, per_axis, per_axis],
             },
             "pad_token_id": 0,
             "eos_token_id": 1,

@@ -1,6 +1,6 @@
 """Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-The model library chooses such frequencies in each call, by the longest row. Then a row would depend
+``transformers`` chooses such frequencies in each call, by the longest row. A row would then depend
 on the other rows, and an update on its micro-batches. Here the frequencies are chosen once, by
 ``model.max_model_len``, as vLLM does.
 
@@ -39,24 +39,24 @@ class LengthScaling:
 
 def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     """Return the length-dependent scaling of a ``config.json``, or None."""
-    hunyuan = str(settings.get("model_type")).startswith("hunyuan")
+    is_hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
     lengths = (settings.get(name) for name in LENGTH_KEYS)
-    most = next((length for length in lengths if isinstance(length, int)), None)
+    max_length = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
         kind = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
-        if kind is None or most is None:
+        if kind is None or max_length is None:
             continue
-        if kind == "dynamic" and hunyuan and rope.get(HUNYUAN_FIXED_KEY):
+        if kind == "dynamic" and is_hunyuan and rope.get(HUNYUAN_FIXED_KEY):
             continue
-        named = settings.get("original_max_position_embeddings")
-        before = named or rope.get("original_max_position_embeddings")
+        key = "original_max_position_embeddings"
+        original_length = settings.get(key) or rope.get(key)
         if kind == "longrope":
-            return LengthScaling(kind, int(before or most), most)
+            return LengthScaling(kind, int(original_length or max_length), max_length)
         # The library does not scale up to max_position_embeddings.
         factor = max(1.0, float(rope.get("factor") or 1.0))
-        return LengthScaling(kind, most, int(most * factor))
+        return LengthScaling(kind, max_length, int(max_length * factor))
     return None
 
 
@@ -65,12 +65,12 @@ def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return []
-    nested = [part for part in rope.values() if isinstance(part, Mapping)]
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
     return nested or [rope]
 
 
-def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, where: str) -> None:
-    """Fix length-dependent frequencies to those of the longest sequence of the run.
+def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, source: str) -> None:
+    """Fix length-dependent frequencies for the longest sequence of the run.
 
     Other networks do not change.
 
@@ -79,7 +79,7 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
         settings: Its ``config.json``.
         limit: The longest sequence in tokens; None: the longest without scaling, as in
             :meth:`rlinf.models.hf_folder.HFFolder.max_model_len`.
-        where: The key and the folder, for error messages.
+        source: The key and the folder, for error messages.
 
     Raises:
         DataError: The network has no rotary embedding of the library that can be fixed, or its own
@@ -89,35 +89,35 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
     if scaling is None:
         return
     length = limit or scaling.original_length
-    result = False
+    has_scaled = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
         layers = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer_type in [name for name, kind in layers.items() if _varies(kind)]:
-            result = True
-            _fix(part, length, layer_type)
-            if not _is_fixed(part, scaling, length, layer_type):
+        for layer_type in [name for name, kind in layers.items() if _depends_on_length(kind)]:
+            has_scaled = True
+            _freeze(part, length, layer_type)
+            if not _is_frozen(part, scaling, length, layer_type):
                 raise DataError(
-                    f"{where}: {type(part).__name__} of the model library chooses its "
+                    f"{source}: {type(part).__name__} of the model library chooses its "
                     f"{scaling.rope_type} scaling by the longest row of each call, so beyond "
                     f"{scaling.original_length} tokens samples would depend on their neighbours; "
                     "set model.max_model_len (reward.max_length of a reward model) to "
                     f"{scaling.original_length} at most"
                 )
-    if not result:
+    if not has_scaled:
         raise DataError(
-            f"{where}: no rotary embedding of its network has the {scaling.rope_type} scaling of "
+            f"{source}: no rotary embedding of its network has the {scaling.rope_type} scaling of "
             "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
             "on their neighbours; use a checkpoint of a family whose scaling the model library "
             "computes, such as Llama or Phi-3"
         )
 
 
-def _varies(kind: Any) -> bool:
+def _depends_on_length(kind: Any) -> bool:
     return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
 
 
-def _fix(part: Any, length: int, layer_type: str | None) -> None:
+def _freeze(part: Any, length: int, layer_type: str | None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     prefix = "" if layer_type is None else f"{layer_type}_"
@@ -136,8 +136,8 @@ def _fix(part: Any, length: int, layer_type: str | None) -> None:
         part.rope_type = {**part.rope_type, layer_type: "default"}
 
 
-def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | None) -> bool:
-    """Return whether a rotary embedding is equal next to a short and next to a long row."""
+def _is_frozen(part: Any, scaling: LengthScaling, length: int, layer_type: str | None) -> bool:
+    """Return whether a rotary embedding is the same with a short and with a long other row."""
     import torch
 
     if getattr(part, f"{'' if layer_type is None else f'{layer_type}_'}inv_freq").is_meta:
@@ -145,13 +145,13 @@ def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | 
     settings = part.config.rope_parameters
     settings = settings if layer_type is None else settings[layer_type]
     position, last = min(scaling.original_length, length) - 1, length - 1
-    turned = []
+    embeddings = []
     for neighbour in (position, last):
         positions = torch.tensor([[position, neighbour]])
         if "mrope_section" in settings:  # time, height and width
             positions = positions.expand(3, -1, -1)
         options = {} if layer_type is None else {"layer_type": layer_type}
         result = part(torch.zeros(1), positions, **options)
-        parts = result if isinstance(result, tuple) else (result,)
-        turned.append([one[..., 0, :] for one in parts])
-    return all(map(torch.equal, *turned))
+        tensors = result if isinstance(result, tuple) else (result,)
+        embeddings.append([tensor[..., 0, :] for tensor in tensors])
+    return all(map(torch.equal, *embeddings))

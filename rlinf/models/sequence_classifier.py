@@ -57,9 +57,9 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
         cls, settings = _network(folder)
         module = _check_head(folder, cls, settings)
         freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
-        published = HFFolder(folder)
-        check_vocabulary(published)
-        return published.raw_tokenizer
+        hf_folder = HFFolder(folder)
+        check_vocabulary(hf_folder)
+        return hf_folder.raw_tokenizer
 
 
 def load_classifier(
@@ -89,11 +89,11 @@ def load_classifier(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-        missing, others = info["missing_keys"], info["unexpected_keys"]
-        raise_tensor_mismatch(f"{key}: {folder}", missing, others, info["mismatched_keys"])
+        missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+        raise_tensor_mismatch(f"{key}: {folder}", missing, unexpected, info["mismatched_keys"])
         freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
-    ready: nn.Module = module.eval().requires_grad_(False)
-    return ready
+    network: nn.Module = module.eval().requires_grad_(False)
+    return network
 
 
 def _network(folder: Path) -> tuple[Any, Any]:
@@ -113,13 +113,13 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
     """Check the classification head and return the network with parameters on ``meta``."""
     with meta_parameters():
         module = cls._from_config(settings)
-    own = module.state_dict()
-    head = sorted(n for n in own if not n.startswith(f"{module.base_model_prefix}."))
+    prefix = f"{module.base_model_prefix}."
+    head = sorted(name for name in module.state_dict() if not name.startswith(prefix))
     stored = add_base_prefix(stored_shapes(folder), module)
-    lacking = [name for name in head if name not in stored]
-    if lacking:
+    missing = [name for name in head if name not in stored]
+    if missing:
         raise DataError(
-            f"model.path: {folder} has no head for sequence classification ({lacking[0]} is not in "
+            f"model.path: {folder} has no head for sequence classification ({missing[0]} is not in "
             "its files): it is no reward model; its head would be random numbers"
         )
     if settings.num_labels != 1:

@@ -2,11 +2,11 @@
 
 A vision-language model computes keys and values of images, instruction and state once per chunk. An
 action expert, a smaller network, computes the velocity of the actions at each denoising step
-(:mod:`rlinf.models.denoising`). Actions attend only to earlier actions of their chunk, so actions
-that are not executed need not be computed.
+(:mod:`rlinf.models.denoising`). Actions attend only to earlier actions of their chunk. Actions that
+are not executed are therefore not computed.
 
-The policy folder has LeRobot's format (:mod:`rlinf.models.smolvla_folder`). A file beside the
-weights has the value head and the noise head, which LeRobot does not know.
+The policy folder has LeRobot's format (:mod:`rlinf.models.smolvla_folder`). An additional
+file has the value head and the noise head, which LeRobot's network lacks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import IMAGE_PREFIX
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.action_encoding import ActionBox, action_chunks, reset_unlike_value_head
+from rlinf.models.action_encoding import ActionBox, action_chunks, reset_mismatched_value_head
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
@@ -106,13 +106,12 @@ class SmolVLAPolicy(Policy):
             feature_size(settings, ACTION_FEATURE),
         )
         """Number of executed actions per chunk, and dimension of an action."""
-        self.supports_lora = (
-            config.noise_method != "learned"
-        )  # adapters do not cover the noise head
+        # Adapters do not cover the noise head.
+        self.supports_lora = config.noise_method != "learned"
         self.steps = int(settings["num_steps"])
         self._denoising = DenoisingChain(self.steps, config.noise_level, 2)
         self._cameras = list(map_cameras(settings, config.camera_map).values())
-        self._pictures = [IMAGE_PREFIX + camera for camera in self._cameras]
+        self._image_columns = [IMAGE_PREFIX + camera for camera in self._cameras]
         self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
         self._state = read_normalizer(
             folder,
@@ -124,20 +123,20 @@ class SmolVLAPolicy(Policy):
         self._action = read_normalizer(
             folder, POSTPROCESSOR, UNNORMALIZER_STEP, ACTION_FEATURE, self.action_shape[1]
         )
-        longest = int(settings["tokenizer_max_length"])
+        max_length = int(settings["tokenizer_max_length"])
 
-        def read(text: str) -> list[int]:
+        def tokenize(text: str) -> list[int]:
             text = text if text.endswith("\n") else text + "\n"
-            return list(tokenizer.encode(text).ids)[:longest]
+            return list(tokenizer.encode(text).ids)[:max_length]
 
-        self._prompts = InstructionTokenizer(read, pad_start=False)
+        self._tokenize = InstructionTokenizer(tokenize, pad_start=False)
 
     @classmethod
     def check(cls, config: SmolVLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
             raise ConfigError(
-                "task.images: model.name=smolvla sees pictures; name a camera and a size"
+                "task.images: model.name=smolvla reads images; name a camera and a size"
             )
         if action.get("kind") != "box":
             raise ConfigError(
@@ -158,7 +157,7 @@ class SmolVLAPolicy(Policy):
                 )
         check_smolvla_task(settings, vlm, config, spec)
         if config.norm_stats is not None:
-            _statistics(config.norm_stats, settings)
+            _read_statistics(config.norm_stats, settings)
         elif config.path is not None:
             read_normalizer(
                 source,
@@ -194,37 +193,37 @@ class SmolVLAPolicy(Policy):
         box = ActionBox.from_spec(spec["action"], None)
         statistics[ACTION_FEATURE] = {"mean": box.center.tolist(), "std": box.half_range.tolist()}
         if config.norm_stats is not None:
-            statistics = _statistics(config.norm_stats, settings)
+            statistics = _read_statistics(config.norm_stats, settings)
         write_processors(folder, settings, statistics)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = _network(settings, vlm, config)
-        _write(folder, module.state_dict())
+            module = _create_network(settings, vlm, config)
+        _write_weights(folder, module.state_dict())
 
     @classmethod
     def _copy(cls, config: SmolVLAConfig, folder: Path) -> None:
         assert config.path is not None
         source = config.path.expanduser().resolve()
-        _copy_beside(source, folder)
+        _copy_other_files(source, folder)
         for name in (WEIGHTS_FILE, HEADS_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        own = json.loads(read_text(source / "config.json"))
+        stored = json.loads(read_text(source / "config.json"))
         settings = read_policy_config(source)
-        described, _ = locate_vlm(source, settings, config.vlm_path)
+        vlm_folder, _ = locate_vlm(source, settings, config.vlm_path)
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
-        copy_non_weight_files(described.resolve(), folder / VLM_FOLDER)
+        copy_non_weight_files(vlm_folder.resolve(), folder / VLM_FOLDER)
         # Training updates these two weights separately, so they must not be tied.
         vlm = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
             "tie_word_embeddings": False
         }
         vlm["text_config"] |= {"tie_word_embeddings": False}
         (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
-        chosen = {"num_steps": config.denoising_steps, "n_action_steps": config.chunk_size}
-        own |= {name: value for name, value in chosen.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(own, indent=1))
+        changes = {"num_steps": config.denoising_steps, "n_action_steps": config.chunk_size}
+        stored |= {name: value for name, value in changes.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(stored, indent=1))
         if config.norm_stats is not None:
-            replace_statistics(folder, _statistics(config.norm_stats, settings))
+            replace_statistics(folder, _read_statistics(config.norm_stats, settings))
 
     @classmethod
     def load(cls, folder: Path, config: SmolVLAConfig) -> Self:
@@ -238,39 +237,39 @@ class SmolVLAPolicy(Policy):
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                module = _network(settings, vlm, config)
+                module = _create_network(settings, vlm, config)
             tensors = load_tensors(folder / WEIGHTS_FILE)
             if (folder / HEADS_FILE).is_file():
                 tensors |= load_tensors(folder / HEADS_FILE)
             for name, other in ((LM_HEAD, TOKEN_EMBEDDINGS), (TOKEN_EMBEDDINGS, LM_HEAD)):
-                if other in tensors:  # of tied weights one is stored
+                if other in tensors:  # only one of two tied weights is stored
                     tensors.setdefault(name, tensors[other])
-            own = module.state_dict()
-            for name, tensor in own.items():
+            initial = module.state_dict()
+            for name, tensor in initial.items():
                 if name.startswith(ADDED_HEADS):
                     tensors.setdefault(name, tensor)
             tensors = {
-                n: t for n, t in tensors.items() if n in own or not n.startswith(ADDED_HEADS)
+                n: t for n, t in tensors.items() if n in initial or not n.startswith(ADDED_HEADS)
             }
-            tensors = reset_unlike_value_head(tensors, own, folder)
+            tensors = reset_mismatched_value_head(tensors, initial, folder)
             check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
             module.load_state_dict(tensors)
             tokenizer = read_tokenizer(folder / VLM_FOLDER)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
-        known = len(own[TOKEN_EMBEDDINGS])
-        if tokenizer.get_vocab_size() > known:
+        vocabulary_size = len(initial[TOKEN_EMBEDDINGS])
+        if tokenizer.get_vocab_size() > vocabulary_size:
             raise DataError(
                 f"model.path: {folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens and "
-                f"the model {known}; they do not belong together"
+                f"the model {vocabulary_size}; they do not belong together"
             )
         return cls(module, folder, config, settings, tokenizer)
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        _copy_beside(self._folder, folder)
+        _copy_other_files(self._folder, folder)
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
         copy_non_weight_files(self._folder / VLM_FOLDER, folder / VLM_FOLDER)
-        _write(folder, tensors)
+        _write_weights(folder, tensors)
 
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert expert actions ``[T, D]`` to the chunk that starts at each step.
@@ -279,7 +278,7 @@ class SmolVLAPolicy(Policy):
         ``uniform`` ``[T]``.
         """
         length = self.action_shape[0]
-        chunks, counts = action_chunks(trajectory.actions, length)
+        chunks, mask = action_chunks(trajectory.actions, length)
         random = generator(seed, "imitation", *trajectory.identity.key)
         shape = (len(trajectory), length, self._widths[1])
         draws = {
@@ -287,7 +286,7 @@ class SmolVLAPolicy(Policy):
             "uniform": random.random(len(trajectory), np.float32),
         }
         columns = {**trajectory.policy_columns, **draws}
-        return replace(trajectory, actions=chunks, choice_mask=counts, policy_columns=columns)
+        return replace(trajectory, actions=chunks, choice_mask=mask, policy_columns=columns)
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories.
@@ -299,10 +298,10 @@ class SmolVLAPolicy(Policy):
         """
         length = max(map(len, trajectories))
         rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
-        prompt, there = self._prompts(pad_right(rows, length).numpy())
+        prompt, prompt_mask = self._tokenize(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
-            "there": there,
+            "there": prompt_mask,
             "state": self._scale_state(
                 pad_right([t.require("observations") for t in trajectories], length)
             ),
@@ -311,8 +310,8 @@ class SmolVLAPolicy(Policy):
         for camera in self._cameras:
             images = [t.images[camera] for t in trajectories]
             batch[IMAGE_PREFIX + camera] = pad_right(images, length)
-        sampled = CHAIN_COLUMN in trajectories[0].policy_columns
-        for name in [CHAIN_COLUMN] if sampled else ["noise", "uniform"]:
+        is_sampled = CHAIN_COLUMN in trajectories[0].policy_columns
+        for name in [CHAIN_COLUMN] if is_sampled else ["noise", "uniform"]:
             batch[name] = pad_right([t.policy_columns[name] for t in trajectories], length)
         if CHAIN_COLUMN not in batch:
             actions = self._action.normalize(pad_right([t.actions for t in trajectories], length))
@@ -322,20 +321,20 @@ class SmolVLAPolicy(Policy):
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Return log-probabilities and entropies ``[B, T, C, D]``; for demonstrations, the negative
         imitation losses."""
-        rows = FlatSteps(batch)
-        columns = rows.columns
+        flat = FlatSteps(batch)
+        columns = flat.columns
         if CHAIN_COLUMN not in columns:
             losses, values = self._imitation_loss(columns)
-            return StepOutputs(rows.scatter(-losses), None, rows.scatter(values))
+            return StepOutputs(flat.scatter(-losses), None, flat.scatter(values))
         tau = noise_fractions(self.steps).to(batch["mask"].device)
         velocity, raw, values = self.module(
             *self._inputs(columns, columns[CHAIN_COLUMN][:, :-1], tau)
         )
         logprobs, entropies = self._score_chain(columns[CHAIN_COLUMN], velocity, raw, temperature)
         return StepOutputs(
-            rows.scatter(logprobs),
-            rows.scatter(entropies) if entropy else None,
-            rows.scatter(values),
+            flat.scatter(logprobs),
+            flat.scatter(entropies) if entropy else None,
+            flat.scatter(values),
         )
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
@@ -354,9 +353,9 @@ class SmolVLAPolicy(Policy):
         rows = instructions_or_empty(
             None if instructions is None else instructions.cpu().numpy(), len(state)
         )
-        prompt, there = (x[0].to(state.device) for x in self._prompts(rows[None]))
-        pictures = [observations[name] for name in self._pictures]
-        prefix = self.module.prefix(prompt, there, self._scale_state(state), *pictures)
+        prompt, prompt_mask = (x[0].to(state.device) for x in self._tokenize(rows[None]))
+        images = [observations[name] for name in self._image_columns]
+        prefix = self.module.prefix(prompt, prompt_mask, self._scale_state(state), *images)
         chain = self.sample_chains(prefix, noise, temperature)
         tau = noise_fractions(self.steps).to(state.device)
         velocity, raw = self.module.velocity(prefix, chain[:, :-1], tau)
@@ -377,30 +376,30 @@ class SmolVLAPolicy(Policy):
             return result, None if raw is None else bounded_log_std(raw, self._noise_range)
 
         shape = (len(prefix.last_hidden), self.action_shape[0], self._widths[1])
-        first, drawn = torch.zeros(shape, device=prefix.last_hidden.device), None
+        first, step_noise = torch.zeros(shape, device=prefix.last_hidden.device), None
         if noise is not None:
-            first, drawn = noise[:, 0], noise[:, 1:]
-        return self._denoising.sample(velocity, first, drawn, temperature)
+            first, step_noise = noise[:, 0], noise[:, 1:]
+        return self._denoising.sample(velocity, first, step_noise, temperature)
 
     def parameter_group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value_head.") else "policy"
 
     def num_tokens(self, trajectory: Trajectory) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
-        patches = (self.module.width // vision.patch_size) ** 2 * len(self._pictures)
+        patches = (self.module.width // vision.patch_size) ** 2 * len(self._image_columns)
         return max(1, len(trajectory)) * (patches + self.steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:
-        pair: Any = self.module.model.vlm_with_expert
-        vlm = pair.vlm.model
-        return [*vlm.vision_model.encoder.layers, *vlm.text_model.layers, *pair.lm_expert["layers"]]
+        models: Any = self.module.model.vlm_with_expert
+        vlm, expert = models.vlm.model, models.lm_expert
+        return [*vlm.vision_model.encoder.layers, *vlm.text_model.layers, *expert["layers"]]
 
     def _inputs(
         self, columns: Mapping[str, Tensor], points: Tensor, tau: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the network inputs of rows ``[n, ...]``."""
-        known = (columns["prompt"], columns["there"], columns["state"])
-        return *known, points, tau, *(columns[name] for name in self._pictures)
+        images = (columns[name] for name in self._image_columns)
+        return columns["prompt"], columns["there"], columns["state"], points, tau, *images
 
     def _score_chain(
         self, chain: Tensor, velocity: Tensor, raw: Tensor | None, temperature: float
@@ -411,15 +410,16 @@ class SmolVLAPolicy(Policy):
         return result[0][..., : self.action_shape[1]], result[1][..., : self.action_shape[1]]
 
     def _imitation_loss(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the conditional flow matching loss (arXiv 2210.02747, eq. 14) of rows, the squared
-        errors of the velocity ``[n, C, D]``, and values ``[n]``.
+        """Return the conditional flow matching loss ``[n, C, D]`` and values ``[n]`` of rows.
 
-        As in LeRobot, times follow ``Beta(1.5, 1)``, with more of them near the noise. The errors
+        The loss is the squared error of the velocity (arXiv 2210.02747, eq. 14).
+
+        As in LeRobot, times follow ``Beta(1.5, 1)``, so most of them are near the noise. The errors
         of padding dimensions are distributed equally over the other dimensions.
         """
         tau = 0.001 + 0.999 * columns["uniform"][:, None] ** (1 / 1.5)
-        share, noise, actions = tau[..., None], columns["noise"], columns["actions"]
-        points = share * noise + (1 - share) * actions
+        weight, noise, actions = tau[..., None], columns["noise"], columns["actions"]
+        points = weight * noise + (1 - weight) * actions
         velocity, _, values = self.module(*self._inputs(columns, points[:, None], tau))
         errors, size = (velocity[:, 0] - (noise - actions)).square(), self.action_shape[1]
         return errors[..., :size] + errors[..., size:].sum(-1, keepdim=True) / size, values
@@ -431,14 +431,14 @@ class SmolVLAPolicy(Policy):
         return F.pad(scaled, (0, self._widths[0] - size))
 
 
-def _network(
+def _create_network(
     settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig
 ) -> SmolVLANetwork:
     learned = config.noise_method == "learned"
     return SmolVLANetwork(settings, vlm, learned_noise=learned, value_level=config.value_level)
 
 
-def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
+def _read_statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Read the statistics of states and actions from a data set's ``stats.json``.
 
     Raises:
@@ -451,12 +451,12 @@ def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, 
     result = read_feature_statistics(path.expanduser(), sizes)
     for feature, kind in ((STATE_FEATURE, "STATE"), (ACTION_FEATURE, "ACTION")):
         mode = settings["normalization_mapping"].get(kind, "IDENTITY")
-        where = f"model.norm_stats: {path}: {feature}"
-        FeatureNormalizer.from_statistics(mode, result[feature], sizes[feature], where)
+        source = f"model.norm_stats: {path}: {feature}"
+        FeatureNormalizer.from_statistics(mode, result[feature], sizes[feature], source)
     return result
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the weights and the added heads to their files."""
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     heads = {name: tensor for name, tensor in contiguous.items() if name.startswith(ADDED_HEADS)}
@@ -465,7 +465,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(heads, folder / HEADS_FILE, {"format": "pt"})
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
+def _copy_other_files(source: Path, folder: Path) -> None:
     """Copy the configuration and the processors with their statistics."""
     copy_non_weight_files(source, folder)
     for path in sorted(source.glob("policy_*processor*.safetensors")):

@@ -55,14 +55,14 @@ class FeatureNormalizer:
 
     @classmethod
     def from_statistics(
-        cls, mode: str, found: Mapping[str, Any], size: int, where: str, eps: float = EPS
+        cls, mode: str, statistics: Mapping[str, Any], size: int, source: str, eps: float = EPS
     ) -> FeatureNormalizer:
         """
         Args:
             mode: The normalization mode.
-            found: Statistics by name.
+            statistics: Statistics by name.
             size: Number of dimensions.
-            where: Prefix of error messages.
+            source: Prefix of error messages.
             eps: Constant against division by zero.
 
         Raises:
@@ -72,16 +72,16 @@ class FeatureNormalizer:
         if mode == "IDENTITY":
             return cls(mode, torch.zeros(size), torch.ones(size), eps)
         if names is None:
-            known = ", ".join(("IDENTITY", MEAN_STD, *RANGE_MODES))
-            raise DataError(f"{where}: scaled by {mode!r}; known are {known}")
-        if lacking := [name for name in names if name not in found]:
+            modes = ", ".join(("IDENTITY", MEAN_STD, *RANGE_MODES))
+            raise DataError(f"{source}: scaled by {mode!r}; known are {modes}")
+        if missing := [name for name in names if name not in statistics]:
             raise DataError(
-                f"{where}: no {', '.join(lacking)}, by which it is scaled ({mode}); give "
+                f"{source}: no {', '.join(missing)}, by which it is scaled ({mode}); give "
                 "model.norm_stats, the meta/stats.json of the data set that the policy acts on"
             )
-        low, high = (torch.as_tensor(found[name], dtype=torch.float32) for name in names)
+        low, high = (torch.as_tensor(statistics[name], dtype=torch.float32) for name in names)
         if low.shape != (size,) or high.shape != (size,):
-            raise DataError(f"{where}: of {low.numel()} numbers, and there are {size}")
+            raise DataError(f"{source}: of {low.numel()} numbers, and there are {size}")
         return cls(mode, low, high, eps)
 
     def normalize(self, values: Tensor) -> Tensor:
@@ -122,24 +122,24 @@ def read_normalizer(
         DataError: The normalization is missing or has another size.
     """
     path = folder / f"{processor}.json"
-    where = f"model.path: {path}: {feature}"
+    source = f"model.path: {path}: {feature}"
     try:
         steps = json.loads(read_text(path))["steps"]
-        found = next((each for each in steps if each.get("registry_name") == step), None)
-        if found is None:
+        entry = next((entry for entry in steps if entry.get("registry_name") == step), None)
+        if entry is None:
             raise DataError(
                 f"model.path: {path}: no step {step}, which says how {feature} is scaled"
             )
-        settings = found["config"]
+        settings = entry["config"]
         kind = settings["features"][feature]["type"]
         mode = settings["norm_map"].get(kind, "IDENTITY")
         tensors: dict[str, Tensor] = {}
-        if "state_file" in found:
-            tensors = load_tensors(folder / Path(found["state_file"]).name)
+        if "state_file" in entry:
+            tensors = load_tensors(folder / Path(entry["state_file"]).name)
         prefix = f"{feature}."
-        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        statistics = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         return FeatureNormalizer.from_statistics(
-            mode, own, size, where, float(settings.get("eps", EPS))
+            mode, statistics, size, source, float(settings.get("eps", EPS))
         )
     except FileNotFoundError as error:
         raise DataError(
@@ -148,7 +148,7 @@ def read_normalizer(
             "migrate_policy_normalization"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise DataError(f"{where}: the file is not as LeRobot writes it ({error!r})") from None
+        raise DataError(f"{source}: the file is not as LeRobot writes it ({error!r})") from None
 
 
 def read_feature_statistics(
@@ -160,15 +160,15 @@ def read_feature_statistics(
         DataError: The file cannot be read, or lacks a feature or dimensions.
     """
     try:
-        known, found = json.loads(read_text(path)), dict[str, dict[str, list[float]]]()
+        stored, statistics = json.loads(read_text(path)), dict[str, dict[str, list[float]]]()
         for feature, size in sizes.items():
-            rows = known[feature]
-            found[feature] = {
+            rows = stored[feature]
+            statistics[feature] = {
                 name: [float(number) for number in rows[name][:size]]
                 for name in ("mean", "std", *(n for pair in RANGE_MODES.values() for n in pair))
                 if name in rows
             }
-            for name, numbers in found[feature].items():
+            for name, numbers in statistics[feature].items():
                 if len(numbers) != size:
                     raise DataError(
                         f"model.norm_stats: {path}: {feature}.{name} has {len(numbers)} numbers; "
@@ -179,7 +179,7 @@ def read_feature_statistics(
             f"model.norm_stats: {path} is no stats.json of a data set of LeRobot ({error!r}); it "
             f"has of {' and '.join(sizes)} mean, std and the like, a list each"
         ) from None
-    return found
+    return statistics
 
 
 def write_processors(
@@ -193,8 +193,8 @@ def write_processors(
         statistics: Statistics of states and actions.
     """
     inputs, outputs = settings["input_features"], settings["output_features"]
-    scaled = {"eps": EPS, "norm_map": settings["normalization_mapping"]}
-    words = {
+    normalization = {"eps": EPS, "norm_map": settings["normalization_mapping"]}
+    tokenizer = {
         "max_length": settings["tokenizer_max_length"],
         "task_key": "task",
         "padding_side": "right",
@@ -208,27 +208,25 @@ def write_processors(
             {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
             {"registry_name": "to_batch_processor", "config": {}},
             {"registry_name": "smolvla_new_line_processor", "config": {}},
-            {"registry_name": "tokenizer_processor", "config": words},
+            {"registry_name": "tokenizer_processor", "config": tokenizer},
             device,
             {
                 "registry_name": NORMALIZER_STEP,
-                "config": {**scaled, "features": {**inputs, **outputs}},
+                "config": {**normalization, "features": {**inputs, **outputs}},
             },
         ],
         POSTPROCESSOR: [
-            {"registry_name": UNNORMALIZER_STEP, "config": {**scaled, "features": outputs}},
+            {"registry_name": UNNORMALIZER_STEP, "config": {**normalization, "features": outputs}},
             device,
         ],
     }
-    for processor, own in steps.items():
-        for number, step in enumerate(own):
-            if step["registry_name"] in (NORMALIZER_STEP, UNNORMALIZER_STEP):
-                step["state_file"] = (
-                    f"{processor}_step_{number}_{step['registry_name']}.safetensors"
-                )
-        write_statistics(folder, own, statistics)
+    for processor, entries in steps.items():
+        for index, step in enumerate(entries):
+            if (name := step["registry_name"]) in (NORMALIZER_STEP, UNNORMALIZER_STEP):
+                step["state_file"] = f"{processor}_step_{index}_{name}.safetensors"
+        write_statistics(folder, entries, statistics)
         (folder / f"{processor}.json").write_text(
-            json.dumps({"name": processor, "steps": own}, indent=2)
+            json.dumps({"name": processor, "steps": entries}, indent=2)
         )
 
 
@@ -241,14 +239,14 @@ def replace_statistics(folder: Path, statistics: FeatureStatistics) -> None:
     for processor in (PREPROCESSOR, POSTPROCESSOR):
         path = folder / f"{processor}.json"
         try:
-            known = json.loads(read_text(path))
-            for number, step in enumerate(known["steps"]):
+            values = json.loads(read_text(path))
+            for index, step in enumerate(values["steps"]):
                 if (name := step.get("registry_name")) in (NORMALIZER_STEP, UNNORMALIZER_STEP):
-                    step["state_file"] = f"{processor}_step_{number}_{name}.safetensors"
-            write_statistics(folder, known["steps"], statistics)
+                    step["state_file"] = f"{processor}_step_{index}_{name}.safetensors"
+            write_statistics(folder, values["steps"], statistics)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"model.path: {path} is not as LeRobot writes it ({error!r})") from None
-        path.write_text(json.dumps(known, indent=2))
+        path.write_text(json.dumps(values, indent=2))
 
 
 def write_statistics(
@@ -257,8 +255,8 @@ def write_statistics(
     """Write the statistics files of the normalization steps, each with all statistics."""
     flat = {
         f"{feature}.{name}": torch.tensor(numbers, dtype=torch.float32)
-        for feature, own in statistics.items()
-        for name, numbers in own.items()
+        for feature, rows in statistics.items()
+        for name, numbers in rows.items()
     }
     for step in steps:
         if (
@@ -362,14 +360,14 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     side = config.image_size or max(max(size) for size in spec["images"].values())
     state = config.proprio_dim or int(spec["observation"])
     size, chunk = int(spec["action"]["size"]), config.chunk_size or 8
-    pictures = {
+    images = {
         CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *size]}
         for name, size in spec["images"].items()
     }
     return {
         "type": SMOLVLA_TYPE,
         **LEROBOT_DEFAULTS,
-        "input_features": {**pictures, STATE_FEATURE: {"type": "STATE", "shape": [state]}},
+        "input_features": {**images, STATE_FEATURE: {"type": "STATE", "shape": [state]}},
         "output_features": {ACTION_FEATURE: {"type": "ACTION", "shape": [size]}},
         "chunk_size": chunk,
         "n_action_steps": chunk,
@@ -425,7 +423,7 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a folder, completed by :data:`LEROBOT_DEFAULTS`.
 
     Raises:
-        DataError: It is missing, of another policy, or uses unsupported options.
+        DataError: The file is missing, of another policy, or uses unsupported options.
     """
     check_checkpoint(folder, True)  # the folder's own code is never run
     path = folder / "config.json"
@@ -436,66 +434,67 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
             f"model.path: {folder} is of the type {kind!r}; model.name=smolvla takes LeRobot's "
             f"folders of the type {SMOLVLA_TYPE!r}"
         )
-    lacking = [n for n in ("input_features", "output_features") if not settings.get(n)]
-    if lacking:
-        raise DataError(f"model.path: {path} has no {', '.join(lacking)}")
-    for feature, where in ((STATE_FEATURE, "input_features"), (ACTION_FEATURE, "output_features")):
-        if feature not in settings[where]:
-            raise DataError(f"model.path: {path}: {where} has no {feature}")
-    layers, own = settings["num_vlm_layers"], settings["num_expert_layers"]
-    others = {
+    missing = [n for n in ("input_features", "output_features") if not settings.get(n)]
+    if missing:
+        raise DataError(f"model.path: {path} has no {', '.join(missing)}")
+    for feature, key in ((STATE_FEATURE, "input_features"), (ACTION_FEATURE, "output_features")):
+        if feature not in settings[key]:
+            raise DataError(f"model.path: {path}: {key} has no {feature}")
+    vlm_layers, expert_layers = settings["num_vlm_layers"], settings["num_expert_layers"]
+    is_unsupported = {
         "adapt_to_pi_aloha": bool(settings["adapt_to_pi_aloha"]),
         "add_image_special_tokens": bool(settings["add_image_special_tokens"]),
         "prefix_length": settings["prefix_length"] > 0,
         "n_obs_steps": settings["n_obs_steps"] != 1,
-        "num_expert_layers": own > 0 and own != layers,
+        "num_expert_layers": expert_layers > 0 and expert_layers != vlm_layers,
         "resize_imgs_with_padding": settings["resize_imgs_with_padding"] is None,
         "use_peft": bool(settings.get("use_peft")),
         "normalization_mapping": settings["normalization_mapping"].get("VISUAL", "IDENTITY")
         != "IDENTITY",
     }
-    if wrong := [name for name, is_other in others.items() if is_other]:
+    if unsupported := [name for name, value in is_unsupported.items() if value]:
+        name = unsupported[0]
         raise DataError(
-            f"model.path: {path}: {wrong[0]} is {settings[wrong[0]]}, which model.name=smolvla "
-            "has not"
+            f"model.path: {path}: {name} is {settings[name]}, which model.name=smolvla does not "
+            "support"
         )
     return settings
 
 
-def read_vlm_config(folder: Path, where: str) -> dict[str, Any]:
+def read_vlm_config(folder: Path, key: str) -> dict[str, Any]:
     """Read the ``config.json`` of a SmolVLM vision-language model.
 
     Args:
         folder: The model folder.
-        where: The configuration key, for error messages.
+        key: The configuration key, for error messages.
 
     Raises:
         DataError: The file is missing, or the model has another type.
     """
-    settings = read_json_object(folder / "config.json", where)
+    settings = read_json_object(folder / "config.json", key)
     check_links(folder)
     if settings.get("model_type") not in ("smolvlm", "idefics3"):
-        raise DataError(
-            f"{where}: {folder} is a {settings.get('model_type')!r} model, not 'smolvlm'"
-        )
-    for part in ("vision_config", "text_config"):
-        if not isinstance(settings.get(part), dict):
-            raise DataError(f"{where}: {folder}/config.json has no {part}")
+        raise DataError(f"{key}: {folder} is a {settings.get('model_type')!r} model, not 'smolvlm'")
+    for name in ("vision_config", "text_config"):
+        if not isinstance(settings.get(name), dict):
+            raise DataError(f"{key}: {folder}/config.json has no {name}")
     if not (folder / TOKENIZER_FILE).is_file():
         raise DataError(
-            f"{where}: {folder} has no {TOKENIZER_FILE}; copy it from that model's folder"
+            f"{key}: {folder} has no {TOKENIZER_FILE}; copy it from that model's folder"
         )
     return settings
 
 
-def locate_vlm(folder: Path, settings: Mapping[str, Any], other: Path | None) -> tuple[Path, str]:
+def locate_vlm(
+    folder: Path, settings: Mapping[str, Any], vlm_path: Path | None
+) -> tuple[Path, str]:
     """Return the folder of a policy's vision-language model and its configuration key.
 
     Raises:
         DataError: There is no such folder.
     """
-    if other is not None:
-        return other.expanduser(), "model.vlm_path"
+    if vlm_path is not None:
+        return vlm_path.expanduser(), "model.vlm_path"
     if not (folder / VLM_FOLDER).is_dir():
         raise DataError(
             f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds "
@@ -504,7 +503,7 @@ def locate_vlm(folder: Path, settings: Mapping[str, Any], other: Path | None) ->
     return folder / VLM_FOLDER, "model.path"
 
 
-def map_cameras(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, str]:
+def map_cameras(settings: Mapping[str, Any], camera_map: Mapping[str, str]) -> dict[str, str]:
     """Return the task's camera for each camera of a folder, in the folder's order.
 
     Empty cameras are omitted, because their tokens are masked.
@@ -514,13 +513,14 @@ def map_cameras(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[
         for name, feature in settings["input_features"].items()
         if feature["type"] == "VISUAL" and not name.startswith(EMPTY_CAMERA_PREFIX)
     ]
-    return {name: chosen.get(name, name) for name in names if not chosen or name in chosen}
+    used = [name for name in names if not camera_map or name in camera_map]
+    return {name: camera_map.get(name, name) for name in used}
 
 
 def feature_size(settings: Mapping[str, Any], feature: str) -> int:
     """Return the dimension of the state or of an action."""
-    where = "output_features" if feature == ACTION_FEATURE else "input_features"
-    return int(settings[where][feature]["shape"][0])
+    key = "output_features" if feature == ACTION_FEATURE else "input_features"
+    return int(settings[key][feature]["shape"][0])
 
 
 def check_smolvla_task(
@@ -529,19 +529,19 @@ def check_smolvla_task(
     """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: They do not fit.
     """
-    known, images = map_cameras(settings, {}), spec["images"]
-    if unknown := sorted(config.camera_map.keys() - known.keys()):
+    cameras, images = map_cameras(settings, {}), spec["images"]
+    if unknown := sorted(config.camera_map.keys() - cameras.keys()):
         raise ConfigError(
-            f"model.camera_map: {unknown[0]} is none of the model's; it sees {', '.join(known)}"
+            f"model.camera_map: {unknown[0]} is none of the model's; it sees {', '.join(cameras)}"
         )
     used = map_cameras(settings, config.camera_map)
     if missing := [name for name in used.values() if name not in images]:
         raise ConfigError(
-            f"task.images: the model sees {', '.join(known)}, the task shows "
-            f"{', '.join(images)}; set model.camera_map to which is which ({{{next(iter(known))}: "
-            f"{next(iter(images))}}})"
+            f"task.images: the model sees {', '.join(cameras)}, the task shows "
+            f"{', '.join(images)}; set model.camera_map to which is which "
+            f"({{{next(iter(cameras))}: {next(iter(images))}}})"
             if not config.camera_map
             else f"model.camera_map: the task shows no {missing[0]}, only {', '.join(images)}"
         )
@@ -550,7 +550,7 @@ def check_smolvla_task(
     tile = int(vision.get("patch_size", 32)) * merge
     if width != height or width % tile or width > int(vision.get("image_size", 224)):
         raise ConfigError(
-            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of "
+            f"model.image_size: images are resized to {width} x {height}, and must be squares of "
             f"whole tokens, {merge} x {merge} patches of {tile // merge} pixels each; change "
             "model.image_size or model.patch_size"
         )

@@ -39,7 +39,7 @@ class PrefixCache:
 
 
 class SmolVLALayer(nn.Module):
-    """A Llama layer that returns its keys and values and can attend to those of another layer."""
+    """A Llama layer that returns its keys and values and can attend to another model's layer."""
 
     def __init__(self, llama_layer: Any, cross_width: int | None = None) -> None:
         """
@@ -54,12 +54,10 @@ class SmolVLALayer(nn.Module):
         self.post_attention_layernorm = llama_layer.post_attention_layernorm
         self.is_cross_attention = cross_width is not None
         if cross_width is not None:
-            bias, out = (
-                llama_layer.self_attn.k_proj.bias is not None,
-                llama_layer.self_attn.k_proj.out_features,
-            )
-            llama_layer.self_attn.k_proj = nn.Linear(cross_width, out, bias=bias)
-            llama_layer.self_attn.v_proj = nn.Linear(cross_width, out, bias=bias)
+            attention = llama_layer.self_attn
+            bias, out = attention.k_proj.bias is not None, attention.k_proj.out_features
+            attention.k_proj = nn.Linear(cross_width, out, bias=bias)
+            attention.v_proj = nn.Linear(cross_width, out, bias=bias)
 
     def forward(
         self, hidden: Tensor, positions: Tensor, mask: Tensor, prefix: KeyValues | None = None
@@ -69,28 +67,29 @@ class SmolVLALayer(nn.Module):
         Args:
             hidden: ``[n, L, width]``.
             positions: ``[n, L]``.
-            mask: Attention mask bool ``[n, 1, L, S]`` over the prefix and the own positions.
+            mask: Attention mask bool ``[n, 1, L, S]`` over prefix and hidden states.
             prefix: Keys and values of the other model.
         """
-        inside, parts = self.input_layernorm(hidden), self.self_attn
-        queries = apply_rope(self._heads(parts.q_proj(inside)), positions)
+        inputs, attention = self.input_layernorm(hidden), self.self_attn
+        queries = apply_rope(self._split_heads(attention.q_proj(inputs)), positions)
         if self.is_cross_attention:
             assert prefix is not None
             flat = (column.transpose(1, 2).flatten(2) for column in prefix)
+            projections = (attention.k_proj, attention.v_proj)
             keys, values = (
-                self._heads(project(column))
-                for project, column in zip((parts.k_proj, parts.v_proj), flat, strict=True)
+                self._split_heads(project(column))
+                for project, column in zip(projections, flat, strict=True)
             )
         else:
-            keys = apply_rope(self._heads(parts.k_proj(inside)), positions)
-            values = self._heads(parts.v_proj(inside))
+            keys = apply_rope(self._split_heads(attention.k_proj(inputs)), positions)
+            values = self._split_heads(attention.v_proj(inputs))
             if prefix is not None:
                 keys, values = torch.cat([prefix[0], keys], 2), torch.cat([prefix[1], values], 2)
         attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
-        hidden = hidden + parts.o_proj(attended.transpose(1, 2).flatten(2))
+        hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
 
-    def _heads(self, column: Tensor) -> Tensor:
+    def _split_heads(self, column: Tensor) -> Tensor:
         size = self.self_attn.head_dim
         return column.reshape(*column.shape[:-1], -1, size).transpose(1, 2)
 
@@ -99,28 +98,31 @@ def apply_rope(column: Tensor, positions: Tensor) -> Tensor:
     """Apply rotary embeddings (arXiv 2104.09864) to ``[n, heads, L, size]`` at positions ``[n,
     L]``."""
     half = column.shape[-1] // 2
-    powers = torch.arange(half, device=column.device) * (2 / column.shape[-1])
-    angles = (positions[..., None] / ROPE_THETA**powers)[:, None]
+    exponents = torch.arange(half, device=column.device) * (2 / column.shape[-1])
+    angles = (positions[..., None] / ROPE_THETA**exponents)[:, None]
     sin, cos = angles.sin(), angles.cos()
-    one, other = column[..., :half].float(), column[..., half:].float()
-    return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(column.dtype)
+    first, second = column[..., :half].float(), column[..., half:].float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(column.dtype)
 
 
-def sinusoidal_time_embedding(tau: Tensor, width: int, least: float, longest: float) -> Tensor:
+def sinusoidal_time_embedding(
+    tau: Tensor, width: int, min_period: float, max_period: float
+) -> Tensor:
     """Return sinusoids of times ``[...]`` with periods in a range, float64 ``[..., width]``."""
-    share = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
-    angles = tau.double()[..., None] * (2 * math.pi / (least * (longest / least) ** share))
+    fractions = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
+    periods = min_period * (max_period / min_period) ** fractions
+    angles = tau.double()[..., None] * (2 * math.pi / periods)
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
-def resize_with_padding(pictures: Tensor, width: int, height: int) -> Tensor:
+def resize_with_padding(images: Tensor, width: int, height: int) -> Tensor:
     """Resize images ``[n, 3, H, W]`` in [0, 1] to fit, padded with zeros on the left and top."""
-    rows, columns = pictures.shape[2:]
+    rows, columns = images.shape[2:]
     ratio = max(columns / width, rows / height)
     size = (int(rows / ratio), int(columns / ratio))
     if size != (rows, columns):
-        pictures = F.interpolate(pictures, size=size, mode="bilinear", align_corners=False)
-    return F.pad(pictures, (width - size[1], 0, height - size[0], 0))
+        images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
+    return F.pad(images, (width - size[1], 0, height - size[0], 0))
 
 
 class VLMWithExpert(nn.Module):
@@ -136,27 +138,27 @@ class VLMWithExpert(nn.Module):
         self.vlm = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         text: Any = self.vlm.model.text_model
         count = settings["num_vlm_layers"]
-        kept = text.layers[:count] if count > 0 else text.layers
-        text.layers = nn.ModuleList(SmolVLALayer(layer) for layer in kept)
+        vlm_layers = text.layers[:count] if count > 0 else text.layers
+        text.layers = nn.ModuleList(SmolVLALayer(layer) for layer in vlm_layers)
         # The language model head is not used; as a buffer it stays in the folder untrained.
         head = self.vlm.lm_head.weight.detach()
         del self.vlm.lm_head.weight
         self.vlm.lm_head.register_buffer("weight", head)
-        kind: Any = config.text_config
-        own = kind.to_dict()
-        width = int(own["hidden_size"] * settings["expert_width_multiplier"])
-        own |= {"hidden_size": width, "intermediate_size": expert_intermediate_size(width)}
-        own |= {"num_hidden_layers": len(kept), "vocab_size": 1}
-        own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        expert = LlamaModel(type(kind)(**own))
-        beside = own["num_key_value_heads"] * own["head_dim"]
-        every = settings["self_attn_every_n_layers"]
+        text_config: Any = config.text_config
+        values = text_config.to_dict()
+        width = int(values["hidden_size"] * settings["expert_width_multiplier"])
+        values |= {"hidden_size": width, "intermediate_size": expert_intermediate_size(width)}
+        values |= {"num_hidden_layers": len(vlm_layers), "vocab_size": 1}
+        values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        expert = LlamaModel(type(text_config)(**values))
+        kv_width = values["num_key_value_heads"] * values["head_dim"]
+        period = settings["self_attn_every_n_layers"]
         layers = []
-        for number, layer in enumerate(expert.layers):
-            own_keys = "cross" not in settings["attention_mode"] or (
-                every > 0 and number % every == 0
+        for index, layer in enumerate(expert.layers):
+            is_self_attention = "cross" not in settings["attention_mode"] or (
+                period > 0 and index % period == 0
             )
-            layers.append(SmolVLALayer(layer, None if own_keys else beside))
+            layers.append(SmolVLALayer(layer, None if is_self_attention else kv_width))
         self.lm_expert = nn.ModuleDict({"layers": nn.ModuleList(layers), "norm": expert.norm})
         self.width = width
 
@@ -172,12 +174,12 @@ class VLAFlowMatching(nn.Module):
     def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
         super().__init__()
         self.vlm_with_expert = VLMWithExpert(settings, vlm)
-        width, narrow = vlm["text_config"]["hidden_size"], self.vlm_with_expert.width
-        self.state_proj = nn.Linear(settings["max_state_dim"], width)
-        self.action_in_proj = nn.Linear(settings["max_action_dim"], narrow)
-        self.action_out_proj = nn.Linear(narrow, settings["max_action_dim"])
-        self.action_time_mlp_in = nn.Linear(2 * narrow, narrow)
-        self.action_time_mlp_out = nn.Linear(narrow, narrow)
+        expert_width = self.vlm_with_expert.width
+        self.state_proj = nn.Linear(settings["max_state_dim"], vlm["text_config"]["hidden_size"])
+        self.action_in_proj = nn.Linear(settings["max_action_dim"], expert_width)
+        self.action_out_proj = nn.Linear(expert_width, settings["max_action_dim"])
+        self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
+        self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
 
 class SmolVLANetwork(nn.Module):
@@ -202,12 +204,14 @@ class SmolVLANetwork(nn.Module):
         self.model = VLAFlowMatching(settings, vlm)
         self.width, self.height = settings["resize_imgs_with_padding"]
         self.periods = (float(settings["min_period"]), float(settings["max_period"]))
-        wide, narrow = vlm["text_config"]["hidden_size"], self.model.vlm_with_expert.width
+        width, expert_width = vlm["text_config"]["hidden_size"], self.model.vlm_with_expert.width
         self._value_level = value_level
-        values = int(settings["n_action_steps"]) if value_level == "action" else 1
-        self.value_head = GeluMLP(wide, wide, values)
+        num_values = int(settings["n_action_steps"]) if value_level == "action" else 1
+        self.value_head = GeluMLP(width, width, num_values)
         self.noise_head = (
-            GeluMLP(narrow, narrow, settings["max_action_dim"]) if learned_noise else None
+            GeluMLP(expert_width, expert_width, settings["max_action_dim"])
+            if learned_noise
+            else None
         )
         for head in filter(None, (self.value_head, self.noise_head)):
             nn.init.zeros_(head.fc2.weight)
@@ -216,87 +220,84 @@ class SmolVLANetwork(nn.Module):
     def forward(
         self,
         prompt: Tensor,
-        there: Tensor,
+        prompt_mask: Tensor,
         state: Tensor,
         points: Tensor,
         tau: Tensor,
-        *pictures: Tensor,
+        *images: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return velocities and, if learned, noise outputs, float32 ``[n, K, C, A]``, and values as
         :meth:`value`.
 
         Args:
             prompt: Token ids ``[n, L]``, padded on the right.
-            there: The mask of the prompt, bool ``[n, L]``.
+            prompt_mask: The mask of the prompt, bool ``[n, L]``.
             state: Normalized state ``[n, max_state_dim]``.
             points: ``[n, K, C, max_action_dim]``, at ``K`` times.
             tau: The times, ``[K]`` or ``[n, K]``.
-            pictures: Images uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
+            images: Images uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
         """
-        prefix = self.prefix(prompt, there, state, *pictures)
+        prefix = self.prefix(prompt, prompt_mask, state, *images)
         return *self.velocity(prefix, points, tau), self.value(prefix)
 
     def prefix(
-        self, prompt: Tensor, there: Tensor, state: Tensor, *pictures: Tensor
+        self, prompt: Tensor, prompt_mask: Tensor, state: Tensor, *images: Tensor
     ) -> PrefixCache:
-        """Compute the part that does not depend on the actions."""
+        """Compute the keys and values of all inputs except the actions."""
         vlm: Any = self.model.vlm_with_expert.vlm.model
         text, dtype = vlm.text_model, self.model.state_proj.weight.dtype
-        parts = []
-        for picture in pictures:
-            pixels = resize_with_padding(picture.permute(0, 3, 1, 2) / 255, self.width, self.height)
+        embeddings = []
+        for image in images:
+            pixels = resize_with_padding(image.permute(0, 3, 1, 2) / 255, self.width, self.height)
             features = vlm.vision_model(pixel_values=(2 * pixels - 1).to(dtype)).last_hidden_state
-            parts.append(vlm.connector(features))
-        parts.append(text.embed_tokens(prompt).to(dtype))
-        root = parts[0].shape[-1] ** 0.5
-        shown = sum(part.shape[1] for part in parts[:-1])
-        hidden = torch.cat([root * part for part in parts], 1)
+            embeddings.append(vlm.connector(features))
+        embeddings.append(text.embed_tokens(prompt).to(dtype))
+        scale = embeddings[0].shape[-1] ** 0.5
+        num_image_tokens = sum(embedding.shape[1] for embedding in embeddings[:-1])
+        hidden = torch.cat([scale * embedding for embedding in embeddings], 1)
         hidden = torch.cat([hidden, self.model.state_proj(state.to(dtype))[:, None]], 1)
-        known = F.pad(F.pad(there, (shown, 0), value=True), (0, 1), value=True)
-        places = known.shape[1]
+        valid = F.pad(F.pad(prompt_mask, (num_image_tokens, 0), value=True), (0, 1), value=True)
+        length = valid.shape[1]
         # The state attends to all positions, and only the state attends to the state.
-        mask = known[:, None, None].expand(-1, 1, places, -1).clone()
+        mask = valid[:, None, None].expand(-1, 1, length, -1).clone()
         mask[..., :-1, -1] = False
         # Padding attends to itself, because attention without any key is NaN.
-        mask = mask | torch.eye(places, dtype=torch.bool, device=mask.device)
-        positions = known.long().cumsum(1) - 1
-        seen = []
+        mask = mask | torch.eye(length, dtype=torch.bool, device=mask.device)
+        positions = valid.long().cumsum(1) - 1
+        layers = []
         for layer in text.layers:
             hidden, keys, values = layer(hidden, positions, mask)
-            seen.append((keys, values))
-        return PrefixCache(seen, known, text.norm(hidden[:, -1]))
+            layers.append((keys, values))
+        return PrefixCache(layers, valid, text.norm(hidden[:, -1]))
 
     def velocity(
         self, prefix: PrefixCache, points: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return velocities and noise outputs at points ``[n, K, C, A]`` and times ``[K]`` or
-        ``[n, K]``, in one pass in which different times do not attend to each other."""
+        """Return velocities and noise outputs at points ``[n, K, C, A]``. Times are ``[K]`` or
+        ``[n, K]``. One pass computes all of them; different times do not attend to each other."""
         model = self.model
         expert: Any = model.vlm_with_expert.lm_expert
         count, times, length = points.shape[:3]
         dtype = model.action_in_proj.weight.dtype
         actions = model.action_in_proj(points.to(dtype))
         tau = tau.expand(count, times)
-        clock = sinusoidal_time_embedding(tau, actions.shape[-1], *self.periods).to(dtype)[
-            :, :, None
-        ]
-        both = torch.cat([actions, clock.expand_as(actions)], -1)
-        hidden = model.action_time_mlp_out(F.silu(model.action_time_mlp_in(both))).flatten(1, 2)
-        place = torch.arange(times * length, device=points.device)
-        block, within = place // length, place % length
-        own = (block[:, None] == block) & (within[:, None] >= within)
-        ahead = prefix.mask[:, None, None].expand(-1, 1, times * length, -1)
-        both_seen = torch.cat([ahead, own.expand(count, 1, -1, -1)], -1)
+        time = sinusoidal_time_embedding(tau, actions.shape[-1], *self.periods).to(dtype)
+        inputs = torch.cat([actions, time[:, :, None].expand_as(actions)], -1)
+        hidden = model.action_time_mlp_out(F.silu(model.action_time_mlp_in(inputs))).flatten(1, 2)
+        index = torch.arange(times * length, device=points.device)
+        block, step = index // length, index % length
+        causal_mask = (block[:, None] == block) & (step[:, None] >= step)
+        prefix_mask = prefix.mask[:, None, None].expand(-1, 1, times * length, -1)
+        full_mask = torch.cat([prefix_mask, causal_mask.expand(count, 1, -1, -1)], -1)
         start = prefix.mask.sum(1, keepdim=True)
-        for layer, seen in zip(expert["layers"], prefix.layers, strict=True):
+        for layer, key_values in zip(expert["layers"], prefix.layers, strict=True):
             # As in LeRobot, positions of cross-attention layers start at 0.
-            positions = within.expand(count, -1) if layer.is_cross_attention else start + within
-            hidden = layer(
-                hidden, positions, ahead if layer.is_cross_attention else both_seen, seen
-            )[0]
+            positions = step.expand(count, -1) if layer.is_cross_attention else start + step
+            mask = prefix_mask if layer.is_cross_attention else full_mask
+            hidden = layer(hidden, positions, mask, key_values)[0]
         hidden = expert["norm"](hidden).reshape(count, times, length, -1)
-        spread = None if self.noise_head is None else self.noise_head(hidden).float()
-        return model.action_out_proj(hidden).float(), spread
+        noise = None if self.noise_head is None else self.noise_head(hidden).float()
+        return model.action_out_proj(hidden).float(), noise
 
     def value(self, prefix: PrefixCache) -> Tensor:
         """Return values float32 ``[n]``, or ``[n, C]`` per executed action."""

@@ -25,8 +25,8 @@ from rlinf.models.vector_policy import VectorPolicy
 from rlinf.registry import ACTION_VALUES, IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS
 
 TANH_EDGE = 1e-6
-"""Actions of other sources are clamped this far inside the interval; the density at the edge is
-undefined."""
+"""Distance from the edge of the interval to which other actions are clamped, because the density at
+the edge is undefined."""
 
 
 def inverse_tanh(actions: Tensor, edge: float = TANH_EDGE) -> Tensor:
@@ -78,9 +78,9 @@ class CriticEnsemble(nn.Module):
         super().__init__()
         sizes = [size, *hidden, 1]
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for place, (a, b) in enumerate(itertools.pairwise(sizes)):
+        for layer, (a, b) in enumerate(itertools.pairwise(sizes)):
             bound = 1 / math.sqrt(a)
-            scale = bound * (gain if place + 2 == len(sizes) else 1.0)
+            scale = bound * (gain if layer + 2 == len(sizes) else 1.0)
             self.weights.append(nn.Parameter(torch.empty(count, a, b).uniform_(-scale, scale)))
             # [E, 1, b]: three-dimensional parameters get weight decay like the weights.
             self.biases.append(nn.Parameter(torch.empty(count, 1, b).uniform_(-scale, scale)))
@@ -89,7 +89,7 @@ class CriticEnsemble(nn.Module):
             self.norms.extend(EnsembleLayerNorm(count, width) for width in hidden)
         elif norm == "batch_renorm":
             self.norms.extend(EnsembleBatchRenorm(count, width) for width in sizes[:-1])
-        self._before = norm == "batch_renorm"
+        self._normalizes_inputs = norm == "batch_renorm"
 
     def forward(
         self, inputs: Tensor, *, frozen: bool = False, critics: Tensor | None = None
@@ -103,24 +103,24 @@ class CriticEnsemble(nn.Module):
             critics: int64 ``[K]``, compute only these networks: ``[K, B]``.
         """
         count = len(self.weights[0]) if critics is None else len(critics)
-        at = inputs.expand(count, *inputs.shape)
+        x = inputs.expand(count, *inputs.shape)
         last = len(self.weights) - 1
 
-        def own(parameter: Tensor) -> Tensor:
+        def select(parameter: Tensor) -> Tensor:
             parameter = parameter.detach() if frozen else parameter
             return parameter if critics is None else parameter[critics]
 
-        for place in range(last + 1):
-            if self._before:
-                at = self.norms[place](at, frozen=frozen, chosen=critics)
-            weight, bias = own(self.weights[place]), own(self.biases[place])
-            if place == last:
+        for layer in range(last + 1):
+            if self._normalizes_inputs:
+                x = self.norms[layer](x, frozen=frozen, critics=critics)
+            weight, bias = select(self.weights[layer]), select(self.biases[layer])
+            if layer == last:
                 # For one column, a matrix product would be six times slower.
-                return (at * weight.transpose(1, 2)).sum(-1) + bias[..., 0]
-            at = torch.bmm(at, weight) + bias
-            if len(self.norms) and not self._before:
-                at = self.norms[place](at, frozen=frozen, chosen=critics)
-            at = F.relu(at)
+                return (x * weight.transpose(1, 2)).sum(-1) + bias[..., 0]
+            x = torch.bmm(x, weight) + bias
+            if len(self.norms) and not self._normalizes_inputs:
+                x = self.norms[layer](x, frozen=frozen, critics=critics)
+            x = F.relu(x)
         raise AssertionError("an ensemble has a last layer")
 
 
@@ -132,9 +132,9 @@ class EnsembleLayerNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(count, 1, width))
         self.shift = nn.Parameter(torch.zeros(count, 1, width))
 
-    def forward(self, at: Tensor, *, frozen: bool, chosen: Tensor | None) -> Tensor:
-        gain, shift = _own(self.gain, self.shift, frozen, chosen)
-        return F.layer_norm(at, at.shape[-1:]) * gain + shift
+    def forward(self, x: Tensor, *, frozen: bool, critics: Tensor | None) -> Tensor:
+        gain, shift = _select_critics(self.gain, self.shift, frozen, critics)
+        return F.layer_norm(x, x.shape[-1:]) * gain + shift
 
 
 class EnsembleBatchRenorm(nn.Module):
@@ -157,15 +157,15 @@ class EnsembleBatchRenorm(nn.Module):
         self.register_buffer("variance", torch.ones(count, 1, width))
         self.register_buffer("batches", torch.zeros(1))
 
-    def forward(self, at: Tensor, *, frozen: bool, chosen: Tensor | None) -> Tensor:
-        gain, shift = _own(self.gain, self.shift, frozen, chosen)
+    def forward(self, x: Tensor, *, frozen: bool, critics: Tensor | None) -> Tensor:
+        gain, shift = _select_critics(self.gain, self.shift, frozen, critics)
         if frozen or not self.training:
-            mean, variance = _own(self.mean, self.variance, True, chosen)
-            return (at - mean) / (variance + 1e-5).sqrt() * gain + shift
-        assert chosen is None, "running statistics are of all networks"
-        variance, mean = torch.var_mean(at, 1, unbiased=False, keepdim=True)
+            mean, variance = _select_critics(self.mean, self.variance, True, critics)
+            return (x - mean) / (variance + 1e-5).sqrt() * gain + shift
+        assert critics is None, "running statistics are of all networks"
+        variance, mean = torch.var_mean(x, 1, unbiased=False, keepdim=True)
         deviation = (variance + 1e-5).sqrt()
-        out = (at - mean) / deviation
+        out = (x - mean) / deviation
         with torch.no_grad():
             if self.batches.item() >= RENORM_WARMUP_BATCHES:
                 running = (self.variance + 1e-5).sqrt()
@@ -179,16 +179,18 @@ class EnsembleBatchRenorm(nn.Module):
         return (out * r + d) * gain + shift
 
 
-def _own(one: Tensor, other: Tensor, frozen: bool, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+def _select_critics(
+    first: Tensor, second: Tensor, frozen: bool, critics: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if frozen:
-        one, other = one.detach(), other.detach()
-    return (one, other) if chosen is None else (one[chosen], other[chosen])
+        first, second = first.detach(), second.detach()
+    return (first, second) if critics is None else (first[critics], second[critics])
 
 
 LOG_STD_RANGE = (-20.0, 2.0)
 IMITATION_EDGE = 1e-3
-"""Imitated actions are clamped this far inside the interval, because the density is unbounded at
-its edge."""
+"""Distance from the edge of the interval to which imitated actions are clamped, because the density
+is unbounded at the edge."""
 
 
 class MLPQConfig(Section):
@@ -222,30 +224,30 @@ class QNetworks(nn.Module):
         super().__init__()
         width, size = settings["observation"], settings["action"]["size"]
         self.policy = _network([width, *settings["hidden"], 2 * size])
-        many, wide = settings["num_critics"], settings["critic_hidden"]
-        self.critics = CriticEnsemble(many, width + size, wide, settings["critic_norm"])
+        count, hidden = settings["num_critics"], settings["critic_hidden"]
+        self.critics = CriticEnsemble(count, width + size, hidden, settings["critic_norm"])
         self.targets: CriticEnsemble | None = None
         if settings["use_target_critics"]:
-            self.targets = CriticEnsemble(many, width + size, wide, settings["critic_norm"])
+            self.targets = CriticEnsemble(count, width + size, hidden, settings["critic_norm"])
             self.targets.load_state_dict(self.critics.state_dict())
             self.targets.requires_grad_(False)
         self.value = (
             _network([width, *settings["hidden"], 1]) if settings["use_state_value"] else None
         )
-        start = math.log(settings["initial_temperature"])
-        self.log_temperature = nn.Parameter(torch.full((1,), start))
+        initial = math.log(settings["initial_temperature"])
+        self.log_temperature = nn.Parameter(torch.full((1,), initial))
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation ``[..., A]`` before tanh, float32."""
-        mean, spread = self.policy(observations).float().chunk(2, -1)
-        return mean, spread.clamp(*LOG_STD_RANGE)
+        mean, log_std = self.policy(observations).float().chunk(2, -1)
+        return mean, log_std.clamp(*LOG_STD_RANGE)
 
     @torch.no_grad()
     def polyak_update(self, rate: float) -> None:
         """Move the target networks towards the critics by ``rate`` (Polyak averaging)."""
         assert self.targets is not None
-        own: list[Tensor] = [*self.targets.parameters()]
-        torch._foreach_lerp_(own, [*self.critics.parameters()], rate)
+        targets: list[Tensor] = [*self.targets.parameters()]
+        torch._foreach_lerp_(targets, [*self.critics.parameters()], rate)
 
 
 class MLPQPolicy(VectorPolicy):
@@ -277,9 +279,11 @@ class MLPQPolicy(VectorPolicy):
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Compute step outputs; the entropy estimate is the negative log-probability."""
-        seen, mask = batch["observations"].float(), batch["mask"]
-        logprobs = self.action_logprob(seen, batch["actions"], temperature) * mask
-        values = None if self.module.value is None else self.module.value(seen)[..., 0] * mask
+        observations, mask = batch["observations"].float(), batch["mask"]
+        logprobs = self.action_logprob(observations, batch["actions"], temperature) * mask
+        values = None
+        if self.module.value is not None:
+            values = self.module.value(observations)[..., 0] * mask
         return StepOutputs(logprobs, -logprobs if entropy else None, values)
 
     def action_logprob(
@@ -337,9 +341,14 @@ class MLPQPolicy(VectorPolicy):
 
     def parameter_group(self, parameter: str) -> str:
         """Return ``critic``, ``value`` (of a state), ``temperature``, or else ``policy``."""
-        stem = parameter.partition(".")[0]
-        named = {"critics": "critic", "targets": "critic", "value": "value"}
-        return named.get(stem, "temperature" if stem == "log_temperature" else "policy")
+        module = parameter.partition(".")[0]
+        groups = {
+            "critics": "critic",
+            "targets": "critic",
+            "value": "value",
+            "log_temperature": "temperature",
+        }
+        return groups.get(module, "policy")
 
 
 def _network(sizes: Sequence[int]) -> nn.Sequential:

@@ -81,8 +81,7 @@ class VectorPolicy(Policy):
         return transition_dtype(self.settings["observation"], self.settings["action"]["size"])
 
     def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
-        """Return executed actions ``[..., A]`` of transitions in the policy's units, for critics
-        and imitation losses."""
+        """Return executed actions ``[..., A]`` in the policy's units, for critics and imitation."""
         return (
             actions
             if self.action_box is None
@@ -142,35 +141,37 @@ class NormalizedVectorPolicy(VectorPolicy):
     def update_observation_stats(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the observations of unmasked steps to the running statistics.
 
-        Masked steps may have observations that are no simulator state. The pairwise update of Chan,
+        Observations of masked steps may not be simulator states. The pairwise update of Chan,
         Golub and LeVeque (1979) is exact for all batch sizes.
         """
         if not self.settings["normalize_observations"]:
             return
         module = self.module
-        every = [t.require("observations")[loss_mask(t)] for t in trajectories]
-        observations = np.concatenate(every)
+        observations = np.concatenate(
+            [t.require("observations")[loss_mask(t)] for t in trajectories]
+        )
         if not len(observations):
             return
         batch = torch.as_tensor(observations, dtype=torch.float64)
         mean = batch.mean(0).to(module.mean.device)
         variance = batch.var(0, unbiased=False).to(module.mean.device)
-        old, new = module.seen, len(batch)
-        total = old + new
+        old_count, new_count = module.seen, len(batch)
+        total = old_count + new_count
         delta = mean - module.mean
-        squares = module.square * old + variance * new + delta.square() * old * new / total
+        squares = module.square * old_count + variance * new_count
+        squares = squares + delta.square() * old_count * new_count / total
         module.square.copy_(squares / total)
-        module.mean.add_(delta * new / total)
+        module.mean.add_(delta * new_count / total)
         module.seen.copy_(total)
 
 
 def tanh_network(sizes: Sequence[int], last_gain: float | None) -> nn.Sequential:
-    """Return linear layers with tanh after each one, or with an output layer of the given gain."""
+    """Return linear layers, each followed by tanh; with ``last_gain`` the last layer is linear."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(sizes)):
-        output = last_gain is not None and i + 2 == len(sizes)
+        is_output = last_gain is not None and i + 2 == len(sizes)
         linear = nn.Linear(a, b)
-        nn.init.orthogonal_(linear.weight, last_gain if last_gain and output else 2**0.5)
+        nn.init.orthogonal_(linear.weight, last_gain if last_gain and is_output else 2**0.5)
         nn.init.zeros_(linear.bias)
-        layers += [linear] if output else [linear, nn.Tanh()]
+        layers += [linear] if is_output else [linear, nn.Tanh()]
     return nn.Sequential(*layers)

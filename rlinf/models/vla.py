@@ -1,10 +1,10 @@
 """OpenVLA policies: images and an instruction in, a chunk of actions as tokens out.
 
 The network is OpenVLA (arXiv 2406.09246) with the parallel decoding of OpenVLA-OFT (arXiv
-2502.19645). Image patch features become tokens in front of the prompt. Behind the prompt there is
-one placeholder per number of each action of the chunk (empty in the paper, learned here). Attention
-is bidirectional, and one pass gives the probabilities of all placeholders over the action tokens
-(:mod:`rlinf.models.action_encoding`). As for any language model head, the logits of a placeholder
+2502.19645). Image patch features become tokens before the prompt. After the prompt there is one
+placeholder for each number of each action of the chunk (empty in the paper, learned here).
+Attention is bidirectional, and one pass gives the distribution of each placeholder over the action
+tokens (:mod:`rlinf.models.action_encoding`). As in any language model, the logits of a placeholder
 are at the position before it. With OpenVLA's two vision towers (``use_fused_vision_backbone``) the
 layout is that of OpenVLA-OFT, and placeholders are empty.
 
@@ -40,7 +40,7 @@ from rlinf.models.action_encoding import (
     ActionBox,
     action_chunks,
     read_action_statistics,
-    reset_unlike_value_head,
+    reset_mismatched_value_head,
 )
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
@@ -91,17 +91,17 @@ class VLAPolicy(Policy):
     ) -> None:
         self.module, self._folder, self.bins, self._prompt = module, folder, bins, prompt
 
-        def read(text: str) -> list[int]:
+        def tokenize(text: str) -> list[int]:
             ids: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
             return ids
 
-        self._prompts = InstructionTokenizer(read, pad_start=True)
+        self._tokenize = InstructionTokenizer(tokenize, pad_start=True)
 
     @classmethod
     def check(cls, config: VLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
-            raise ConfigError("task.images: model.name=vla sees pictures; name a camera and a size")
+            raise ConfigError("task.images: model.name=vla reads images; name a camera and a size")
         if action.get("kind") != "box":
             raise ConfigError(
                 "model.name: vla acts by vectors of numbers, and this task's actions are choices; "
@@ -131,8 +131,8 @@ class VLAPolicy(Policy):
         if config.path is not None:
             source = config.path.expanduser().resolve()
             copy_non_weight_files(source, folder)
-            if more := missing_settings(source, config, spec):
-                values = {**read_config_json(source), **more}
+            if missing := missing_settings(source, config, spec):
+                values = {**read_config_json(source), **missing}
                 (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1))
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
@@ -178,8 +178,9 @@ class VLAPolicy(Policy):
             if module.places is not None and "places" not in tensors:
                 # The placeholders of OpenVLA-OFT are empty.
                 tensors["places"] = torch.zeros_like(module.places)
-            own = module.state_dict()
-            module.load_state_dict({**own, **reset_unlike_value_head(tensors, own, folder)})
+            initial = module.state_dict()
+            tensors = reset_mismatched_value_head(tensors, initial, folder)
+            module.load_state_dict({**initial, **tensors})
             bins = ActionBins.from_statistics(
                 statistics["action"], module.first_action_token, module.n_action_bins
             )
@@ -198,9 +199,9 @@ class VLAPolicy(Policy):
 
         ``choice_mask`` masks actions after the end of the episode.
         """
-        chunks, counts = action_chunks(trajectory.actions, self.module.action_shape[0])
+        chunks, mask = action_chunks(trajectory.actions, self.module.action_shape[0])
         columns = {**trajectory.policy_columns, "tokens": self.bins.encode(chunks)}
-        return replace(trajectory, actions=chunks, choice_mask=counts, policy_columns=columns)
+        return replace(trajectory, actions=chunks, choice_mask=mask, policy_columns=columns)
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories.
@@ -211,10 +212,10 @@ class VLAPolicy(Policy):
         """
         length = max(map(len, trajectories))
         rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
-        prompt, token_mask = self._prompts(pad_right(rows, length).numpy())
+        prompt, prompt_mask = self._tokenize(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
-            "there": token_mask,
+            "there": prompt_mask,
             "actions": pad_right([t.policy_columns["tokens"] for t in trajectories], length),
             "mask": pad_right([np.ones(len(t), np.float32) for t in trajectories], length),
         }
@@ -227,19 +228,17 @@ class VLAPolicy(Policy):
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Return log-probabilities and entropies ``[B, T, C, D]`` per token."""
-        rows = FlatSteps(batch)
-        columns = rows.columns
+        flat = FlatSteps(batch)
+        columns = flat.columns
         logits, values = self._forward(columns)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
-        chosen = logprobs.gather(
-            -1, (columns["actions"] - self.module.first_action_token)[..., None]
-        )[..., 0]
+        bins = columns["actions"] - self.module.first_action_token
+        action_logprobs = logprobs.gather(-1, bins[..., None])[..., 0]
         entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
-
         return StepOutputs(
-            rows.scatter(chosen),
-            None if entropies is None else rows.scatter(entropies),
-            rows.scatter(values),
+            flat.scatter(action_logprobs),
+            None if entropies is None else flat.scatter(entropies),
+            flat.scatter(values),
         )
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
@@ -256,21 +255,21 @@ class VLAPolicy(Policy):
         rows = instructions_or_empty(
             None if instructions is None else instructions.cpu().numpy(), len(state)
         )
-        prompt, token_mask = (x[0].to(state.device) for x in self._prompts(rows[None]))
-        seen = {**observations, "prompt": prompt, "there": token_mask, "state": state}
-        logits, values = self._forward(seen)
+        prompt, prompt_mask = (x[0].to(state.device) for x in self._tokenize(rows[None]))
+        columns = {**observations, "prompt": prompt, "there": prompt_mask, "state": state}
+        logits, values = self._forward(columns)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
         if noise is None:
-            choice = logprobs.argmax(-1)
+            bins = logprobs.argmax(-1)
         else:
             # Inverse transform sampling from the cumulative distribution.
-            below = logprobs.exp().cumsum(-1) <= noise[..., None]
-            choice = below.sum(-1).clamp(max=self.module.n_action_bins - 1)
-        tokens = choice + self.module.first_action_token
+            is_below = logprobs.exp().cumsum(-1) <= noise[..., None]
+            bins = is_below.sum(-1).clamp(max=self.module.n_action_bins - 1)
+        tokens = bins + self.module.first_action_token
         return {
             "action": self.bins.decode(tokens),
             "tokens": tokens,
-            "logprob": logprobs.gather(-1, choice[..., None])[..., 0],
+            "logprob": logprobs.gather(-1, bins[..., None])[..., 0],
             "value": values,
         }
 

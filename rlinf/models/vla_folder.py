@@ -173,43 +173,43 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_vla_config(folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read the ``config.json`` of a folder and add the sizes and normalization of named towers.
 
     Args:
         folder: The policy folder.
-        more: Values that the file omits (:func:`missing_settings`).
+        missing: Values that the file omits (:func:`missing_settings`).
 
     Raises:
         DataError: A file is missing, belongs to another model, or lacks values.
     """
     # The folder's own code is never run.
     check_checkpoint(folder, True)
-    settings = {**read_config_json(folder), **(more or {})}
-    where = f"model.path: {folder}/config.json"
+    settings = {**read_config_json(folder), **(missing or {})}
+    source = f"model.path: {folder}/config.json"
     if settings["model_type"] != MODEL_TYPE:
         raise DataError(
             f"model.path: {folder} is a {settings['model_type']!r} model; model.name=vla takes "
             f"folders of the type {MODEL_TYPE!r}"
         )
-    fused = settings.setdefault("use_fused_vision_backbone", False)
-    named = fused and "vision_config" not in settings
+    is_fused = settings.setdefault("use_fused_vision_backbone", False)
+    has_named_towers = is_fused and "vision_config" not in settings
     needed = ["text_config", "n_action_bins", "num_actions_chunk", "action_dim"]
-    needed += ["timm_model_ids", "image_sizes"] if named else ["vision_config"]
-    lacking = [name for name in (*needed, "cameras", "prompt") if name not in settings]
+    needed += ["timm_model_ids", "image_sizes"] if has_named_towers else ["vision_config"]
+    absent = [name for name in (*needed, "cameras", "prompt") if name not in settings]
     if "vision_config" in settings:
-        lacking += _lacking(settings["vision_config"], fused=fused)
-    if lacking:
+        absent += _missing_vision_keys(settings["vision_config"], fused=is_fused)
+    if absent:
         raise DataError(
-            f"{where} has no {', '.join(lacking)}; model.name=vla reads folders of its own, and "
+            f"{source} has no {', '.join(absent)}; model.name=vla reads folders of its own, and "
             "published ones of two vision towers (use_fused_vision_backbone)"
         )
-    if named:
-        settings["vision_config"] = _known_towers(where, settings)
-    if fused:
-        settings["vision_config"] = _scaled(folder, settings["vision_config"])
+    if has_named_towers:
+        settings["vision_config"] = _known_towers(source, settings)
+    if is_fused:
+        settings["vision_config"] = _add_normalization(folder, settings["vision_config"])
     if (kind := settings["text_config"].get("model_type", "llama")) != "llama":
-        raise DataError(f"{where}: text_config.model_type: {kind!r}; model.name=vla has a Llama")
+        raise DataError(f"{source}: text_config.model_type: {kind!r}; model.name=vla has a Llama")
     if parts := sorted(path.name for path in folder.glob("*_checkpoint.pt")):
         raise DataError(
             f"model.path: {folder} has {', '.join(parts)}: parts beside the language model, which "
@@ -219,44 +219,44 @@ def read_vla_config(folder: Path, more: Mapping[str, Any] | None = None) -> dict
     return settings
 
 
-def _lacking(vision: Any, *, fused: bool) -> list[str]:
+def _missing_vision_keys(vision: Any, *, fused: bool) -> list[str]:
     """Return the missing keys of a ``vision_config``."""
     sizes = {"image_size", *next(iter(KNOWN_TOWERS.values()))} - (set() if fused else {"registers"})
     towers = {f"vision_config.{t}": vision.get(t, {}) for t in TOWERS} if fused else {}
     return [
-        f"{place}.{name}"
-        for place, tower in (towers or {"vision_config": vision}).items()
+        f"{key}.{name}"
+        for key, tower in (towers or {"vision_config": vision}).items()
         for name in sorted(sizes - tower.keys())
     ]
 
 
-def _known_towers(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _known_towers(source: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of the towers that a published folder names."""
     ids, sides = settings["timm_model_ids"], settings["image_sizes"]
     if [str(name).partition(".")[0] for name in ids] != list(KNOWN_TOWERS):
         raise DataError(
-            f"{where}: timm_model_ids: {ids}; the towers that model.name=vla knows are "
+            f"{source}: timm_model_ids: {ids}; the towers that model.name=vla knows are "
             f"{', '.join(KNOWN_TOWERS)}, in this order"
         )
     sizes = [[side, side] if isinstance(side, int) else list(side) for side in sides]
     if len(sizes) != len(TOWERS) or sizes[0] != sizes[1]:
-        raise DataError(f"{where}: image_sizes: {sides}; both towers see pictures of one size")
+        raise DataError(f"{source}: image_sizes: {sides}; both towers read images of one size")
     return {
         tower: {**known, "image_size": size}
         for tower, known, size in zip(TOWERS, KNOWN_TOWERS.values(), sizes, strict=True)
     }
 
 
-def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
+def _add_normalization(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
     """Add the colour normalization in the folder's preprocessor config to the towers."""
     key = "tvf_normalize_params"
     params: Any = read_json_object(folder / PREPROCESSOR_FILE).get(key)
     try:
-        scalings = [
-            {name: list(map(float, one[name])) for name in ("mean", "std")} for one in params
+        normalizations = [
+            {name: list(map(float, values[name])) for name in ("mean", "std")} for values in params
         ]
-        rows = [row for scaling in scalings for row in scaling.values()]
-        if len(scalings) != len(TOWERS) or any(len(row) != 3 for row in rows):
+        rows = [row for normalization in normalizations for row in normalization.values()]
+        if len(normalizations) != len(TOWERS) or any(len(row) != 3 for row in rows):
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
@@ -264,7 +264,8 @@ def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
             f"colours for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
-        tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, scalings, strict=True)
+        tower: {**towers[tower], **normalization}
+        for tower, normalization in zip(TOWERS, normalizations, strict=True)
     }
 
 
@@ -305,8 +306,8 @@ def read_folder_statistics(
     dataset = config.unnorm_key or settings.get("unnorm_key")
     if "norm_stats" not in settings or (folder / STATISTICS_FILE).exists():
         return read_action_statistics(folder / STATISTICS_FILE, dataset, "model.path")
-    place = f"norm_stats in {folder}/config.json"
-    return select_action_statistics(settings["norm_stats"], dataset, "model.path", place)
+    source = f"norm_stats in {folder}/config.json"
+    return select_action_statistics(settings["norm_stats"], dataset, "model.path", source)
 
 
 def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> None:
@@ -318,16 +319,17 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
         module: The network; may be on the meta device.
 
     Raises:
-        DataError: They do not fit; names files and tensors.
+        DataError: They do not fit; the message names files and tensors.
     """
-    own = {
-        name: t.shape
-        for name, t in module.state_dict().items()
+    optional = {
+        name: tensor.shape
+        for name, tensor in module.state_dict().items()
         if name.startswith(OPTIONAL_TENSORS)
     }
-    anew = {name: shape for name, shape in own.items() if name.startswith(VALUE_HEAD_OUTPUT)}
+    # A mismatched last layer of the value head is initialized again.
+    resettable = {n: shape for n, shape in optional.items() if n.startswith(VALUE_HEAD_OUTPUT)}
     files = ", ".join(path.name for path in tensor_files(folder))
-    check_tensors(f"model.path: {folder}: {files}", {**own, **shapes, **anew}, module)
+    check_tensors(f"model.path: {folder}: {files}", {**optional, **shapes, **resettable}, module)
 
 
 def new_meta_network(
@@ -354,7 +356,7 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: They do not fit.
     """
     images, towers = spec["images"], tower_settings(settings)
     vision = towers[0]
@@ -366,12 +368,12 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     for name, size in images.items():
         if list(size) != list(vision["image_size"]):
             raise ConfigError(
-                f"task.images.{name}: {size[0]} x {size[1]}, and the model sees pictures of "
+                f"task.images.{name}: {size[0]} x {size[1]}, and the model reads images of "
                 f"{vision['image_size'][0]} x {vision['image_size'][1]}; all have one size"
             )
     if any(side % vision["patch_size"] for side in vision["image_size"]):
         raise ConfigError(
-            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} "
+            f"model.patch_size: images of {vision['image_size'][0]} x {vision['image_size'][1]} "
             f"are not whole patches of {vision['patch_size']}"
         )
     if settings["action_dim"] != spec["action"]["size"]:
@@ -386,14 +388,14 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
         )
     text = {**LLAMA_DEFAULTS, **settings["text_config"]}
     heads, width = text["num_attention_heads"], text["hidden_size"]
-    shared = text.get("num_key_value_heads", heads)
-    widths = [("heads", width, heads)]
-    widths += [("vision_heads", t["hidden_size"], t["num_attention_heads"]) for t in towers]
-    for key, whole, parts in widths:
-        if whole % parts:
-            raise ConfigError(f"model.{key}: a width of {whole} is not {parts} heads of one size")
-    if heads % shared:
-        raise ConfigError(f"model.kv_heads: {shared} cannot be shared by model.heads {heads}")
+    kv_heads = text.get("num_key_value_heads", heads)
+    sizes = [("heads", width, heads)]
+    sizes += [("vision_heads", t["hidden_size"], t["num_attention_heads"]) for t in towers]
+    for key, size, count in sizes:
+        if size % count:
+            raise ConfigError(f"model.{key}: a width of {size} is not {count} heads of one size")
+    if heads % kv_heads:
+        raise ConfigError(f"model.kv_heads: {kv_heads} cannot be shared by model.heads {heads}")
     if width // heads % 2:
         raise ConfigError(
             f"model.heads: a width of {width} in {heads} heads gives an odd size; "

@@ -26,8 +26,8 @@ class ViTAttention(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*parts.unbind(0))
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*qkv.unbind(0))
         out: Tensor = self.proj(attended.transpose(1, 2).reshape(x.shape))
         return out
 
@@ -122,16 +122,14 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module that is never computed, because published folders have them.
+    """The tensors of a module that is in published folders but never computed. They are buffers, so
+    that no component expects gradients."""
 
-    They are buffers, so that no component expects gradients.
-    """
-
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, child in part.named_children():
+        for name, child in module.named_children():
             self.add_module(name, UnusedTensors(child))
-        for name, tensor in part.named_parameters(recurse=False):
+        for name, tensor in module.named_parameters(recurse=False):
             self.register_buffer(name, tensor.detach())
 
 
@@ -199,8 +197,7 @@ TOWERS = ("featurizer", "fused_featurizer")
 
 
 def first_action_token(settings: Mapping[str, Any]) -> int:
-    """Return the id of the first action token. Action tokens are the last ones of the vocabulary
-    before its padding."""
+    """Return the id of the first action token. Action tokens end the vocabulary, before padding."""
     size = settings["text_config"]["vocab_size"] - settings.get("pad_to_multiple_of", 0)
     return int(size - settings["n_action_bins"])
 
@@ -221,9 +218,9 @@ class SingleTowerBackbone(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.featurizer.blocks)
 
-    def forward(self, pictures: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
-        pixels = pictures.permute(0, 3, 1, 2).to(dtype) / 127.5 - 1
+        pixels = images.permute(0, 3, 1, 2).to(dtype) / 127.5 - 1
         features: Tensor = self.featurizer(pixels)
         return features
 
@@ -250,14 +247,14 @@ class FusedVisionBackbone(nn.Module):
         """The blocks that are computed."""
         return [*self.featurizer.blocks[:-1], *self.fused_featurizer.blocks[:-1]]
 
-    def normalize(self, pictures: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """Return the images, normalized for each of the two towers, float32 ``[n, 6, H, W]``."""
-        mean, std = torch.tensor(self._scaling, device=pictures.device)[..., None, None]
-        return (pictures.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
+        mean, std = torch.tensor(self._scaling, device=images.device)[..., None, None]
+        return (images.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
 
-    def forward(self, pictures: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
-        pixels = self.normalize(pictures).to(dtype)
+        pixels = self.normalize(images).to(dtype)
         return torch.cat([self.featurizer(pixels[:, :3]), self.fused_featurizer(pixels[:, 3:])], -1)
 
 
@@ -312,17 +309,17 @@ class VLANetwork(nn.Module):
         self.proprio_dim = int(settings.get("proprio_dim", 0))
         if self.proprio_dim:
             self.proprio_projector = GeluMLP(self.proprio_dim, width, width)
-        self._places = self.action_shape[0] * self.action_shape[1]
-        end = text.eos_token_id
-        self._end = end[0] if isinstance(end, list) else int(end or 0)
+        self._num_placeholders = self.action_shape[0] * self.action_shape[1]
+        eos = text.eos_token_id
+        self._eos_token_id = eos[0] if isinstance(eos, list) else int(eos or 0)
         # Empty placeholders differ only by their positions, which small networks learn slowly. So
         # small networks have learned placeholders.
-        learned = (
+        placeholders = (
             None
             if self.use_fused_vision_backbone
-            else nn.Parameter(0.02 * torch.randn(self._places, width))
+            else nn.Parameter(0.02 * torch.randn(self._num_placeholders, width))
         )
-        self.register_parameter("places", learned)
+        self.register_parameter("places", placeholders)
         self._value_level = value_level
         self.value_head = GeluMLP(
             width, width, self.action_shape[0] if value_level == "action" else 1
@@ -334,7 +331,7 @@ class VLANetwork(nn.Module):
     def positions(self) -> int:
         """Number of positions of a step, without its prompt."""
         inputs = self.vision_backbone.patches * len(self.cameras) + bool(self.proprio_dim)
-        return int(inputs + self._places + self.use_fused_vision_backbone)
+        return int(inputs + self._num_placeholders + self.use_fused_vision_backbone)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -342,56 +339,59 @@ class VLANetwork(nn.Module):
         return [*self.vision_backbone.blocks, *self.language_model.model.layers]
 
     def forward(
-        self, prompt: Tensor, there: Tensor, state: Tensor | None, **pictures: Tensor
+        self, prompt: Tensor, prompt_mask: Tensor, state: Tensor | None, **images: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return logits float32 ``[n, C, D, bins]`` and values float32 ``[n]``, or ``[n, C]`` per
-        action.
+        """Return logits ``[n, C, D, bins]`` and values ``[n]`` (per action ``[n, C]``), float32.
 
         Args:
             prompt: Token ids ``[n, L]``, padded on the left.
-            there: The mask of the prompt, bool ``[n, L]``.
+            prompt_mask: The mask of the prompt, bool ``[n, L]``.
             state: ``[n, proprio_dim]``.
-            pictures: Images uint8 ``[n, H, W, 3]`` by camera.
+            images: Images uint8 ``[n, H, W, 3]`` by camera.
         """
         model = self.language_model.model
         dtype = self.projector.fc1.weight.dtype
-        parts = []
+        prefix = []
         for name in self.cameras:
-            parts.append(self.projector(self.vision_backbone(pictures[name], dtype)))
+            prefix.append(self.projector(self.vision_backbone(images[name], dtype)))
         if self.proprio_dim:
             assert state is not None
-            parts.append(self.proprio_projector(state.to(dtype))[:, None])
-        words = model.embed_tokens(prompt)
-        behind = []
+            prefix.append(self.proprio_projector(state.to(dtype))[:, None])
+        prompt_embeddings = model.embed_tokens(prompt)
+        suffix = []
         if self.use_fused_vision_backbone:
-            # OpenVLA-OFT inserts images and state behind the first prompt token (BOS), uses zeros
+            # OpenVLA-OFT inserts images and state after the first prompt token (BOS), uses zeros
             # as placeholders, and appends the EOS token.
-            begin = there.long().argmax(1, keepdim=True)
-            parts.insert(0, words.gather(1, begin[..., None].expand(-1, -1, words.shape[-1])))
-            there = there.scatter(1, begin, value=False)
-            places = words.new_zeros(len(words), self._places, words.shape[-1])
-            behind.append(model.embed_tokens(prompt.new_full((len(prompt), 1), self._end)))
+            begin = prompt_mask.long().argmax(1, keepdim=True)
+            width = prompt_embeddings.shape[-1]
+            bos = prompt_embeddings.gather(1, begin[..., None].expand(-1, -1, width))
+            prefix.insert(0, bos)
+            prompt_mask = prompt_mask.scatter(1, begin, value=False)
+            placeholders = prompt_embeddings.new_zeros(len(prompt), self._num_placeholders, width)
+            eos = prompt.new_full((len(prompt), 1), self._eos_token_id)
+            suffix.append(model.embed_tokens(eos))
         else:
             assert self.places is not None
-            places = self.places.to(words.dtype).expand(len(prompt), -1, -1)
-        inputs = torch.cat([*parts, words, places, *behind], 1)
-        ahead = sum(part.shape[1] for part in parts)
-        valid = F.pad(there, (ahead, inputs.shape[1] - ahead - there.shape[1]), value=True)
+            placeholders = self.places.to(prompt_embeddings.dtype).expand(len(prompt), -1, -1)
+        inputs = torch.cat([*prefix, prompt_embeddings, placeholders, *suffix], 1)
+        start = sum(embedding.shape[1] for embedding in prefix)
+        stop = start + prompt.shape[1]
+        valid = F.pad(prompt_mask, (start, inputs.shape[1] - stop), value=True)
         hidden = model(
             inputs_embeds=inputs,
             attention_mask=valid[:, None, None].expand(-1, 1, valid.shape[1], -1),
             position_ids=(valid.long().cumsum(1) - 1).clamp(min=0),
             use_cache=False,
         ).last_hidden_state
-        first = ahead + words.shape[1]
-        before = hidden[:, first - 1 : first - 1 + self._places]
+        # As in any language model, the position before a placeholder predicts it.
+        predictors = hidden[:, stop - 1 : stop - 1 + self._num_placeholders]
         head = self.language_model.lm_head.weight[
             self.first_action_token : self.first_action_token + self.n_action_bins
         ]
         logits = (
-            F.linear(before, head)
+            F.linear(predictors, head)
             .float()
             .reshape(len(prompt), *self.action_shape, self.n_action_bins)
         )
-        values = self.value_head(before[:, 0]).float()
+        values = self.value_head(predictors[:, 0]).float()
         return logits, values if self._value_level == "action" else values[:, 0]

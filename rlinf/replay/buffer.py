@@ -1,11 +1,11 @@
 """A replay buffer on disk: the newest transitions of a run, in one memory-mapped file.
 
-The file is a ring of rows. Transition number ``n`` of the run lies in slot ``n % slots``, and
+The file is a ring of rows. Transition number ``n`` of the run is in slot ``n % slots``, and
 ``replay.json`` beside it lists the range and checksum of each iteration's append. Rows are written
 and synced before that file is replaced, so an interrupted append is not visible and is repeated.
-The view of an iteration (:meth:`ReplayBuffer.view`) depends on its number alone: the ring has room
-for some iterations beyond its capacity, so an iteration that is repeated after later appends sees
-the same rows.
+The view of an iteration (:meth:`ReplayBuffer.view`) depends only on the iteration's number. The
+ring has room for some appends beyond its capacity, so an iteration that is repeated after later
+appends sees the same rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from rlinf.errors import DataError
 SCHEMA = 1
 ROWS_FILE, STATE_FILE = "transitions.bin", "replay.json"
 SPARE_APPENDS = 3
-"""Room beyond the capacity, in appends: one that is being written, and those after the view that is
-read."""
+"""Room beyond the capacity, in appends: one in progress, and those after the view in use."""
 
 
 @dataclass(frozen=True)
 class AppendedRange:
-    """Transitions that one iteration added: ``start`` up to ``stop``, numbered over the run."""
+    """Transitions that one iteration added: numbers ``start`` up to ``stop`` of the run."""
 
     iteration: int
     start: int
@@ -56,36 +55,42 @@ class ReplayView(Transitions):
 
 
 class ReplayBuffer:
-    """The replay buffer in a folder. One process appends at a time; any number read."""
+    """The replay buffer in a folder. One process at a time may append; any number may read."""
 
     def __init__(
-        self, folder: Path, dtype: np.dtype, *, capacity: int, most: int, spare: int = SPARE_APPENDS
+        self,
+        folder: Path,
+        dtype: np.dtype,
+        *,
+        capacity: int,
+        max_append: int,
+        spare: int = SPARE_APPENDS,
     ) -> None:
         """Open the buffer of a folder, or create an empty one.
 
         Args:
             dtype: type of a row; the buffer must hold such rows.
             capacity: maximum number of transitions in a view.
-            most: maximum number of transitions in one append.
+            max_append: maximum number of transitions in one append.
             spare: number of appends with room beyond the capacity.
 
         Raises:
-            DataError: the buffer has rows of another type (names the field) or other sizes, is
-                damaged, or part of it is lost.
+            DataError: the buffer has rows of another type (the message names the field) or other
+                sizes, or it is damaged or incomplete.
         """
         self.folder, self.dtype = folder, dtype
-        self.capacity, self.most = capacity, most
-        self.slots = capacity + spare * most
+        self.capacity, self.max_append = capacity, max_append
+        self.slots = capacity + spare * max_append
         self.appends: list[AppendedRange] = []
-        state = self._state()
+        state = self._read_state()
         if state is None:
             if (folder / ROWS_FILE).exists():
                 raise DataError(
-                    f"{folder / STATE_FILE}: lost, and with it what {ROWS_FILE} beside it holds; "
-                    "bring it back from a copy, or start the run anew under another run.name"
+                    f"{folder / STATE_FILE}: missing, so {ROWS_FILE} beside it cannot be used; "
+                    "restore it from a copy, or start the run anew under another run.name"
                 )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # First, so that rows without it are always those of a buffer that lost it.
+            # Write the state first: a file of rows without a state means that the state was lost.
             self._commit([])
         else:
             self._check(state)
@@ -98,52 +103,52 @@ class ReplayBuffer:
         return self.appends[-1].stop if self.appends else 0
 
     def append(self, iteration: int, rows: np.ndarray) -> AppendedRange:
-        """Add the transitions of an iteration. Iterations append in order from 0; a repeated append
-        of the same rows changes nothing.
+        """Add the transitions of an iteration. Iterations append in order from 0.
 
-        If this iteration or a later one has appended other rows before (it is repeated after a
-        change), those are forgotten first.
+        A repeated append of the same rows changes nothing. If this or a later iteration has
+        appended other rows before a change of the run, those rows are dropped first.
 
         Args:
             rows: ``[n]`` of the buffer's type.
 
         Raises:
-            DataError: rows of another type or too many, or the previous iteration has not appended.
+            DataError: wrong row type, too many rows, or the previous iteration has not appended.
         """
         if (wrong := dtype_mismatch(self.dtype, rows.dtype)) is not None:
             raise DataError(f"{self.folder}: rows of another type; {wrong}")
-        if len(rows) > self.most:
+        if len(rows) > self.max_append:
             raise DataError(
-                f"{self.folder}: an iteration adds {len(rows)} transitions, room is for {self.most}"
+                f"{self.folder}: an iteration adds {len(rows)} transitions, room is for "
+                f"{self.max_append}"
             )
         checksum = xxhash.xxh3_128_hexdigest(rows.tobytes())
-        for known in self.appends:
-            same = (known.iteration, known.checksum) == (iteration, checksum)
-            if same and known.stop - known.start == len(rows):
-                return known
-        earlier = [known for known in self.appends if known.iteration < iteration]
+        for previous in self.appends:
+            is_same = (previous.iteration, previous.checksum) == (iteration, checksum)
+            if is_same and previous.stop - previous.start == len(rows):
+                return previous
+        earlier = [previous for previous in self.appends if previous.iteration < iteration]
         if len(earlier) < len(self.appends):
             start = earlier[-1].stop if earlier else self.appends[0].start
-            if max(0, start - self.capacity) < self._floor():
+            if max(0, start - self.capacity) < self._first_intact():
                 raise DataError(
-                    f"{self.folder}: iteration {iteration} is done again, and what it learned from "
-                    "was overwritten since; start the run anew under another run.name"
+                    f"{self.folder}: iteration {iteration} is done again, but its "
+                    "transitions were overwritten since; start the run anew under another run.name"
                 )
-        due = earlier[-1].iteration + 1 if earlier else 0
-        if iteration != due:
+        expected = earlier[-1].iteration + 1 if earlier else 0
+        if iteration != expected:
             raise DataError(
-                f"{self.folder}: iteration {iteration} is to be added, and {due} has added nothing"
-                + ("" if due else " (the folder is empty)")
-                + "; what came before was lost, so start the run anew under another run.name"
+                f"{self.folder}: iteration {iteration} is to be added, and {expected} has added "
+                + ("nothing" if expected else "nothing (the folder is empty)")
+                + "; earlier transitions were lost, so start the run anew under another run.name"
             )
         if len(earlier) < len(self.appends):
-            # Told before any of its rows is overwritten.
+            # Drop the later appends before any of their rows is overwritten.
             self._commit(earlier)
         start = self.total
         self._write(start, rows)
         added = AppendedRange(iteration, start, start + len(rows), checksum)
         first = max(0, added.stop - self.slots)
-        self._commit([known for known in [*self.appends, added] if known.stop >= first])
+        self._commit([entry for entry in [*self.appends, added] if entry.stop >= first])
         return added
 
     def view(self, iteration: int) -> ReplayView:
@@ -153,41 +158,41 @@ class ReplayBuffer:
             DataError: a row is damaged, the iteration has not appended, or its rows were
                 overwritten.
         """
-        own = next((a for a in self.appends if a.iteration == iteration), None)
-        if own is None or max(0, own.stop - self.capacity) < self._floor():
+        newest = next((a for a in self.appends if a.iteration == iteration), None)
+        if newest is None or max(0, newest.stop - self.capacity) < self._first_intact():
             raise DataError(
-                f"{self.folder}: what iteration {iteration} learns from is not there: "
-                + ("nothing was added" if own is None else "later iterations have overwritten it")
+                f"{self.folder}: the transitions of iteration {iteration} are not there: "
+                + ("none were added" if newest is None else "they were overwritten since")
                 + "; start the run anew under another run.name"
             )
-        stop, start = own.stop, max(0, own.stop - self.capacity)
+        stop, start = newest.stop, max(0, newest.stop - self.capacity)
         rows = np.memmap(self.folder / ROWS_FILE, self.dtype, "r", shape=(self.slots,))
-        view = ReplayView(rows, start, stop, own.stop - own.start)
-        for known in self.appends:
-            if self._floor() <= known.start <= known.stop <= stop and known.stop > start:
-                numbers = np.arange(known.start, known.stop) % self.slots
-                if xxhash.xxh3_128_hexdigest(rows[numbers].tobytes()) != known.checksum:
+        view = ReplayView(rows, start, stop, newest.stop - newest.start)
+        for added in self.appends:
+            if self._first_intact() <= added.start <= added.stop <= stop and added.stop > start:
+                slots = np.arange(added.start, added.stop) % self.slots
+                if xxhash.xxh3_128_hexdigest(rows[slots].tobytes()) != added.checksum:
                     raise DataError(
-                        f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} "
+                        f"{self.folder / ROWS_FILE}: transitions of iteration {added.iteration} "
                         "are damaged; start the run anew under another run.name"
                     )
         return view
 
-    def _floor(self) -> int:
+    def _first_intact(self) -> int:
         """Return the first number that no append, not even an interrupted one, has overwritten."""
-        return max(0, self.total + self.most - self.slots)
+        return max(0, self.total + self.max_append - self.slots)
 
     def _write(self, start: int, rows: np.ndarray) -> None:
         """Write rows into the ring from number ``start`` on, and sync them."""
         handle = os.open(self.folder / ROWS_FILE, os.O_RDWR)
         try:
             size, first = self.dtype.itemsize, start % self.slots
-            before = self.slots - first
-            for part, slot in ((rows[:before], first), (rows[before:], 0)):
-                view, at = memoryview(part.tobytes()), slot * size
+            until_wrap = self.slots - first
+            for part, slot in ((rows[:until_wrap], first), (rows[until_wrap:], 0)):
+                view, offset = memoryview(part.tobytes()), slot * size
                 while view:
-                    done = os.pwrite(handle, view, at)
-                    view, at = view[done:], at + done
+                    written = os.pwrite(handle, view, offset)
+                    view, offset = view[written:], offset + written
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -198,18 +203,18 @@ class ReplayBuffer:
             "fields": dtype_fields(self.dtype),
             "capacity": self.capacity,
             "slots": self.slots,
-            "most": self.most,
+            "most": self.max_append,
             "appends": [[a.iteration, a.start, a.stop, a.checksum] for a in appends],
         }
         write_atomic(self.folder / STATE_FILE, json.dumps(state), private=True)
         self.appends = appends
 
-    def _state(self) -> dict[str, Any] | None:
+    def _read_state(self) -> dict[str, Any] | None:
         path = self.folder / STATE_FILE
         try:
             state: dict[str, Any] = json.loads(path.read_text())
-            known = {"schema", "fields", "capacity", "slots", "most", "appends"}
-            if not isinstance(state, dict) or set(state) != known:
+            keys = {"schema", "fields", "capacity", "slots", "most", "appends"}
+            if not isinstance(state, dict) or set(state) != keys:
                 raise ValueError("not the state of a replay buffer")
         except FileNotFoundError:
             return None
@@ -220,34 +225,35 @@ class ReplayBuffer:
     def _check(self, state: dict[str, Any]) -> None:
         if state["schema"] != SCHEMA:
             raise DataError(f"{self.folder}: schema {state['schema']}; this program reads {SCHEMA}")
-        there = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in state["fields"]])
-        if (wrong := dtype_mismatch(self.dtype, there)) is not None:
+        stored = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in state["fields"]])
+        if (wrong := dtype_mismatch(self.dtype, stored)) is not None:
             raise DataError(
                 f"{self.folder}: a buffer of another schema; {wrong}. Start the run anew under "
                 "another run.name"
             )
-        for key in ("capacity", "most", "slots"):
-            if state[key] != getattr(self, key):
+        sizes = {"capacity": self.capacity, "most": self.max_append, "slots": self.slots}
+        for key, size in sizes.items():
+            if state[key] != size:
                 raise DataError(
-                    f"{self.folder}: {key} is {state[key]}, not {getattr(self, key)}; it follows "
-                    "from algorithm.buffer_size and rollout, which a run keeps"
+                    f"{self.folder}: {key} is {state[key]}, not {size}; it follows "
+                    "from algorithm.buffer_size and rollout, which must not change within a run"
                 )
 
     def _open_rows(self) -> None:
-        """Check that the file of rows is complete; create that of an empty buffer.
+        """Check that the file of rows is complete; create it for an empty buffer.
 
         Raises:
-            DataError: it is damaged.
+            DataError: the file is damaged.
         """
-        path, wanted = self.folder / ROWS_FILE, self.slots * self.dtype.itemsize
+        path, expected = self.folder / ROWS_FILE, self.slots * self.dtype.itemsize
         size = path.stat().st_size if path.exists() else 0
-        if size == wanted:
+        if size == expected:
             return
         if self.appends:
-            raise DataError(f"{path}: damaged: {size} bytes of {wanted}")
+            raise DataError(f"{path}: damaged: {size} bytes of {expected}")
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(handle, wanted)
+            os.ftruncate(handle, expected)
             os.fsync(handle)
         finally:
             os.close(handle)

@@ -1,12 +1,12 @@
 """Offline data: transitions that existed before a run, such as demonstrations.
 
-Supported are trajectories as rollouts write them (a ``trajectories-*.h5`` file, or a folder of
+Supported are trajectory files of rollouts (a ``trajectories-*.h5`` file, or a folder of
 them), a LeRobot dataset (:mod:`rlinf.data.lerobot`), or one HDF5 file with a dataset per column:
 ``observations`` ``[N, D]``, ``actions`` ``[N, A]``, ``rewards`` ``[N]``, ``terminated`` ``[N]`` (or
 ``terminals``), and optionally ``truncated`` (or ``timeouts``) and ``next_observations``.
 
-The rewards are the simulator's, as in the trajectories of rollouts. A run transforms them like
-those that it collects.
+The rewards are the simulator's, as in the trajectories of rollouts. A run transforms them like the
+rewards of its own rollouts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_offline_data(path: Path) -> None:
     """Check that a file or folder has transitions, without reading them.
 
     Raises:
-        DataError: it has none; names the missing column.
+        DataError: there are none; the message names the missing column.
     """
     if path.is_dir():
         if lerobot.is_lerobot_dataset(path):
@@ -66,11 +66,12 @@ def load_offline_data(
 ) -> InMemoryTransitions:
     """Return all transitions of a file or folder.
 
-    If a column file has no next observations, that of the next row is used. A row is dropped if its
-    next row is missing or begins another episode without a recorded end (``truncated``).
+    If a column file has no next observations, the observation of the next row is used. The last row
+    of a truncated episode, and of a file whose last episode is open, is then dropped.
 
     Args:
-        reward: for a column file it receives one trajectory of all rows, without episode ends.
+        reward: for a column file, it is called once with a trajectory of all rows, without
+            episode ends.
 
     Raises:
         DataError: there are no transitions.
@@ -88,10 +89,10 @@ def load_offline_data(
 
 
 def _files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob(TRAJECTORY_FILES))
-    if not found:
+    files = sorted(folder.glob(TRAJECTORY_FILES))
+    if not files:
         raise DataError(f"algorithm.offline_data: {folder} has no file {TRAJECTORY_FILES}")
-    return found
+    return files
 
 
 def _open(path: Path) -> h5py.File:
@@ -103,19 +104,19 @@ def _open(path: Path) -> h5py.File:
         ) from None
 
 
-def _records(path: Path, files: list[Path], judge: RewardFunction) -> InMemoryTransitions:
+def _records(path: Path, files: list[Path], reward: RewardFunction) -> InMemoryTransitions:
     try:
-        return _transitions(path, map(Trajectory.from_record, RecordFileReader(files)), judge)
+        return _transitions(path, map(Trajectory.from_record, RecordFileReader(files)), reward)
     except ValueError as error:
         raise DataError(f"algorithm.offline_data: {path}: {error}") from None
 
 
 def _transitions(
-    path: Path, trajectories: Iterable[Trajectory], judge: RewardFunction
+    path: Path, trajectories: Iterable[Trajectory], reward: RewardFunction
 ) -> InMemoryTransitions:
     try:
         return InMemoryTransitions(
-            concatenate_transitions(to_transitions(t, judge(t)) for t in trajectories)
+            concatenate_transitions(to_transitions(t, reward(t)) for t in trajectories)
         )
     except (ValueError, KeyError, InputError) as error:
         raise DataError(f"algorithm.offline_data: {path}: {error}") from None
@@ -123,35 +124,35 @@ def _transitions(
 
 def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     """Return the datasets by the product's column names, all of one length."""
-    found: dict[str, h5py.Dataset] = {}
+    columns: dict[str, h5py.Dataset] = {}
     for name in (*REQUIRED_COLUMNS, "truncated", "next_observations"):
-        for own in (name, COLUMN_ALIASES.get(name, name)):
-            if own in file and isinstance(file[own], h5py.Dataset):
-                found[name] = file[own]
-    lacking = [name for name in REQUIRED_COLUMNS if name not in found]
-    if lacking:
-        also = f" (or {COLUMN_ALIASES[lacking[0]]})" if lacking[0] in COLUMN_ALIASES else ""
+        for alias in (name, COLUMN_ALIASES.get(name, name)):
+            if alias in file and isinstance(file[alias], h5py.Dataset):
+                columns[name] = file[alias]
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+    if missing:
+        alias = f" (or {COLUMN_ALIASES[missing[0]]})" if missing[0] in COLUMN_ALIASES else ""
         raise DataError(
-            f"algorithm.offline_data: {path} has no data set {lacking[0]!r}{also}; it has "
+            f"algorithm.offline_data: {path} has no data set {missing[0]!r}{alias}; it has "
             f"{', '.join(sorted(file)) or 'none'}"
         )
-    count = len(found["observations"])
-    for name, column in found.items():
+    count = len(columns["observations"])
+    for name, column in columns.items():
         if len(column) != count or column.ndim != 1 + (name in VECTOR_COLUMNS):
             raise DataError(
                 f"algorithm.offline_data: {path}: {name} is {column.shape}, with {count} "
                 "observations"
             )
-    return found
+    return columns
 
 
-def _rows(path: Path, file: h5py.File, judge: RewardFunction) -> np.ndarray:
+def _rows(path: Path, file: h5py.File, reward: RewardFunction) -> np.ndarray:
     columns = _columns(path, file)
     observations, actions = columns["observations"], columns["actions"]
     rows = np.zeros(len(observations), transition_dtype(observations.shape[1], actions.shape[1]))
     for name, column in columns.items():
         rows[name] = column[:]
-    rows["rewards"] = judge(
+    rows["rewards"] = reward(
         Trajectory(
             identity=RecordId(0, 0),
             observations=rows["observations"],
@@ -159,14 +160,14 @@ def _rows(path: Path, file: h5py.File, judge: RewardFunction) -> np.ndarray:
             rewards=rows["rewards"],
         )
     )
-    kept = np.ones(len(rows), bool)
+    is_complete = np.ones(len(rows), bool)
     if "next_observations" not in columns and len(rows):
         rows["next_observations"][:-1] = rows["observations"][1:]
         ended = rows["terminated"] == 1
         rows["next_observations"][ended] = rows["observations"][ended]
-        # What was seen after a cut is not in the file; nor is what followed its last row.
-        kept = ended | (rows["truncated"] == 0)
-        kept[-1] &= ended[-1]
-    if not kept.any():
-        raise DataError(f"algorithm.offline_data: {path} holds no transition")
-    return rows[kept]
+        # The file has no observation after a truncation or after the last row.
+        is_complete = ended | (rows["truncated"] == 0)
+        is_complete[-1] &= ended[-1]
+    if not is_complete.any():
+        raise DataError(f"algorithm.offline_data: {path} has no transitions")
+    return rows[is_complete]

@@ -38,7 +38,7 @@ class RewardResources:
     """
 
     world: ProcessGroupInfo = field(default_factory=ProcessGroupInfo)
-    """Rank and number of the stage's processes."""
+    """Rank and world size of the stage's processes."""
     device: str = "cpu"
     """Device of this process, on which a reward model computes."""
     residency: DeviceMemoryManager | None = None
@@ -51,8 +51,8 @@ class RewardResources:
 
 
 RewardValue = float | np.ndarray
-"""Reward of a trajectory: one number for all of it, or ``[T]`` one for each step. Where steps are
-chunks of actions, also ``[T, C]`` one for each action."""
+"""Reward of a trajectory: one number, or one per step ``[T]``; for chunks of actions also
+one per action, ``[T, C]``."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def rewards_per_step(reward: np.ndarray) -> np.ndarray:
     return reward if reward.ndim == 1 else reward.sum(1, dtype=np.float64).astype(np.float32)
 
 
-def _numbers(value: Any, where: str) -> np.ndarray:
+def _to_float64(value: Any, source: str) -> np.ndarray:
     """Convert a reward of any shape to float64.
 
     Raises:
@@ -92,8 +92,8 @@ def _numbers(value: Any, where: str) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError):  # from ragged lists or torch tensors
         pass
     raise InputError(
-        f"{where} got {_kind(value)}, which is no number; give one number, or an array of one for "
-        f"each of its steps"
+        f"{source} got {_kind(value)}, which is no number; give one number, or an array with one "
+        "number per step"
     )
 
 
@@ -109,8 +109,8 @@ def _kind(value: Any) -> str:
     """Return the type and the shortened representation of a value, for error messages."""
     if value is None:
         return "None"
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 class Reward(Component, ABC):
@@ -206,22 +206,24 @@ class Reward(Component, ABC):
         results = []
         for trajectory, value in zip(trajectories, computed, strict=True):
             result = value if isinstance(value, RewardResult) else RewardResult(value)
-            results.append(replace(result, reward=self._placed(trajectory, result.reward)))
+            results.append(replace(result, reward=self._place_on_steps(trajectory, result.reward)))
         return results
 
-    def _placed(self, trajectory: Trajectory, value: RewardValue) -> np.ndarray:
-        where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
-        reward, length = _numbers(value, where), len(trajectory)
+    def _place_on_steps(self, trajectory: Trajectory, value: RewardValue) -> np.ndarray:
+        source = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
+        reward, length = _to_float64(value, source), len(trajectory)
         actions = action_mask(trajectory)
         if reward.shape not in ((), (length,), () if actions is None else actions.shape):
-            each = "" if actions is None else f", or for each of their {actions.shape[1]} actions"
+            actions_hint = (
+                "" if actions is None else f", or for each of their {actions.shape[1]} actions"
+            )
             raise InputError(
-                f"{where} got rewards of shape {list(reward.shape)}; give one number, or one for "
-                f"each of its {length} steps{each}"
+                f"{source} got rewards of shape {list(reward.shape)}; give one number, or one for "
+                f"each of its {length} steps{actions_hint}"
             )
         if not np.isfinite(reward).all():
             raise InputError(
-                f"{where} got {reward[~np.isfinite(reward)].flat[0]}; a reward must be finite, or "
+                f"{source} got {reward[~np.isfinite(reward)].flat[0]}; a reward must be finite, or "
                 "it makes every weight so"
             )
         mask = loss_mask(trajectory) if actions is None else actions
@@ -230,7 +232,7 @@ class Reward(Component, ABC):
         if not reward.ndim:
             if spans_several_episodes(trajectory):
                 raise InputError(
-                    f"{where} holds several episodes and got one number for all of them; "
+                    f"{source} holds several episodes and got one number for all of them; "
                     "give one for each step (rlinf.data.episodes has the ends of episodes), "
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )

@@ -37,12 +37,12 @@ MAX_BLOCKS = 1000
 
 
 class SharedRequestQuota:
-    """Requests that the processes of a run have reserved of its budget, before they are sent.
+    """Requests of the run's budget that its processes have reserved before sending them.
 
-    Requests are reserved in blocks. A block is a file that contains the number of its requests and
-    is named by the next free number. It is created with ``link``, which fails if another process
-    was first, also on NFS. So any number of processes, in any order, reserve no more than the
-    budget. The rest of a block is lost when its process ends, so a block is no larger than its
+    Requests are reserved in blocks. A block is a file that contains its number of requests. Its
+    name is the next free number. It is created with ``link``, which fails if another process
+    was first, also on NFS. So any number of processes together reserve no more than the budget.
+    Requests left in a block are lost when its process ends, so a block is no larger than its
     process needs.
 
     One quota belongs to one process and is not thread-safe.
@@ -56,13 +56,14 @@ class SharedRequestQuota:
         """
         self._folder = folder
         self._next = self._reserved = 0
-        """Number of known blocks, and of requests in them."""
+        """Number of known blocks, and of the requests in them."""
 
-    def reserve(self, most: int, wanted: int) -> int:
-        """Reserve a block of a budget of ``most`` requests.
+    def reserve(self, budget: int, num_needed: int) -> int:
+        """Reserve a block of a budget.
 
         Args:
-            wanted: maximum size of the block, if at least one.
+            budget: number of requests in the budget.
+            num_needed: maximum size of the block; below 1 it counts as 1.
 
         Returns:
             The size of the block; 0: the budget is used up.
@@ -72,7 +73,7 @@ class SharedRequestQuota:
         """
         while True:
             self._refresh()
-            size = min(most - self._reserved, max(1, min(most // MAX_BLOCKS, wanted)))
+            size = min(budget - self._reserved, max(1, min(budget // MAX_BLOCKS, num_needed)))
             if size <= 0:
                 return 0
             if self._folder is None or self._create_block(self._folder / str(self._next), size):
@@ -92,7 +93,7 @@ class SharedRequestQuota:
 
     @staticmethod
     def _create_block(path: Path, size: int) -> bool:
-        """Create a block. Return false if there is one of this number already."""
+        """Create a block. Return False if a block of this number exists."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{os.getpid()}.{secrets.token_hex(8)}")
         with temporary.open("w") as file:
@@ -153,14 +154,14 @@ class ChatEndpointConfig(Section):
     """Budget of a run in tokens of requests and answers. Requests in flight may exceed it."""
 
     @model_validator(mode="after")
-    def _is_an_address(self) -> ChatEndpointConfig:
+    def _is_safe_url(self) -> ChatEndpointConfig:
         parts = _split(self.base_url)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError(
-                "base_url holds more than scheme, host and path; a key belongs in api_key_env or "
+                "base_url has more than scheme, host and path; a key belongs in api_key_env or "
                 "api_key_file, because URLs appear in logs and files"
             )
-        if parts.scheme == "http" and not (self.allow_http or _is_here(parts.hostname or "")):
+        if parts.scheme == "http" and not (self.allow_http or _is_loopback(parts.hostname or "")):
             raise ValueError(
                 f"base_url {self.base_url} would send texts and key unencrypted; use https, or set "
                 "allow_http=true where the network is trusted"
@@ -220,7 +221,7 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
 
 
 class RequestBudget:
-    """Used part of a run's budget, shared by threads and processes."""
+    """Requests and tokens that a run has used of its budget; shared by threads and processes."""
 
     def __init__(self, config: ChatEndpointConfig, quota: SharedRequestQuota | None = None) -> None:
         """
@@ -229,7 +230,7 @@ class RequestBudget:
         """
         self._config, self._lock = config, threading.Lock()
         self._quota = SharedRequestQuota(None) if quota is None else quota
-        self._left = self._expected = 0
+        self._unsent = self._expected = 0
         """Unsent requests of the last reserved block, and requests that are still expected."""
         self.requests = self.tokens = 0
 
@@ -239,7 +240,7 @@ class RequestBudget:
             self._expected = requests
 
     def record_usage(self, requests: int, tokens: int) -> None:
-        """Record that at least so much is used up, by any process."""
+        """Record the known usage of all processes. Lower numbers than known ones are ignored."""
         with self._lock:
             self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
 
@@ -249,18 +250,18 @@ class RequestBudget:
         Raises:
             DataError: as :meth:`rlinf.rewards.chat_endpoint.SharedRequestQuota.reserve`.
         """
-        most, tokens = self._config.max_requests, self._config.max_total_tokens
+        max_requests, max_tokens = self._config.max_requests, self._config.max_total_tokens
         with self._lock:
-            if tokens is not None and self.tokens >= tokens:
+            if max_tokens is not None and self.tokens >= max_tokens:
                 return False
-            if most is not None:
+            if max_requests is not None:
                 # Known requests may be from an earlier run without blocks.
-                if self.requests >= most:
+                if self.requests >= max_requests:
                     return False
-                self._left = self._left or self._quota.reserve(most, self._expected)
-                if not self._left:
+                self._unsent = self._unsent or self._quota.reserve(max_requests, self._expected)
+                if not self._unsent:
                     return False
-                self._left, self._expected = self._left - 1, max(0, self._expected - 1)
+                self._unsent, self._expected = self._unsent - 1, max(0, self._expected - 1)
             self.requests += 1
             return True
 
@@ -277,53 +278,55 @@ class ChatEndpoint:
         Raises:
             ConfigError: the configured key does not exist.
         """
-        self._config, self._spent = config, budget
+        self._config, self._budget = config, budget
         self._key = read_api_key(config)
         self._parts = _split(config.base_url)
         self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
         self._not_before = 0.0
 
-    def complete(self, model: str, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatReply:
+    def complete(
+        self, model: str, messages: Sequence[Mapping[str, str]], **extra_body: Any
+    ) -> ChatReply:
         """Return the answer to a conversation.
 
         Args:
             messages: ``role`` and ``content``.
-            more: further fields of the request, such as ``temperature``.
+            extra_body: further fields of the request, such as ``temperature``.
 
         Raises:
             ConfigError: the endpoint rejects all requests: no such route, model or key.
         """
         config = self._config
-        body = json.dumps({"model": model, "messages": list(map(dict, messages)), **more})
-        sent, tokens, last = 0, 0, ""
+        body = json.dumps({"model": model, "messages": list(map(dict, messages)), **extra_body})
+        num_requests, num_tokens, last_error = 0, 0, ""
         for attempt in range(config.max_retries + 1):
             time.sleep(max(0.0, self._not_before - time.monotonic()))
-            if not self._spent.acquire():
-                return ChatReply(None, OVER_BUDGET, sent, tokens)
-            sent += 1
+            if not self._budget.acquire():
+                return ChatReply(None, OVER_BUDGET, num_requests, num_tokens)
+            num_requests += 1
             retry_after_s = None
             try:
                 status, headers, data = self._post(body)
                 if status == 200:
-                    text, used = _read(data, body)
-                    self._spent.add_tokens(used)
-                    return ChatReply(text, "", sent, tokens + used)
-                last = f"status {status}: {self._shown(data)}"
+                    text, used = _parse_response(data, body)
+                    self._budget.add_tokens(used)
+                    return ChatReply(text, "", num_requests, num_tokens + used)
+                last_error = f"status {status}: {self._redacted(data)}"
                 if status in BAD_REQUEST_STATUS:
-                    log.warning("the judge refuses a request (%s)", last)
-                    return ChatReply(None, REFUSED, sent, tokens)
+                    log.warning("the judge refuses a request (%s)", last_error)
+                    return ChatReply(None, REFUSED, num_requests, num_tokens)
                 if status not in RETRYABLE_STATUS and status < 500:
                     raise ConfigError(
-                        f"{ENDPOINT_KEY}: {config.base_url} refuses requests with {last}"
+                        f"{ENDPOINT_KEY}: {config.base_url} refuses requests with {last_error}"
                     )
                 retry_after_s = parse_retry_after(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not isinstance(error, _Unreached):
-                    # The answer is lost but billed.
+                    # The answer is lost, but the server may charge for it.
                     used = len(body) // BYTES_PER_TOKEN
-                    self._spent.add_tokens(used)
-                    tokens += used
-                last = self._shown(f"{type(error).__name__}: {error}".encode())
+                    self._budget.add_tokens(used)
+                    num_tokens += used
+                last_error = self._redacted(f"{type(error).__name__}: {error}".encode())
             if attempt == config.max_retries or (
                 retry_after_s is not None and retry_after_s > config.max_backoff_s
             ):
@@ -333,8 +336,10 @@ class ChatEndpoint:
             if retry_after_s is not None:
                 self._not_before = max(self._not_before, time.monotonic() + retry_after_s)
             time.sleep(max(retry_after_s or 0.0, random.uniform(0, limit)))
-        log.warning("the judge did not answer %d times, the last time with %s", sent, last)
-        return ChatReply(None, UNANSWERED, sent, tokens)
+        log.warning(
+            "the judge did not answer %d times, the last time with %s", num_requests, last_error
+        )
+        return ChatReply(None, UNANSWERED, num_requests, num_tokens)
 
     def _post(self, body: str) -> tuple[int, Mapping[str, str], bytes]:
         config, parts = self._config, self._parts
@@ -348,46 +353,45 @@ class ChatEndpoint:
             )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
-        until = time.monotonic() + config.timeout_s
-        late, opened = threading.Event(), list[socket.socket]()
+        deadline = time.monotonic() + config.timeout_s
+        timed_out, sockets = threading.Event(), list[socket.socket]()
 
-        def end() -> None:
-            late.set()
+        def shut_down() -> None:
+            timed_out.set()
             # The socket's own timeout never expires if a server sends a byte now and then.
-            for one in opened:
+            for open_socket in sockets:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    open_socket.shutdown(socket.SHUT_RDWR)
 
-        timer = threading.Timer(config.timeout_s, end)
+        timer = threading.Timer(config.timeout_s, shut_down)
         timer.daemon = True
         timer.start()
         try:
-            connection.sock = _connected(host, port or connection.default_port, until)
-            opened.append(
-                connection.sock
-            )  # the connection drops its socket before the last byte arrives
+            connection.sock = _connect(host, port or connection.default_port, deadline)
+            # The connection drops its socket before the last byte arrives, so keep the socket.
+            sockets.append(connection.sock)
             if self._tls is not None:
                 connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
-                opened.append(connection.sock)
-            if late.is_set():  # timed out before there was a socket to shut down
+                sockets.append(connection.sock)
+            if timed_out.is_set():  # timed out before there was a socket to shut down
                 raise _Unreached(TIMEOUT_MESSAGE.format(config.timeout_s))
             connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
             response = connection.getresponse()
             data = response.read(MAX_RESPONSE_BYTES + 1)
-            if late.is_set():
+            if timed_out.is_set():
                 raise TimeoutError
             if len(data) > MAX_RESPONSE_BYTES:
                 raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
             return response.status, {k.lower(): v for k, v in response.headers.items()}, data
         except (OSError, http.client.HTTPException) as error:
-            if late.is_set() and not isinstance(error, _Unreached):
+            if timed_out.is_set() and not isinstance(error, _Unreached):
                 raise TimeoutError(TIMEOUT_MESSAGE.format(config.timeout_s)) from None
             raise
         finally:
             timer.cancel()
             connection.close()
 
-    def _shown(self, data: bytes) -> str:
+    def _redacted(self, data: bytes) -> str:
         """Return the beginning of a server's message on one line, without the key, which some
         servers repeat."""
         text = " ".join(data[:2000].decode(errors="replace").split())
@@ -398,7 +402,7 @@ class _Unreached(OSError):
     """Error of a request that was not sent."""
 
 
-def _connected(host: str, port: int, until: float) -> socket.socket:
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
     """Return a connection. The host's addresses share the remaining time evenly.
 
     Raises:
@@ -408,24 +412,24 @@ def _connected(host: str, port: int, until: float) -> socket.socket:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise _Unreached(str(error)) from None
-    why = "it has no address"
-    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
-        left = until - time.monotonic()
+    reason = "it has no address"
+    for num_tried, (family, kind, protocol, _, address) in enumerate(addresses):
+        remaining_s = deadline - time.monotonic()
         connection = socket.socket(family, kind, protocol)
         try:
-            connection.settimeout(max(left / (len(addresses) - tried), 0.001))
+            connection.settimeout(max(remaining_s / (len(addresses) - num_tried), 0.001))
             connection.connect(address)
-            connection.settimeout(max(until - time.monotonic(), 0.001))
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
         except OSError as error:
             connection.close()
-            why = str(error)
-    raise _Unreached(f"{host}:{port} cannot be reached ({why})")
+            reason = str(error)
+    raise _Unreached(f"{host}:{port} cannot be reached ({reason})")
 
 
 def parse_retry_after(value: str | None) -> float | None:
-    """Return the seconds of a ``Retry-After`` header (RFC 9110, 10.2.3); None if it has none."""
+    """Return the seconds of a ``Retry-After`` header (RFC 9110, 10.2.3); None if it is invalid."""
     if value is None:
         return None
     value = value.strip()
@@ -437,7 +441,7 @@ def parse_retry_after(value: str | None) -> float | None:
         return None
 
 
-def _read(data: bytes, body: str) -> tuple[str, int]:
+def _parse_response(data: bytes, body: str) -> tuple[str, int]:
     """Return text and number of tokens of a response.
 
     Raises:
@@ -449,7 +453,7 @@ def _read(data: bytes, body: str) -> tuple[str, int]:
         used = (values.get("usage") or {}).get("total_tokens")
     except (LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("a malformed answer") from None
-    # The content is null if the answer was cut off before its first token.
+    # The content is null if the answer ended before its first token.
     text = "" if text is None else text
     if not isinstance(text, str):
         raise ValueError("an answer without text")
@@ -461,15 +465,15 @@ def _read(data: bytes, body: str) -> tuple[str, int]:
 def _split(url: str) -> SplitResult:
     parts = urlsplit(url)
     try:
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # from an invalid port
-        known = False
-    if not known or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
+        is_valid = False
+    if not is_valid or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
         raise ValueError(f"base_url {url!r} is no address; expected something like https://host/v1")
     return parts
 
 
-def _is_here(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Return whether a host is this machine, by its name or address."""
     if host == "localhost":
         return True

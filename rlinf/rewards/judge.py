@@ -1,8 +1,8 @@
 """A language model as the judge (LLM-as-a-judge), behind a remote endpoint.
 
-It returns a verdict on each response. A response without a verdict is never scored silently: it
-gets the configured fallback, is counted in the metrics, and its record says why. A run requests
-each answer once, even if a stage is repeated.
+It returns a verdict on each response. A response without a verdict gets the configured fallback; a
+metric counts it, and its record has the reason. A run requests each answer once, even if a stage is
+repeated.
 """
 
 from __future__ import annotations
@@ -39,24 +39,21 @@ from rlinf.rewards.chat_endpoint import (
 
 
 class AnswerCache:
-    """Cache of the judge's answers in the run's folder, by the digest of their question;
-    thread-safe.
-
+    """Cache of the judge's answers in the run's folder, by digest of the question; thread-safe.
     Each node and rank appends to its own file of JSON lines, because appending is safe only within
-    one node. A line is written as soon as its answer arrives, so a stage that ended early requests
-    only the rest. A partial last line of a killed process is ignored.
-    """
+    one node. A line is written as soon as its answer arrives, so a repeated stage requests only the
+    missing answers. A partial last line of a killed process is ignored."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         """
         Args:
             folder: folder of the files of all processes, earlier ones included; None: nothing is
                 written.
-            name: of the file to append to.
+            name: name of this process's file.
         """
-        self._lock, self._known = threading.Lock(), dict[str, str]()
+        self._lock, self._answers = threading.Lock(), dict[str, str]()
         self._folder, self._name = folder, name
-        self._read: dict[Path, int] = {}
+        self._read_bytes: dict[Path, int] = {}
         """Number of bytes of each file that have been read."""
         self.requests = self.tokens = 0
         """Totals over all lines, including those without an answer."""
@@ -64,7 +61,7 @@ class AnswerCache:
 
     def get(self, digest: str) -> str | None:
         """Return the answer to a question; None if there is none."""
-        return self._known.get(digest)
+        return self._answers.get(digest)
 
     def put(self, digest: str, text: str | None, requests: int, tokens: int) -> None:
         """Store an answer, or only the cost of a request without an answer.
@@ -76,7 +73,7 @@ class AnswerCache:
         line = json.dumps(entry).encode()
         with self._lock:
             if self._folder is None:
-                self._take(line)
+                self._add_line(line)
                 return
             self._append(self._folder / f"{self._name}.jsonl", line)
         self.refresh()
@@ -86,14 +83,15 @@ class AnswerCache:
         with self._lock:
             for path in sorted(self._folder.glob("*.jsonl")) if self._folder is not None else ():
                 with path.open("rb") as file:
-                    file.seek(self._read.get(path, 0))
+                    file.seek(self._read_bytes.get(path, 0))
                     # A partial last line is still being written.
                     complete, end, _ = file.read().rpartition(b"\n")
                 for line in complete.splitlines():
-                    self._take(line)
-                self._read[path] = self._read.get(path, 0) + len(complete) + len(end)
+                    self._add_line(line)
+                position = self._read_bytes.get(path, 0)
+                self._read_bytes[path] = position + len(complete) + len(end)
 
-    def _take(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         try:
             entry: Any = json.loads(line)
             digest, text = str(entry["digest"]), entry["text"]
@@ -102,7 +100,7 @@ class AnswerCache:
             return
         if isinstance(text, str):
             # The first answer wins, because results from it may be committed.
-            self._known.setdefault(digest, text)
+            self._answers.setdefault(digest, text)
         self.requests += requests
         self.tokens += tokens
 
@@ -132,7 +130,7 @@ FIELD_ALIASES = {"prompt": "prompt_text", "response": "text"}
 """Fields that have another name in the record of a trajectory."""
 RESERVED_FIELDS = frozenset({"model", "messages", "temperature", "max_tokens"})
 VERDICT_PATTERN = r"(?im)^\W*?(?:(?:score|rating|verdict|reward)\W*?)?(-?\d+(?:\.\d+)?)\W*$"
-"""A line that is a number or names one, such as ``Score: 7``, but not ``7/10``."""
+"""A line that is a number, or a label and a number, such as ``Score: 7``, but not ``7/10``."""
 
 
 class VerdictConfig(Section):
@@ -179,8 +177,8 @@ class VerdictConfig(Section):
         if not matches or matches[-1] is None:
             return None
         if self.labels:
-            known = {word.casefold(): value for word, value in self.labels.items()}
-            return known.get(matches[-1].strip().casefold())
+            labels = {word.casefold(): value for word, value in self.labels.items()}
+            return labels.get(matches[-1].strip().casefold())
         try:
             number = float(matches[-1])
         except ValueError:
@@ -222,9 +220,9 @@ class JudgeConfig(Section):
 
     @field_validator("extra_body")
     @classmethod
-    def _is_further(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if twice := sorted(RESERVED_FIELDS & value.keys()):
-            raise ValueError(f"holds {twice[0]}, which has a key of its own beside it")
+    def _has_no_reserved_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(RESERVED_FIELDS & value.keys()):
+            raise ValueError(f"holds {reserved[0]}, which has a key of its own beside it")
         return value
 
 
@@ -244,12 +242,12 @@ class JudgeReward(Reward):
     def __init__(self, config: Any, resources: RewardResources) -> None:
         super().__init__(config, resources)
         name = f"{os.uname().nodename}-r{resources.world.data_parallel_rank}"
-        self._answers = AnswerCache(resources.folder, name)
+        self._answer_cache = AnswerCache(resources.folder, name)
         folder = resources.folder
-        self._spent = RequestBudget(
+        self._budget = RequestBudget(
             config.endpoint, SharedRequestQuota(folder and folder / "requests")
         )
-        self._endpoint = ChatEndpoint(config.endpoint, self._spent)
+        self._endpoint = ChatEndpoint(config.endpoint, self._budget)
 
     def compute(
         self, trajectories: Sequence[Trajectory], scores: Sequence[float]
@@ -262,17 +260,18 @@ class JudgeReward(Reward):
         """
         questions = [self._messages(trajectory) for trajectory in trajectories]
         keys = [json_digest({**self._settings(), "messages": question}) for question in questions]
-        self._answers.refresh()
-        self._spent.record_usage(self._answers.requests, self._answers.tokens)
-        waiting = {
+        self._answer_cache.refresh()
+        self._budget.record_usage(self._answer_cache.requests, self._answer_cache.tokens)
+        missing = {
             key: question
             for key, question in zip(keys, questions, strict=True)
-            if self._answers.get(key) is None
+            if self._answer_cache.get(key) is None
         }
-        known, failures = len(set(keys)) - len(waiting), self._ask(waiting)
+        num_cached = len(set(keys)) - len(missing)
+        failures = self._request_answers(missing)
         results: list[RewardValue | RewardResult] = []
         for key in keys:
-            text = self._answers.get(key)
+            text = self._answer_cache.get(key)
             verdict = None if text is None else self.config.verdict.parse(text)
             if verdict is None:
                 results.append(self._fallback(failures.get(key, UNPARSABLE)))
@@ -280,20 +279,20 @@ class JudgeReward(Reward):
                 results.append(self.config.scale * verdict + self.config.offset)
         log.info(
             "judge: %d questions, %d of them answered before; %d requests and %d tokens in all",
-            *(len(set(keys)), known, self._spent.requests, self._spent.tokens),
+            *(len(set(keys)), num_cached, self._budget.requests, self._budget.tokens),
         )
         return results
 
-    def _ask(self, questions: Mapping[str, list[dict[str, str]]]) -> dict[str, str]:
+    def _request_answers(self, questions: Mapping[str, list[dict[str, str]]]) -> dict[str, str]:
         """Request the missing answers. Return the failure of each question without an answer."""
         if not questions:
             return {}
         settings, failures = self._settings(), dict[str, str]()
         failed = threading.Event()
-        self._spent.expect_requests(len(questions))
+        self._budget.expect_requests(len(questions))
 
-        def ask(key: str) -> ChatReply:
-            if failed.is_set():  # the error is raised below
+        def request(key: str) -> ChatReply:
+            if failed.is_set():  # another request failed; its error is raised below
                 return ChatReply(None, UNANSWERED)
             try:
                 answer = self._endpoint.complete(messages=questions[key], **settings)
@@ -301,17 +300,17 @@ class JudgeReward(Reward):
                 failed.set()
                 raise
             if answer.num_requests:
-                self._answers.put(key, answer.text, answer.num_requests, answer.num_tokens)
-                self._spent.record_usage(self._answers.requests, self._answers.tokens)
+                self._answer_cache.put(key, answer.text, answer.num_requests, answer.num_tokens)
+                self._budget.record_usage(self._answer_cache.requests, self._answer_cache.tokens)
             return answer
 
         pool = ThreadPoolExecutor(self.config.endpoint.max_concurrency, "judge")
         try:
-            for key, answer in zip(questions, pool.map(ask, questions), strict=True):
+            for key, answer in zip(questions, pool.map(request, questions), strict=True):
                 if answer.text is None:
                     failures[key] = answer.failure
         finally:
-            # An error ends it at once: pending requests are cancelled.
+            # After an error, pending requests are cancelled.
             pool.shutdown(wait=True, cancel_futures=True)
         return failures
 

@@ -1,9 +1,9 @@
 """Compare two answers mathematically.
 
 rlinf/rewards/math_parsing.py parses mathematical answers; this module parses choices and words.
-math-verify parses the expressions in them and compares those with variables. Numbers are
-compared here, exactly or to a relative tolerance, because math-verify rounds to six decimal places
-and so treats both 1.6e-19 and 1.7e-19 as zero.
+math-verify parses the expressions, and compares those that have variables. Numbers are compared
+here, exactly or to a relative tolerance, because math-verify rounds to six decimal places and so
+treats both 1.6e-19 and 1.7e-19 as zero.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from rlinf.rewards.math_parsing import MathAnswer, extract_answer, parse_answer,
 RELATIVE_TOLERANCE = 1e-12
 """Relative difference below which two irrational numbers are equal."""
 ROUNDING_DIGITS = 6
-"""Number of significant digits from which a decimal number may stand for a fraction that it
-rounds."""
+"""Minimum number of significant digits of a decimal number that equals a fraction by rounding."""
 _RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+(?:\.\d+)?)(?:\s*/\s*(\d+)|\s*\\(?:times|cdot)\s*10\^\{([-+]?\d{1,3})\})?"
     r"|\\frac\{(-?\d+)\}\{(-?\d+)\})"
@@ -44,13 +43,13 @@ _CHOICE_WITH_TEXT = re.compile(r"\s*(?:\(([A-J])\)|([A-J])[.):])\s+(\S.*)", re.D
 
 
 def grade_response(response: str, answer: str) -> bool:
-    """Return whether a response ends with the reference answer, mathematically.
+    """Return whether a response ends with an answer that is equivalent to the reference.
 
-    The kind of the reference decides what is extracted: the letter of a choice, words, or a
+    The kind of the reference determines what is extracted: the letter of a choice, words, or a
     mathematical answer.
 
     Raises:
-        UnparsableAnswerError: one of them has no answer that can be parsed.
+        UnparsableAnswerError: the response or the reference has no answer that can be parsed.
     """
     reference = parse_reference(answer)
     if reference.name == "choice":
@@ -75,7 +74,7 @@ def parse_reference(text: str) -> MathAnswer:
     """Parse a reference answer. Text that is not mathematics becomes words.
 
     Raises:
-        UnparsableAnswerError: it is empty.
+        UnparsableAnswerError: the text is empty.
     """
     marked = marked_answers(text)
     if marked is None and len(text.strip().split("\n")) > 1:
@@ -103,7 +102,7 @@ def parse_reference(text: str) -> MathAnswer:
 
 
 def _same_choice(reference: MathAnswer, response: str) -> bool:
-    """Return whether the letters are equal; without a letter, whether the text of the option is."""
+    """Return whether the letters are equal; without a letter, compare the option's text."""
     try:
         return choice_letter(response) == reference.text
     except UnparsableAnswerError:
@@ -116,12 +115,12 @@ def _check(answer: MathAnswer) -> None:
     """Parse all expressions of an answer.
 
     Raises:
-        UnparsableAnswerError: math-verify cannot parse one.
+        UnparsableAnswerError: math-verify cannot parse an expression.
     """
     for item in answer.items:
         _check(item)
-    if answer.kind == "expression" and _rational(answer.text) is None:
-        _expression(answer.text)
+    if answer.kind == "expression" and _parse_rational(answer.text) is None:
+        _parse_expression(answer.text)
 
 
 def grade_with_math_verify(response: str, answer: str) -> bool:
@@ -147,10 +146,10 @@ def _plain_reference(answer: str) -> Any:
 
 
 def equivalent(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Return whether two answers are equal.
+    """Return whether two answers are equivalent.
 
-    Sets and lists are unordered; tuples and intervals are ordered, and their brackets count. A unit
-    may be missing, but must not differ; ``18%`` is 0.18, and is 18 if the reference is in per cent.
+    Sets and lists are unordered. Tuples and intervals are ordered and need equal brackets. A unit
+    may be missing, but must not differ. ``18%`` is 0.18, or 18 if the reference is in per cent.
 
     Raises:
         UnparsableAnswerError: math-verify cannot parse an expression.
@@ -168,14 +167,13 @@ def equivalent(reference: MathAnswer, actual: MathAnswer) -> bool:
         return False
     if kinds & {"list", "set"}:
         return _same_collections(reference, actual)
-    if len(kinds) > 1 or _other_units(reference, actual):
+    if len(kinds) > 1 or _have_different_units(reference, actual):
         return False
     return reference.text == actual.text and _same_in_order(reference.items, actual.items)
 
 
 def _same_collections(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Return whether two lists or sets, or one of them and another answer, have the same
-    members."""
+    """Return whether two answers, at least one of them a list or a set, have the same members."""
     kinds = {reference.kind, actual.kind}
     if "ordered" in kinds:
         tuples = [answer for answer in (reference, actual) if answer.kind == "ordered"]
@@ -197,7 +195,7 @@ def _same_in_order(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) 
 
 
 def _same_members(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) -> bool:
-    """Return whether each member has its equal on the other side; repeated members count once."""
+    """Return whether each member has an equal one on the other side; duplicates are ignored."""
     return all(any(equivalent(a, b) for b in right) for a in left) and all(
         any(equivalent(a, b) for a in left) for b in right
     )
@@ -215,15 +213,15 @@ def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
             dict(zip(names, answer.items, strict=True)) if len(names) == len(answer.items) else None
         )
     names = [item.name for item in answer.items]
-    # Two roots are x_1 and x_2 as well, in any order.
-    different = {re.sub(r"_\{?\w+\}?$", "", name) for name in names}
-    if answer.kind not in ("list", "set") or not all(names) or len(different) < len(names):
+    # x_1 and x_2 are two roots of one unknown, in any order.
+    unknowns = {re.sub(r"_\{?\w+\}?$", "", name) for name in names}
+    if answer.kind not in ("list", "set") or not all(names) or len(unknowns) < len(names):
         return None
     return {item.name: replace(item, name="") for item in answer.items} if len(names) > 1 else None
 
 
 def _same_named(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Return whether each unknown has the same value; without names the order decides."""
+    """Return whether each unknown has the same value; values without names are in order."""
     left, right = _values_of_names(reference), _values_of_names(actual)
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(
@@ -269,7 +267,7 @@ def _same_regions(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 
 def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Compare inequalities of several variables, or those without a set of solutions."""
+    """Compare inequalities of several variables, or ones whose solution set is unknown."""
     if reference.kind != actual.kind:
         return False
     if len(reference.items) == len(actual.items) == 1:
@@ -287,7 +285,7 @@ def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
         symbols |= (
             _relation_symbols(item)
             if item.kind == "region"
-            else frozenset(_expression(item.text).free_symbols)
+            else frozenset(_parse_expression(item.text).free_symbols)
         )
     return symbols
 
@@ -303,22 +301,22 @@ def _as_set(answer: MathAnswer) -> Any:
     import sympy
 
     if answer.kind == "ordered" and len(answer.items) == 2 and answer.text != "::":
-        low, high = (_expression(item.text).doit() for item in answer.items)
+        low, high = (_parse_expression(item.text).doit() for item in answer.items)
         interval = sympy.Interval(low, high, answer.text[0] == "(", answer.text[1] == ")")
         # Reversed bounds are a mistake, not the empty set.
         return None if interval is sympy.S.EmptySet else interval
     if answer.kind == "set":
-        return sympy.FiniteSet(*(_expression(item.text) for item in answer.items))
+        return sympy.FiniteSet(*(_parse_expression(item.text) for item in answer.items))
     if answer.kind == "expression":
-        return _set_of_expression(_expression(answer.text))
+        return _set_of_expression(_parse_expression(answer.text))
     if answer.kind != "region":
         return None
-    parts = [_as_set(item) for item in answer.items]
-    if None in parts:
+    sets = [_as_set(item) for item in answer.items]
+    if None in sets:
         return None
-    joined = (sympy.Union if answer.text == "or" else sympy.Intersection)(*parts)
-    # "x < 1, x > 2" can only mean either.
-    return sympy.Union(*parts) if answer.text == "," and joined.is_empty else joined
+    combined = (sympy.Union if answer.text == "or" else sympy.Intersection)(*sets)
+    # "x < 1, x > 2" can only be a union.
+    return sympy.Union(*sets) if answer.text == "," and combined.is_empty else combined
 
 
 def _set_of_expression(expression: Any) -> Any:
@@ -326,10 +324,11 @@ def _set_of_expression(expression: Any) -> Any:
     from sympy.logic.boolalg import Boolean
 
     if isinstance(expression, sympy.Complement):
-        universe, without = expression.args
-        # The parser's own class of finite sets is not simplified.
-        finite = isinstance(without, sympy.FiniteSet)
-        return sympy.Complement(universe, sympy.FiniteSet(*without.args) if finite else without)
+        universe, excluded = expression.args
+        # sympy does not simplify the parser's own class of finite sets.
+        if isinstance(excluded, sympy.FiniteSet):
+            excluded = sympy.FiniteSet(*excluded.args)
+        return sympy.Complement(universe, excluded)
     if isinstance(expression, sympy.Set):
         return expression
     return expression.as_set() if isinstance(expression, Boolean) else None
@@ -344,15 +343,14 @@ def _same_expressions(reference: MathAnswer, actual: MathAnswer) -> bool:
         return _same_equations(left, right)
     if left and not reference.name:
         return False
-    # "a + b = 10" counts as 10 if the reference is a number.
+    # "a + b = 10" is taken as 10 if the reference is a number.
     return _same_values(
         reference, replace(actual, text=split_top_level(actual.text, ("=",))[-1].strip())
     )
 
 
 def _as_equation(answer: MathAnswer) -> str:
-    """Return the equation that an answer is; empty if it is none. Names in words are not
-    variables."""
+    """Return the equation of an answer; empty if it is not one. Words are not variables."""
     if len(split_top_level(answer.text, ("=",))) > 1:
         return answer.text
     return f"{answer.name}={answer.text}" if _is_variable(answer.name) else ""
@@ -363,13 +361,13 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Return whether two equations have the same solutions: the difference of one's sides is a
-    multiple of the other's."""
+    """Return whether two equations have the same solutions. They do if ``left - right`` of one
+    equation is a multiple of ``left - right`` of the other."""
     import sympy
 
-    if _tight(left) == _tight(right):
+    if _compact(left) == _compact(right):
         return True
-    first, second = _expression(left), _expression(right)
+    first, second = _parse_expression(left), _parse_expression(right)
     if not (isinstance(first, sympy.Eq) and isinstance(second, sympy.Eq)):
         return False
     differences = [side.lhs - side.rhs for side in (first, second)]
@@ -379,15 +377,15 @@ def _same_equations(left: str, right: str) -> bool:
     return bool(quotient.is_number and quotient.is_finite and not quotient.is_zero)
 
 
-def _other_units(reference: MathAnswer, actual: MathAnswer) -> bool:
+def _have_different_units(reference: MathAnswer, actual: MathAnswer) -> bool:
     return len({reference.unit, actual.unit} - {""}) > 1
 
 
 def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
     if reference.unit and not actual.unit:
         # "450J" is a product unless the reference is in joules.
-        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", actual.text))
-        actual = separated if separated.unit == reference.unit else actual
+        spaced = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", actual.text))
+        actual = spaced if spaced.unit == reference.unit else actual
     units = {reference.unit, actual.unit} - {""}
     angles = {"degree^1": r"\cdot\frac{\pi}{180}", "rad^1": ""}
     if units and units <= angles.keys() and reference.unit != actual.unit:
@@ -397,29 +395,30 @@ def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
     if len(units) > 1:
         return False
     if "percent^1" in units and reference.unit != actual.unit:
-        plain, share = (actual, reference) if reference.unit == "percent^1" else (reference, actual)
-        if _equal(plain.text, rf"\frac{{{share.text}}}{{100}}"):
+        is_percent = reference.unit == "percent^1"
+        plain, percent = (actual, reference) if is_percent else (reference, actual)
+        if _equal(plain.text, rf"\frac{{{percent.text}}}{{100}}"):
             return True
-        number = _rational(plain.text)
-        # 0.5 % is not 0.5, but the sign may be missing if the reference is in per cent.
+        number = _parse_rational(plain.text)
+        # 0.5 % is not 0.5, but "%" may be missing if the reference is in per cent.
         if number is not None and abs(number) < 1:
             return False
     return _equal(reference.text, actual.text)
 
 
 def _equal(reference: str, actual: str) -> bool:
-    if _tight(reference) == _tight(actual):
+    if _compact(reference) == _compact(actual):
         return True
-    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _tight(text)) for text in (reference, actual)]
+    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _compact(text)) for text in (reference, actual)]
     if any(base and base[1].isalnum() and base[1][0].isdigit() for base in bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
-    left, right = _rational(reference), _rational(actual)
+    left, right = _parse_rational(reference), _parse_rational(actual)
     if left is not None and right is not None:
         # 99999.999 is not 100000: only one of the two may be a decimal number.
-        rounded = reference if "." in reference else actual
-        other = left if rounded is actual else right
-        return left == right or (("." in reference) != ("." in actual) and _rounds(rounded, other))
-    first, second = _expression(reference), _expression(actual)
+        decimal = reference if "." in reference else actual
+        exact = left if decimal is actual else right
+        return left == right or (("." in reference) != ("." in actual) and _rounds(decimal, exact))
+    first, second = _parse_expression(reference), _parse_expression(actual)
     numbers = [_is_number(expression) for expression in (first, second)]
     if all(numbers):
         return _same_numbers(first, second)
@@ -427,7 +426,7 @@ def _equal(reference: str, actual: str) -> bool:
 
 
 def _rounds(decimal: str, exact: Fraction) -> bool:
-    """Return whether a decimal number of enough digits is a rounded or truncated fraction."""
+    """Return whether a decimal number with enough digits is the rounded or truncated fraction."""
     match = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
     if match is None or len(match[1] + match[2]) < ROUNDING_DIGITS or exact.denominator == 1:
         return False
@@ -462,22 +461,24 @@ def _same_numbers(left: Any, right: Any) -> bool:
 def _verify(reference: str, actual: str) -> bool:
     from math_verify import verify
 
-    return bool(verify([_expression(reference)], [_expression(actual)], timeout_seconds=None))
+    return bool(
+        verify([_parse_expression(reference)], [_parse_expression(actual)], timeout_seconds=None)
+    )
 
 
 @lru_cache(maxsize=512)
-def _expression(latex: str) -> Any:
+def _parse_expression(latex: str) -> Any:
     """Return the sympy expression, with exact numbers. References repeat, so results are cached.
 
     Raises:
-        UnparsableAnswerError: math-verify cannot parse it.
+        UnparsableAnswerError: math-verify cannot parse the text.
     """
     import sympy
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig
     from math_verify import parse as plain_parse
 
-    # Its unit rules misread the variable of 2t as a ton.
+    # The unit rules of math-verify misread the variable of 2t as a ton.
     config = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
     )
@@ -499,27 +500,27 @@ def _expression(latex: str) -> Any:
     return expression.xreplace(exact | imaginary) if exact or imaginary else expression
 
 
-def _rational(text: str) -> Fraction | None:
+def _parse_rational(text: str) -> Fraction | None:
     match = _RATIONAL.fullmatch(text.strip())
     if match is None:
         return None
-    sign, number, under, power, over, below = match.groups()
+    sign, number, divisor, power, numerator, denominator = match.groups()
     if number is None:
-        number, under = over, below
-    if under is not None and not int(under):
+        number, divisor = numerator, denominator
+    if divisor is not None and not int(divisor):
         return None
-    value = Fraction(number) / int(under or 1) * Fraction(10) ** int(power or 0)
+    value = Fraction(number) / int(divisor or 1) * Fraction(10) ** int(power or 0)
     return -value if sign == "-" else value
 
 
-def _tight(text: str) -> str:
+def _compact(text: str) -> str:
     return re.sub(r"(?<=\\[a-z])\s+(?=[A-Za-z])|\s+", "", text)
 
 
 # ruff: noqa: RUF001
 
 
-_DRESS = re.compile(
+_MARKUP = re.compile(
     r"\\(?:text|math)(?:bf|rm|it|sf|tt|normal|up)?\s*\{|\*\*|__|[$`{}\x22]|\\[()\[\]]|\\(?=[\s,;])|"
     r"\\q?quad|\\[,;:!]"
 )
@@ -533,7 +534,7 @@ _HEAD = re.compile(
     r"\s+(?:is(?!\s+(?:not|wrong|incorrect|false)\b)|because|since|as|and|or)\b)|(?P<small>[a-j])(?=\)|[.]?\s*$)"
 )
 _MORE = re.compile(r"\s*[.)]?\s*(?:,|/|&|or|and)\s*\(?(?:[A-J]\)?(?![A-Za-z'])|not\b)")
-_CHOSEN = (
+_CHOICE_PHRASES = (
     re.compile(
         r"\b(?:option|choice|answer)\s+\(?(?P<letter>[A-J])\)?(?:\s*\([^()]*\))?\s+(?:is|must\s+be)"
         r"\s+(?:the\s+)?"
@@ -563,53 +564,53 @@ _NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.,;\n]{0,20}$", 
 
 
 def choice_letter(response: str) -> str:
-    """Return the letter of the choice with which a response ends, as a capital.
+    """Return the letter of the choice with which a response ends, in upper case.
 
     Raises:
-        UnparsableAnswerError: it names none, or more than one.
+        UnparsableAnswerError: the response names no choice, or more than one.
     """
     marked = marked_answers(response)
     if marked is not None:
-        return _one_letter(marked[-1]) if len(marked) == 1 else _none()
-    text = _undressed(searchable_text(response))
+        return _single_letter(marked[-1]) if len(marked) == 1 else _raise_no_choice()
+    text = _remove_markup(searchable_text(response))
     statement = announced_answer(text)
     if statement and re.match(r"\s*(?:correct|right|true)\b", statement):
         statement = None  # "Answer choice C is correct."
-    at = text.rfind(statement) if statement else -1
-    chosen = [
+    statement_start = text.rfind(statement) if statement else -1
+    choices = [
         (match.start("letter"), match["letter"].upper())
-        for pattern in _CHOSEN
+        for pattern in _CHOICE_PHRASES
         for match in pattern.finditer(text)
         if not _NEGATED.search(text[: match.start("letter")])
         and not re.search(r"(?:\band|\bor|[,&/])\s*\(?$", text[: match.start("letter")])
     ]
-    if statement and at >= max((place for place, _ in chosen), default=-1):
-        return _one_letter(statement)
-    if chosen:
-        return max(chosen)[1]
+    if statement and statement_start >= max((start for start, _ in choices), default=-1):
+        return _single_letter(statement)
+    if choices:
+        return max(choices)[1]
     lines = [line for line in text.split("\n") if line.strip()] or [""]
     try:
-        return _one_letter(lines[-1])
+        return _single_letter(lines[-1])
     except UnparsableAnswerError:
-        return _one_letter(lines[0])
+        return _single_letter(lines[0])
 
 
-def _none() -> str:
+def _raise_no_choice() -> str:
     raise UnparsableAnswerError("no single choice")
 
 
-def _undressed(text: str) -> str:
-    return _DRESS.sub(" ", normalize_characters(text))
+def _remove_markup(text: str) -> str:
+    return _MARKUP.sub(" ", normalize_characters(text))
 
 
-def _one_letter(text: str) -> str:
-    bare = _undressed(text).strip()
+def _single_letter(text: str) -> str:
+    bare = _remove_markup(text).strip()
     lead = _LEAD.match(bare)
     assert lead is not None
     # "A" is also an article, so the lead may have consumed the letter itself.
     head = _HEAD.match(bare) or _HEAD.match(bare, lead.end())
     if head is None or _MORE.match(bare, head.end()):
-        return _none()
+        return _raise_no_choice()
     return str(head["round"] or head["sharp"] or head["small"]).upper()
 
 
@@ -617,7 +618,7 @@ def ends_with_words(response: str, words: str) -> bool:
     """Return whether a response ends with the words of the reference, see :func:`normalize_words`.
 
     Raises:
-        UnparsableAnswerError: it has no answer.
+        UnparsableAnswerError: the response has no answer.
     """
     marked = marked_answers(response)
     if marked is not None:
@@ -639,16 +640,16 @@ def _as_marked(text: str) -> str:
 def _openings(statement: str) -> Iterator[str]:
     line = statement.strip().split("\n", 1)[0]
     yield normalize_words(
-        re.split(r"(?<=[^\s.][^\s.])[.!?](?:\s|$)", _undressed(line), maxsplit=1)[0]
+        re.split(r"(?<=[^\s.][^\s.])[.!?](?:\s|$)", _remove_markup(line), maxsplit=1)[0]
     )
-    yield normalize_words(_undressed(line))
+    yield normalize_words(_remove_markup(line))
 
 
 def _begins(text: str, words: str) -> bool:
-    """Return whether a sentence begins with the words, followed at most by an aside."""
-    rest = text.removeprefix(words) if text.startswith(words) else None
+    """Return whether a sentence begins with the words and has at most an aside after them."""
+    rest = text.removeprefix(words)
     return (
-        rest is not None
+        text.startswith(words)
         and bool(re.fullmatch(r"(?:\s*[,;:(].*|\s+(?:because|since|as|for)\b.*)?", rest))
         and not re.match(r"\s*,?\s*(?:or|and|but)\b", rest)
     )

@@ -25,8 +25,8 @@ from rlinf.rewards.math_normalization import (
 MAX_LINE_CHARS = 2000
 """Number of characters at the end of a line that are searched for its answer."""
 SEARCHED_CHARS = 10_000
-"""Number of characters at the end of a response without a mark that are searched; some patterns
-take quadratic time."""
+"""Number of characters at the end of an unmarked response that are searched. Some patterns take
+quadratic time."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BETWEEN_BOXES = re.compile(r"\\(?:text|mbox|q?quad)(?![A-Za-z])|\\[()\[\],; ]|[${}]")
@@ -106,14 +106,14 @@ _HEDGE = re.compile(
 
 
 def marked_answers(text: str) -> list[str] | None:
-    """Return what is marked as the answer: several texts where boxes are joined.
-
-    Marks are ``\\boxed{}``, ``<answer>`` and ``####``; the last one counts, and with a box those
-    that ``or``, ``and`` or a comma joins to it. A ``####`` that is a heading of Markdown (words,
-    and text below it) is none. None: there is no mark.
-    """
+    """Return the texts that are marked as the answer; None if there is no mark. Marks are
+    ``\\boxed{}``, ``<answer>`` and ``####``. The last mark counts. Boxes that ``or``, ``and`` or a
+    comma joins to the last box are included. A ``####`` that is a Markdown heading (words, with
+    text below) is not a mark."""
     boxes = list(_BOX.finditer(text))
-    final = next((mark for mark in reversed([*_FINAL.finditer(text)]) if _ends(mark)), None)
+    final = next(
+        (mark for mark in reversed([*_FINAL.finditer(text)]) if _is_final_answer(mark)), None
+    )
     tag = next(reversed([*_TAGS.finditer(text)]), None)
     last = max((m.start() for m in (boxes[-1:] or []) + [m for m in (final, tag) if m]), default=-1)
     if last < 0:
@@ -126,25 +126,25 @@ def marked_answers(text: str) -> list[str] | None:
     return [final[1].strip() or final.string[final.end() :].strip().split("\n", 1)[0]]
 
 
-def _ends(final: re.Match[str]) -> bool:
+def _is_final_answer(final: re.Match[str]) -> bool:
     """Return whether a ``####`` marks an answer: its line, or the text below it, is a single
     value."""
     rest = normalize_characters(final[1]).strip()
     if not rest or not final.string[final.end() :].strip():
         return True
-    return len(rest) < 200 and not re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3,}", _unit_less(rest))
+    return len(rest) < 200 and not re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3,}", _without_unit(rest))
 
 
-def _unit_less(text: str) -> str:
+def _without_unit(text: str) -> str:
     return re.sub(r"(?<=\d)\s+[A-Za-z/ ]+$|^total:|\\(?:boxed|text)\{?", "", text, flags=re.I)
 
 
 def _joined_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
-    """Return the last box, and those before it that ``or``, ``and`` or a comma joins to it."""
+    """Return the last box, and the boxes that ``or``, ``and`` or a comma joins to it."""
     texts = [_inside_box(text, boxes[-1])]
-    for box, behind in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
+    for box, next_box in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
         inner = _inside_box(text, box)
-        between = _BETWEEN_BOXES.sub(" ", text[box.end() + len(inner) + 2 : behind.start()])
+        between = _BETWEEN_BOXES.sub(" ", text[box.end() + len(inner) + 2 : next_box.start()])
         if not _JOIN.fullmatch(between):
             break
         texts.insert(0, inner)
@@ -158,20 +158,20 @@ def _inside_box(text: str, box: re.Match[str]) -> str:
         return word[0] if word else ""
     end = find_closing_bracket(text, start)
     if end is None:
-        raise UnparsableAnswerError("a box without its end")
+        raise UnparsableAnswerError("a box without a closing brace")
     return text[start + 1 : end]
 
 
 def unmarked_candidates(text: str) -> Iterator[str]:
     """Yield possible answers of a text without a mark, the most likely first.
 
-    These are the text after (or before) "the answer is", within its sentence; else the last bold
-    text, the last formulas or the last number of the last line that has one.
+    They are the text after (or before) "the answer is", within its sentence. Without that phrase,
+    they are the last bold text, formulas or number of the last line that has any.
     """
     text = searchable_text(text)
     statement = announced_answer(text)
     if statement is None:
-        yield from _last_of(text)
+        yield from _trailing_candidates(text)
     else:
         yield from leading_candidates(statement)
 
@@ -191,8 +191,8 @@ def announced_answer(text: str) -> str | None:
         if not re.search(r"[^\W_]", rest):
             rest = f"{rest.strip('*_ ')}{text[statement.end() :]}".lstrip()
         if rest.strip():
-            denied = "not " if _NEGATED.search(statement[0]) else ""
-            candidates.append((statement.start(), denied + rest))
+            negation = "not " if _NEGATED.search(statement[0]) else ""
+            candidates.append((statement.start(), negation + rest))
     for heading in _HEADING.finditer(text):
         rest = text[heading.end() :].lstrip()
         if rest:
@@ -214,7 +214,7 @@ def leading_candidates(text: str) -> Iterator[str]:
     plain = plain.lstrip("*_")
     formula = FORMULA.match(plain)
     if formula:
-        yield _with_unit(plain, *_run(plain, formula))
+        yield _with_unit(plain, *_join_formulas(plain, formula))
         return
     line = plain.split("\n", 1)[0].rstrip("*_ ")
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0].rstrip("*_ ")
@@ -225,23 +225,22 @@ def leading_candidates(text: str) -> Iterator[str]:
         return
     if line[len(sentence) :].startswith("!") and re.search(r"\d$", sentence):
         yield sentence + "!"
-    cut = _ASIDE.sub("", sentence)
-    if cut:
-        yield cut
-    if cut != sentence:
+    shortened = _ASIDE.sub("", sentence)
+    if shortened:
+        yield shortened
+    if shortened != sentence:
         yield sentence
     formulas = list(FORMULA.finditer(sentence))
     if formulas:
-        yield _with_unit(sentence, *_run(sentence, formulas[0]))
+        yield _with_unit(sentence, *_join_formulas(sentence, formulas[0]))
         return
-    values = VALUES.search(cut)
-    if values and not _HEDGE.search(cut[: values.start()]):
-        yield _with_unit(cut, values[0], values.end())
+    values = VALUES.search(shortened)
+    if values and not _HEDGE.search(shortened[: values.start()]):
+        yield _with_unit(shortened, values[0], values.end())
 
 
-def _last_of(text: str) -> Iterator[str]:
-    """Yield possible answers of a text that ends with the answer. A text that breaks off has
-    none."""
+def _trailing_candidates(text: str) -> Iterator[str]:
+    """Yield possible answers of a text that ends with the answer; none if it breaks off."""
     if _BROKEN_OFF.search(text):
         return
     for line in reversed(_lines(text)):
@@ -254,7 +253,7 @@ def _last_of(text: str) -> Iterator[str]:
                 start -= 1
             if _BOUND.search(line[: formulas[start].start()]):
                 return
-            yield _with_unit(line, *_run(line, formulas[start]))
+            yield _with_unit(line, *_join_formulas(line, formulas[start]))
             return
         if bold:
             return
@@ -274,48 +273,50 @@ def _last_of(text: str) -> Iterator[str]:
         last = values[_last_outside_phrases(rest, values)]
         if not _BOUND.search(rest[: last.start()]):
             if predicate and last is values[-1]:
-                yield from _shouted(predicate[1])
-            yield from _shouted(_with_unit(rest, last[0], last.end()))
+                yield from _exclamation_readings(predicate[1])
+            yield from _exclamation_readings(_with_unit(rest, last[0], last.end()))
         return
 
 
-def _shouted(text: str) -> Iterator[str]:
-    """Yield a text, and the text before its exclamation mark."""
+def _exclamation_readings(text: str) -> Iterator[str]:
+    """Yield a text, and the text without its exclamation mark, which may be a factorial."""
     yield text
     if text.endswith("!"):
         yield text.rstrip("!")
 
 
 def _last_outside_phrases(text: str, values: list[re.Match[str]]) -> int:
-    """Return the index of the last value that is not a detail: "350 km in 5 hours" ends with 350
-    km."""
-    places = range(len(values) - 1, -1, -1)
-    outside = (i for i in places if not _IN_PHRASE.search(text[: values[i].start()]))
+    """Return the index of the last value outside phrases: 350 km in "350 km in 5 hours"."""
+    indices = range(len(values) - 1, -1, -1)
+    outside = (i for i in indices if not _IN_PHRASE.search(text[: values[i].start()]))
     return next(outside, len(values) - 1)
 
 
 def _lines(text: str) -> list[str]:
-    """Return lines. A displayed formula and the line that contains it are one."""
-    at, lines = 0, []
+    """Return lines. A formula of several lines is one line."""
+    start, lines = 0, []
     for formula in FORMULA.finditer(text):
         if "\n" in formula[0]:
-            lines += [*text[at : formula.start()].split("\n"), formula[0]]
-            at = formula.end()
-    lines += text[at:].split("\n")
+            lines += [*text[start : formula.start()].split("\n"), formula[0]]
+            start = formula.end()
+    lines += text[start:].split("\n")
     return [line[-MAX_LINE_CHARS:] for line in lines if re.search(r"[^\W_]", line)]
 
 
 def _are_joined(text: str, first: re.Match[str], second: re.Match[str]) -> bool:
-    """Return whether two formulas are one answer: ``and`` or ``or`` is between them, or a comma,
-    and they are values of the same unknown. "If $n=3$, $x=5$" has one answer."""
+    """Return whether two formulas are one answer.
+
+    They are if ``and`` or ``or`` joins them, or if a comma joins values of the same unknown. In
+    "If $n=3$, $x=5$" they are not.
+    """
     join = _JOIN.fullmatch(text[first.end() : second.start()])
     if join is None or join[0].strip() != ",":
         return join is not None
-    names = [_base_of_name(formula_body(formula)) for formula in (first, second)]
+    names = [_unknown_name(formula_body(formula)) for formula in (first, second)]
     return names[0] == names[1]
 
 
-def _base_of_name(formula: str) -> str:
+def _unknown_name(formula: str) -> str:
     return re.split(r"[_=]", formula)[0].strip() if "=" in formula else ""
 
 
@@ -326,8 +327,7 @@ def _has_answer(line: str) -> bool:
 
 
 def _last_bold(line: str) -> str | None:
-    """Return the last bold text of a line, with those that ``and`` joins to it. Labels are
-    excluded."""
+    """Return the last bold text of a line, with texts that ``and`` joins to it; no labels."""
     bolds = [
         bold
         for bold in _BOLD.finditer(line)
@@ -336,27 +336,26 @@ def _last_bold(line: str) -> str | None:
     if not bolds:
         return None
     texts = [next(group for group in bolds[-1].groups() if group)]
-    for before, behind in zip(reversed(bolds[:-1]), reversed(bolds[1:]), strict=True):
-        join = _JOIN.fullmatch(line[before.end() : behind.start()])
+    for bold, next_bold in zip(reversed(bolds[:-1]), reversed(bolds[1:]), strict=True):
+        join = _JOIN.fullmatch(line[bold.end() : next_bold.start()])
         if not join:
             break
-        texts.insert(0, next(group for group in before.groups() if group) + join[0])
+        texts.insert(0, next(group for group in bold.groups() if group) + join[0])
     text = "".join(texts)
     return _with_unit(line, text, bolds[-1].end())
 
 
-def _run(text: str, first: re.Match[str]) -> tuple[str, int]:
-    """Return a formula and those that ``and``, ``or`` or a comma joins to it, and where they
-    end."""
-    inner, at, last = formula_body(first), first.end(), first
-    while join := _JOIN.match(text, at):
+def _join_formulas(text: str, first: re.Match[str]) -> tuple[str, int]:
+    """Return a formula with the formulas that are joined to it, and the end position."""
+    inner, end, last = formula_body(first), first.end(), first
+    while join := _JOIN.match(text, end):
         following = FORMULA.match(text, join.end())
         if not following or not _are_joined(text, last, following):
             break
         last = following
         inner += (join[0] if re.search(r"and|or", join[0]) else ", ") + formula_body(following)
-        at = following.end()
-    return inner, at
+        end = following.end()
+    return inner, end
 
 
 def formula_body(formula: re.Match[str]) -> str:
@@ -385,7 +384,7 @@ DEFAULT_TAGS = (
     ThinkingMarks("<reasoning>", "</reasoning>"),
     ThinkingMarks("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""Tags of published chat templates, and tags that prompts commonly ask for."""
+"""Tags of published chat templates, and common tags of prompts."""
 _BARE_CHANNELS = re.compile(r"\Aanalysis(?:(?=[^\s:]).*assistantfinal|(?=[\w\\$]))", re.DOTALL)
 """Channels of gpt-oss in a text whose special tokens the decoder dropped. The reasoning follows
 without a space, whereas prose continues with a space or a comma."""
@@ -397,8 +396,8 @@ class ReasoningTags:
 
     Args:
         tags: opening and closing tags.
-        starts_open: whether the prompt ends inside the reasoning, because the chat template's
-            generation prompt opens it. The response then has only the closing tag.
+        starts_open: whether the prompt ends inside the reasoning, because the chat template ends
+            with an opening tag. The response then has only the closing tag.
     """
 
     tags: tuple[ThinkingMarks, ...] = DEFAULT_TAGS

@@ -1,9 +1,9 @@
 """Grade mathematical answers in worker processes with time and memory limits.
 
-math-verify guards itself with an alarm signal, which works only in a main thread and not while
-Python computes with large integers. Here its own limit is off, and the kernel ends a process that
-has used up its processor time. This does not depend on the load of the machine, so the same answers
-get the same grades. A response that could not be graded is distinguished from a wrong one.
+math-verify limits its time with an alarm signal, which works only in a main thread and not while
+Python computes with large integers. That limit is off here. Instead, the kernel kills a process
+whose CPU time exceeds the limit. CPU time does not depend on the load of the machine, so equal
+answers get equal grades. A response that could not be graded is distinguished from a wrong one.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from rlinf.rewards.math_extraction import ReasoningTags
 MEMORY_BYTES = 2 << 30
 """Address space of a grading process, which needs about a tenth of it."""
 MAX_CONSECUTIVE_TIMEOUTS = 64
-"""After so many consecutive timeouts, in the order of the batch, the rest of the batch counts as
-timed out too. A batch whose answers all time out therefore ends after about ``64 / workers``
-limits, whatever its size. The number exceeds a usual group, so that one bad reference does not
-affect the grades of other groups."""
+"""Number of consecutive timeouts, in the order of the batch, after which the rest of the batch
+counts as timed out too. A batch of timeouts thus ends after about ``64 / workers`` time limits. The
+number exceeds a usual group size, so that one bad reference does not affect other groups."""
 WALL_TIME_FACTOR = 10
-"""Limit of wall time of a grading process, as a multiple of its limit of processor time."""
+"""Limit of wall time of a grading process, as a multiple of its limit of CPU time."""
 EXIT_WAIT_S = 5.0
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm and terminals send to all processes of a job. The stage handles them."""
 START_TIMEOUT_S = 300.0
-"""Longest start of a grading process, which imports from a busy shared file system."""
+"""Time limit for the start of a grading process, which imports from a shared file system."""
 
 GraderKind = Literal["read", "math-verify"]
 GradeOutcome = Literal["graded", "timeout", "unread", "died", "unfinished"]
@@ -56,20 +55,20 @@ OUTCOME_METRICS: dict[GradeOutcome, str] = {
 }
 """Names of the metrics of answers that could not be graded."""
 CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
-"""Names of the metrics of grades by plain math-verify, and of those that differ from ours."""
+"""Names of the metrics: number of grades by plain math-verify, and of different ones among them."""
 CROSS_CHECK_EVERY = 16
-"""Plain math-verify also grades one in so many answers. Grading each would take several times
-longer."""
+"""Plain math-verify grades every 16th answer too. For all answers, grading would take several times
+as long."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Score 1 or 0, and its outcome."""
+    """Score 1 or 0, and the outcome of grading."""
 
     score: float
     outcome: GradeOutcome = "graded"
     math_verify_score: float | None = None
-    """Score of plain math-verify; None if it has none."""
+    """Score of plain math-verify; None if it did not grade the answer."""
 
 
 def count_outcomes(grades: Sequence[Grade]) -> dict[str, int]:
@@ -88,8 +87,8 @@ class MathGrader:
     """A few processes that compare responses with reference answers.
 
     Args:
-        timeout_s: processor time for one answer, rounded up to a whole second of the process's.
-        reasoning_tags: tags of reasoning, which is removed from responses.
+        timeout_s: CPU time for one answer; the limit is rounded up to whole seconds of the process.
+        reasoning_tags: tags that mark reasoning, which is removed from responses.
 
     Raises:
         MissingPackageError: math-verify is not installed.
@@ -106,10 +105,10 @@ class MathGrader:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingPackageError("math-verify", "math", "grading mathematics")
         self._timeout_s = timeout_s
-        self._give_up_after = max_consecutive_timeouts
-        self._thoughts = reasoning_tags or ReasoningTags()
+        self._max_consecutive_timeouts = max_consecutive_timeouts
+        self._reasoning_tags = reasoning_tags or ReasoningTags()
         self._lock = threading.Lock()
-        # The kernel ends a child when its starting thread ends, and stages are threads.
+        # Use a thread that lives on: the kernel ends a child when the thread that started it ends.
         self._starter = ThreadPoolExecutor(1, "grader-starter")
         self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
 
@@ -130,44 +129,44 @@ class MathGrader:
         texts = {
             item: (text, answer)
             for item, (response, answer) in enumerate(pairs)
-            if (text := self._thoughts.strip_reasoning(response)) is not None
+            if (text := self._reasoning_tags.strip_reasoning(response)) is not None
         }
-        for item, grade in zip(texts, self._ask("read", [*texts.values()]), strict=True):
+        for item, grade in zip(texts, self._run_grader("read", [*texts.values()]), strict=True):
             grades[item] = grade
-        again = [
+        checked = [
             item
             for item in range(0, len(pairs), CROSS_CHECK_EVERY)
             if grades[item].outcome in ("graded", "unread")
         ]
-        opinions = self._ask("math-verify", [texts[item] for item in again])
-        for item, opinion in zip(again, opinions, strict=True):
+        opinions = self._run_grader("math-verify", [texts[item] for item in checked])
+        for item, opinion in zip(checked, opinions, strict=True):
             if opinion.outcome == "graded":
                 grades[item] = replace(grades[item], math_verify_score=opinion.score)
         return grades
 
-    def _ask(self, reader: GraderKind, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+    def _run_grader(self, kind: GraderKind, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
         """Return the grades of one of the two graders, in order."""
         grades: list[Grade | None] = [None] * len(pairs)
         waiting = list(range(len(pairs)))[::-1]
-        again: set[int] = set()
+        retried: set[int] = set()
         for worker in self._workers:
             worker.replace_if_dead()
         while waiting or any(worker.item is not None for worker in self._workers):
             for worker in self._workers:
                 if worker.ready and worker.item is None and waiting:
                     item = waiting.pop()
-                    worker.give(item, (reader, *pairs[item]))
-            # Starting workers are waited for as well; the others continue meanwhile.
+                    worker.send(item, (kind, *pairs[item]))
+            # Wait for starting workers as well; the others continue meanwhile.
             busy = {w.pipe: w for w in self._workers if w.item is not None or not w.ready}
             deadline = min(worker.deadline for worker in busy.values())
             for pipe in wait(list(busy), timeout=max(0.0, deadline - time.monotonic())):
                 assert isinstance(pipe, Connection)
                 worker = busy[pipe]
-                item_or_none, grade = worker.take()
+                item_or_none, grade = worker.receive()
                 if item_or_none is None:
                     continue
-                if grade.outcome == "died" and item_or_none not in again:
-                    again.add(item_or_none)
+                if grade.outcome == "died" and item_or_none not in retried:
+                    retried.add(item_or_none)
                     waiting.append(item_or_none)
                 else:
                     grades[item_or_none] = grade
@@ -179,7 +178,7 @@ class MathGrader:
                         )
                     grades[worker.item] = Grade(0.0, "timeout")
                     worker.restart()
-            last = self._gives_up(grades)
+            last = self._end_of_timeouts(grades)
             if last is not None:
                 waiting = [item for item in waiting if item <= last]
                 for worker in self._workers:
@@ -188,13 +187,13 @@ class MathGrader:
                 grades[last + 1 :] = [Grade(0.0, "timeout")] * (len(pairs) - last - 1)
         return [grade for grade in grades if grade is not None]
 
-    def _gives_up(self, grades: Sequence[Grade | None]) -> int | None:
-        """Return where the first run of so many timeouts ends. The speed of workers does not
-        matter."""
+    def _end_of_timeouts(self, grades: Sequence[Grade | None]) -> int | None:
+        """Return the item at which the limit of consecutive timeouts is reached; None if it is not.
+        It does not depend on the speed of the workers."""
         run = 0
         for item, grade in enumerate(grades):
             run = run + 1 if grade is not None and grade.outcome == "timeout" else 0
-            if run == self._give_up_after:
+            if run == self._max_consecutive_timeouts:
                 return item
         return None
 
@@ -216,7 +215,7 @@ class _Worker:
         self._timeout_s, self._starter = timeout_s, starter
         self._start()
 
-    def give(self, item: int, question: tuple[GraderKind, str, str]) -> None:
+    def send(self, item: int, question: tuple[GraderKind, str, str]) -> None:
         """Send the grader's kind, a response and its reference answer. The time limit starts."""
         self.item = item
         self.deadline = time.monotonic() + WALL_TIME_FACTOR * self._timeout_s
@@ -224,13 +223,13 @@ class _Worker:
             for text in question:
                 self.pipe.send_bytes(text.encode("utf-8", "replace"))
         except OSError:
-            pass  # it is dead, which is detected later
+            pass  # the process is dead, which receive() detects
 
-    def take(self) -> tuple[int | None, Grade]:
-        """Receive from the process: the item and its grade, or no item if it has started.
+    def receive(self) -> tuple[int | None, Grade]:
+        """Receive an item and its grade, or no item when the process has started.
 
         Raises:
-            RlinfError: it ended before it had started, twice in a row.
+            RlinfError: the process ended before it had started, twice in a row.
         """
         try:
             reply = self.pipe.recv_bytes()
@@ -246,8 +245,8 @@ class _Worker:
                 ) from None
             self._ended_early = not started
             self.restart()
-            late = code == -signal.SIGXCPU
-            return item, Grade(0.0, "timeout" if late else "died")
+            timed_out = code == -signal.SIGXCPU
+            return item, Grade(0.0, "timeout" if timed_out else "died")
         item, self.item = self.item, None
         if item is None:
             self.ready, self.deadline, self._ended_early = True, math.inf, False
@@ -255,7 +254,7 @@ class _Worker:
         return item, _GRADES[reply]
 
     def replace_if_dead(self) -> None:
-        """Start another process for one that ended while idle."""
+        """Start another process if this one ended while it was idle."""
         if self._process.poll() is not None:
             log.warning("an idle grading process had ended with code %d", self._process.returncode)
             self.restart()
@@ -273,13 +272,13 @@ class _Worker:
 
     def _start(self) -> None:
         # A plain child process: multiprocessing would fork threads, or reimport the main module.
-        self.pipe, theirs = Pipe()
+        self.pipe, child_pipe = Pipe()
         self.item, self.ready, self.deadline = None, False, time.monotonic() + START_TIMEOUT_S
         command = [sys.executable, "-m", "rlinf.rewards.math_grader"]
         self._process = self._starter.submit(
             subprocess.Popen,
-            [*command, str(theirs.fileno()), str(self._timeout_s), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            [*command, str(child_pipe.fileno()), str(self._timeout_s), str(os.getpid())],
+            pass_fds=[child_pipe.fileno()],
             env={
                 **os.environ,
                 **process_tuning.child_environment(),
@@ -287,7 +286,7 @@ class _Worker:
             },
             stdin=subprocess.DEVNULL,
         ).result()
-        theirs.close()
+        child_pipe.close()
 
 
 _GRADES = {b"1": Grade(1.0), b"0": Grade(0.0), b"u": Grade(0.0, "unread")}
@@ -298,20 +297,20 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
     """Run the loop of a grading process: a grader's kind and two texts in, one byte out."""
     from rlinf.rewards.math_equivalence import grade_response, grade_with_math_verify
 
-    readers = {"read": grade_response, "math-verify": grade_with_math_verify}
+    graders = {"read": grade_response, "math-verify": grade_with_math_verify}
 
-    # It warns that its own time limit is off, which is intended.
+    # math-verify warns that its own time limit is off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     grade_response(r"\sqrt{4}", r"\frac{4}{2}")
     pipe.send_bytes(b"ready")
     while True:
         try:
-            reader, response, answer = (pipe.recv_bytes().decode() for _ in range(3))
+            kind, response, answer = (pipe.recv_bytes().decode() for _ in range(3))
         except EOFError:
             return
         _limit_cpu(timeout_s)
         try:
-            reply = b"1" if readers[reader](response, answer) else b"0"
+            reply = b"1" if graders[kind](response, answer) else b"0"
         except MemoryError:
             os._exit(1)  # the state of the libraries may be inconsistent
         except Exception:  # a parser may raise anything on a model's output
@@ -320,15 +319,15 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Limit processor time to ``timeout_s`` from now on, rounded up to a whole second; then
-    SIGXCPU."""
+    """Limit further CPU time to ``timeout_s``, rounded up to whole seconds; then comes SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout_s))
 
 
-def _limit(which: int, soft: int) -> None:
-    hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+def _limit(resource_type: int, soft: int) -> None:
+    hard = resource.getrlimit(resource_type)[1]
+    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource_type, (soft, hard))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ BRACKET_PAIRS, CLOSING_BRACKETS = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"
 
 
 class UnparsableAnswerError(ValueError):
-    """Error of a text without an answer, or with one that cannot be parsed."""
+    """Error of a text that has no answer, or no answer that can be parsed."""
 
 
 _SYMBOLS = {
@@ -77,11 +77,9 @@ _SCIENTIFIC = re.compile(r"(?<![\w\\.}])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(
 
 
 def normalize_latex(text: str) -> tuple[str, str]:
-    """One spelling of what has many, and the currency that was named.
-
-    ``½`` becomes a ``\\frac``, ``2**3`` a power, ``\\text{cm}`` the word; sizes, spaces, emphasis
-    and delimiters of formulas go.
-    """
+    """Return the text in a uniform spelling, and its currency as a unit (empty: none). ``½``
+    becomes ``\\frac``, ``2**3`` a power, and ``\\text{cm}`` the word. Commands for sizes and
+    spaces, emphasis and formula delimiters are removed."""
     text = normalize_characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
     while match := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
         text = match[2] + match[3]
@@ -125,7 +123,7 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d}])\.(?=\d)", "0.", text)
     text = re.sub(r"\s+", " ", text).strip()
-    # An exclamation mark is a factorial here; in prose it was removed before.
+    # An exclamation mark is a factorial here; the caller has removed exclamation marks of prose.
     text = re.sub(r"^(?:[=:]|\\approx(?![a-z]))\s*|(?:\s|(?<!\\)[.,;:?])+$", "", text)
     return _number_words(_ALL_REALS.sub(r"\\mathbb{R}", text)), unit
 
@@ -134,7 +132,7 @@ _LONG = {"inf": "infty", "oo": "infty", "infinity": "infty"}
 
 
 def normalize_characters(text: str) -> str:
-    """Return a text with ASCII and LaTeX in place of symbols, and without pictograms."""
+    """Return a text with ASCII and LaTeX instead of symbols, and without pictograms."""
     text = _SUPERSCRIPTS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     spelled = (
         _character(c) if following[:1].isalpha() else _character(c).rstrip(" ") or " " * c.isspace()
@@ -162,14 +160,14 @@ def _bases(text: str) -> str:
 
 
 def _fraction_of_repeating(match: re.Match[str]) -> str:
-    integer, before, again = match[1] or "0", match[2], match[3]
-    under = (10 ** len(again) - 1) * 10 ** len(before)
-    over = int(integer + before + again) - int(integer + before)
-    return rf"\frac{{{over}}}{{{under}}}"
+    integer, prefix, period = match[1] or "0", match[2], match[3]
+    denominator = (10 ** len(period) - 1) * 10 ** len(prefix)
+    numerator = int(integer + prefix + period) - int(integer + prefix)
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
 def _number_words(text: str) -> str:
-    """Return the digits of a number below a hundred in words; any other text unchanged."""
+    """Return a number below a hundred in digits if it is in words; any other text unchanged."""
     tens, _, ones = text.lower().replace("-", " ").partition(" ")
     if tens not in _NUMBER_WORDS or (ones and not 0 < _NUMBER_WORDS.get(ones, 0) < 10):
         return text
@@ -192,21 +190,21 @@ def _character(character: str) -> str:
         return character
     plain = unicodedata.normalize("NFKC", character)
     if "⁄" in plain:
-        over, under = plain.split("⁄")
-        return rf"\frac{{{over}}}{{{under}}}" if under else character
+        numerator, denominator = plain.split("⁄")
+        return rf"\frac{{{numerator}}}{{{denominator}}}" if denominator else character
     form = unicodedata.decomposition(character)
     return f"^{{{plain}}}" if "<super>" in form else f"_{{{plain}}}" if "<sub>" in form else plain
 
 
 def _currency(text: str) -> tuple[str, str]:
-    """Remove a currency sign. A formula's ``$`` come in pairs; a single one, or one with a
-    backslash, is money."""
+    """Remove a currency sign. A pair of ``$`` delimits a formula; a single or escaped one is
+    money."""
     for sign, unit in _CURRENCIES.items():
         if sign == "$" and text.replace(r"\$", "").count("$") % 2 == 0:
             continue
         if sign in text:
-            at = text.find(sign)
-            return text[:at] + " " + text[at:].replace(sign, " "), f"{unit}^1"
+            start = text.find(sign)
+            return text[:start] + " " + text[start:].replace(sign, " "), f"{unit}^1"
     return text, ""
 
 
@@ -233,60 +231,61 @@ def _unwrapped(text: str) -> str:
 
 def _arguments(text: str) -> str:
     r"""Add missing braces around the arguments of ``\frac``, ``\sqrt`` and ``^``."""
-    out, at = [], 0
+    out, position = [], 0
     pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
-    while match := pattern.search(text, at):
-        out.append(text[at : match.start()])
-        command, at = match[0], match.end()
+    while match := pattern.search(text, position):
+        out.append(text[position : match.start()])
+        command, position = match[0], match.end()
         out.append(command)
-        if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[at:])):
+        if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[position:])):
             out.append(root[0].strip())
-            at += root.end()
+            position += root.end()
         for _ in range(2 if command in (r"\frac", r"\binom") else 1):
-            argument, at = _argument(text, at, command)
+            argument, position = _argument(text, position, command)
             out.append(f"{{{_arguments(argument)}}}")
-    return "".join([*out, text[at:]])
+    return "".join([*out, text[position:]])
 
 
-def _argument(text: str, at: int, command: str) -> tuple[str, int]:
-    while at < len(text) and text[at] == " ":
-        at += 1
-    if at >= len(text):
+def _argument(text: str, start: int, command: str) -> tuple[str, int]:
+    """Return the argument of a command, from a start position, and its end."""
+    while start < len(text) and text[start] == " ":
+        start += 1
+    if start >= len(text):
         raise UnparsableAnswerError(f"{command} without its argument")
-    if text[at] == "{" or (text[at] == "(" and command not in (r"\frac", r"\binom")):
-        end = find_closing_bracket(text, at)
+    if text[start] == "{" or (text[start] == "(" and command not in (r"\frac", r"\binom")):
+        end = find_closing_bracket(text, start)
         if end is None:
             raise UnparsableAnswerError("an open brace")
-        return text[at + 1 : end], end + 1
+        return text[start + 1 : end], end + 1
     # A radicand or exponent of several digits is one number; TeX would use the first digit only.
-    number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[at:])
+    number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[start:])
     if number and command not in (r"\frac", r"\binom"):
-        return number[0], at + number.end()
-    if word := re.match(r"\\[A-Za-z]+", text[at:]):
-        end = at + word.end()
+        return number[0], start + number.end()
+    if word := re.match(r"\\[A-Za-z]+", text[start:]):
+        end = start + word.end()
         if word[0] in (r"\sqrt", r"\frac"):
             for _ in range(1 if word[0] == r"\sqrt" else 2):
                 _, end = _argument(text, end, word[0])
-        return text[at:end], end
-    return text[at], at + 1
+        return text[start:end], end
+    return text[start], start + 1
 
 
 def find_closing_bracket(text: str, start: int, mixed: bool = False) -> int | None:
-    """Return the position where the bracket at ``start`` closes. With ``mixed``, ``[`` may end with
-    ``)``."""
-    depth, at = 0, start
+    """Return the position of the bracket that closes the one at ``start``; None if there is none.
+    With ``mixed``, ``)`` may close ``[``."""
+    depth, position = 0, start
     opening, closing = ("([", ")]") if mixed else (text[start], BRACKET_PAIRS[text[start]])
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
+    while position < len(text):
+        if text[position] == "\\":
+            position += 2
             continue
-        if text[at] in opening:
+        if text[position] in opening:
             depth += 1
-        elif text[at] in closing:
+        elif text[position] in closing:
             depth -= 1
             if not depth:
-                return at
-        at += 1
+                return position
+        position += 1
     return None
 
 
@@ -347,11 +346,9 @@ _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-z])")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Return a value without the unit, the scale or the plain noun behind it, and the unit.
-
-    The unit is in one spelling, and empty where it is not known: ``12 apples``. A text without
-    one comes back unchanged; ``2t`` and ``5x`` are products.
-    """
+    """Return a value without the unit, scale or noun after it, and the unit. The unit has a uniform
+    spelling; it is empty if it is unknown, as in ``12 apples``. A text without a unit is unchanged;
+    ``2t`` and ``5x`` are products."""
     match = _TRAIL.search(text)
     if match is None or not match.start():
         return text, ""
@@ -410,10 +407,10 @@ def _spelled(words: list[str]) -> str:
             known = _NAMES.get(bare, _NAMES.get(bare.lower(), ""))
             if not known:
                 return ""
-            over, _, under = known.partition("/")
+            numerator, _, denominator = known.partition("/")
             power = sign * power * (int(exponent[1]) if exponent else 1)
-            powers[over] = powers.get(over, 0) + power
-            if under:
-                powers[under] = powers.get(under, 0) - power
-            last, sign, power = over, 1, 1
+            powers[numerator] = powers.get(numerator, 0) + power
+            if denominator:
+                powers[denominator] = powers.get(denominator, 0) - power
+            last, sign, power = numerator, 1, 1
     return "*".join(f"{name}^{powers[name]}" for name in sorted(powers) if powers[name])

@@ -35,14 +35,14 @@ class MathAnswer:
 
     kind: AnswerKind
     text: str
-    """LaTeX of an expression, lower-case words, the brackets of ``ordered`` such as ``(]`` (``::``:
-    a ratio or a time), how the parts of a region are joined (``or``, ``and`` or a comma), how those
-    of a list of words or letters are (``or`` or ``and``; else empty)."""
+    """By kind: the LaTeX of an expression; lower-case words; the brackets of ``ordered``, such as
+    ``(]``, or ``::`` for a ratio or time; the word that joins the parts of a region (``or``,
+    ``and`` or a comma) or of a list of words or letters (``or``, ``and`` or empty)."""
     items: tuple[MathAnswer, ...] = ()
     name: str = ""
     """Left-hand side of ``x = 5``."""
     unit: str = ""
-    """Known units in normalised spelling; empty if there is none or an unknown one."""
+    """Known units in normalised spelling; empty if there is no known unit."""
     alternative: MathAnswer | None = None
     """Second parsing of an ambiguous text, such as ``10!`` at the end of a sentence."""
     phrase: str = ""
@@ -69,10 +69,10 @@ def extract_answer(text: str) -> MathAnswer:
         except UnparsableAnswerError:
             continue
         if answer.kind == "words" or _is_phrase(answer):
-            words = words or answer  # "Good luck!" may stand below the answer
+            words = words or answer  # "Good luck!" may follow the answer
             continue
         readings.append(answer)
-        # An exclamation mark may be a factorial; the next candidate is without it.
+        # An exclamation mark may be a factorial; the next candidate omits it.
         if not candidate.endswith("!"):
             break
     if not readings:
@@ -100,9 +100,9 @@ def _marked_answer(text: str) -> MathAnswer:
         formulas = FORMULA.findall(text)
         if len(formulas) == 1:
             return parse_answer(next(group for group in formulas[0] if group))
-        behind = re.sub(r"^[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|be|equals)\b|:)\s*", "", plain)
-        if behind != plain:
-            return parse_answer(behind)
+        predicate = re.sub(r"^[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|be|equals)\b|:)\s*", "", plain)
+        if predicate != plain:
+            return parse_answer(predicate)
         numbers = [match[0].strip() for match in VALUES.finditer(plain)]
         is_formula = _is_unbalanced(plain) or re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
         if len(numbers) == 1 and not is_formula and not _NOT_A_VALUE.search(plain):
@@ -116,7 +116,7 @@ _NOT_A_VALUE = re.compile(
     re.IGNORECASE,
 )
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
-_JOINT = re.compile(r"\s*,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+")
+_JOIN = re.compile(r"\s*,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+")
 _NO_SOLUTION = re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE)
 _SHORT_WORDS = {"yes", "no", "odd", "even", "one", "two", "six", "ten", "all", "any", "true"}
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
@@ -132,7 +132,7 @@ def parse_answer(text: str) -> MathAnswer:
     """Parse a text that consists of an answer only.
 
     Raises:
-        UnparsableAnswerError: it is not an answer.
+        UnparsableAnswerError: the text is not an answer.
     """
     if len(text) > MAX_ANSWER_CHARS:
         raise UnparsableAnswerError("too long for an answer")
@@ -140,21 +140,21 @@ def parse_answer(text: str) -> MathAnswer:
     if not spelled:
         raise UnparsableAnswerError("an empty answer")
     spelled = _CHOICE_HEAD.sub("", spelled)
-    answer = _several(spelled)
+    answer = _parse_several(spelled)
     return replace(answer, unit=unit) if unit and answer.kind == "expression" else answer
 
 
-def _several(text: str) -> MathAnswer:
+def _parse_several(text: str) -> MathAnswer:
     """Parse a list with commas, ``and`` or ``or``; else a single answer."""
-    text = _bare_thousands(text)
+    text = _remove_thousands_separators(text)
     if joined := _joined_words(text):
         return joined
     if _LETTERS.fullmatch(text):
-        return _one(text)
+        return _parse_item(text)
     if builder := _BUILDER.fullmatch(text):
-        return _several(builder[1])
+        return _parse_several(builder[1])
     pieces = re.split(r"(?<![A-Za-z\\]),?\s*(and|or|\\lor|\\land|\\vee|\\wedge)(?![A-Za-z])", text)
-    joints = {"or" if joint in ("or", "\\lor", "\\vee") else "and" for joint in pieces[1::2]}
+    joins = {"or" if join in ("or", "\\lor", "\\vee") else "and" for join in pieces[1::2]}
     parts = [
         part.strip()
         for piece in pieces[::2]
@@ -164,69 +164,71 @@ def _several(text: str) -> MathAnswer:
     if not parts:
         raise UnparsableAnswerError("an empty answer")
     if len(parts) == 1:
-        return _one(parts[0])
+        return _parse_item(parts[0])
     items = tuple(item for part in parts for item in _both_signs(part))
-    if any(item.kind == "region" for item in items) or (joints == {"or"} and _any_interval(items)):
-        return MathAnswer("region", joints.pop() if len(joints) == 1 else ",", items)
+    if any(item.kind == "region" for item in items) or (joins == {"or"} and _any_interval(items)):
+        return MathAnswer("region", joins.pop() if len(joins) == 1 else ",", items)
     return MathAnswer("list", "", items)
 
 
 def _joined_words(text: str) -> MathAnswer | None:
     """Parse a list of single words or letters, ``A and C`` or ``red, blue``; None for any other
     text."""
-    parts = _JOINT.split(text)
+    parts = _JOIN.split(text)
     if len(parts) == 1 or not all(re.fullmatch(r"[A-Za-z][A-Za-z'-]*", part) for part in parts):
         return None
-    joints = set(re.findall(r"\b(?:and|or)\b", text))
-    items = [_one(part) for part in parts]
+    joins = set(re.findall(r"\b(?:and|or)\b", text))
+    items = [_parse_item(part) for part in parts]
     if any(item.kind == "words" for item in items):
         items = [MathAnswer("words", part.lower()) for part in parts]
-    return MathAnswer("list", joints.pop() if len(joints) == 1 else "", tuple(items))
+    return MathAnswer("list", joins.pop() if len(joins) == 1 else "", tuple(items))
 
 
 def _any_interval(items: tuple[MathAnswer, ...]) -> bool:
-    """Return whether all are pairs in brackets, and at least one of them is not a point."""
-    pairs = all(item.kind == "ordered" and len(item.items) == 2 for item in items)
-    return pairs and any(
-        item.text in ("(]", "[)") or any("infty" in end.text for end in item.items)
+    """Return whether all items are pairs in brackets, and at least one is not a point."""
+    are_pairs = all(item.kind == "ordered" and len(item.items) == 2 for item in items)
+    return are_pairs and any(
+        item.text in ("(]", "[)") or any("infty" in bound.text for bound in item.items)
         for item in items
     )
 
 
-def _bare_thousands(text: str) -> str:
+def _remove_thousands_separators(text: str) -> str:
     """Remove thousands separators from numbers outside brackets."""
-    out, depth, at = [], 0, 0
+    out, depth, start = [], 0, 0
     for bracket in re.finditer(r"\\[{}]|[()\[\]]|$", text):
-        piece = text[at : bracket.start()]
+        piece = text[start : bracket.start()]
         out.append(_THOUSANDS.sub(lambda m: m[0].replace(",", ""), piece) if not depth else piece)
         out.append(bracket[0])
         depth += {"(": 1, "[": 1, "\\{": 1, "": 0}.get(bracket[0], -1)
-        at = bracket.end()
+        start = bracket.end()
     return "".join(out)
 
 
 def _both_signs(text: str) -> tuple[MathAnswer, ...]:
     if r"\pm" not in text:
-        return (_one(text),)
-    return tuple(_one(re.sub(r"\\pm\s*", sign, text).lstrip("+")) for sign in "+-")
+        return (_parse_item(text),)
+    return tuple(_parse_item(re.sub(r"\\pm\s*", sign, text).lstrip("+")) for sign in "+-")
 
 
-def _one(text: str) -> MathAnswer:
+def _parse_item(text: str) -> MathAnswer:
     text = text.strip()
     if r"\pm" in text:
         bracketed = _bracketed(text)
         return bracketed or MathAnswer("list", "", _both_signs(text))
-    for sign, joint in ((r"\cup", "or"), (r"\cap", "and")):
+    for sign, join in ((r"\cup", "or"), (r"\cap", "and")):
         parts = split_top_level(text, (sign,))
         if len(parts) > 1:
-            return MathAnswer("region", joint, tuple(_one(_right_of_in(part)) for part in parts))
+            return MathAnswer(
+                "region", join, tuple(_parse_item(_right_of_in(part)) for part in parts)
+            )
     if _RELATION.search(text) and not text.startswith((r"\begin", "(", "[", r"\{")):
         if not re.match(r"[<>]|\\(?:le|ge|ne)", text):
             return MathAnswer("region", "", (MathAnswer("expression", text),))
         raise UnparsableAnswerError("half of a relation")
     exact, *rounded = (part.strip() for part in split_top_level(text, (r"\approx",)))
     if rounded and exact and not re.fullmatch(_FUNCTION_NAME, exact):
-        return replace(_one(exact), alternative=_one(rounded[-1]))
+        return replace(_parse_item(exact), alternative=_parse_item(rounded[-1]))
     sides = [side.strip() for side in split_top_level(text, ("=", r"\approx", r"\in"))]
     if len(sides) > 1 and all(sides):
         return _equation(text, sides)
@@ -238,16 +240,16 @@ def _right_of_in(text: str) -> str:
 
 
 def _equation(text: str, sides: list[str]) -> MathAnswer:
-    """Parse an equation: ``x = 5`` is 5 with a name; an unsolved equation stays as it is."""
+    """Parse an equation: ``x = 5`` is 5 with a name; an unsolved equation is an expression."""
     named = re.fullmatch(_FUNCTION_NAME, sides[0])
     names = _NAMES.fullmatch(sides[0]) or ":" in sides[0]
     variables = [re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", side) for side in sides]
     if len(sides) == 2 and "=" in text and not named and not names:
         if not variables[0] and re.fullmatch(_FUNCTION_NAME, sides[1]):
-            return replace(_several(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
+            return replace(_parse_several(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
         if any(variables):
             return MathAnswer("expression", text)
-    value = _one(sides[-1]) if names else _several(sides[-1])
+    value = _parse_item(sides[-1]) if names else _parse_several(sides[-1])
     return replace(value, name=re.sub(r"\s", "", sides[0]) if named or names else "")
 
 
@@ -258,7 +260,7 @@ def _matrix(text: str) -> MathAnswer | None:
     lines = [
         line for line in re.split(rf"{ROW_SEPARATOR}(?:\[[^\]]*\])?", match[2]) if line.strip()
     ]
-    rows = (MathAnswer("row", "", tuple(_one(c) for c in line.split("&"))) for line in lines)
+    rows = (MathAnswer("row", "", tuple(_parse_item(c) for c in line.split("&"))) for line in lines)
     return MathAnswer("matrix", "|" if match[1] == "vmatrix" else "", tuple(rows))
 
 
@@ -285,12 +287,12 @@ def _bracketed(text: str) -> MathAnswer | None:
         return None
     if braces:
         if text[:1] == "{" and len(parts) == 1:
-            return _one(inner)
+            return _parse_item(inner)
         return MathAnswer("set", "", tuple(item for part in parts for item in _both_signs(part)))
     if len(parts) > 1:
-        return MathAnswer("ordered", text[0] + text[-1], tuple(_one(part) for part in parts))
+        return MathAnswer("ordered", text[0] + text[-1], tuple(_parse_item(part) for part in parts))
     if re.fullmatch(r"\s*[A-Za-z]\s*", inner):
-        return _one(inner)
+        return _parse_item(inner)
     return None
 
 
@@ -308,7 +310,7 @@ def _words(text: str) -> MathAnswer | None:
 
 
 def _value(text: str) -> MathAnswer:
-    """Parse an expression, and remove its unit."""
+    """Parse an expression with a unit."""
     if ratio := re.fullmatch(r"(\d+) to (\d+)", text):
         text = f"{ratio[1]}:{ratio[2]}"
     text, unit = split_unit(text)
@@ -345,29 +347,30 @@ def _is_unbalanced(text: str) -> bool:
 
 def split_top_level(text: str, separators: tuple[str, ...]) -> list[str]:
     """Return the parts between separators that are outside brackets."""
-    parts, depth, last, at = [], 0, 0, 0
-    while at < len(text):
-        separator = next((s for s in separators if _stands_at(text, s, at)), None)
+    parts, depth, start, i = [], 0, 0, 0
+    while i < len(text):
+        separator = next((s for s in separators if _has_separator(text, s, i)), None)
         if separator and not depth:
-            parts.append(text[last:at])
-            at = last = at + len(separator)
+            parts.append(text[start:i])
+            i = start = i + len(separator)
             continue
-        if text.startswith((r"\{", r"\begin", r"\langle"), at):
-            depth, at = depth + 1, at + 2
+        if text.startswith((r"\{", r"\begin", r"\langle"), i):
+            depth, i = depth + 1, i + 2
             continue
-        if text.startswith((r"\}", r"\end", r"\rangle"), at):
-            depth, at = depth - 1, at + 2
+        if text.startswith((r"\}", r"\end", r"\rangle"), i):
+            depth, i = depth - 1, i + 2
             continue
-        if text[at] in BRACKET_PAIRS:
+        if text[i] in BRACKET_PAIRS:
             depth += 1
-        elif text[at] in CLOSING_BRACKETS:
+        elif text[i] in CLOSING_BRACKETS:
             depth -= 1
-        at += 2 if text[at] == "\\" else 1
-    return [*parts, text[last:]]
+        i += 2 if text[i] == "\\" else 1
+    return [*parts, text[start:]]
 
 
-def _stands_at(text: str, sign: str, at: int) -> bool:
+def _has_separator(text: str, separator: str, position: int) -> bool:
     r"""Return whether a separator is at a position; ``\in`` is not the beginning of ``\infty``."""
-    if not text.startswith(sign, at):
+    if not text.startswith(separator, position):
         return False
-    return not sign[-1].isalpha() or not text[at + len(sign) : at + len(sign) + 1].isalpha()
+    end = position + len(separator)
+    return not separator[-1].isalpha() or not text[end : end + 1].isalpha()

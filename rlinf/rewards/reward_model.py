@@ -63,9 +63,9 @@ class RewardModelReward(OffloadableTensors, Reward):
 
     def __init__(self, config: Any, resources: RewardResources) -> None:
         super().__init__(config, resources)
-        own = resources.device if config.device == "auto" else config.device
-        self.device = local_device(own)
-        self._published = HFFolder(config.path.expanduser())
+        name = resources.device if config.device == "auto" else config.device
+        self.device = local_device(name)
+        self._hf_folder = HFFolder(config.path.expanduser())
         self._module: Any = None
         self._tokenizer: Any = None
 
@@ -77,35 +77,35 @@ class RewardModelReward(OffloadableTensors, Reward):
     def compute(
         self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[RewardValue | RewardResult]:
-        config, module = self.config, self._ready()
+        config, module = self.config, self._load_on_device()
         rows = self._rows(trajectories)
-        most = self._published.max_model_len(config.max_length)
-        fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
-        results: list[RewardValue | RewardResult] = [self._unfit()] * len(rows)
+        max_length = self._hf_folder.max_model_len(config.max_length)
+        short = [i for i, row in enumerate(rows) if max_length is None or len(row) <= max_length]
+        results: list[RewardValue | RewardResult] = [self._overlong_result()] * len(rows)
         for batch in length_grouped_batches(
-            [len(rows[i]) for i in fit], config.max_tokens_per_batch
+            [len(rows[i]) for i in short], config.max_tokens_per_batch
         ):
-            places = [fit[number] for number in batch]
-            numbers = score_rows(module, [rows[place] for place in places], self.device)
-            for place, number in zip(places, numbers, strict=True):
-                results[place] = config.scale * number + config.offset
+            indices = [short[i] for i in batch]
+            scores = score_rows(module, [rows[i] for i in indices], self.device)
+            for i, score in zip(indices, scores, strict=True):
+                results[i] = config.scale * score + config.offset
         return results
 
     def close(self) -> None:
         self._module = None
         self.drop_host_copies()
 
-    def _unfit(self) -> RewardResult:
+    def _overlong_result(self) -> RewardResult:
         masked = self.config.overlong_reward == "mask"
         return RewardResult(
             0.0 if masked else float(self.config.overlong_reward), not masked, TOO_LONG
         )
 
-    def _ready(self) -> Any:
-        """Return the network, on its device."""
+    def _load_on_device(self) -> Any:
+        """Return the network on its device; the first call loads it."""
         residency = self.resources.residency
         if self._module is None:
-            folder = self._published.folder
+            folder = self._hf_folder.folder
             self._tokenizer = check_classifier(folder, PATH_KEY, self.config.max_length)
             dtype = getattr(torch, self.config.dtype)
             if residency is not None:
@@ -136,31 +136,31 @@ class RewardModelReward(OffloadableTensors, Reward):
         # A chat template adds the special tokens itself.
         ids = self._tokenizer(texts, add_special_tokens=template is None)["input_ids"]
         rows: list[list[int]] = [list(map(int, row)) for row in ids]
-        return [row or self._empty() for row in rows]
+        return [row or self._placeholder() for row in rows]
 
-    def _empty(self) -> list[int]:
+    def _placeholder(self) -> list[int]:
         """Return one token in place of an empty text, because the network needs at least one."""
         tokenizer = self._tokenizer
-        known = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        return [next((token for token in known if token is not None), 0)]
+        candidates = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        return [next((token for token in candidates if token is not None), 0)]
 
 
-def length_grouped_batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+def length_grouped_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Group rows of similar length into batches, so that there is little padding.
 
     Args:
-        lengths: of the rows.
-        most: limit of the number of rows times the longest row of a batch. A longer row is alone in
-            its batch.
+        lengths: lengths of the rows.
+        max_tokens: maximum number of tokens of a batch, padding included. A longer row is a batch
+            of its own.
 
     Yields:
-        Numbers of rows; each row is in one batch.
+        Indices of the rows of a batch; each row is in one batch.
     """
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     batch: list[int] = []
     for row in order:
-        # The newest one is the longest.
-        if batch and lengths[row] * (len(batch) + 1) > most:
+        # Lengths ascend, so the new row is the longest of its batch.
+        if batch and lengths[row] * (len(batch) + 1) > max_tokens:
             yield batch
             batch = []
         batch.append(row)
@@ -170,26 +170,24 @@ def length_grouped_batches(lengths: Sequence[int], most: int) -> Iterator[list[i
 
 @torch.inference_mode()
 def score_rows(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> list[float]:
-    """Return the classifier's output for each row of token ids, as it would be for the row alone.
-
+    """Return the classifier's output for each row of token ids, independent of the other rows.
     ``transformers`` reads the output of a decoder at the last token that is not the padding token,
-    and rejects several rows if the model has no padding token. In that case, any token that is not
-    the last of a row serves.
-    """
+    and rejects several rows if the model has no padding token. In that case, a token that is not
+    the last token of any row is used for padding."""
     settings = module.config.get_text_config()
-    filler, named = settings.pad_token_id, settings.pad_token_id is not None
-    if not named:
-        ends = {row[-1] for row in rows}
-        filler = next(token for token in range(len(ends) + 1) if token not in ends)
+    pad_token, has_pad_token = settings.pad_token_id, settings.pad_token_id is not None
+    if not has_pad_token:
+        last_tokens = {row[-1] for row in rows}
+        pad_token = next(t for t in range(len(last_tokens) + 1) if t not in last_tokens)
     length = max(map(len, rows))
     tokens = pad_right([np.asarray(row, np.int64) for row in rows], length)
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(length)[None] < lengths[:, None]).long()
-    tokens = torch.where(mask.bool(), tokens, filler)
+    tokens = torch.where(mask.bool(), tokens, pad_token)
     try:
-        settings.pad_token_id = filler if named or len(rows) > 1 else None
+        settings.pad_token_id = pad_token if has_pad_token or len(rows) > 1 else None
         out = module(input_ids=tokens.to(device), attention_mask=mask.to(device))
     finally:
-        settings.pad_token_id = filler if named else None
-    numbers: list[float] = out.logits[:, 0].float().tolist()
-    return numbers
+        settings.pad_token_id = pad_token if has_pad_token else None
+    scores: list[float] = out.logits[:, 0].float().tolist()
+    return scores

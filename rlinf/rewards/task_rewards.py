@@ -42,8 +42,8 @@ class ScoreConfig(Section):
 class ScoreReward(Reward):
     """The task's score, minus a penalty for overlong samples.
 
-    A simulator's sample may hold several episodes. Each episode then has its own score, placed on
-    its last step. An episode that the horizon truncated after others had ended is not scored; the
+    A simulator's sample may have several episodes. Each episode then has its own score, on its last
+    step. If the horizon truncates the last of several episodes, that episode is not scored; the
     critic's value estimates the rest of it.
     """
 
@@ -59,23 +59,22 @@ class ScoreReward(Reward):
             episodes = scored_episodes(trajectory)
             if episodes is None:
                 length = int(loss_mask(trajectory).sum())
-                reward, unpenalized = (
-                    self._scaled(score) - self._overlong(length),
-                    self._scaled(score),
-                )
-                results.append(RewardResult(reward, raw_reward=unpenalized))
+                raw_reward = self._scaled(score)
+                reward = raw_reward - self._overlong_penalty(length)
+                results.append(RewardResult(reward, raw_reward=raw_reward))
                 continue
-            steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
-            for last, own, length in episodes:
-                steps[last], ends[last] = self._scaled(own) - self._overlong(length), True
-            total = sum(self._scaled(own) for _, own, _ in episodes)
-            results.append(RewardResult(steps, raw_reward=total, episode_ends=ends))
+            rewards, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
+            for last, episode_score, length in episodes:
+                rewards[last] = self._scaled(episode_score) - self._overlong_penalty(length)
+                ends[last] = True
+            total = sum(self._scaled(episode_score) for _, episode_score, _ in episodes)
+            results.append(RewardResult(rewards, raw_reward=total, episode_ends=ends))
         return results
 
     def _scaled(self, score: float) -> float:
         return self.config.scale * score + self.config.offset
 
-    def _overlong(self, length: int) -> float:
+    def _overlong_penalty(self, length: int) -> float:
         start, stop = self.config.overlong_penalty_start, self.config.overlong_penalty_end
         if start is None or stop is None:
             return 0.0
@@ -89,8 +88,8 @@ class DigitsConfig(Section):
 
 
 class DigitsReward(Reward):
-    """Exact match plus partial credit for every character of the reference answer in its place. It
-    is a denser signal for short answers of a fixed form."""
+    """Exact match plus partial credit for each correct character at its position. It is a denser
+    signal for short answers of a fixed form."""
 
     Config = DigitsConfig
     requires = frozenset({REFERENCE_ANSWERS})
@@ -98,15 +97,17 @@ class DigitsReward(Reward):
 
     def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
         partial = self.config.partial_credit
-        shares = [character_accuracy(t.require("text"), t.require("answer")) for t in trajectories]
+        accuracies = [
+            character_accuracy(t.require("text"), t.require("answer")) for t in trajectories
+        ]
         return [
-            (1 - partial) * score + partial * share
-            for score, share in zip(scores, shares, strict=True)
+            (1 - partial) * score + partial * accuracy
+            for score, accuracy in zip(scores, accuracies, strict=True)
         ]
 
 
 def character_accuracy(text: str, answer: str) -> float:
-    """Return the fraction of equal characters at equal places, relative to the longer string."""
+    """Return the fraction of equal characters at equal positions, relative to the longer string."""
     longest = max(len(text), len(answer), 1)
     return sum(a == b for a, b in zip(text, answer, strict=False)) / longest
 
@@ -118,8 +119,7 @@ class EnvironmentRewardConfig(Section):
 
 
 class EnvironmentReward(Reward):
-    """The simulator's reward of each step. Where steps are chunks of actions, it is per action,
-    ``[T, C]``."""
+    """The simulator's reward of each step, or of each action of a chunk, ``[T, C]``."""
 
     Config = EnvironmentRewardConfig
     requires = frozenset({STEP_REWARDS})

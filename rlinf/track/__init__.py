@@ -37,7 +37,7 @@ class LogConfig(Section):
             if name in self.model_fields_set and name not in self.trackers:
                 raise ValueError(
                     f"{name} has settings, but log.trackers does not name it; add {name} there, or "
-                    f"leave log.{name} out"
+                    f"remove log.{name}"
                 )
         return self
 
@@ -50,8 +50,8 @@ def open_trackers(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[
         MissingPackageError: its package is not installed.
     """
     opened: list[Tracker] = []
-    for number, name in enumerate(validate(LogConfig, log, "log").trackers):
-        tracker = trackers.get(name, f"log.trackers.{number}")
+    for index, name in enumerate(validate(LogConfig, log, "log").trackers):
+        tracker = trackers.get(name, f"log.trackers.{index}")
         try:
             opened.append(FailSafeTracker(name, tracker(run, config)))
         except RlinfError:

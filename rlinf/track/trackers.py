@@ -50,7 +50,7 @@ class WandbTracker:
 
     def __init__(self, run: Path, config: RunConfig) -> None:
         wandb = _package()
-        name, identity = run_name_and_id(run)
+        name, run_id = run_name_and_id(run)
         options = _options(config)
         mode = options.effective_mode
         self._run = wandb.init(
@@ -60,7 +60,7 @@ class WandbTracker:
             name=options.name or name,
             tags=list(options.tags) or None,
             mode=mode,
-            id=identity[:16],
+            id=run_id[:16],
             dir=str(run),
             resume="allow",
             config=settings_of_run(run, config),
@@ -112,10 +112,10 @@ def _package() -> Any:
 
 
 def _is_logged_in(wandb: Any) -> bool:
-    """Return whether there are credentials, without a prompt for them."""
+    """Return whether there are credentials, without prompting for them."""
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False))
-    return bool(wandb.api.api_key)  # of versions that would prompt
+    return bool(wandb.api.api_key)  # for versions whose login prompts
 
 
 FILE_STORE_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
@@ -144,29 +144,29 @@ class MlflowTracker:
         except ImportError:
             raise MissingPackageError("mlflow", "mlflow", "log.trackers: mlflow") from None
         options = validate(MlflowConfig, config.log.get("mlflow", {}), "log.mlflow")
-        place = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if place is None:
-            place = (run / "mlflow").as_uri()
+        tracking_uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if tracking_uri is None:
+            tracking_uri = (run / "mlflow").as_uri()
             # Plain files, unlike a database, are safe on the shared filesystem of a cluster.
             os.environ.setdefault(FILE_STORE_VARIABLE, "true")
             log.warning(
                 "tracker mlflow has no server and writes to the run; show it with: %s=true "
                 "mlflow ui --backend-store-uri '%s'. To use a server: log.mlflow.tracking_uri",
                 FILE_STORE_VARIABLE,
-                place,
+                tracking_uri,
             )
-        mlflow.set_tracking_uri(place)
-        name, identity = run_name_and_id(run)
+        mlflow.set_tracking_uri(tracking_uri)
+        name, run_id = run_name_and_id(run)
         experiment = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "rlinf"
         mlflow.set_experiment(experiment)
-        known = mlflow.search_runs(
-            filter_string=f"tags.rlinf_id = '{identity}'", output_format="list"
+        existing_runs = mlflow.search_runs(
+            filter_string=f"tags.rlinf_id = '{run_id}'", output_format="list"
         )
         self._mlflow = mlflow
         mlflow.start_run(
-            run_id=known[0].info.run_id if known else None,
+            run_id=existing_runs[0].info.run_id if existing_runs else None,
             run_name=options.name or name,
-            tags={"rlinf_id": identity},
+            tags={"rlinf_id": run_id},
         )
         mlflow.log_dict(settings_of_run(run, config), "settings.json")
 
@@ -178,7 +178,7 @@ class MlflowTracker:
 
 
 class TensorBoardTracker:
-    """Writes settings as text, and scalars; each is written once despite interruptions."""
+    """Writes settings as text and metrics as scalars, each once despite interruptions."""
 
     package = ("tensorboard", "track")
 
@@ -187,16 +187,16 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingPackageError("tensorboard", "track", "log.trackers: tensorboard") from None
-        self._make = SummaryWriter
+        self._create_writer = SummaryWriter
         self._folder = run / "tensorboard"
         self._settings = settings_of_run(run, config)
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
-            first = not self._folder.exists()
-            self._writer = self._make(str(self._folder))
-            if first:
+            is_new = not self._folder.exists()
+            self._writer = self._create_writer(str(self._folder))
+            if is_new:
                 text = yaml.safe_dump(self._settings, sort_keys=False)
                 self._writer.add_text("settings", textwrap.indent(text, "    "))
         for name, value in metrics.items():
@@ -225,8 +225,8 @@ def run_name_and_id(run: Path) -> tuple[str, str]:
     """
     path = run / "run.json"
     try:
-        about = json.loads(path.read_bytes())
-        return str(about["name"]), str(about["id"])
+        info = json.loads(path.read_bytes())
+        return str(info["name"]), str(info["id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: damaged ({error!r}); resume with --keep, which writes it again"
@@ -246,8 +246,8 @@ def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
     settings_in_effect = (
         select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
     )
-    shown: dict[str, Any] = redact(settings_in_effect)
-    return shown
+    redacted: dict[str, Any] = redact(settings_in_effect)
+    return redacted
 
 
 class FailSafeTracker:

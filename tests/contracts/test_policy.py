@@ -142,7 +142,7 @@ class Tried:
             prompt, actions = random.integers(2, 14, 3 + number % 4), random.integers(2, 14, 20)
             context = {"prompt": prompt}
             if (images := self.cls.image_processor(self.first)) is not None:
-                shape = (images.pixels_per_token * (1 + number % 2), images.pixels_per_token * 2, 3)
+                shape = (images.token_side * (1 + number % 2), images.token_side * 2, 3)
                 image = random.integers(0, 256, shape, dtype=np.uint8)
                 seen = np.full(images.num_tokens(image), images.image_token_id)
                 context = {"prompt": np.concatenate([prompt[:2], seen, prompt[2:]])}

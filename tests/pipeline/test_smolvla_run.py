@@ -84,6 +84,6 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Comp
 def test_what_cannot_work_is_refused_before_anything_is_written(compose: Compose) -> None:
     need_environment("metaworld")
     values = compose("model.patch_size=7", experiment="metaworld_smolvla")
-    with pytest.raises(ConfigError, match=r"model\.image_size: pictures are shown as 96 x 96"):
+    with pytest.raises(ConfigError, match=r"model\.image_size: images are resized to 96 x 96"):
         validate_experiment(values)
     assert not (Path(values["run"]["root"]) / "metaworld_smolvla").exists()

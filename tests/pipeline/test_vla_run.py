@@ -106,5 +106,5 @@ def test_a_task_without_pictures_is_refused(compose: Compose) -> None:
     need_environment("metaworld")
     values = compose(experiment="metaworld_vla")
     values["task"]["images"] = {}
-    with pytest.raises(ConfigError, match=r"task\.images: model\.name=vla sees pictures"):
+    with pytest.raises(ConfigError, match=r"task\.images: model\.name=vla reads images"):
         validate_experiment(values)

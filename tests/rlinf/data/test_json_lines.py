@@ -98,7 +98,9 @@ def test_a_file_whose_bytes_stay_may_get_another_time(tmp_path: Path) -> None:
             rows[0]
 
 
-def test_a_file_that_changes_while_it_is_indexed_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_a_file_that_changes_while_it_is_build_index_is_refused(
+    tmp_path: Path, cache: Path
+) -> None:
     path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(3)])
 
     def add(item: dict[str, Any], flags: np.ndarray) -> None:
@@ -162,7 +164,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, for files of any size, as another process would see it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(json_lines, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(array_cache, "_known", {})
+    monkeypatch.setattr(array_cache, "_in_memory", {})
     monkeypatch.setattr(array_cache, "MAX_IN_MEMORY", 0)
     array_cache._warn.cache_clear()
     return tmp_path / "cache/rlinf/rows"
@@ -175,9 +177,9 @@ def test_the_index_of_a_large_file_is_made_once(
     first = list(rows_of(path))
     (kept,) = cache.iterdir()
     assert kept.stat().st_mode & 0o077 == 0
-    made, index = [], JsonLinesFile._indexed
+    made, index = [], JsonLinesFile._build_index
     monkeypatch.setattr(
-        JsonLinesFile, "_indexed", lambda self, *how: made.append(1) or index(self, *how)
+        JsonLinesFile, "_build_index", lambda self, *how: made.append(1) or index(self, *how)
     )
     assert list(rows_of(path)) == first
     assert not made

@@ -82,7 +82,7 @@ def test_a_gradient_reaches_every_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        ({}, r"model\.name: cnn sees pictures, and the task shows none; set task\.images"),
+        ({}, r"model\.name: cnn reads images, and the task shows none; set task\.images"),
         ({"front": [36, 20]}, r"task\.images\.front: 36 x 20 is too small .* 36 at least"),
     ],
 )

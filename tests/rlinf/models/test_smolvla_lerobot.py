@@ -106,9 +106,9 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
 
     columns = {name: torch.tensor(column) for name, column in seen.items()}
     with torch.no_grad():
-        prompt, there = (x[0] for x in made._prompts(seen[INSTRUCTION_COLUMN][None]))
+        prompt, there = (x[0] for x in made._tokenize(seen[INSTRUCTION_COLUMN][None]))
         state = made._scale_state(columns["observation"])
-        pictures = [columns[name] for name in made._pictures]
+        pictures = [columns[name] for name in made._image_columns]
         prefix = made.module.prefix(prompt, there, state, *pictures)
         at, first = (torch.tensor(column[:, :length]) for column in (points, noise))
         velocity = made.module.velocity(prefix, at[:, None], torch.tensor(tau)[:, None])[0][:, 0]

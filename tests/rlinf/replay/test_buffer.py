@@ -29,7 +29,9 @@ def rows(first: int, count: int) -> np.ndarray:
 
 
 def opened(folder: Path, **changed: Any) -> ReplayBuffer:
-    return ReplayBuffer(folder / "replay", **{"dtype": KIND, "capacity": 10, "most": 4, **changed})
+    return ReplayBuffer(
+        folder / "replay", **{"dtype": KIND, "capacity": 10, "max_append": 4, **changed}
+    )
 
 
 def held(buffer: ReplayBuffer, iteration: int) -> list[float]:
@@ -90,7 +92,7 @@ def test_an_append_that_is_cut_off_is_not_seen_and_is_made_again(
         buffer.append(6, rows(24, 4))
     after = opened(tmp_path)
     assert (held(after, 5), held(after, 4)) == wanted
-    with pytest.raises(DataError, match="nothing was added"):
+    with pytest.raises(DataError, match="none were added"):
         after.view(6)
     after.append(6, rows(24, 4))
     assert held(after, 6) == list(range(18, 28))
@@ -104,7 +106,7 @@ def test_an_iteration_that_is_done_otherwise_replaces_what_it_and_later_ones_add
         buffer.append(iteration, rows(4 * iteration, 4))
     buffer.append(1, rows(100, 3))
     assert held(buffer, 1) == [0, 1, 2, 3, 100, 101, 102]
-    with pytest.raises(DataError, match="nothing was added"):
+    with pytest.raises(DataError, match="none were added"):
         buffer.view(2)
 
 
