@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks.row import BenchmarkRow, median_row
 from pipeline.commands.experiment import compose, run_experiment
-from pipeline.metrics import iterations, stage_manifest
+from pipeline.metrics import list_iterations, stage_manifest
 from pipeline.report.data import read_report_data
 from rlinf.artifacts import FileEntry, Manifest, content_digest
 from stages.flow import on_policy
@@ -43,7 +43,7 @@ def stretch_run(source: Path, folder: Path, count: int, *, kept: int = 5, worker
     for name in (PLAN_FILE, RUN_FILE):
         shutil.copy(source / name, folder / name)
     shutil.copytree(source / "sft", folder / "sft")
-    known = iterations(source)
+    known = list_iterations(source)
     first = _manifest_values(source, "rollout", known[0])["timing"]["start"]
     last = _manifest_values(source, "sync", known[-1])["timing"]["end"]
     period, rng = (last - first) / len(known), random.Random(0)

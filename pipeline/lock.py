@@ -131,7 +131,7 @@ class RunLock:
         self._last_beat = time.monotonic()
 
 
-def living_owner(path: Path) -> LockOwner | None:
+def find_live_owner(path: Path) -> LockOwner | None:
     """Return the owner in a lock file if its process is alive, else None; a damaged file is
     logged."""
     try:

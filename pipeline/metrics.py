@@ -21,7 +21,7 @@ from stages.layout import CONFIG_FILE, METRICS_FILE, TIMINGS_FILE, stage_folder
 from stages.runner import read_config_values
 
 
-def iterations(run: Path) -> list[int]:
+def list_iterations(run: Path) -> list[int]:
     """Return the iterations that have a folder, ascending."""
     folder = run / "it"
     if not folder.is_dir():
@@ -128,7 +128,7 @@ def headline_metrics(config: RunConfig, row: Mapping[str, Any]) -> dict[str, flo
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return one row of metrics per finished iteration."""
-    rows = (iteration_metrics(run, iteration) for iteration in iterations(run))
+    rows = (iteration_metrics(run, iteration) for iteration in list_iterations(run))
     return [values for values in rows if values is not None]
 
 
@@ -148,7 +148,7 @@ class MetricsLog:
     def rewrite(self) -> list[dict[str, Any]]:
         """Rewrite both files from the manifests; returns the rows."""
         rows = read_metrics(self._run)
-        timings = {i: self._timings(i) for i in iterations(self._run)}
+        timings = {i: self._timings(i) for i in list_iterations(self._run)}
         write_atomic(self._run / METRICS_FILE, "".join(_line(values) for values in rows))
         write_atomic(self._run / TIMINGS_FILE, "".join(timings.values()))
         self._digests = {r["iteration"]: json_digest([r, timings[r["iteration"]]]) for r in rows}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.lock import LOCK_FILE, RunLock, living_owner
+from pipeline.lock import LOCK_FILE, RunLock, find_live_owner
 from pipeline.run import Run, explain_write_errors
 from rlinf.errors import RunLockedError
 from slurm.jobs import JOB_FILE, current_job_id
@@ -62,7 +62,7 @@ def check_not_driven(run: Run) -> None:
     Raises:
         RunLockedError: it has a driver or a driver job.
     """
-    owner = living_owner(run.folder / LOCK_FILE)
+    owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
         raise RunLockedError(
             f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import metrics
-from pipeline.metrics import iterations, run_flow, stage_manifest
+from pipeline.metrics import list_iterations, run_flow, stage_manifest
 from pipeline.run import Run
 from rlinf.artifacts import is_pruned, read_manifest, verify_output
 from rlinf.channels.record_files import RecordFileReader
@@ -91,7 +91,7 @@ class RunResults:
         if (maker := flow.producer_of(channel)) is None:
             known = sorted(flow.stream_channels)
             raise InputError(f"{channel}: no stage writes this channel; available: {known}")
-        outputs = {i: stage_folder(self.folder, maker, i) for i in iterations(self.folder)}
+        outputs = {i: stage_folder(self.folder, maker, i) for i in list_iterations(self.folder)}
         there = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
         if iteration is not None and iteration not in there:
             raise InputError(

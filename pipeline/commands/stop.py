@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launchers.submission_queue import SubmittedJob, read_submitted_job
-from pipeline.lock import LOCK_FILE, living_owner
+from pipeline.lock import LOCK_FILE, find_live_owner
 from pipeline.run import Run
 from pipeline.run_control import driver_token, find_driver_job
 from rlinf.artifacts import MANIFEST, write_atomic
@@ -57,7 +57,7 @@ def cancel_run_jobs(run: Path) -> list[str]:
 
 def _stop_driver(run: Run) -> list[str]:
     lines = []
-    owner, job = living_owner(run.folder / LOCK_FILE), find_driver_job(run)
+    owner, job = find_live_owner(run.folder / LOCK_FILE), find_driver_job(run)
     if owner is not None:
         write_atomic(run.folder / STOP_FILE, owner.token)
     if job is not None:
@@ -70,7 +70,7 @@ def _stop_driver(run: Run) -> list[str]:
     began, killed = time.monotonic(), False
     if here:
         _signal(owner.pid, signal.SIGTERM)
-    while driver_token(run.folder) == owner.token and living_owner(run.folder / LOCK_FILE):
+    while driver_token(run.folder) == owner.token and find_live_owner(run.folder / LOCK_FILE):
         if here and not killed and time.monotonic() - began > KILL_AFTER_S:
             _signal(owner.pid, signal.SIGKILL)
             killed = True

@@ -87,7 +87,9 @@ def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
             ComparedRun(
                 point.folder,
                 point.varied,
-                "not started" if status is None else f"{status.finished} of {status.total}",
+                "not started"
+                if status is None
+                else f"{status.iterations_done} of {status.iterations_total}",
                 _number(None if status is None else status.reward),
                 _number(None if status is None else status.score),
             )

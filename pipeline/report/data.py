@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.metrics import folder_manifest, iterations, metrics_row, stage_manifest
+from pipeline.metrics import folder_manifest, list_iterations, metrics_row, stage_manifest
 from pipeline.report.theme import stage_colours
 from pipeline.report.transcripts import TranscriptSample, iterations_on_disk, read_samples
 from pipeline.report.worker_timeline import StageSpan, TimelineSegment, timeline_segments
@@ -101,7 +101,7 @@ def read_report_data(folder: Path) -> ReportData:
         if (before := folder_manifest(offline_folder(run.folder, stage))) is not None:
             data.sft += before.extra.get("curve", [])
             data.manifests.append(before)
-    known = iterations(run.folder)
+    known = list_iterations(run.folder)
     for iteration in known:
         row = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]
         data.manifests += [manifest for manifest in row if manifest is not None]
