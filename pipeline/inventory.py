@@ -26,25 +26,27 @@ def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
         PlanError: the file or the site file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.
     """
-    known = load_site(site) if site is not None else None
+    site_config = load_site(site) if site is not None else None
     if source is not None:
         saved = load_inventory(source)
-        return saved if known is None or site is None else _with_site(saved, known, site)
+        return (
+            saved if site_config is None or site is None else _with_site(saved, site_config, site)
+        )
     try:
         surveyed = discover_inventory(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
     except SlurmError as error:
         raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
     return (
         surveyed.with_site_settings(SiteConfig())
-        if known is None or site is None
-        else _with_site(surveyed, known, site)
+        if site_config is None or site is None
+        else _with_site(surveyed, site_config, site)
     )
 
 
-def _with_site(inventory: Inventory, known: SiteConfig, path: Path) -> Inventory:
+def _with_site(inventory: Inventory, site_config: SiteConfig, path: Path) -> Inventory:
     """Apply a site file to the partitions of an inventory."""
-    known.check_partitions(inventory.partitions, path)
-    return inventory.with_site_settings(known)
+    site_config.check_partitions(inventory.partitions, path)
+    return inventory.with_site_settings(site_config)
 
 
 def show_inventory(
@@ -81,7 +83,7 @@ def inventory_table(inventory: Inventory) -> Table:
         out.add_column(heading, no_wrap=True, justify="right")
     for name, partition in inventory.partitions.items():
         partition_cells = (
-            _limit(partition.time_limit_min),
+            _format_minutes(partition.time_limit_min),
             "yes" if inventory.is_preemptible(name) else "no",
             str(partition.queued_jobs),
             str(partition.queued_gpus or ""),
@@ -92,12 +94,14 @@ def inventory_table(inventory: Inventory) -> Table:
             out.add_row(first, "", "0/0", "", "", "", *partition_cells)
         for i, group in enumerate(partition.groups):
             out.add_row(
-                first if i == 0 else "", *_group(group), *(partition_cells if i == 0 else ())
+                first if i == 0 else "",
+                *_node_group_cells(group),
+                *(partition_cells if i == 0 else ()),
             )
     return out
 
 
-def _group(group: NodeGroup) -> tuple[str, str, str, str, str]:
+def _node_group_cells(group: NodeGroup) -> tuple[str, str, str, str, str]:
     nodes = f"{group.idle_nodes}/{group.count}"
     down = str(group.down_nodes or "")
     memory = f"{group.mem_mb_per_node / 1024:.0f}"
@@ -109,10 +113,12 @@ def _group(group: NodeGroup) -> tuple[str, str, str, str, str]:
     return gpu, nodes, down, str(group.idle_gpus), memory
 
 
-def _limit(minutes: int | None) -> str:
+def _format_minutes(minutes: int | None) -> str:
     if minutes is None:
         return "none"
-    hours, rest = divmod(minutes, 60)
+    hours, remaining_minutes = divmod(minutes, 60)
     return "".join(
-        f"{value}{unit}" for value, unit in ((hours, "h"), (rest, "m")) if value or not minutes
+        f"{value}{unit}"
+        for value, unit in ((hours, "h"), (remaining_minutes, "m"))
+        if value or not minutes
     )
