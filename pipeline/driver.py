@@ -1,5 +1,5 @@
-"""The driver: walks the stage graph, starts stages, collects their results and resumes
-after a crash.
+"""The driver: walks the stage graph, starts stages, collects their results and resumes after a
+crash.
 
 All state is in the run directory. Only manifests decide what is finished: the key of a manifest
 must be the digest of the configuration, the code and the inputs of its stage.
@@ -79,7 +79,7 @@ class Driver:
         self._failures: dict[StageNode, int] = {}
         self._running: set[StageNode] = set()
         self._checked_at = 0.0
-        self._has_warned_of_skipped = False
+        self._has_warned = False
         self._metrics = MetricsLog(self.run.folder)
 
     def drive(self) -> None:
@@ -167,29 +167,25 @@ class Driver:
 
     def _next_nodes(self, nodes: Iterator[StageNode], count: int) -> list[StageNode]:
         """Return the next nodes: up to ``count``, or whole iterations for a streaming executor."""
-        following: list[StageNode] = []
-        publish_stage = self.graph.flow.publish_stage
-        while len(following) < count or (
-            self.executor.supports_streaming
-            and following
-            and following[-1].stage not in (publish_stage, EVALUATE)
-        ):
+        selected: list[StageNode] = []
+        ends, streams = (self.graph.flow.publish_stage, EVALUATE), self.executor.supports_streaming
+        while len(selected) < count or (streams and selected and selected[-1].stage not in ends):
             node = next(nodes, None)
             if node is None:
                 break
             if node in self._done:
                 continue
             if is_skipped(self.graph, self.run.folder, node):
-                if not self._has_warned_of_skipped:
+                if not self._has_warned:
                     log.warning(
                         "%s is skipped, as are all evaluations of weights that the retention "
                         "policy has removed (checkpoint.keep_every keeps some)",
                         node.name,
                     )
-                self._has_warned_of_skipped = True
+                self._has_warned = True
                 continue
-            following.append(node)
-        return following
+            selected.append(node)
+        return selected
 
     def _is_ready(self, node: StageNode) -> bool:
         # An unverified result may be valid; that is decided once its inputs are committed.
@@ -261,7 +257,7 @@ class Driver:
         damaged = []
         for node in self._running:
             sources = self._done.keys() & self.graph.inputs(node).values()
-            if not all((self._output_folder(source) / MANIFEST).exists() for source in sources):
+            if not all((self._folder(source) / MANIFEST).exists() for source in sources):
                 damaged += self._missing_inputs(node)
         for source in damaged:
             log.warning("%s is damaged; rebuilding it", source.name)
@@ -274,10 +270,10 @@ class Driver:
             if source in self._done and self._state.lookup(source) is None:
                 del self._done[source]
                 missing.append(source)
-                (self._output_folder(source) / "pruned").unlink(missing_ok=True)
+                (self._folder(source) / "pruned").unlink(missing_ok=True)
         return missing
 
-    def _output_folder(self, node: StageNode) -> Path:
+    def _folder(self, node: StageNode) -> Path:
         return self.graph.output_folder(self.run.folder, node)
 
     def _finish(self, node: StageNode, manifest: Manifest) -> None:

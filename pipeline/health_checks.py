@@ -142,18 +142,15 @@ def evaluate_rules(
     rules = [rule for rule in NO_LEARNING_RULES if needs_groups or not rule.only_groups]
     causes = [next((rule.kind for rule in rules if rule.condition(row)), "") for row in rows]
     for rule in NO_LEARNING_RULES:
-        since = _first_streak(
-            [cause == rule.kind for cause in causes], min(rule.patience, iterations)
-        )
+        since = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
         warnings += _warning(rule, rows, since)
     for rule in GRADER_RULES:
-        warnings += _warning(
-            rule, rows, _first_streak([rule.condition(row) for row in rows], rule.patience)
-        )
+        since = _streak([rule.condition(row) for row in rows], rule.patience)
+        warnings += _warning(rule, rows, since)
     return warnings
 
 
-def _first_streak(values: Sequence[bool], patience: int) -> tuple[int, int] | None:
+def _streak(values: Sequence[bool], patience: int) -> tuple[int, int] | None:
     """Return the first and last index of the first run of at least ``patience`` true values."""
     start = 0
     for index, value in enumerate([*values, False]):

@@ -26,27 +26,25 @@ def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
         PlanError: the file or the site file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.
     """
-    site_config = load_site(site) if site is not None else None
+    config = load_site(site) if site is not None else None
     if source is not None:
         saved = load_inventory(source)
-        return (
-            saved if site_config is None or site is None else _with_site(saved, site_config, site)
-        )
+        return saved if config is None or site is None else _with_site(saved, config, site)
     try:
         surveyed = discover_inventory(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
     except SlurmError as error:
         raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
     return (
         surveyed.with_site_settings(SiteConfig())
-        if site_config is None or site is None
-        else _with_site(surveyed, site_config, site)
+        if config is None or site is None
+        else _with_site(surveyed, config, site)
     )
 
 
-def _with_site(inventory: Inventory, site_config: SiteConfig, path: Path) -> Inventory:
+def _with_site(inventory: Inventory, config: SiteConfig, path: Path) -> Inventory:
     """Apply a site file to the partitions of an inventory."""
-    site_config.check_partitions(inventory.partitions, path)
-    return inventory.with_site_settings(site_config)
+    config.check_partitions(inventory.partitions, path)
+    return inventory.with_site_settings(config)
 
 
 def show_inventory(
@@ -94,14 +92,12 @@ def inventory_table(inventory: Inventory) -> Table:
             out.add_row(first, "", "0/0", "", "", "", *partition_cells)
         for i, group in enumerate(partition.groups):
             out.add_row(
-                first if i == 0 else "",
-                *_node_group_cells(group),
-                *(partition_cells if i == 0 else ()),
+                first if i == 0 else "", *_cells(group), *(partition_cells if i == 0 else ())
             )
     return out
 
 
-def _node_group_cells(group: NodeGroup) -> tuple[str, str, str, str, str]:
+def _cells(group: NodeGroup) -> tuple[str, str, str, str, str]:
     nodes = f"{group.idle_nodes}/{group.count}"
     down = str(group.down_nodes or "")
     memory = f"{group.mem_mb_per_node / 1024:.0f}"
@@ -113,12 +109,8 @@ def _node_group_cells(group: NodeGroup) -> tuple[str, str, str, str, str]:
     return gpu, nodes, down, str(group.idle_gpus), memory
 
 
-def _format_minutes(minutes: int | None) -> str:
-    if minutes is None:
+def _format_minutes(total_min: int | None) -> str:
+    if total_min is None:
         return "none"
-    hours, remaining_minutes = divmod(minutes, 60)
-    return "".join(
-        f"{value}{unit}"
-        for value, unit in ((hours, "h"), (remaining_minutes, "m"))
-        if value or not minutes
-    )
+    parts = zip(divmod(total_min, 60), "hm", strict=True)
+    return "".join(f"{value}{unit}" for value, unit in parts if value or not total_min)

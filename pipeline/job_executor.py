@@ -89,11 +89,9 @@ class QueueLog:
         """Log the state of an active job; each reason to wait is logged once."""
         logged_reason = self._reasons.get(name)
         if status.state is JobState.PENDING:
-            is_overdue = (
-                self.shown and time.monotonic() - self._since.get(name, 0.0) > QUEUE_NOTICE_S
-            )
+            waited_s = time.monotonic() - self._since.get(name, 0.0)
             reason = status.reason or "no reason given"
-            if is_overdue and reason != logged_reason:
+            if self.shown and waited_s > QUEUE_NOTICE_S and reason != logged_reason:
                 self._reasons[name] = reason
                 log.info("%s: job %s waits: %s", name, job_id, reason)
         elif logged_reason is not None:

@@ -114,11 +114,8 @@ class RunLock:
     def release(self) -> None:
         self._released.set()
         self._thread.join()
-        with (
-            contextlib.suppress(OSError),
-            _temporary_owner_file(self._path, self._owner) as owner_file,
-        ):
-            _replace_or_remove(self._path, self._owner.token, owner_file, remove=True)
+        with contextlib.suppress(OSError), _owner_file(self._path, self._owner) as owner_file:
+            _swap(self._path, self._owner.token, owner_file, remove=True)
 
     def _send_heartbeats(self) -> None:
         while not self._released.wait(HEARTBEAT_S) and not self._is_lost:
@@ -178,7 +175,7 @@ def file_age_s(path: Path) -> float:
 
 def _acquire(path: Path, new_owner: LockOwner) -> None:
     deadline = time.monotonic() + ACQUIRE_TIMEOUT_S
-    with _temporary_owner_file(path, new_owner) as owner_file:
+    with _owner_file(path, new_owner) as owner_file:
         while not _try_link(owner_file, path):
             with contextlib.suppress(FileNotFoundError):
                 # Replace only the file that was examined, not a newer one.
@@ -195,26 +192,24 @@ def _acquire(path: Path, new_owner: LockOwner) -> None:
                     if file_age_s(path) < STALE_S:
                         raise RunLockedError(_damage_message(path, error)) from None
                     log.warning("%s; it is replaced", _damage_message(path, error))
-                if _replace_or_remove(path, token, owner_file):
+                if _swap(path, token, owner_file):
                     return
             if time.monotonic() > deadline:
                 raise RunLockedError(f"{path}: several drivers start at once; try again")
             time.sleep(0.01)
 
 
-def _replace_or_remove(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
+def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
     """Replace or remove a lock file with a given token; returns False if another process was first.
 
-    A process must first create a claim file named after the token. Only one can, so only
-    one of the processes that saw the same dead owner replaces it, and none replaces a new owner. If
-    a process dies before it removes its claim, the claim is replaced in the same way.
+    A process must first create a claim file named after the token. Only one can, so only one of the
+    processes that saw the same dead owner replaces it, and none replaces a new owner. The claim of
+    a process that died meanwhile is replaced in the same way.
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
     if not _try_link(owner_file, claim):
         claim_token = _read_token(claim)
-        if not _is_dead(claim, claim_token) or not _replace_or_remove(
-            claim, claim_token, owner_file
-        ):
+        if not _is_dead(claim, claim_token) or not _swap(claim, claim_token, owner_file):
             return False
     try:
         if _read_token(path) != token:
@@ -223,7 +218,7 @@ def _replace_or_remove(path: Path, token: str, owner_file: Path, *, remove: bool
             path.unlink()
         else:
             # Rename a copy: the claim is a link to the lock file, so renaming it would do nothing.
-            with _temporary_owner_file(path, LockOwner.read(owner_file)) as new:
+            with _owner_file(path, LockOwner.read(owner_file)) as new:
                 new.replace(path)
         return True
     except FileNotFoundError:
@@ -233,7 +228,7 @@ def _replace_or_remove(path: Path, token: str, owner_file: Path, *, remove: bool
 
 
 @contextlib.contextmanager
-def _temporary_owner_file(path: Path, owner: LockOwner) -> Iterator[Path]:
+def _owner_file(path: Path, owner: LockOwner) -> Iterator[Path]:
     """Write a temporary file beside the lock that describes an owner."""
     temporary = path.with_name(f".{LOCK_FILE}.new-{secrets.token_hex(8)}")
     try:

@@ -197,7 +197,7 @@ class RunState:
         contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
         if manifest.key == self._key(node, contents):
             return True
-        # The configuration that accepted a result may define other inputs than it was computed from.
+        # The configuration that accepted it may define other inputs than it was computed from.
         return self.accepted.accepts(manifest) and (
             manifest.inputs == contents
             or set(self.done.values()).issuperset(manifest.inputs.values())
@@ -218,8 +218,8 @@ class RunState:
             if manifest is not None and any(
                 path.name == PRUNED_MARKER for path in folder.iterdir()
             ):
-                # Pools of an earlier driver may still prune outputs. List the folder, because network
-                # filesystems cache the absence of a file.
+                # Pools of an earlier driver still prune. List the folder: network filesystems cache
+                # that a file is absent.
                 return manifest
             log.warning("%s; it will be rebuilt", error)
             withdraw_manifest(error.manifest, error.data)
