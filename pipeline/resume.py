@@ -462,20 +462,17 @@ def _check_schedule(config: RunConfig) -> None:
     Raises:
         ConfigError: it is 0.
     """
-    length = config.optimizer.lr_decay_iterations
-    if (
-        config.optimizer.lr_scheduler_type == "constant"
-        or length is None
-        or config.iterations <= length
-    ):
+    optimizer = config.optimizer
+    length = optimizer.lr_decay_iterations
+    if optimizer.lr_scheduler_type == "constant" or length is None or config.iterations <= length:
         return
-    last_rate = config.optimizer.learning_rate(config.iterations - 1, length)
+    last_rate = optimizer.learning_rate(config.iterations - 1, length)
     if not last_rate:
         raise ConfigError(
             f"iterations: the schedule of the learning rate ends at 0 after {length} "
-            f"iterations (optimizer.min_lr_ratio: 0), so {config.iterations - length} more "
-            "would change nothing; start another run with more iterations, or with optimizer.min_lr_ratio "
-            "above 0"
+            f"iterations (optimizer.min_lr_ratio: 0), so {config.iterations - length} more would "
+            "change nothing; start another run with more iterations, or with "
+            "optimizer.min_lr_ratio above 0"
         )
     log.info(
         "iterations after the %d of the learning rate schedule use its last rate, %g",
