@@ -314,8 +314,8 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             other_stage, other = layouts.setdefault((pools[stage], component), (stage, layout))
             if other != layout:
                 raise ConfigError(
-                    f"{key}: {str(layout) or 'none'}, but {other_stage}, whose {component} it uses in "
-                    f"one pool with it, has {str(other) or 'none'}; give both the same"
+                    f"{key}: {str(layout) or 'none'}, but {other_stage}, whose {component} it uses "
+                    f"in one pool with it, has {str(other) or 'none'}; give both the same"
                 )
         if component == "trainer":
             trainer = trainers.get(config.trainer.name)
