@@ -74,7 +74,7 @@ def stage_job(node: StageNode, call: StageCall, run: Path, needs: JobResources) 
 class QueueLog:
     """Logs where jobs were submitted and why a job does not start."""
 
-    shown: bool = True
+    is_enabled: bool = True
     """Whether to log at all; false without a queue."""
     _since: dict[str, float] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class QueueLog:
     def on_submit(self, name: str, job_id: str, partition: str | None) -> None:
         """Log that a job was submitted."""
         self._since[name] = time.monotonic()
-        if self.shown:
+        if self.is_enabled:
             log.info("%s: job %s, partition %s", name, job_id, partition or "(Slurm's default)")
 
     def on_status(self, name: str, job_id: str, status: JobStatus) -> None:
@@ -91,7 +91,7 @@ class QueueLog:
         if status.state is JobState.PENDING:
             waited_s = time.monotonic() - self._since.get(name, 0.0)
             reason = status.reason or "no reason given"
-            if self.shown and waited_s > QUEUE_NOTICE_S and reason != logged_reason:
+            if self.is_enabled and waited_s > QUEUE_NOTICE_S and reason != logged_reason:
                 self._reasons[name] = reason
                 log.info("%s: job %s waits: %s", name, job_id, reason)
         elif logged_reason is not None:
@@ -112,7 +112,7 @@ class JobExecutor:
     _ids: dict[StageNode, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
+        self._queue = QueueLog(is_enabled=self.cluster.launcher == "slurm")
 
     @property
     def interrupt_note(self) -> str:

@@ -345,38 +345,40 @@ def read_plan(path: Path, flow: Flow = on_policy) -> Plan:
     return parse_plan({} if values is None else values, str(path), flow)
 
 
-def parse_plan(values: Any, where: str, flow: Flow = on_policy) -> Plan:
+def parse_plan(values: Any, label: str, flow: Flow = on_policy) -> Plan:
     """Validate the content of a plan for a flow.
 
     Raises:
         PlanError: names the key.
     """
     if not isinstance(values, Mapping):
-        raise PlanError(f"{where}: expected a mapping with 'defaults' and 'stages'")
+        raise PlanError(f"{label}: expected a mapping with 'defaults' and 'stages'")
     try:
-        plan = validate(Plan, values, where)
+        plan = validate(Plan, values, label)
     except ConfigError as error:
         raise PlanError(str(error)) from None
-    named = {
+    stages_by_key = {
         "stages": tuple(plan.stages),
         **{f"pools[{i}].stages": pool.stages for i, pool in enumerate(plan.pools)},
     }
     policy_stage = flow.policy_stage
-    if policy_stage is not None and any(policy_stage in stages for stages in named.values()):
+    if policy_stage is not None and any(
+        policy_stage in stages for stages in stages_by_key.values()
+    ):
         flow = flow.with_separate_policy()
-    plan._flow, known = flow, [*flow.all_stages, *([policy_stage] if policy_stage else [])]
-    for key, stages in named.items():
+    plan._flow, known_stages = flow, [*flow.all_stages, *([policy_stage] if policy_stage else [])]
+    for key, stages in stages_by_key.items():
         for stage in stages:
-            if stage not in known:
-                hint = did_you_mean(stage, known)
+            if stage not in known_stages:
+                hint = did_you_mean(stage, known_stages)
                 if policy_stage is None and stage.endswith(POLICY_SUFFIX):
                     hint = ": this flow collects nothing, so no simulators ask a policy"
-                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{hint}")
+                raise PlanError(f"{label}.{key}: unknown stage {stage!r}{hint}")
             plan.stage_plan(stage)
     try:
         check_pools(plan)
     except ValueError as error:
-        raise PlanError(f"{where}.{error}") from None
+        raise PlanError(f"{label}.{error}") from None
     return plan
 
 

@@ -81,9 +81,11 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
 
 def _colocated_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
     """Return the stage plans of colocated stages, which run in a pool without being named there."""
-    named = {stage for pool in plan.pools for stage in pool.stages}
+    listed = {stage for pool in plan.pools for stage in pool.stages}
     colocated = [
-        stage for stage, home in plan.stage_pools().items() if home == number and stage not in named
+        stage
+        for stage, home in plan.stage_pools().items()
+        if home == number and stage not in listed
     ]
     return {stage: plan.stages[stage] for stage in colocated if stage in plan.stages}
 
@@ -97,8 +99,8 @@ def _check_device(plan: Plan, number: int) -> None:
     pool, pool_key = plan.pools[number], f"pools[{number}].devices"
     kinds = [kind.partition(":") for kind in pool.devices]
     partitions, types = {name for name, _, _ in kinds}, {gpu for _, _, gpu in kinds}
-    named = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
-    for stage, stage_plan in (named | _colocated_stages(plan, number)).items():
+    listed = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
+    for stage, stage_plan in (listed | _colocated_stages(plan, number)).items():
         for key, value, available in (
             ("partition", stage_plan.partition, partitions),
             # A kind without a type accepts any type of a stage.
@@ -159,15 +161,19 @@ def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str 
 
 
 def _single_value(by_key: Mapping[str, Any]) -> Any:
-    values = {key: value for key, value in by_key.items() if value is not None}
-    first = next(iter(values), None)
-    other = next((key for key in values if values[key] != values[str(first)]), None)
-    if other is not None:
-        raise PlanError(
-            f"{first}: {values[str(first)]}, but {other}: {values[other]}; the stages of a pool "
-            "share one job; set both to the same value, or give them separate pools"
-        )
-    return None if first is None else values[first]
+    """Return the value that is set, or None.
+
+    Raises:
+        PlanError: two keys have different values.
+    """
+    items = [(key, value) for key, value in by_key.items() if value is not None]
+    for key, value in items:
+        if value != items[0][1]:
+            raise PlanError(
+                f"{items[0][0]}: {items[0][1]}, but {key}: {value}; the stages of a pool share one "
+                "job; set both to the same value, or give them separate pools"
+            )
+    return items[0][1] if items else None
 
 
 def _ordinary_job(
@@ -261,11 +267,11 @@ def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) 
     unnamed = [stage for stage in plan.flow.all_stages if plan.stage_plan(stage).partition is None]
     if default is None or not unnamed:
         return plan
-    named = {
+    updated = {
         stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": default})
         for stage in unnamed
     }
-    return plan.model_copy(update={"stages": {**plan.stages, **named}})
+    return plan.model_copy(update={"stages": {**plan.stages, **updated}})
 
 
 def plan_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:

@@ -328,24 +328,25 @@ def _reopen(
 ) -> Run:
     end_iteration = None
     try:
-        values, old = read_config_values(folder / CONFIG_FILE), load_config(folder / CONFIG_FILE)
+        values = read_config_values(folder / CONFIG_FILE)
+        frozen_config = load_config(folder / CONFIG_FILE)
         edits = config_edits(folder)
     except ConfigError as error:
         edits = [str(error).removesuffix(f"; {REPAIR_HINT}")]
         values = _recorded_values(folder, config)
-        old = RunConfig.model_validate(values)
+        frozen_config = RunConfig.model_validate(values)
     # Without results, or with --redo, the run becomes like a fresh one.
     is_empty = not has_results(folder)
     starts_over = is_empty or on_mismatch is OnMismatch.RECOMPUTE
-    schedule_length = config.iterations if starts_over else _schedule_length(old, config)
+    schedule_length = config.iterations if starts_over else _schedule_length(frozen_config, config)
     config, derived = _with_schedule_length(config, schedule_length)
-    derived = (*derived, *_environment_keys(folder, old, config))
-    if config.iterations < old.iterations and not starts_over:
+    derived = (*derived, *_environment_keys(folder, frozen_config, config))
+    if config.iterations < frozen_config.iterations and not starts_over:
         end_iteration = config.iterations
-        config = config.model_copy(update={"iterations": old.iterations})
-    before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
-    frozen = _updated_values(values, before, after)
-    differences = config_differences(select_semantic(before), select_semantic(after))
+        config = config.model_copy(update={"iterations": frozen_config.iterations})
+    old_values, new_values = frozen_config.model_dump(mode="json"), config.model_dump(mode="json")
+    frozen = _updated_values(values, old_values, new_values)
+    differences = config_differences(select_semantic(old_values), select_semantic(new_values))
     changes = [change for change in differences if not change.startswith(CHANGEABLE_KEYS)]
     _check_schedule(config)
     run = Run(folder, RunConfig.model_validate(frozen))
@@ -354,11 +355,9 @@ def _reopen(
     changes += edits
     is_replaced = is_empty and bool(changes)
     # A corrected start that names no plan does not inherit the plan of a failed start.
-    replaces_plan = is_replaced or (is_empty and old.plan is not None)
-    should_write_plan = (
-        config.plan is not None or replaces_plan or not (folder / PLAN_FILE).exists()
-    )
-    if plan is not None and should_write_plan:
+    replaces_plan = is_replaced or (is_empty and frozen_config.plan is not None)
+    is_missing = not (folder / PLAN_FILE).exists()
+    if plan is not None and (config.plan is not None or replaces_plan or is_missing):
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
     is_unchanged = not changes and frozen == values
     if is_replaced:
@@ -371,11 +370,8 @@ def _reopen(
         write_run_record(folder, frozen, derived_keys=derived)
     if end_iteration is None:
         return run
-    log.info(
-        "this start ends after %d of %d iterations; later results stay",
-        end_iteration,
-        run.config.iterations,
-    )
+    text = "this start ends after %d of %d iterations; later results stay"
+    log.info(text, end_iteration, run.config.iterations)
     return Run(folder, run.config.model_copy(update={"iterations": end_iteration}))
 
 
@@ -474,8 +470,5 @@ def _check_schedule(config: RunConfig) -> None:
             "change nothing; start another run with more iterations, or with "
             "optimizer.min_lr_ratio above 0"
         )
-    log.info(
-        "iterations after the %d of the learning rate schedule use its last rate, %g",
-        length,
-        last_rate,
-    )
+    text = "iterations after the %d of the learning rate schedule use its last rate, %g"
+    log.info(text, length, last_rate)

@@ -30,8 +30,7 @@ STOP_CHECK_INTERVAL_S = 2.0
 def start_lock(run: Run) -> Iterator[None]:
     """Lock the creation or change of a run, and the submission of its driver.
 
-    A process that does not get the lock has written nothing. An empty folder of a failed start is
-    removed.
+    Without the lock nothing is written. An empty folder of a failed start is removed.
 
     Raises:
         RunLockedError: another process has the lock, or the run has a driver.
@@ -42,10 +41,7 @@ def start_lock(run: Run) -> Iterator[None]:
         lock_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             lock = RunLock(lock_folder / START_LOCK)
-        except (
-            RunLockedError,
-            FileNotFoundError,
-        ):  # the other process may have just removed the folder
+        except (RunLockedError, FileNotFoundError):  # the other process may remove the folder
             raise RunLockedError(
                 f"{run.folder}: another process is starting this run or submitting its driver; "
                 f"see rlinf status {run.folder}"

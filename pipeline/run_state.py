@@ -132,9 +132,8 @@ class RunState:
         """Return removed nodes and all committed nodes that depend on them."""
         affected = set(removed)
         for node in self.graph.nodes():
-            if node in self.unverified and not affected.isdisjoint(
-                self.graph.inputs(node).values()
-            ):
+            sources = self.graph.inputs(node).values()
+            if node in self.unverified and not affected.isdisjoint(sources):
                 affected.add(node)
         return _sort_nodes(affected)
 
@@ -170,12 +169,9 @@ class RunState:
                 f"{node.name}: a job with another configuration or other code committed it during "
                 "this run; it stays. Start the run again to see the differences"
             )
-        archived = self.archive(node)
-        log.warning(
-            "%s was computed from other inputs than the present ones; it is in %s",
-            node.name,
-            archived,
-        )
+        target = self.archive(node)
+        text = "%s was computed from other inputs than the present ones; it is in %s"
+        log.warning(text, node.name, target)
 
     def archive(self, node: StageNode) -> Path:
         """Move the output of a node to the archive; returns its new path."""

@@ -198,12 +198,8 @@ def check_interpreters(
             need another interpreter.
         MissingPackageError: no interpreter is configured, and this one lacks an optional package.
     """
-    modules_by_section = {
-        "task": simulator_modules,
-        "engine": engine_packages,
-        "trainer": trainer_packages,
-    }
-    for section, modules in modules_by_section.items():
+    all_modules = (simulator_modules, engine_packages, trainer_packages)
+    for section, modules in zip(("task", "engine", "trainer"), all_modules, strict=True):
         is_stage_section = section != "task"
         if (name := configured_interpreter(config, section)) is None:
             for package in modules if is_stage_section else ():
@@ -567,9 +563,8 @@ def check_components(config: RunConfig) -> None:
     for part in parts:
         missing = part.registry.get(part.name).requires - provided
         if missing:
-            alternatives = [
-                name for name in part.registry.names() if _fits(part.registry, name, provided)
-            ]
+            names = part.registry.names()
+            alternatives = [name for name in names if _fits(part.registry, name, provided)]
             raise ConfigError(
                 f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
                 f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"

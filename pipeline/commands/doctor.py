@@ -230,8 +230,8 @@ def _check_packages(options: GymConfig, needs: SimulatorRequirements) -> Iterato
         path = resolve_interpreter(name, "task.python")
         missing = missing_modules(name, "task.python", ("numpy", *needs.packages))
     except ConfigError as error:
-        further = f"; it needs: {needs.install}" if needs.install else ""
-        yield Finding("fail", "interpreter", f"{error}{further}")
+        hint = f"; it needs: {needs.install}" if needs.install else ""
+        yield Finding("fail", "interpreter", f"{error}{hint}")
         return
     yield Finding("ok", "interpreter", path)
     if missing:

@@ -185,20 +185,20 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
     versions = weight_versions(run.folder)
     if not versions:
         raise InputError(f"{folder}: no weights yet")
-    chosen = max(versions) if version is None else version
-    if chosen not in versions:
+    selected = max(versions) if version is None else version
+    if selected not in versions:
         available = ", ".join(str(number) for number in sorted(versions))
-        raise InputError(f"--version {chosen}: not on disk; available: {available}")
+        raise InputError(f"--version {selected}: not on disk; available: {available}")
     if to.exists() and not to.is_dir():
         raise InputError(f"{to}: is a file; choose a new folder")
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
-    manifest = read_manifest(versions[chosen])
+    manifest = read_manifest(versions[selected])
     assert manifest is not None
-    verify_output(versions[chosen], manifest, checksums=False)
-    folder = versions[chosen] / manifest.data / "weights"
+    verify_output(versions[selected], manifest, checksums=False)
+    folder = versions[selected] / manifest.data / "weights"
     shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=_copy_verified)
-    return chosen
+    return selected
 
 
 def _copy_verified(source: str, target: str) -> None:

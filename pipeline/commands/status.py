@@ -77,6 +77,11 @@ class RunStatus:
     """The weights with the best held-out score, once there is one."""
 
     @property
+    def progress(self) -> str:
+        """Finished and total iterations, as text."""
+        return f"{self.iterations_done} of {self.iterations_total}"
+
+    @property
     def reward(self) -> float | None:
         """Mean reward of the newest finished iteration."""
         return self.metrics.get("reward")
@@ -113,9 +118,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
     run, client = Run.open(folder), client or SlurmClient()
     indices, graph = list_iterations(run.folder), Graph(run.config)
     first_stage, publish_stage = next(iter(graph.flow.stages)), graph.flow.publish_stage
-    published = [
-        i for i in indices[-50:] if stage_manifest(run.folder, publish_stage, i) is not None
-    ]
+    published = [i for i in indices[-50:] if stage_manifest(run.folder, publish_stage, i)]
     iterations_done = (max(published) + 1) if published else 0
     current = min(iterations_done, run.config.iterations - 1)
     stage = "finished" if iterations_done >= run.config.iterations else _current_stage(run, current)
@@ -181,7 +184,7 @@ def status_view(status: RunStatus) -> Group:
 def status_table(status: RunStatus) -> Table:
     """Return the status as a table."""
     out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
-    out.add_row("finished iterations", f"{status.iterations_done} of {status.iterations_total}")
+    out.add_row("finished iterations", status.progress)
     out.add_row("stage", status.stage)
     out.add_row("driver", status.driver)
     if status.iteration_s is not None:

@@ -61,13 +61,11 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
     numbers: dict[Path, int] = {}
     for number, overrides in enumerate(batch):
         values = _by_key(overrides)
-        description = ", ".join(
-            f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values
-        )
+        varied = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
         try:
             config, _ = validate_experiment(compose(overrides, searchpath))
         except InputError as error:
-            raise ConfigError(f"point {number} of the sweep ({description}): {error}") from None
+            raise ConfigError(f"point {number} of the sweep ({varied}): {error}") from None
         folder = config.run.folder
         if folder in numbers:
             raise ConfigError(
@@ -76,7 +74,7 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
                 "run.suffix='-${seed}'"
             )
         numbers[folder] = number
-        points.append(SweepPoint(folder, description, config.run.name))
+        points.append(SweepPoint(folder, varied, config.run.name))
     return points
 
 
@@ -89,9 +87,7 @@ def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
             ComparedRun(
                 point.folder,
                 point.varied,
-                "not started"
-                if status is None
-                else f"{status.iterations_done} of {status.iterations_total}",
+                "not started" if status is None else status.progress,
                 _format_score(None if status is None else status.reward),
                 _format_score(None if status is None else status.score),
             )

@@ -43,7 +43,7 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
     scores = [_read_scores(run.folder) for run in runs]
     xs = {
         "rows": sorted({i for table in rows for i in table}),
-        "versions": sorted({version for known in scores for version in known}),
+        "versions": sorted({version for by_version in scores for version in by_version}),
     }
     labels = [run.varied or run.folder.name for run in runs]
 

@@ -139,9 +139,8 @@ def read_report_data(folder: Path) -> ReportData:
                 "usage": manifest.timing.get("usage", []),
             }
         )
-    data.samples = {
-        i: read_samples(run.folder, i) for i in iterations_on_disk(run.folder, iterations)
-    }
+    on_disk = iterations_on_disk(run.folder, iterations)
+    data.samples = {i: read_samples(run.folder, i) for i in on_disk}
     return data
 
 

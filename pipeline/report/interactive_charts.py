@@ -309,7 +309,7 @@ def _resource_usage(data: ReportData, xs: dict[str, list[float]]) -> list[dict[s
             {"unit": "GiB"},
         ),
     }
-    usage_by_node = {
+    usages = {
         (entry["stage"], entry["iteration"] + 1): entry["usage"]
         for entry in data.stages
         if entry["usage"] and entry["stage"] in data.stage_names
@@ -321,14 +321,12 @@ def _resource_usage(data: ReportData, xs: dict[str, list[float]]) -> list[dict[s
                 stage,
                 stage,
                 (
-                    aggregate(usage_by_node[stage, int(i)])
-                    if (stage, int(i)) in usage_by_node
-                    else None
+                    aggregate(usages[stage, int(i)]) if (stage, int(i)) in usages else None
                     for i in xs["stages"]
                 ),
             )
             for stage in data.stage_names
-            if usage_by_node
+            if usages
         ]
         lines = [line for line in lines if any(y is not None for y in line["y"])]
         if lines:
@@ -372,24 +370,21 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     row, number = {lane: i for i, lane in enumerate(lanes)}, {s: i for i, s in enumerate(stages)}
     segments = sorted(data.segments, key=lambda segment: (row[segment.lane], segment.start))
     origin = min(segment.start for segment in segments)
-    first = np.searchsorted([row[segment.lane] for segment in segments], np.arange(len(lanes) + 1))
+    lane_starts = np.searchsorted(
+        [row[segment.lane] for segment in segments], np.arange(len(lanes) + 1)
+    )
     return {
         "stages": stages,
         "lanes": lanes,
         "origin": origin,
-        "first": first.tolist(),
-        "start": _base64_column((segment.start - origin for segment in segments), "<f8"),
-        "length": _base64_column((segment.seconds for segment in segments), "<f4"),
-        "iteration": _base64_column(
-            (
-                segment.iteration + 1 if segment.stage in data.stage_names else 0
-                for segment in segments
-            ),
+        "first": lane_starts.tolist(),
+        "start": _base64((segment.start - origin for segment in segments), "<f8"),
+        "length": _base64((segment.seconds for segment in segments), "<f4"),
+        "iteration": _base64(
+            (s.iteration + 1 if s.stage in data.stage_names else 0 for s in segments),
             "<u4",
         ),
-        "kind": _base64_column(
-            (2 * number[p.stage] + (not p.is_computing) for p in segments), "|u1"
-        ),
+        "kind": _base64((2 * number[s.stage] + (not s.is_computing) for s in segments), "|u1"),
         "windows": [
             [i + 1, round(start - origin, 3), round(end - origin, 3)]
             for i, (start, end) in iteration_windows(data.spans).items()
@@ -397,5 +392,5 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     }
 
 
-def _base64_column(values: Any, dtype: str) -> str:
+def _base64(values: Any, dtype: str) -> str:
     return base64.b64encode(np.array(list(values), dtype=dtype).tobytes()).decode()

@@ -108,11 +108,9 @@ def redact_yaml(config: str) -> str:
     """Return a configuration or plan (YAML) with secrets redacted; unchanged if it has none."""
     values = yaml.safe_load(config)
     redacted = redact(values)
-    return (
-        config
-        if redacted == values
-        else yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True)
-    )
+    if redacted == values:
+        return config
+    return yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True)
 
 
 def render_interactive(
