@@ -203,9 +203,7 @@ def _evaluate_run(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
 
 
 def _needs_groups(run: Run) -> bool:
-    from stages.factory import (
-        create_algorithm,  # imports PyTorch, which a status query does not need
-    )
+    from stages.factory import create_algorithm  # it imports PyTorch, so only if needed
 
     return create_algorithm(run.config).needs_groups
 

@@ -402,10 +402,8 @@ def check_pools(plan: Plan) -> None:
     """
     flow = plan.flow
     _check_separate_policy(plan)
-    elastic_stage, elastic_stages = (
-        flow.elastic_stage,
-        {n for n, stage in flow.all_stages.items() if stage.elastic},
-    )
+    elastic_stage = flow.elastic_stage
+    elastic_stages = {n for n, stage in flow.all_stages.items() if stage.elastic}
     pool_by_stage = plan.stage_pools() if plan.pools else {}
     for i, pool in enumerate(plan.pools):
         if pool.stage_ranks and pool.workers:

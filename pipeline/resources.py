@@ -161,11 +161,7 @@ def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str 
 
 
 def _single_value(by_key: Mapping[str, Any]) -> Any:
-    """Return the value that is set, or None.
-
-    Raises:
-        PlanError: two keys have different values.
-    """
+    """Return the value on which all keys agree that set one."""
     items = [(key, value) for key, value in by_key.items() if value is not None]
     for key, value in items:
         if value != items[0][1]:

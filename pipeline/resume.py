@@ -249,12 +249,8 @@ def _summarize(nodes: Sequence[StageNode], flow: Flow) -> str:
     evaluations = sum(node.stage == EVALUATE for node in nodes)
     parts = ["SFT"] if any(node.stage in flow.offline for node in nodes) else []
     if iterations:
-        range_text = (
-            f" ({iterations[0]} to {iterations[-1]})"
-            if len(iterations) > 1
-            else f" ({iterations[0]})"
-        )
-        parts.append(f"{len(iterations)} iteration{'s' * (len(iterations) > 1)}{range_text}")
+        ends = " to ".join(map(str, dict.fromkeys((iterations[0], iterations[-1]))))
+        parts.append(f"{len(iterations)} iteration{'s' * (len(iterations) > 1)} ({ends})")
     if evaluations:
         parts.append(f"{evaluations} evaluation{'s' * (evaluations > 1)}")
     return ", ".join(parts) or "nothing"

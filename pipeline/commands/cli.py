@@ -105,10 +105,8 @@ def resume(
     from pipeline.resume import OnMismatch
     from pipeline.run import Run
 
-    on_mismatch, launcher = (
-        OnMismatch.from_flags(redo=redo, keep=keep),
-        {"launcher": cluster} if cluster else None,
-    )
+    on_mismatch = OnMismatch.from_flags(redo=redo, keep=keep)
+    launcher = {"launcher": cluster} if cluster else None
     if overrides:
         report = drive(reopen_run(folder, overrides, on_mismatch), launcher)
     else:

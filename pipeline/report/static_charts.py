@@ -126,24 +126,17 @@ def stage_times_chart(data: ReportData) -> Figure | None:
     """Draw the seconds of each stage, stacked by iteration."""
     if not data.rows:
         return None
-    last_iteration = max(row["iteration"] for row in data.rows)
-    seconds = {stage: np.zeros(last_iteration + 1) for stage in data.stage_names}
+    final = max(row["iteration"] for row in data.rows)
+    seconds = {stage: np.zeros(final + 1) for stage in data.stage_names}
     for entry in data.stages:
-        if entry["stage"] in seconds and entry["iteration"] <= last_iteration:
+        if entry["stage"] in seconds and entry["iteration"] <= final:
             seconds[entry["stage"]][entry["iteration"]] = entry["seconds"]
     figure, axis = plt.subplots(figsize=(10, 3))
-    base = np.zeros(last_iteration + 1)
+    base = np.zeros(final + 1)
     for stage, values in seconds.items():
-        axis.bar(
-            np.arange(1, last_iteration + 2),
-            values,
-            1.0,
-            base,
-            color=data.colours[stage],
-            label=stage,
-        )
+        axis.bar(np.arange(1, final + 2), values, 1.0, base, color=data.colours[stage], label=stage)
         base += values
-    axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, last_iteration + 1.5))
+    axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, final + 1.5))
     # One slow iteration must not make all others look flat.
     axis.set_ylim(0, max(1e-3, 1.3 * float(np.quantile(base, 0.98))))
     axis.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0))
@@ -158,13 +151,13 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
         return None
     lanes = sort_lanes(span.lane for span in spans)
     origin = min(span.start for span in spans)
-    last_iteration = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
+    final = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
     # Do not use the start of their first stage, because pools generate samples ahead of time.
-    since, _ = iteration_windows(data.spans).get(last_iteration - newest + 1, (origin, origin))
+    since, _ = iteration_windows(data.spans).get(final - newest + 1, (origin, origin))
     until = max(s.end for s in spans)
     height = max(1.2, 0.32 * len(lanes) + 0.9)
     figure, axes = plt.subplots(2, 1, figsize=(10, 2 * height + 0.4), squeeze=False)
-    titles = ("Whole run", f"Last {min(newest, last_iteration + 1)} iterations")
+    titles = ("Whole run", f"Last {min(newest, final + 1)} iterations")
     for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
         for row, lane in enumerate(lanes):
             lane_spans = [s for s in spans if s.lane == lane and s.end >= start]

@@ -141,7 +141,7 @@ def test_the_page_has_a_range_around_every_value() -> None:
         assert low < least <= most < high
     assert in_node("scales.yRange(...case_, true)", [[0, 0], [2, 2]]) == [[0, 1], [0, 2.12]]
     assert in_node("scales.yRange(...case_, false)", [[None, None]]) == [[0, 1]]
-    assert in_node("scales.span(...case_)", [[3, 3], [1, 4]]) == [[2, 4], [1, 4]]
+    assert in_node("scales.xRange(...case_)", [[3, 3], [1, 4]]) == [[2, 4], [1, 4]]
 
 
 def test_points_that_no_line_shows_are_found() -> None:
