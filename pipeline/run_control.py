@@ -65,8 +65,8 @@ def check_not_driven(run: Run) -> None:
     owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
         raise RunLockedError(
-            f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "
-            f"one first with: rlinf stop {run.folder}"
+            f"{run.folder}: already driven by process {owner.pid} on {owner.host}; stop "
+            f"it first with: rlinf stop {run.folder}"
         )
     check_no_driver_job(run)
 

@@ -126,7 +126,7 @@ def validate_config(config: RunConfig) -> None:
         raise ConfigError(
             f"algorithm.minibatches: {samples} samples (rollout.batch_size "
             f"{config.rollout.batch_size} x rollout.group_size {config.rollout.group_size}) "
-            f"cannot be cut into {algorithm.minibatches} equal minibatches"
+            f"cannot be split into {algorithm.minibatches} equal minibatches"
         )
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
@@ -266,8 +266,8 @@ def check_parameter_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
         for name in getattr(config.optimizer, key):
             if name not in groups:
                 raise ConfigError(
-                    f"optimizer.{key}.{name}: {config.model.name} has no such group of parameters, "
-                    f"but {', '.join(groups)}"
+                    f"optimizer.{key}.{name}: {config.model.name} has no such parameter group; "
+                    f"available: {', '.join(groups)}"
                 )
 
 
@@ -284,7 +284,7 @@ def check_sampling(config: RunConfig, engine_requires: frozenset[str]) -> None:
         settings = [] if section is None else list(section.non_default_settings())
         if settings and LANGUAGE_MODEL not in engine_requires:
             raise ConfigError(
-                f"{key}.{settings[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
+                f"{key}.{settings[0]}: engine {config.engine.name!r} samples no tokens; remove it"
             )
 
 
@@ -330,7 +330,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         if not layout.parallel_dims():
             continue
         if component is None or spec.single_process:
-            raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
+            raise ConfigError(f"{key}: {stage} computes with no model; remove the key")
         name = getattr(config, component).name
         if component == "engine":
             supported = engines.get(name).supported_layouts
@@ -340,7 +340,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             if dim not in supported:
                 dims = ", ".join(sorted(supported)) or "no way"
                 raise ConfigError(
-                    f"{key}.{dim}: {component} {name!r} cannot split a model so; it can in {dims}"
+                    f"{key}.{dim}: {component} {name!r} does not support it; supported: {dims}"
                 )
         if component == "engine":
             engine = engines.get(name)
@@ -373,7 +373,7 @@ def check_flow(flow: Flow, key: str) -> None:
     """
     if not flow.stages or not flow.offline:
         raise ConfigError(
-            f"{key}: a flow has stages, and an offline stage that makes the first weights"
+            f"{key}: a flow needs stages, and an offline stage that creates the initial weights"
         )
     earlier = set(flow.offline)
     for name, stage in flow.all_stages.items():
@@ -383,10 +383,10 @@ def check_flow(flow: Flow, key: str) -> None:
                 if source not in flow.all_stages:
                     hint = did_you_mean(source, flow.all_stages)
                     raise ConfigError(
-                        f"{label} reads {source!r}, which is no stage of the flow{hint}"
+                        f"{label} reads {source!r}, which is not a stage of the flow{hint}"
                     )
             if not entry.lag and entry.stage not in earlier and not entry.stale:
-                raise ConfigError(f"{label} reads {entry.stage}, which comes later; put it before")
+                raise ConfigError(f"{label} reads {entry.stage}, which comes later; put it first")
         for section in stage.config_sections:
             if section not in RunConfig.model_fields:
                 hint = did_you_mean(section, RunConfig.model_fields)
@@ -432,7 +432,7 @@ def check_device(name: str, key: str) -> None:
     device_count = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "cuda" and int(number or 0) >= device_count:
         has = f"{device_count} GPUs" if device_count else "no GPU"
-        raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
+        raise ConfigError(f"{key}: {name} does not exist: this machine has {has}; use auto")
 
 
 def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
@@ -445,8 +445,8 @@ def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
         for text in () if section.sampling is None else section.sampling.stop:
             if (token := chat_format.undecoded_token_in(text)) is not None:
                 raise ConfigError(
-                    f"{key}.sampling.stop: {text!r} holds the special token {token!r} and more, "
-                    f"and would never be found; give {token!r} alone"
+                    f"{key}.sampling.stop: {text!r} has the special token {token!r} and more text, "
+                    f"so it would never match; use {token!r} alone"
                 )
 
 
@@ -476,8 +476,8 @@ def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> Non
     ):
         if available is not None and requested > available:
             raise ConfigError(
-                f"{key}: {requested} different problems are asked at once, and {file} has "
-                f"{available} that can be used; set {key}={available} or less"
+                f"{key}: {requested} different problems are needed at once, but {file} has "
+                f"only {available} usable ones; set {key}={available} or less"
             )
     horizons: Iterable[tuple[str, int]] = (
         ("rollout.horizon", config.rollout.horizon),
@@ -566,9 +566,9 @@ def check_components(config: RunConfig) -> None:
             names = part.registry.names()
             alternatives = [name for name in names if _fits(part.registry, name, provided)]
             raise ConfigError(
-                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
-                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
-                + (f"; here fits: {', '.join(alternatives)}" if alternatives else "")
+                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no component of this "
+                f"run provides ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
+                + (f"; alternatives: {', '.join(alternatives)}" if alternatives else "")
             )
     if missing := flow.requires - provided:
         raise ConfigError(
@@ -581,8 +581,8 @@ def check_components(config: RunConfig) -> None:
         )
     if config.sft.eval_samples and EVAL_DEMONSTRATIONS not in provided:
         raise ConfigError(
-            f"sft.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
-            "take the loss of; set it to 0"
+            f"sft.eval_samples: task {config.task.name!r} has no held-out demonstrations; "
+            "set it to 0"
         )
 
 
@@ -609,13 +609,13 @@ def check_episode_carryover(config: RunConfig) -> None:
         )
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "
+            f"task.carry_over_episodes: flow={config.flow} does not read the previous rollout; "
             "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
         )
     if config.rollout.group_size > 1:
         raise ConfigError(
-            "task.carry_over_episodes: the samples of a group would begin alike in the first "
-            "iteration alone; set rollout.group_size=1, or task.carry_over_episodes=false"
+            "task.carry_over_episodes: the samples of a group would start alike only in the "
+            "first iteration; set rollout.group_size=1, or task.carry_over_episodes=false"
         )
 
 
@@ -632,8 +632,8 @@ def check_group_starts(config: RunConfig, has_equal_starts: bool) -> None:
         hint = "; algorithm=ppo needs no groups"
         raise ConfigError(
             f"rollout.group_size: {config.rollout.group_size}, but the samples of a group would "
-            "begin in different states and could not be compared: in this simulator a seed does "
-            "not say where an episode begins; set rollout.group_size=1"
+            "start in different states and could not be compared: in this simulator a seed does "
+            "not determine the initial state; set rollout.group_size=1"
             + (hint if algorithms.get(config.algorithm.name).requires & {SAMPLE_GROUPS} else "")
         )
 
@@ -655,12 +655,12 @@ def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], option
     if num_shared == total and not getattr(options, "allow_train_test_overlap", False):
         raise DataError(
             f"task.test: the same problems as in task.train: all {total} held-out ones are there, "
-            "so that their score would not measure generalization. Name other ones, or set "
+            "so that their score would not measure generalization. Use another file, or set "
             "task.allow_train_test_overlap=true"
         )
     log.warning(
-        "task.test: %d of %d held-out problems are training problems (task.train) too; their score "
-        "is of problems that were trained on",
+        "task.test: %d of %d held-out problems are training problems (task.train) too, so "
+        "the score does not measure generalization alone",
         num_shared,
         total,
     )
@@ -679,9 +679,9 @@ def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
         return
     if OBSERVATIONS in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
-            f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
-            "their steps would count as reward 0, beside lower or higher scores; set "
+            f"reward.name: {config.reward.name!r} scores an episode when it ends, and "
+            f"algorithm={config.algorithm.name} has no value estimates for truncated episodes: "
+            "their steps would get reward 0; set "
             "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
             "algorithm=ppo"
         )
@@ -697,14 +697,14 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         return
     if TURNS not in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} has "
+            f"algorithm.advantage_level: turn is for dialogues, but task {config.task.name!r} has "
             "no turns; set it to trajectory"
         )
     if TURN_REWARDS not in rewards.get(config.reward.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn compares rewards of turns, and reward "
+            f"algorithm.advantage_level: turn needs a reward per turn, but reward "
             f"{config.reward.name!r} gives one number for a whole dialogue; set "
-            "reward=environment, which takes what the task gives for each message, or "
+            "reward=environment, which uses the task's reward of each message, or "
             "algorithm.advantage_level=trajectory"
         )
 
@@ -721,8 +721,8 @@ def check_eval_samples(config: RunConfig, tasks: int) -> None:
     if config.evaluate.samples % tasks:
         nearest = max(config.evaluate.samples // tasks, 1) * tasks
         raise ConfigError(
-            f"evaluate.samples: {config.evaluate.samples} starts are not as many of each of "
-            f"{tasks} tasks; set {nearest}"
+            f"evaluate.samples: {config.evaluate.samples} cannot be divided equally among "
+            f"{tasks} tasks; set it to {nearest}"
         )
 
 
@@ -741,7 +741,7 @@ def check_replay(
         return
     if not trainer.supports_batches:
         raise ConfigError(
-            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
+            f"trainer.name: {config.trainer.name!r} does not support batches of transitions; set "
             "trainer=fsdp"
         )
     has_rollouts = NO_ROLLOUTS not in flow_of(config).provides
@@ -755,9 +755,9 @@ def check_replay(
     )
     if values_prior_data and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(
-            "algorithm.offline_data: prior transitions have the rewards that a simulator gave "
-            f"their steps, from which reward={config.reward.name} does not come, and values would "
-            "be of two kinds; set reward=environment (reward.scale multiplies both), or leave "
+            "algorithm.offline_data: prior transitions have the rewards of the simulator, "
+            f"but new ones would have those of reward={config.reward.name}, so values would mix both; "
+            "set reward=environment (reward.scale multiplies both), or leave "
             "algorithm.offline_data out"
         )
     dtype = getattr(options, "param_dtype", "float32")
@@ -777,8 +777,8 @@ def warn_about_precision(config: RunConfig, options: Any) -> None:
     is_bfloat16 = getattr(config.model, "dtype", "float32") == "bfloat16"
     if is_bfloat16 and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
         log.warning(
-            "model.dtype=bfloat16: weights and moments are trained in it, and most steps at small "
-            "rates are rounded away; trainer.param_dtype=bfloat16 computes in it alone"
+            "model.dtype=bfloat16: weights and moments are bfloat16 too, so rounding removes most "
+            "steps at small rates; trainer.param_dtype=bfloat16 only computes in bfloat16"
         )
 
 
@@ -797,13 +797,13 @@ def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, option
         and VALUE_ESTIMATES not in algorithm.requires
     ):
         raise ConfigError(
-            f"model.value_level: action is for an algorithm with values (ppo, async_ppo), and "
+            f"model.value_level: action needs an algorithm with values (ppo, async_ppo), but "
             f"{config.algorithm.name!r} has none; set it to chunk"
         )
     if VALUE_ESTIMATES in algorithm.requires and getattr(options, "lora", None) is not None:
         raise ConfigError(
-            f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
-            "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
+            f"trainer.lora: adapters do not train the value head, but {config.algorithm.name!r} "
+            "needs a trained one; set trainer.lora=null, or choose an algorithm without values"
         )
 
 
