@@ -341,8 +341,8 @@ def check_notify_command(command: Sequence[str]) -> None:
     """
     if command and shutil.which(command[0]) is None:
         raise ConfigError(
-            f"cluster.notify_command: no command {command[0]!r} here; give its path, then its "
-            "words: [/home/me/bin/tell, --quietly]"
+            f"cluster.notify_command: no command {command[0]!r} here; set it to a path and "
+            "arguments: [/home/me/bin/tell, --quietly]"
         )
 
 

@@ -62,7 +62,7 @@ NO_LEARNING_RULES = (
         "nothing_judged",
         lambda row: row.get("reward/used_fraction") == 0 and "reward/group_std" not in row,
         "no sample has a valid reward, so none is trained on",
-        "see the log of the stage reward, which counts the causes, such as a judge that does not "
+        "see the log of the reward stage, which counts the causes, such as a judge that does not "
         "answer or samples that are too long",
     ),
     HealthRule(
@@ -82,14 +82,14 @@ NO_LEARNING_RULES = (
         "zero_gradient",
         _equals("train/grad_norm", 0),
         "the gradient is zero, so that the weights do not change",
-        "look at the rewards and the mask of the samples",
+        "check the rewards and the loss mask of the samples",
     ),
     HealthRule(
         "skipped_steps",
         _equals("train/skipped_steps", 1),
-        "every step was left out because its gradient overflowed float16, so that the weights do "
-        "not change",
-        "the loss scale is halved each time and ends this by itself where the gradient is finite; "
+        "every optimizer step was skipped because its gradient overflowed float16, so that the "
+        "weights do not change",
+        "the loss scale is halved each time, which may end this without a change; "
         "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 avoids it",
     ),
 )
@@ -99,18 +99,18 @@ GRADER_RULES = tuple(
     for name, what, advice in (
         (
             "fully_masked",
-            "samples have no step that counts (their mask is 0 throughout) and teach nothing",
-            "look at the masks that the task gives",
+            "samples have a loss mask of 0 at every step, so nothing is learned from them",
+            "check the masks that the task returns",
         ),
         (
             "timeouts",
-            "answers ran into the grader's time limit and score 0",
-            "look at them in the report",
+            "answers exceeded the time limit of the grader and score 0",
+            "check them in the report",
         ),
         (
             "parse_failures",
-            "answers could not be read and score 0",
-            "look at them in the report, and at the format that the prompt requires",
+            "answers could not be parsed and score 0",
+            "check them in the report, and the format that the prompt requires",
         ),
         (
             "unfinished_thoughts",
@@ -120,7 +120,7 @@ GRADER_RULES = tuple(
         (
             "grader_deaths",
             "workers of the grader died and were replaced",
-            "give the stage reward more memory, or look at the answers they died of",
+            "give the reward stage more memory, or check the answers that crashed them",
         ),
     )
 )

@@ -408,7 +408,7 @@ def check_pools(plan: Plan) -> None:
     for i, pool in enumerate(plan.pools):
         if pool.stage_ranks and pool.workers:
             raise ValueError(
-                f"pools[{i}].stage_ranks: each worker is a job of one process; leave it out"
+                f"pools[{i}].stage_ranks: each worker is a job of one process; remove the key"
             )
         for stage, ranks in pool.stage_ranks.items():
             if pool_by_stage.get(stage) != i:
@@ -428,7 +428,7 @@ def check_pools(plan: Plan) -> None:
         if elastic_stage is None:
             raise ValueError(
                 f"pools[{i}].workers: these rollouts need more than the weights "
-                "(rollout.max_resamples, task.carry_over_episodes); leave it out"
+                "(rollout.max_resamples, task.carry_over_episodes); remove the key"
             )
         if not {elastic_stage} <= set(pool.stages) <= elastic_stages:
             names = ", and ".join(sorted(elastic_stages - {elastic_stage}))
@@ -440,7 +440,7 @@ def check_pools(plan: Plan) -> None:
             if needs.nodes * needs.processes > 1:
                 raise ValueError(
                     f"pools[{i}].workers: each is a job of one process, but stage {stage} "
-                    f"asks for {needs.nodes} x {needs.processes}"
+                    f"requests {needs.nodes} x {needs.processes}"
                 )
     placed = {stage for pool in plan.pools for stage in pool.stages}
     required = [name for name, stage in flow.stages.items() if stage.colocate_with is None]
@@ -468,7 +468,7 @@ def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: s
         ValueError: the stage cannot use them; the message names the key.
     """
     if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
-        raise ValueError(f"{key}: {list(ranks)}; give some of 0 to {size - 1}, in order, each once")
+        raise ValueError(f"{key}: {list(ranks)}; use distinct ranks of 0 to {size - 1}, ascending")
     flow = plan.flow
     free = [n for n, s in flow.all_stages.items() if s.holds != "trainer" and n not in flow.offline]
     if stage not in free or plan.stage_plan(stage).layout.parallel_dims():
@@ -477,7 +477,7 @@ def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: s
             f"{', '.join(free)} may have some of them, where no layout splits their model"
         )
     if flow.all_stages[stage].elastic and any(pool.workers for pool in plan.pools):
-        raise ValueError(f"{key}: with an elastic pool one process gathers it; leave it out")
+        raise ValueError(f"{key}: with an elastic pool one process collects it; remove the key")
 
 
 def _check_separate_policy(plan: Plan) -> None:
@@ -507,13 +507,11 @@ def _check_separate_policy(plan: Plan) -> None:
     for i, pool in enumerate(plan.pools):
         if pool.workers is not None:
             raise ValueError(
-                f"pools[{i}].workers: workers that come and go have the simulators and the policy "
-                f"in one process; leave workers out, or {policy}"
+                f"pools[{i}].workers: elastic workers have the simulators and the policy in one "
+                f"process; remove workers, or {policy}"
             )
     if plan.stage_plan(policy).layout.parallel_dims():
-        raise ValueError(
-            f"{key}.layout: each of its processes answers with a whole model; leave it out"
-        )
+        raise ValueError(f"{key}.layout: each of its processes holds a whole model; remove the key")
     if number == pools[rollout]:
         for name in (rollout, EVALUATE):
             ranks = ranks_by_stage.get(name, ranks_by_stage.get(str(rollout), ()))

@@ -186,7 +186,7 @@ def _ordinary_job(
     if remainder or needs.nodes not in (1, nodes):
         raise PlanError(
             f"{key}: {_format_devices(devices)}, but its stages ask for {needs.nodes} x "
-            f"{needs.processes} (nodes x processes per node); make the two agree"
+            f"{needs.processes} (nodes x processes per node); make them equal"
         )
     updates = [_device_update(kind, stages) for kind in devices]
     # A request for GPUs of one type would exclude the nodes of the other kinds.
@@ -204,8 +204,8 @@ def _hetjob_components(
         nodes, remainder = divmod(count, processes)
         if remainder:
             raise PlanError(
-                f"{key}: {count} {kind} do not fill nodes of {needs.processes}, the processes per "
-                "node of its stages"
+                f"{key}: {count} {kind} do not fill whole nodes of {needs.processes} processes, as "
+                "its stages request"
             )
         update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
         yield needs.model_copy(update=_device_update(kind, stages) | update)
@@ -221,7 +221,7 @@ def _check_counts(needs: StagePlan, key: str) -> None:
     if num_counted and wrong and "|" not in text:
         raise PlanError(
             f"{key}: its devices fill {needs.nodes} nodes, with {needs.processes} processes on "
-            f"each, but constraint {text!r} counts {num_counted}; make the two agree"
+            f"each, but constraint {text!r} counts {num_counted}; make them equal"
         )
 
 

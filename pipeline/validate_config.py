@@ -756,8 +756,8 @@ def check_replay(
     if values_prior_data and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(
             "algorithm.offline_data: prior transitions have the rewards of the simulator, "
-            f"but new ones would have those of reward={config.reward.name}, so values would mix both; "
-            "set reward=environment (reward.scale multiplies both), or leave "
+            f"but new ones would have those of reward={config.reward.name}, so values would mix "
+            "both; set reward=environment (reward.scale multiplies both), or leave "
             "algorithm.offline_data out"
         )
     dtype = getattr(options, "param_dtype", "float32")
