@@ -71,10 +71,10 @@ def measure() -> list[BenchmarkRow]:
 def scale_up() -> float:
     """Return the seconds from the start of a new worker's job to its first sample."""
     with running("cpu", workers=1, duty=1.0) as live:
-        known = live.workers(1)
-        live.first_sample_time(*known)
+        old_workers = live.workers(1)
+        live.first_sample_time(*old_workers)
         request_scale(Run.open(live.folder), "rollout+1")
-        (name,) = live.workers(2).keys() - known.keys()
+        (name,) = live.workers(2).keys() - old_workers.keys()
         seconds = live.first_sample_time(name) - _job_start_time(live.workers(2)[name])
         print(f"  the second worker's first sample after {seconds:.1f} s")
         return seconds
@@ -88,18 +88,18 @@ def measure_loss() -> tuple[list[float], list[float]]:
     during, after = [], []
     with running("a100", workers=4, duty=DUTY) as live:
         for _ in range(ROUNDS):
-            known = live.workers(4)
-            for name in known:
+            old_workers = live.workers(4)
+            for name in old_workers:
                 live.first_sample_time(name)
             full_rate = live.rate()
             _set_partition_state("a100", "DOWN")
             try:
-                lost_worker = sorted(known)[-1]
-                subprocess.run(["scancel", known[lost_worker]], check=True)
+                lost_worker = sorted(old_workers)[-1]
+                subprocess.run(["scancel", old_workers[lost_worker]], check=True)
                 rate_without = live.rate()
             finally:
                 _set_partition_state("a100", "UP")
-            for name in live.workers(4, excluded=lost_worker).keys() - known.keys():
+            for name in live.workers(4, excluded=lost_worker).keys() - old_workers.keys():
                 live.first_sample_time(name)
             rate_replaced = live.rate()
             during.append(1 - rate_without() / full_rate())
@@ -139,19 +139,19 @@ class ElasticRun:
         The function waits until the work items of the window are finished. The prompts of a work
         item are spread evenly over its duration.
         """
-        begin = time.time()
+        window_start = time.time()
         time.sleep(WINDOW_S)
-        end = time.time()
+        window_end = time.time()
 
         def prompts_per_s() -> float:
             self._wait(
-                lambda: any(s > end for _, s, _, _ in self._generated()), "a later work item"
+                lambda: any(s > window_end for _, s, _, _ in self._generated()), "a later work item"
             )
             parts = (
-                count * max(0.0, min(e, end) - max(s, begin)) / (e - s)
+                count * max(0.0, min(e, window_end) - max(s, window_start)) / (e - s)
                 for _, s, e, count in self._generated()
             )
-            return sum(parts) / (end - begin)
+            return sum(parts) / (window_end - window_start)
 
         return prompts_per_s
 

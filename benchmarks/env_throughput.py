@@ -99,7 +99,7 @@ def measure() -> list[BenchmarkRow]:
             [(play_environment, ours), (step_vector, separate)],
             draw_actions(IMAGE_ENVS, IMAGE_STEPS),
         )
-    speedups = [mine / max(others) for mine, *others in rates]
+    speedups = [our_rate / max(gym_rates) for our_rate, *gym_rates in rates]
     return [
         median_row("env_vs_gym", speedups, "x", 1.5, "higher"),
         median_row("env_vs_gym_rendered", [a / b for a, b in image_rates], "x", 1.0, "higher"),

@@ -205,7 +205,7 @@ def run_trl(case: str, folder: Path, threads: int) -> list[float]:
     # If generation happens outside the step callbacks, count the whole loop.
     if sum(seconds) < 0.5 * total_s:
         seconds = [total_s / STEPS[case]] * STEPS[case]
-    return [made / spent for made, spent in zip(tokens, seconds, strict=True)]
+    return [count / step_s for count, step_s in zip(tokens, seconds, strict=True)]
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ EPISODES = 10
 
 Point = dict[str, float]
 """``steps`` and ``score`` of an evaluation."""
-Known = dict[str, Any]
+AllCurves = dict[str, Any]
 """Curves that were measured, by row, seed, and implementation (``ours``, ``theirs``)."""
 
 
@@ -190,41 +190,41 @@ def keep(
     name: str, seed: int, whose: str, curve: list[Point], start: float, *, complete: bool
 ) -> None:
     """Write a curve. Curves that other processes wrote meanwhile stay."""
-    known = curves()
+    all_curves = curves()
     minutes = round((time.monotonic() - start) / 60, 1)
-    seeds = known.setdefault(name, {}).setdefault(str(seed), {})
+    seeds = all_curves.setdefault(name, {}).setdefault(str(seed), {})
     seeds[whose] = {"curve": curve, "minutes": minutes, "complete": complete}
-    write_atomic(CURVES, json.dumps(known, indent=1) + "\n")
+    write_atomic(CURVES, json.dumps(all_curves, indent=1) + "\n")
 
 
-def curves() -> Known:
+def curves() -> AllCurves:
     """Return the curves that were measured."""
-    known: Known = json.loads(CURVES.read_text()) if CURVES.exists() else {}
-    return known
+    all_curves: AllCurves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    return all_curves
 
 
-def goal_of(name: str, known: Known) -> float:
+def goal_of(name: str, all_curves: AllCurves) -> float:
     """Return the goal of a row; infinity if it depends on curves that were not measured yet."""
     goal = ROWS[name].goal
     if goal is not None:
         return goal
     theirs = [
-        measured["theirs"] for measured in known.get(name, {}).values() if "theirs" in measured
+        measured["theirs"] for measured in all_curves.get(name, {}).values() if "theirs" in measured
     ]
     last_scores = [run["curve"][-1]["score"] for run in theirs]
     return float(np.mean(last_scores)) if last_scores else math.inf
 
 
-def table(known: Known) -> str:
+def table(all_curves: AllCurves) -> str:
     """Return a Markdown table with the last scores of all seeds and the steps to the goal."""
     lines = [
         "| method | task | row | goal | last score of each seed | goal reached after |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in ROWS.items():
-        seeds = sorted(known.get(name, {}).items())
+        seeds = sorted(all_curves.get(name, {}).items())
         runs = [measured["ours"] for _, measured in seeds if "ours" in measured]
-        goal = goal_of(name, known)
+        goal = goal_of(name, all_curves)
         line_start = f"| {row.method} | {row.task} | `{name}` | {goal:.4g} |"
         if not runs:
             lines.append(f"{line_start} not measured | |")
@@ -242,7 +242,7 @@ def table(known: Known) -> str:
     return "\n".join(lines)
 
 
-def matrix(known: Known) -> str:
+def matrix(all_curves: AllCurves) -> str:
     """Return a Markdown table of algorithms by policies: learned, runs, or not possible."""
     lines = [
         "| `algorithm=` | " + " | ".join(column.title for column in COLUMNS.values()) + " |",
@@ -256,14 +256,16 @@ def matrix(known: Known) -> str:
                 file[column] = np.zeros((1, 1) if column in VECTOR_COLUMNS else 1)
         for algorithm in ALGORITHMS:
             cells = [
-                "no" if find_refusal(algorithm, column, prior) else cell(algorithm, column, known)
+                "no"
+                if find_refusal(algorithm, column, prior)
+                else cell(algorithm, column, all_curves)
                 for column in COLUMNS
             ]
             lines.append(f"| `{algorithm}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def cell(algorithm: str, column: str, known: Known) -> str:
+def cell(algorithm: str, column: str, all_curves: AllCurves) -> str:
     """Return the mean scores of a combination's rows, or ``runs`` if none was measured."""
     texts = gains(algorithm, column)
     for name, row in ROWS.items():
@@ -271,12 +273,12 @@ def cell(algorithm: str, column: str, known: Known) -> str:
             continue
         seeds = [
             measured["ours"]["curve"]
-            for measured in known.get(name, {}).values()
+            for measured in all_curves.get(name, {}).values()
             if "ours" in measured
         ]
         if not seeds:
             continue
-        goal = goal_of(name, known)
+        goal = goal_of(name, all_curves)
         mean = np.mean([curve[-1]["score"] for curve in seeds])
         best = np.mean([max(p["score"] for p in curve) for curve in seeds])
         reached = all(any(p["score"] >= goal for p in curve) for curve in seeds)
@@ -286,7 +288,7 @@ def cell(algorithm: str, column: str, known: Known) -> str:
             text = f"goal reached, not held: {row.task} {best:.4g} at best, {mean:.4g} at the end"
         else:
             text = f"{'learns' if reached else 'goal not reached'}: {row.task} {mean:.4g}"
-        texts.append(text + source_share_text(name, known))
+        texts.append(text + source_share_text(name, all_curves))
     return "; ".join(texts) or "runs"
 
 
@@ -294,14 +296,14 @@ SOURCE_SHARE = 0.8
 """Share of the source policy's gain that a method must reach if it learns only from its data."""
 
 
-def source_share_text(name: str, known: Known) -> str:
+def source_share_text(name: str, all_curves: AllCurves) -> str:
     """Return the gain of each seed of an offline row, relative to the distance from its first score
     to the last score of its source policy. Empty for other rows or without measurements."""
-    source = known.get(PRIOR_DATA_ROW, {}).get("0", {}).get("ours")
+    source = all_curves.get(PRIOR_DATA_ROW, {}).get("0", {}).get("ours")
     if ROWS[name].counted != "train/steps" or source is None:
         return ""
     source_score, shares = source["curve"][-1]["score"], []
-    for _, measured in sorted(known[name].items()):
+    for _, measured in sorted(all_curves[name].items()):
         curve = measured.get("ours", {}).get("curve", [])
         if len(curve) > 1:
             first_score = curve[0]["score"]
@@ -327,15 +329,15 @@ def gains(algorithm: str, column: str) -> list[str]:
     return texts
 
 
-def draw(name: str, known: Known) -> None:
+def draw(name: str, all_curves: AllCurves) -> None:
     """Plot all curves of a row and its goal."""
-    row, goal, seeds = ROWS[name], goal_of(name, known), known.get(name, {})
+    row, goal, seeds = ROWS[name], goal_of(name, all_curves), all_curves.get(name, {})
     figure, axis = plt.subplots(figsize=(7, 3.6))
     labels = {"ours": "rlinf", "theirs": "Stable-Baselines3"}
     colours = {"ours": STAGE_COLOURS["train"], "theirs": STAGE_COLOURS["rollout"]}
     styles = ("-", "--", ":", "-.")
-    for seed, found in sorted(seeds.items()):
-        for whose, measured in found.items():
+    for seed, runs in sorted(seeds.items()):
+        for whose, measured in runs.items():
             steps = [point["steps"] for point in measured["curve"]]
             scores = [point["score"] for point in measured["curve"]]
             label, style = f"{labels[whose]}, seed {seed}", styles[int(seed) % len(styles)]

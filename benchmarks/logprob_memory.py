@@ -46,9 +46,9 @@ def run(way: str) -> None:
     if way == "parts":
         loss = head_logprobs(hidden, weight, token_ids, 1.0).sum()
     else:
-        chosen, entropy = token_logprobs(hidden @ weight.T, token_ids, 1.0, True)
+        logprobs, entropy = token_logprobs(hidden @ weight.T, token_ids, 1.0, True)
         assert entropy is not None
-        loss = chosen.sum() + entropy.sum()
+        loss = logprobs.sum() + entropy.sum()
     loss.backward()
 
 

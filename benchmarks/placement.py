@@ -97,7 +97,7 @@ def draw_plans(
     options: dict[str, list[StageOption]], chosen: Sequence[str], seed: int = 0
 ) -> list[list[StageOption]]:
     """Return random plans other than the chosen one: any option for each stage."""
-    rng, seen = random.Random(seed), {tuple(chosen)}
+    rng, drawn_keys = random.Random(seed), {tuple(chosen)}
     plans: list[list[StageOption]] = []
     options_by_stage = [
         [o for o in stage_options if o.count <= CORES] for stage_options in options.values()
@@ -105,8 +105,8 @@ def draw_plans(
     while len(plans) < OTHERS:
         plan = [rng.choice(stage_options) for stage_options in options_by_stage]
         key = tuple(option.size + option.place for option in plan)
-        if key not in seen:
-            seen.add(key)
+        if key not in drawn_keys:
+            drawn_keys.add(key)
             plans.append(plan)
     return plans
 

@@ -153,5 +153,5 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
 
 if __name__ == "__main__":
     side, settings, root = sys.argv[1:]
-    found = (run_ours if side == "ours" else run_sb3)(json.loads(settings), root)
-    print(json.dumps(found))
+    rates = (run_ours if side == "ours" else run_sb3)(json.loads(settings), root)
+    print(json.dumps(rates))

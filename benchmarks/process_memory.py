@@ -42,8 +42,8 @@ def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
                 raise RuntimeError("a process ended before it was ready")
-        before = [memory_bytes(process.pid) for process in processes]
-        peaks = list(before)
+        baselines = [memory_bytes(process.pid) for process in processes]
+        peaks = list(baselines)
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -57,4 +57,4 @@ def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str
     finally:
         for process in processes:
             process.kill()
-    return list(zip(before, peaks, outputs, strict=True))
+    return list(zip(baselines, peaks, outputs, strict=True))

@@ -234,8 +234,8 @@ class ProgressCallback:
         self._iteration_ends.append(time.monotonic())
         remaining, time_left = config.iterations - iteration - 1, ""
         if remaining > 0 and len(self._iteration_ends) > 1:
-            first, last = self._iteration_ends[0], self._iteration_ends[-1]
-            iteration_s = (last - first) / (len(self._iteration_ends) - 1)
+            oldest, newest = self._iteration_ends[0], self._iteration_ends[-1]
+            iteration_s = (newest - oldest) / (len(self._iteration_ends) - 1)
             time_left = f"{format_duration(iteration_s * remaining)} left"
             details.append(time_left)
         if self._bars is not None:

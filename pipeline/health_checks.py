@@ -95,8 +95,8 @@ NO_LEARNING_RULES = (
 )
 """Ordered by cause: the first rule that applies to an iteration explains the later ones."""
 GRADER_RULES = tuple(
-    HealthRule(name, _is_positive(f"reward/{name}"), what, advice, patience=1)
-    for name, what, advice in (
+    HealthRule(name, _is_positive(f"reward/{name}"), text, advice, patience=1)
+    for name, text, advice in (
         (
             "fully_masked",
             "samples have a loss mask of 0 at every step, so nothing is learned from them",

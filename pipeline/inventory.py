@@ -73,12 +73,12 @@ def inventory_table(inventory: Inventory) -> Table:
     """Return a table with one row per group of equal nodes. It fits 80 columns: only names wrap."""
     surveyed = inventory.created_at.strftime("%Y-%m-%d %H:%M:%S %Z")
     title = f"Slurm {inventory.slurm_version}, {surveyed}"
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("partition", "GPUs a node"):
-        out.add_column(f"\n\n{heading}", overflow="fold")
+        table.add_column(f"\n\n{heading}", overflow="fold")
     numbers = ("nodes\nidle/\nall", "\n\ndown", "\nGPUs\nidle", "\nmem.\nGiB", "\ntime\nlimit")
     for heading in (*numbers, "\npre-\nempt", "\njobs\nwait", "\ntheir\nGPUs"):
-        out.add_column(heading, no_wrap=True, justify="right")
+        table.add_column(heading, no_wrap=True, justify="right")
     for name, partition in inventory.partitions.items():
         partition_cells = (
             _format_minutes(partition.time_limit_min),
@@ -86,15 +86,15 @@ def inventory_table(inventory: Inventory) -> Table:
             str(partition.queued_jobs),
             str(partition.queued_gpus or ""),
         )
-        first = f"{name}{'*' if partition.is_default else ''}"
-        first += "" if partition.is_available else " (closed)"
+        label = f"{name}{'*' if partition.is_default else ''}"
+        label += "" if partition.is_available else " (closed)"
         if not partition.groups:
-            out.add_row(first, "", "0/0", "", "", "", *partition_cells)
+            table.add_row(label, "", "0/0", "", "", "", *partition_cells)
         for i, group in enumerate(partition.groups):
-            out.add_row(
-                first if i == 0 else "", *_cells(group), *(partition_cells if i == 0 else ())
+            table.add_row(
+                label if i == 0 else "", *_cells(group), *(partition_cells if i == 0 else ())
             )
-    return out
+    return table
 
 
 def _cells(group: NodeGroup) -> tuple[str, str, str, str, str]:

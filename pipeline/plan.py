@@ -298,10 +298,10 @@ class Plan(Section):
                     f"plan.transports: the flow has no edge {edge!r}{did_you_mean(edge, edges)}"
                 )
             if transport in WEIGHT_TRANSPORTS and "weights" not in edges[edge]:
-                others = ", ".join(t for t in get_args(Transport) if t not in WEIGHT_TRANSPORTS)
+                allowed = ", ".join(t for t in get_args(Transport) if t not in WEIGHT_TRANSPORTS)
                 raise PlanError(
                     f"plan.transports.{edge}: {transport} carries weights alone, but this edge has "
-                    f"{', '.join(sorted(edges[edge]))}; use one of {others}"
+                    f"{', '.join(sorted(edges[edge]))}; use one of {allowed}"
                 )
 
     @model_validator(mode="after")

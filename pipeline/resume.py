@@ -442,10 +442,10 @@ def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig
 def _schedule_length(old: RunConfig, new: RunConfig) -> int:
     """Return the length of the schedule that a run started with; if it had none, that of
     ``new``."""
-    before, after = old.optimizer, new.optimizer
-    if before.lr_decay_iterations is not None:
-        return before.lr_decay_iterations
-    return old.iterations if before.lr_scheduler_type == after.lr_scheduler_type else new.iterations
+    if old.optimizer.lr_decay_iterations is not None:
+        return old.optimizer.lr_decay_iterations
+    is_same = old.optimizer.lr_scheduler_type == new.optimizer.lr_scheduler_type
+    return old.iterations if is_same else new.iterations
 
 
 def _check_schedule(config: RunConfig) -> None:

@@ -183,37 +183,37 @@ def status_view(status: RunStatus) -> Group:
 
 def status_table(status: RunStatus) -> Table:
     """Return the status as a table."""
-    out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
-    out.add_row("finished iterations", status.progress)
-    out.add_row("stage", status.stage)
-    out.add_row("driver", status.driver)
+    table = Table(title=f"run {status.name}", show_header=False, title_justify="left")
+    table.add_row("finished iterations", status.progress)
+    table.add_row("stage", status.stage)
+    table.add_row("driver", status.driver)
     if status.iteration_s is not None:
-        out.add_row("time per iteration", f"{status.iteration_s:.1f} s")
+        table.add_row("time per iteration", f"{status.iteration_s:.1f} s")
     if status.steps_per_s:
-        out.add_row("throughput", f"{format_rate(status.steps_per_s)} {status.step_unit}/s")
+        table.add_row("throughput", f"{format_rate(status.steps_per_s)} {status.step_unit}/s")
     if status.eta_s:
-        out.add_row("time left", format_duration(status.eta_s))
+        table.add_row("time left", format_duration(status.eta_s))
     for name, value in status.metrics.items():
-        out.add_row(name, format_number(value))
+        table.add_row(name, format_number(value))
     if status.score is not None:
-        out.add_row("held-out score", format_number(status.score))
+        table.add_row("held-out score", format_number(status.score))
     if status.best is not None:
-        out.add_row("best held-out score", format_best(status.best))
-    out.add_row("weights on disk", _versions(status.versions))
+        table.add_row("best held-out score", format_best(status.best))
+    table.add_row("weights on disk", _versions(status.versions))
     for warning in status.warnings:
-        out.add_row("warning", warning)
+        table.add_row("warning", warning)
     if status.disk_fallbacks:
         edges = ", ".join(f"{edge} {count}" for edge, count in status.disk_fallbacks.items())
-        out.add_row(
+        table.add_row(
             "read from disk",
             f"{edges} (recent inputs that were expected in memory; see the pool logs)",
         )
     for entry in status.accepted_mismatches:
         results = f"{len(entry.outputs)} results on {entry.recorded_at} despite changes to: "
-        out.add_row("accepted (--keep)", results + "; ".join(entry.differences))
+        table.add_row("accepted (--keep)", results + "; ".join(entry.differences))
     for job_id, name, state, partition, reason in status.jobs:
-        out.add_row(f"job {job_id}", f"{name}: {state} on {partition} {reason}".rstrip())
-    return out
+        table.add_row(f"job {job_id}", f"{name}: {state} on {partition} {reason}".rstrip())
+    return table
 
 
 def _versions(versions: Sequence[int]) -> str:

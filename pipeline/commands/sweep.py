@@ -98,14 +98,14 @@ def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
 def show_sweep(swept: Sequence[SweepPoint]) -> None:
     """Print a table of the runs with the paths of their reports, and write the comparison page."""
     console, runs = create_console(), compare_points(swept)
-    out = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
-    out.add_column("run", justify="right")
-    out.add_column("varied", overflow="fold")
+    table = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("run", justify="right")
+    table.add_column("varied", overflow="fold")
     for name in ("iterations", "reward", "held-out"):
-        out.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for number, run in enumerate(runs):
-        out.add_row(str(number), run.varied, run.iterations, run.reward, run.score)
-    console.print(out)
+        table.add_row(str(number), run.varied, run.iterations, run.reward, run.score)
+    console.print(table)
     for number, run in enumerate(runs):
         report = run.folder / "report" / "report.html"
         location = report if report.exists() else f"{run.folder} (no report)"

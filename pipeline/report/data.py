@@ -98,9 +98,9 @@ def read_report_data(folder: Path) -> ReportData:
     data = ReportData(run)
     flow = flow_of(run.config)
     for stage in flow.offline:
-        if (before := folder_manifest(offline_folder(run.folder, stage))) is not None:
-            data.sft += before.extra.get("curve", [])
-            data.manifests.append(before)
+        if (offline_manifest := folder_manifest(offline_folder(run.folder, stage))) is not None:
+            data.sft += offline_manifest.extra.get("curve", [])
+            data.manifests.append(offline_manifest)
     iterations = list_iterations(run.folder)
     for iteration in iterations:
         row = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]

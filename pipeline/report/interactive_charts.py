@@ -81,13 +81,13 @@ def build_plots(data: ReportData) -> dict[str, Any]:
         ("Learning", [*_score_plots(data, xs), *headlines]),
         ("Supervised fine-tuning", _sft_plots(data, xs)),
     ]
-    for title, first, stages in (
+    for title, leading, stages in (
         ("Optimization", optimization, ("train", "inference", "sync")),
         ("Rollout and reward", [], ("rollout", "reward")),
     ):
         names_of_group = [name for name in metrics if _stage_of(name) in stages]
         names_of_group.sort(key=lambda name: (stages.index(_stage_of(name)), name))
-        groups.append((title, [*first, *(metrics.pop(name) for name in names_of_group)]))
+        groups.append((title, [*leading, *(metrics.pop(name) for name in names_of_group)]))
     groups.append(("More metrics", list(metrics.values())))
     groups.append(("Evaluation", _evaluation_plots(data, xs)))
     groups.append(("Samples", _sample_histograms(data, xs)))

@@ -160,10 +160,10 @@ def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     config = data.run.config
     tiles = []
     if data.scores:
-        (_, first), (version, newest) = data.scores[0], data.scores[-1]
-        tiles.append((f"held-out score (iteration {version})", f"{newest:.3g}"))
+        (_, initial_score), (version, newest_score) = data.scores[0], data.scores[-1]
+        tiles.append((f"held-out score (iteration {version})", f"{newest_score:.3g}"))
         if version:
-            tiles.append(("held-out score at the start", f"{first:.3g}"))
+            tiles.append(("held-out score at the start", f"{initial_score:.3g}"))
     if (best := best_weights(config, data.run.folder)) is not None:
         label = f"best held-out score (iteration {best.version})"
         tiles.append((label, f"{best.score:.3g}"))

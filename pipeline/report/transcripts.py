@@ -35,10 +35,10 @@ class TranscriptSample(NamedTuple):
     answer: str
 
 
-def iterations_on_disk(run: Path, known: Sequence[int]) -> list[int]:
+def iterations_on_disk(run: Path, iterations: Sequence[int]) -> list[int]:
     """Return iterations with trajectories and rewards on disk, evenly spaced if there are many."""
     complete, stages = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
-    for iteration in known if all(stages) else ():
+    for iteration in iterations if all(stages) else ():
         folders = [stage_folder(run, str(maker), iteration) for maker in stages]
         if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
             complete.append(iteration)
