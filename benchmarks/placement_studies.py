@@ -108,7 +108,9 @@ def chart(means: dict[str, dict[str, dict[str, float]]]) -> Figure:
             axis.bar(x, values, 0.16, color=colour, label=plan)
         axis.set_xticks(range(len(means)), list(means))
         axis.grid(axis="x", visible=False)
-        axis.set(title={"calm": "Nothing goes wrong"}.get(scenario, "Tails, slow GPUs, preemption"))
+        axis.set(
+            title={"calm": "Without disturbances"}.get(scenario, "Tails, slow GPUs, preemption")
+        )
     axes[0].set_ylabel("iteration time / planned")
     figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="lower center", fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
