@@ -38,7 +38,7 @@ from stages.layout import CONFIG_FILE
 from stages.runner import load_config
 
 DAMAGE_CHECK_INTERVAL_S = 2.0
-"""Interval between checks that the inputs of running stages are intact."""
+"""Seconds between two checks that the inputs of running stages are intact."""
 log = logging.getLogger("rlinf")
 
 
