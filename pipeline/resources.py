@@ -137,7 +137,7 @@ def _maximum(stages: Mapping[str, StagePlan], colocated: Mapping[str, StagePlan]
             for name in ("cpus", "mem_mb", "time_limit_min")
         },
         **{name: _agreed_value(name, stages) for name in ("constraint", "speed_weights")},
-        # Each stage call has its own layout; those of engine and trainer may differ.
+        # Each StageOrder has the layout of its stage; engine and trainer may differ.
         "layout": DATA_PARALLEL_ONLY,
     }
     return next(iter(largest.values())).model_copy(update=update)
