@@ -7,23 +7,23 @@
 #     snakemake -c2 --config run=cartpole_ppo          continue a run unchanged, and report
 #     snakemake --profile slurm --config experiment=arithmetic_grpo jobs=iteration
 #
-# The configuration is composed once, frozen into the run directory, and read by every stage. The
-# flow of the experiment connects the stages, and its plan decides where each stage runs.
+# The configuration is composed once, stored in the run directory, and read by every stage. The
+# flow of the experiment connects the stages; its plan defines the resources of each stage.
 import sys
 
 from rlinf import package_paths
 
 package_paths.add_to_sys_path()
 
-from pipeline.commands import workflow as described
+from pipeline.commands import workflow as rlinf_workflow
 from rlinf.errors import RlinfError
 
-# The graph is built recursively, a level per job of the chain.
+# Snakemake builds the graph recursively, one level per job of the longest chain.
 sys.setrecursionlimit(1_000_000)
 
 try:
     dry = workflow.output_settings.dryrun
-    run = described.prepare_workflow(config, is_driver=workflow.is_main_process, dry_run=dry)
+    run = rlinf_workflow.prepare_workflow(config, is_driver=workflow.is_main_process, dry_run=dry)
     if workflow.is_main_process and not dry:
         run.check_resumable()
 except RlinfError as error:
@@ -47,7 +47,7 @@ rule all:
         run.report,
 
 
-# Asked for by name: snakemake -c1 plan; the next start of the workflow takes the plan
+# Runs only if requested: snakemake -c1 plan. The next start of the workflow uses the plan.
 rule plan:
     input:
         run.profile,
@@ -110,7 +110,7 @@ for stage in run.iteration_rules:
             "{params.program} {params.argv:q} > {log:q} 2>&1"
 
 
-# Asked for by name: snakemake -c1 profile
+# Runs only if requested: snakemake -c1 profile
 rule profile:
     input:
         run.output("sft"),

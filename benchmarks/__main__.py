@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--name ROW]``: measure, print a table, write results.json."""
+"""``python -m benchmarks [--name ROW]``: run benchmarks, print a table, write results.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.row import BenchmarkRow
 from rlinf.errors import ConfigError
 
 GPU = "gpu_training"
-"""The module that needs a GPU. Without one it is measured only by name, and reports that."""
+"""The module that needs a GPU. Without a GPU it runs only with ``--name``, and fails."""
 RESULTS = Path(__file__).parent / "results.json"
 ROWS = {
     "grpo_vs_trl": "grpo_vs_trl",
@@ -147,12 +147,12 @@ ROWS = {
     "smolvla_gain_lower": "score_gain.measure_smolvla",
     "smolvla_minutes": "score_gain.measure_smolvla",
 }
-"""The module of each row, and its function if it is not ``measure``. One measurement may give
+"""Module that measures each row, with the function if it is not ``measure``. A function may return
 several rows."""
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine of the figures."""
+    """Return a description of this machine."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -170,15 +170,17 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure the wanted rows; those not measured keep their last figures."""
+    """Measure all rows, or those of ``--name``; other rows keep their last results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("--name", choices=sorted(ROWS), help="one row (and those beside it)")
-    wanted = parser.parse_args().name
-    modules = [ROWS[wanted]] if wanted else list(dict.fromkeys(ROWS.values()))
-    if not wanted and not torch.cuda.is_available():
+    parser.add_argument(
+        "--name", choices=sorted(ROWS), help="measure only this row and the others of its function"
+    )
+    row_name = parser.parse_args().name
+    modules = [ROWS[row_name]] if row_name else list(dict.fromkeys(ROWS.values()))
+    if not row_name and not torch.cuda.is_available():
         modules.remove(GPU)
     console = Console()
-    here = machine()
+    this_machine = machine()
     for module in modules:
         console.print(f"measuring {module} ...")
         start = time.monotonic()
@@ -186,37 +188,39 @@ def main() -> int:
             name, _, function = module.partition(".")
             measure = getattr(importlib.import_module(f"benchmarks.{name}"), function or "measure")
             rows: list[BenchmarkRow] = measure()
-        except ConfigError as error:  # what this machine cannot measure
+        except ConfigError as error:  # this machine cannot measure the row
             console.print(str(error))
             return error.exit_code
         console.print(f"  {time.monotonic() - start:.0f} s")
-        # Written as they come: a later row that fails must not lose the earlier ones.
-        kept = keep({row.name: {**asdict(row), "machine": here} for row in rows})
-    console.print(table([row_of(values) for values in kept]))
+        # Write after each module, so that a later failure loses no results.
+        all_rows = keep({row.name: {**asdict(row), "machine": this_machine} for row in rows})
+    console.print(table([row_of(values) for values in all_rows]))
     return 0
 
 
 def keep(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put measured rows in ``results.json`` in place of their former ones; gives all there are.
+    """Replace rows of ``results.json`` by measured ones; returns all rows.
 
-    Those that :data:`ROWS` does not name come last.
+    Rows that are not in :data:`ROWS` come last.
     """
-    known: dict[str, Any] = {}
+    rows_by_name: dict[str, Any] = {}
     if RESULTS.exists():
-        known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
-    known.update(rows)
-    kept = [known[name] for name in dict.fromkeys([*ROWS, *known]) if name in known]
-    RESULTS.write_text(json.dumps({"rows": kept}, indent=1) + "\n")
-    return kept
+        rows_by_name = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    rows_by_name.update(rows)
+    ordered = [
+        rows_by_name[name] for name in dict.fromkeys([*ROWS, *rows_by_name]) if name in rows_by_name
+    ]
+    RESULTS.write_text(json.dumps({"rows": ordered}, indent=1) + "\n")
+    return ordered
 
 
 def row_of(values: dict[str, Any]) -> BenchmarkRow:
-    """A row of ``results.json``, which also says on what machine it was measured."""
+    """Return the benchmark row of an entry of ``results.json``, without its machine."""
     return BenchmarkRow(**{name: value for name, value in values.items() if name != "machine"})
 
 
 def table(rows: list[BenchmarkRow]) -> Table:
-    """The rows as a person reads them."""
+    """Return the rows as a table for the terminal."""
     out = Table(Column("row", no_wrap=True), "value", "unit", "goal", "reached", "n", "spread")
     for row in rows:
         sign = "≥" if row.better == "higher" else "≤"

@@ -1,10 +1,9 @@
-"""``python -m benchmarks.against OTHER ROW ...``: this checkout beside another one, in turns.
+"""``python -m benchmarks.against OTHER ROW ...``: compare this checkout with another one.
 
-``OTHER`` is a checkout of another commit with an environment of its own (``make install``). Each
-round measures a row in both, one after the other, the first of them changing from round to round,
-so that a machine that gets slower does so for both. What came out is kept in ``against.json``,
-which a second call adds to, and printed as ratios, above 1 where this checkout is better; the last
-round's rows of this checkout come into ``results.json`` too.
+``OTHER`` is a checkout of another commit with its own environment (``make install``). Each round
+measures a row in both checkouts. The order changes from round to round, so that a machine that
+slows down affects both. Results are appended to ``against.json`` and printed as ratios, which are
+above 1 if this checkout is better. The rows of this checkout are also written to ``results.json``.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from rlinf import package_paths
 KEPT = Path(__file__).with_name("against.json")
 
 
-def measured(checkout: Path, row: str) -> dict[str, dict[str, Any]]:
-    """The rows that ``make bench NAME=row`` measures in a checkout, by name.
+def measure_row(checkout: Path, row: str) -> dict[str, dict[str, Any]]:
+    """Return the rows that ``make bench NAME=row`` measures in a checkout, by name.
 
-    Its ``results.json`` is left as it was.
+    The ``results.json`` of the checkout is restored afterwards.
 
     Raises:
         subprocess.CalledProcessError: the measurement failed.
     """
     results = checkout / "benchmarks" / "results.json"
-    before = results.read_bytes()
+    saved = results.read_bytes()
     results.write_text('{"rows": []}')
     try:
         subprocess.run(
@@ -47,22 +46,22 @@ def measured(checkout: Path, row: str) -> dict[str, dict[str, Any]]:
         )
         return {row["name"]: row for row in json.loads(results.read_text())["rows"]}
     finally:
-        results.write_bytes(before)
+        results.write_bytes(saved)
 
 
 def ratios(points: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the ratios of every round of each row, above 1 where this checkout is better."""
-    found: dict[str, list[float]] = {}
+    """Return the ratio of each round, by row; above 1 if this checkout is better."""
+    ratios_by_row: dict[str, list[float]] = {}
     for point in points:
-        mine, other = point["here"], point["other"]
-        if mine and other:
-            ratio = mine / other if point["better"] == "higher" else other / mine
-            found.setdefault(point["row"], []).append(ratio)
-    return found
+        this, other = point["here"], point["other"]
+        if this and other:
+            ratio = this / other if point["better"] == "higher" else other / this
+            ratios_by_row.setdefault(point["row"], []).append(ratio)
+    return ratios_by_row
 
 
 def main() -> None:
-    """Measure, keep, print."""
+    """Measure the rows in both checkouts, save the results and print the ratios."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against")
     parser.add_argument("other", type=Path)
     parser.add_argument("rows", nargs="*")
@@ -81,7 +80,7 @@ def main() -> None:
     for row in arguments.rows:
         for number in range(arguments.rounds):
             order = list(sides) if number % 2 else list(sides)[::-1]
-            rows = {side: measured(sides[side], row) for side in order}
+            rows = {side: measure_row(sides[side], row) for side in order}
             for name in rows["here"].keys() & rows["other"].keys():
                 here, other = rows["here"][name], rows["other"][name]
                 points.append(
@@ -97,12 +96,12 @@ def main() -> None:
             keep(rows["here"])
             console.print(f"{row}, round {number + 1} of {arguments.rounds}")
     table = Table("row", "rounds", f"here over {commit}, median", "each")
-    for name, each in sorted(ratios([p for p in points if p["commit"] == commit]).items()):
+    for name, row_ratios in sorted(ratios([p for p in points if p["commit"] == commit]).items()):
         table.add_row(
             name,
-            str(len(each)),
-            f"{statistics.median(each):.2f}",
-            " ".join(f"{ratio:.2f}" for ratio in each),
+            str(len(row_ratios)),
+            f"{statistics.median(row_ratios):.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in row_ratios),
         )
     console.print(table)
 

@@ -1,6 +1,6 @@
-"""Live channels: the copy into shared memory, small records and large ones through a socket.
+"""Live channels between two processes: records in shared memory, small and large ones by socket.
 
-Two processes; the figures that compare take turns with what they are compared with.
+Measurements that are compared alternate.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ROUNDS = 9
 SMALL = 20_000
 LARGE_BYTES = 16 * MIB
 LARGE = 16
-PLACES_START, WRITTEN, READ = 4096, 0, 64
+BUFFERS_START, WRITTEN, READ = 4096, 0, 64
 IDLE_S = 1e-3
 
 
 def measure() -> list[BenchmarkRow]:
-    """All rows of the live transports."""
+    """Measure all rows of the live channels."""
     rows: list[BenchmarkRow] = []
-    found = {size: _shared(size * MIB) for size in (1, 4, 16, 64)}
-    for number, (name, wanted) in enumerate((("shm_vs_memcpy", 0.8), ("shm_vs_handover", None))):
-        ratios = {size: both[number] for size, both in found.items()}
+    ratios_by_size = {size: _shared(size * MIB) for size in (1, 4, 16, 64)}
+    for number, (name, goal) in enumerate((("shm_vs_memcpy", 0.8), ("shm_vs_handover", None))):
+        ratios = {size: pair[number] for size, pair in ratios_by_size.items()}
         worst = min(ratios.values(), key=lambda values: float(np.median(values)))
-        rows.append(median_row(name, worst, "ratio", wanted, "higher"))
+        rows.append(median_row(name, worst, "ratio", goal, "higher"))
         rows += [
             median_row(f"{name}_{size}mib", values, "ratio", None, "higher")
             for size, values in ratios.items()
@@ -50,17 +50,17 @@ def measure() -> list[BenchmarkRow]:
 
 
 def _shared(size: int) -> tuple[list[float], list[float]]:
-    """Bandwidth of ``put``, whose reader reads each record in place, over that of ``copy_``, and
-    over that of a copy into memory that another process reads, with a counter and no more."""
+    """Return ratios of bandwidth: of ``put``, whose reader reads each record in place, over that of
+    ``copy_``, and over that of a plain copy that is handed over with counters alone."""
     source = np.ones(size, np.uint8)
     record = Record(RecordId(0, 0), context={"x": source})
     tensors = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     count = max(4, 256 * MIB // size)
-    over_copy, over_bare = [], []
+    over_copy, over_plain = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
         open_process(_read_shared, folder) as pipe,
-        _handing_over(source, count * (ROUNDS + 1)) as hand_over,
+        _plain_handover(source, count * (ROUNDS + 1)) as hand_over,
     ):
         channel = SharedMemorySink(Path(folder), "c", size=max(8 * size, 64 * MIB))
 
@@ -73,30 +73,30 @@ def _shared(size: int) -> tuple[list[float], list[float]]:
         for _ in range(ROUNDS + 1):
             seconds = _seconds(put, count)
             over_copy.append(_seconds(copy, count) / seconds)
-            over_bare.append(_seconds(hand_over, count) / seconds)
+            over_plain.append(_seconds(hand_over, count) / seconds)
         pipe.send("over")
         channel.close()
-    return over_copy[1:], over_bare[1:]
+    return over_copy[1:], over_plain[1:]
 
 
 @contextmanager
-def _handing_over(source: np.ndarray, count: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that copies ``source`` to one of two places in turn, once the reader has
-    read it there."""
-    memory = SharedMemory(create=True, size=PLACES_START + 2 * len(source))
-    numbers, places = _places(memory, len(source))
+def _plain_handover(source: np.ndarray, count: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that copies ``source`` alternately to two buffers, each after the reader has
+    read its previous content."""
+    memory = SharedMemory(create=True, size=BUFFERS_START + 2 * len(source))
+    numbers, buffers = _buffers(memory, len(source))
     number = 0
 
     def hand_over() -> None:
         nonlocal number
         while numbers[READ] < number - 1:
             pass
-        places[number % 2] = source
+        buffers[number % 2] = source
         number += 1
         numbers[WRITTEN] = number
 
     try:
-        with open_process(_read_places, memory.name, len(source), count):
+        with open_process(_read_buffers, memory.name, len(source), count):
             yield hand_over
     finally:
         memory.unlink()
@@ -104,25 +104,25 @@ def _handing_over(source: np.ndarray, count: int) -> Iterator[Callable[[], None]
             memory.close()
 
 
-def _read_places(name: str, size: int, count: int, pipe: Connection) -> None:
+def _read_buffers(name: str, size: int, count: int, pipe: Connection) -> None:
     memory = SharedMemory(name)
-    numbers, places = _places(memory, size)
+    numbers, buffers = _buffers(memory, size)
     pipe.send("ready")
     for number in range(count):
         while numbers[WRITTEN] <= number:
             if number % (count // (ROUNDS + 1)) == 0:
-                time.sleep(IDLE_S)  # the other ways are measured meanwhile
-        int(places[number % 2][::64].sum())
+                time.sleep(IDLE_S)  # the other methods are measured meanwhile
+        int(buffers[number % 2][::64].sum())
         numbers[READ] = number + 1
     with suppress(BufferError):
         memory.close()
 
 
-def _places(memory: SharedMemory, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the counters of both ends, on separate cache lines, and two places."""
+def _buffers(memory: SharedMemory, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the counters of both ends, on separate cache lines, and the two buffers."""
     assert memory.buf is not None
-    numbers = np.frombuffer(memory.buf, np.int64, PLACES_START // 8)
-    return numbers, np.frombuffer(memory.buf, np.uint8, 2 * size, PLACES_START).reshape(2, size)
+    numbers = np.frombuffer(memory.buf, np.int64, BUFFERS_START // 8)
+    return numbers, np.frombuffer(memory.buf, np.uint8, 2 * size, BUFFERS_START).reshape(2, size)
 
 
 def _seconds(function: Callable[[], None], count: int) -> float:
@@ -138,7 +138,7 @@ def _read_shared(folder: str, pipe: Connection) -> None:
 
     def read() -> None:
         for record in channel:
-            # In place, every line of the cache.
+            # Read one byte of every cache line, in place.
             int(record.context["x"][::64].sum())
             del record
 
@@ -154,10 +154,11 @@ def _socket_rows() -> list[BenchmarkRow]:
     for _ in range(5):
         seconds = _through_channel(SMALL, 256)
         small.append(SMALL / seconds)
-        # In turns: the machine may be slower now than before.
-        first, own, second = _through_curve(), _through_channel(LARGE, LARGE_BYTES), _through_raw()
-        ciphered.append(first / own)
-        plain.append(second / own)
+        # Alternate, because the speed of the machine may change.
+        curve_s = _through_curve()
+        channel_s, plain_s = _through_channel(LARGE, LARGE_BYTES), _through_raw()
+        ciphered.append(curve_s / channel_s)
+        plain.append(plain_s / channel_s)
     return [
         median_row("records_per_s", small, "records/s", 20_000.0, "higher"),
         median_row("socket_vs_raw", ciphered, "ratio", 0.7, "higher"),
@@ -166,7 +167,7 @@ def _socket_rows() -> list[BenchmarkRow]:
 
 
 def _through_channel(count: int, size: int) -> float:
-    """Seconds from the first to the last record at the consumer."""
+    """Return the seconds from the first to the last record at the consumer."""
     with tempfile.TemporaryDirectory() as folder:
         channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
         with open_process(_write_socket, folder, count, size):
@@ -189,14 +190,14 @@ def _write_socket(folder: str, count: int, size: int, pipe: Connection) -> None:
 
 
 def _through_curve() -> float:
-    """Seconds of as many messages over one loopback connection with the same cipher, and no more:
-    what a socket of ZeroMQ gives."""
+    """Return the seconds for ``LARGE`` messages over a loopback connection of ZeroMQ with the same
+    cipher."""
     public, secret = zmq.curve_keypair()
-    own_public, own_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
         listener.curve_server, listener.curve_secretkey = True, secret
         port = listener.bind_to_random_port("tcp://127.0.0.1")
-        with open_process(_write_curve, port, public, own_public, own_secret):
+        with open_process(_write_curve, port, public, client_public, client_secret):
             listener.recv()
             start = time.perf_counter()
             for _ in range(LARGE):
@@ -220,7 +221,7 @@ def _write_curve(port: int, server: bytes, public: bytes, secret: bytes, pipe: C
 
 
 def _through_raw() -> float:
-    """Seconds of as many bytes as ``LARGE`` records over one plain loopback connection."""
+    """Return the seconds for the bytes of ``LARGE`` records over one plain loopback connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         open_process(_write_raw, listener.getsockname()[1]),
@@ -247,13 +248,13 @@ def _write_raw(port: int, pipe: Connection) -> None:
 
 @contextmanager
 def open_process(function: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """The other process, which says when it is ready; yields the pipe to it."""
+    """Start a process that sends a message when it is ready; yields the pipe to it."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
+    parent_pipe, child_pipe = context.Pipe()
+    process = context.Process(target=function, args=(*arguments, child_pipe), daemon=True)
     process.start()
-    ours.recv()
+    parent_pipe.recv()
     try:
-        yield ours
+        yield parent_pipe
     finally:
         process.join(60)

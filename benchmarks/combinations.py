@@ -1,8 +1,7 @@
 """The combinations of algorithm, policy and task: ``docs/reference/algorithms.md`` has a summary.
 
-A combination that :func:`refusal` has nothing against is run by
-``tests/contracts/test_combinations.py``, for one small iteration; what it learns is measured by the
-rows of :mod:`benchmarks.learning`.
+``tests/contracts/test_combinations.py`` runs one small iteration of each combination that
+:func:`find_refusal` accepts. Rows of :mod:`benchmarks.learning` measure what some of them learn.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ PENDULUM = ("task=pendulum", *VECTORS, "rollout.horizon=20", "model.hidden=[16]"
 
 @dataclass(frozen=True)
 class PolicyTaskColumn:
-    """A policy and a task for it."""
+    """A column of the table: a policy and a task for it."""
 
     title: str
     words: tuple[str, ...]
-    """Overrides of the bare configuration."""
+    """Overrides of the default configuration."""
 
 
 COLUMNS = {
@@ -103,21 +102,22 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "iql": ("flow=offline", *REPLAYED),
     "bc": ("flow=offline", *REPLAYED),
 }
-"""Overrides that each algorithm needs; those of :data:`WITH_PRIOR` also need a file of
+"""Overrides that each algorithm needs; the algorithms of :data:`WITH_PRIOR` also need a file of
 transitions."""
 WITH_PRIOR = ("rlpd", "iql", "bc")
-OWN_MODELS = {"crossq": "mlp_crossq", "rlpd": "mlp_rlpd", "iql": "mlp_iql"}
-"""The name of ``model=mlp_q`` with the settings that the algorithm needs."""
+MODEL_OVERRIDES = {"crossq": "mlp_crossq", "rlpd": "mlp_rlpd", "iql": "mlp_iql"}
+"""The model that replaces ``model=mlp_q`` for algorithms that need other settings."""
 
 
 def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> dict[str, Any]:
-    """The configuration of a small run.
+    """Return the configuration of a small run.
 
     Args:
         prior: a file of transitions of the pendulum.
     """
-    own = {"model=mlp_q": f"model={OWN_MODELS.get(algorithm, 'mlp_q')}"}
-    words = [f"algorithm={algorithm}", *(own.get(word, word) for word in COLUMNS[column].words)]
+    replacements = {"model=mlp_q": f"model={MODEL_OVERRIDES.get(algorithm, 'mlp_q')}"}
+    words = [replacements.get(word, word) for word in COLUMNS[column].words]
+    words.insert(0, f"algorithm={algorithm}")
     words += [*ALGORITHMS[algorithm], *further, "run.name=small", "iterations=1"]
     if algorithm in WITH_PRIOR:
         words.append(f"algorithm.offline_data={prior}")
@@ -126,10 +126,10 @@ def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> d
 
 
 def find_refusal(algorithm: str, column: str, prior: Path) -> str | None:
-    """Return why a combination is impossible; None: it is possible.
+    """Return why a combination is rejected; None if it is possible.
 
     Raises:
-        ConfigError: something else is wrong than that its parts do not fit.
+        ConfigError: the configuration is invalid for another reason.
     """
     values = compose_config(algorithm, column, prior)
     try:

@@ -1,4 +1,4 @@
-"""The main job and the embodied job from a user's command to the end."""
+"""The text demo and the CartPole run, from the command to the end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT
 
 
 def measure() -> list[BenchmarkRow]:
-    """Held-out score and wall time of both jobs (another seed each time it is repeated)."""
-    match, wall = run("arithmetic_grpo", (0,))
-    reached, cartpole = run("cartpole_ppo", (0, 1, 2))
+    """Measure held-out score and wall time of both runs; each repetition has another seed."""
+    scores, seconds = run("arithmetic_grpo", (0,))
+    returns, cartpole_seconds = run("cartpole_ppo", (0, 1, 2))
     return [
-        median_row("demo_exact_match", match, "share", 0.9, "higher"),
-        median_row("demo_wall_s", wall, "s", 600.0, "lower"),
-        median_row("cartpole_return", reached, "return", 475.0, "higher"),
-        median_row("cartpole_wall_s", cartpole, "s", 180.0, "lower"),
+        median_row("demo_exact_match", scores, "share", 0.9, "higher"),
+        median_row("demo_wall_s", seconds, "s", 600.0, "lower"),
+        median_row("cartpole_return", returns, "return", 475.0, "higher"),
+        median_row("cartpole_wall_s", cartpole_seconds, "s", 180.0, "lower"),
     ]
 
 
 def run(experiment: str, seeds: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """Final held-out scores and wall times."""
+    """Return the final held-out score and the wall time of a run per seed."""
     scores, walls = [], []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as root:

@@ -1,4 +1,4 @@
-"""The driver as a job: from Slurm starting it again to its being in charge of its pools."""
+"""Time from the restart of a driver job until the driver controls its pools again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORDS = [
     "evaluate.every=0",
     "evaluate.samples=8",
     "algorithm.filter_zero_variance_groups=false",
-    # Samples that all fail would not be trained on.
+    # Groups whose samples all fail have no gradient.
     "algorithm.entropy_coeff=0.01",
     "log.trackers=[]",
     "cluster=slurm",
@@ -44,7 +44,7 @@ WORDS = [
 
 
 def measure() -> list[BenchmarkRow]:
-    """A run of two pools whose driver is killed, and requeued, in turn."""
+    """Measure a run with two pools whose driver is alternately killed and requeued."""
     start_dev_cluster()
     with tempfile.TemporaryDirectory() as root:
         plan = Path(root) / "plan.yaml"
@@ -53,37 +53,37 @@ def measure() -> list[BenchmarkRow]:
         run = Run.open(Path(root) / "restarts")
         try:
             job = str(last_driver_job_id(run))
-            found = [_restart(run.folder, job, number) for number in range(REPEATS)]
+            seconds = [_restart(run.folder, job, number) for number in range(REPEATS)]
         finally:
             _rlinf("stop", str(run.folder))
-            time.sleep(10)  # workers still write what they are at
-    return [median_row("driver_restart_s", found, "s", 15.0, "lower")]
+            time.sleep(10)  # workers still finish their writes
+    return [median_row("driver_restart_s", seconds, "s", 15.0, "lower")]
 
 
 def _restart(run: Path, job: str, number: int) -> float:
-    """Seconds from the job's start to all workers answering its driver."""
-    _until(lambda: _in_charge(run, time.time() - 5))
-    state = _life(job)
+    """Return the seconds from the start of the job until all workers are connected to it."""
+    _wait_until(lambda: _controls_pools(run, time.time() - 5))
+    state = _job_state(job)
     if number % 2:
         subprocess.run(["scontrol", "requeue", job], check=True)
     else:
         subprocess.run(["scancel", "-s", "KILL", f"{job}.0"], check=True)
-    _until(lambda: _life(job) == ("RUNNING", state[1] + 1))
-    began = time.time()
-    _until(lambda: _in_charge(run, began))
-    return time.time() - began
+    _wait_until(lambda: _job_state(job) == ("RUNNING", state[1] + 1))
+    started_at = time.time()
+    _wait_until(lambda: _controls_pools(run, started_at))
+    return time.time() - started_at
 
 
-def _life(job: str) -> tuple[str, int]:
+def _job_state(job: str) -> tuple[str, int]:
     text = subprocess.run(
         ["scontrol", "show", "job", "-o", job], check=True, capture_output=True, text=True
     ).stdout
-    found = dict(word.split("=", 1) for word in text.split() if "=" in word)
-    return found["JobState"], int(found["Restarts"])
+    fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    return fields["JobState"], int(fields["Restarts"])
 
 
-def _in_charge(run: Path, since: float) -> bool:
-    """Return whether the driver has reported since then that all workers of its pools answer."""
+def _controls_pools(run: Path, since: float) -> bool:
+    """Return whether the driver reported after ``since`` that its workers are connected."""
     try:
         content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())
     except FileNotFoundError:
@@ -97,9 +97,9 @@ def _in_charge(run: Path, since: float) -> bool:
     )
 
 
-def _until(there: Any) -> None:
+def _wait_until(condition: Any) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not there():
+    while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("the driver does not come back")
         time.sleep(0.02)

@@ -1,10 +1,10 @@
-"""Elastic rollout pools: how soon a new worker counts, and what the loss of one of four costs.
+"""Elastic rollout pools: start-up time of a new worker, and throughput without one of four workers.
 
-Real runs on the dev cluster with staleness 1, so that there is always something to generate. For
-the second figure the generators' nodes run a tenth of the time: four of them and the trainer then
-fit the machine, none gains by the loss of another, and training never holds generation up. The
-weights hardly change in these runs: a policy that learns to be brief would make every window faster
-than the one before.
+Real runs on the dev cluster with staleness 1, so that there is always work for generators. For the
+second measurement the nodes of the generators run 10 % of the time. Four generators and the trainer
+then fit on the machine, no generator becomes faster when another one is lost, and generation never
+waits for training. The learning rate is almost 0, because a policy that learns shorter responses
+would make later windows faster.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SETTINGS = [
     "rollout.staleness=1",
     "rollout.batch_size=64",
     "rollout.group_size=8",
-    # Generating takes longer than all else, even with four workers.
+    # Generation takes longer than all other stages, even with four workers.
     "engine.max_num_seqs=16",
     "algorithm.filter_zero_variance_groups=false",
-    # Samples that all fail would not be trained on.
+    # Groups whose samples all fail have no gradient.
     "algorithm.entropy_coeff=0.01",
     "optimizer.lr=1e-12",
     "log.trackers=[]",
@@ -57,10 +57,10 @@ SETTINGS = [
 
 
 def measure() -> list[BenchmarkRow]:
-    """Bring the cluster up and measure."""
+    """Start the dev cluster and measure all rows."""
     start_dev_cluster()
     seconds = [scale_up() for _ in range(ROUNDS)]
-    during, after = loss()
+    during, after = measure_loss()
     return [
         median_row("scale_up_s", seconds, "s", 10, "lower"),
         median_row("loss_of_one_of_four", during, "of throughput", 0.3, "lower"),
@@ -69,127 +69,129 @@ def measure() -> list[BenchmarkRow]:
 
 
 def scale_up() -> float:
-    """Seconds from the start of a new worker's job to its first sample."""
-    with driven("cpu", workers=1, duty=1.0) as live:
-        known = live.workers(1)
-        live.first_of(*known)
+    """Return the seconds from the start of a new worker's job to its first sample."""
+    with running("cpu", workers=1, duty=1.0) as live:
+        old_workers = live.workers(1)
+        live.first_sample_time(*old_workers)
         request_scale(Run.open(live.folder), "rollout+1")
-        (name,) = live.workers(2).keys() - known.keys()
-        seconds = live.first_of(name) - _started(live.workers(2)[name])
+        (name,) = live.workers(2).keys() - old_workers.keys()
+        seconds = live.first_sample_time(name) - _job_start_time(live.workers(2)[name])
         print(f"  the second worker's first sample after {seconds:.1f} s")
         return seconds
 
 
-def loss() -> tuple[list[float], list[float]]:
-    """Shares of the throughput that are missing without one of four workers, and once it is
-    replaced.
+def measure_loss() -> tuple[list[float], list[float]]:
+    """Return the shares of throughput lost without one of four workers, and after its replacement.
 
-    While it is gone the partition starts no other job.
+    While the worker is missing, the partition starts no other job.
     """
     during, after = [], []
-    with driven("a100", workers=4, duty=DUTY) as live:
+    with running("a100", workers=4, duty=DUTY) as live:
         for _ in range(ROUNDS):
-            known = live.workers(4)
-            for name in known:
-                live.first_of(name)
-            whole = live.rate()
-            _partition("a100", "DOWN")
+            old_workers = live.workers(4)
+            for name in old_workers:
+                live.first_sample_time(name)
+            full_rate = live.rate()
+            _set_partition_state("a100", "DOWN")
             try:
-                lost = sorted(known)[-1]
-                subprocess.run(["scancel", known[lost]], check=True)
-                without = live.rate()
+                lost_worker = sorted(old_workers)[-1]
+                subprocess.run(["scancel", old_workers[lost_worker]], check=True)
+                rate_without = live.rate()
             finally:
-                _partition("a100", "UP")
-            for name in live.workers(4, but=lost).keys() - known.keys():
-                live.first_of(name)
-            replaced = live.rate()
-            during.append(1 - without() / whole())
-            after.append(1 - replaced() / whole())
+                _set_partition_state("a100", "UP")
+            for name in live.workers(4, excluded=lost_worker).keys() - old_workers.keys():
+                live.first_sample_time(name)
+            rate_replaced = live.rate()
+            during.append(1 - rate_without() / full_rate())
+            after.append(1 - rate_replaced() / full_rate())
             print(f"  missing without one: {during[-1]:.2f}, replaced: {after[-1]:.2f}")
     return during, after
 
 
 class ElasticRun:
-    """A run that goes on, seen through its files."""
+    """An active run, observed through its files."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.folder, self._log = folder, log
 
-    def workers(self, count: int, but: str = "") -> dict[str, str]:
-        """Job of each generator, once that many are there."""
+    def workers(self, count: int, excluded: str = "") -> dict[str, str]:
+        """Wait for ``count`` connected generators; returns their jobs by worker."""
 
-        def found() -> dict[str, str]:
+        def read_jobs() -> dict[str, str]:
             rows = json.loads((self.folder / POOLS_FOLDER / STATUS_FILE).read_text())["workers"]
-            there = {r["worker"]: r["job"] for r in rows if r["pool"] == 0 and r["is_connected"]}
-            there.pop(but, None)
-            return there if len(there) == count else {}
+            jobs = {r["worker"]: r["job"] for r in rows if r["pool"] == 0 and r["is_connected"]}
+            jobs.pop(excluded, None)
+            return jobs if len(jobs) == count else {}
 
-        return self._wait(found, f"{count} workers")
+        return self._wait(read_jobs, f"{count} workers")
 
-    def first_of(self, worker: str) -> float:
-        """When a generator began with its first samples."""
+    def first_sample_time(self, worker: str) -> float:
+        """Return the time at which a generator began its first samples."""
 
-        def found() -> list[float]:
+        def read_starts() -> list[float]:
             return [start for name, start, _, _ in self._generated() if name == worker]
 
-        return min(self._wait(found, f"samples of {worker}"))
+        return min(self._wait(read_starts, f"samples of {worker}"))
 
     def rate(self) -> Callable[[], float]:
-        """Watch for a while; returns what tells, once all of it is known, starts per second.
+        """Wait for one window; returns a function that gives its prompts per second.
 
-        A work item appears when it is done; its starts are spread evenly over the time it took.
+        The function waits until the work items of the window are finished. The prompts of a work
+        item are spread evenly over its duration.
         """
-        begin = time.time()
+        window_start = time.time()
         time.sleep(WINDOW_S)
-        end = time.time()
+        window_end = time.time()
 
-        def starts_per_s() -> float:
+        def prompts_per_s() -> float:
             self._wait(
-                lambda: any(s > end for _, s, _, _ in self._generated()), "a later work item"
+                lambda: any(s > window_end for _, s, _, _ in self._generated()), "a later work item"
             )
             parts = (
-                count * max(0.0, min(e, end) - max(s, begin)) / (e - s)
+                count * max(0.0, min(e, window_end) - max(s, window_start)) / (e - s)
                 for _, s, e, count in self._generated()
             )
-            return sum(parts) / (end - begin)
+            return sum(parts) / (window_end - window_start)
 
-        return starts_per_s
+        return prompts_per_s
 
     def _generated(self) -> Iterator[tuple[str, float, float, int]]:
-        """Worker, begin, end and number of starts of every work item that is done."""
+        """Yield worker, start, end and number of prompts of every finished work item."""
         for line in (self.folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines():
             row = json.loads(line)
-            for what, start, end in row["spans"]:
-                if what == "generate":
+            for name, start, end in row["spans"]:
+                if name == "generate":
                     yield row["worker"], start, end, len(row["starts"])
 
-    def _wait(self, look: Callable[[], T], what: str) -> T:
+    def _wait(self, read: Callable[[], T], description: str) -> T:
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            # Not written yet, or just being written.
+            # The file may not exist yet, or be incomplete.
             with suppress(OSError, ValueError):
-                if seen := look():
-                    return seen
+                if result := read():
+                    return result
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {what} in {PATIENCE_S:g} s:\n{self._log.read_text()}")
+                raise TimeoutError(
+                    f"no {description} in {PATIENCE_S:g} s:\n{self._log.read_text()}"
+                )
             time.sleep(0.05)
 
 
 @contextmanager
-def driven(partition: str, workers: int, duty: float) -> Iterator[ElasticRun]:
-    """A run whose generators are jobs of a partition; it ends with the block."""
+def running(partition: str, workers: int, duty: float) -> Iterator[ElasticRun]:
+    """Start a run whose generators are jobs of a partition; stop it at the end of the block."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         site = {"defaults": {"duty_cycle": {partition: duty}}}
         (root / "site.yaml").write_text(yaml.safe_dump(site))
-        where = {"partition": partition, "gpu_type": partition, "gpus": 1}
+        resources = {"partition": partition, "gpu_type": partition, "gpus": 1}
         plan = {
             "defaults": {"partition": "h100", "mem_mb": 1500, "cpus": 1, "time_limit_min": 60},
             "pools": [
                 {"stages": ["rollout"], "workers": workers, "devices": {partition: 1}},
                 {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
             ],
-            "stages": {"rollout": where if partition != "cpu" else {"partition": "cpu"}},
+            "stages": {"rollout": resources if partition != "cpu" else {"partition": "cpu"}},
         }
         driver = start_driver(root, plan, [*SETTINGS, f"cluster.site={root}/site.yaml"])
         live = ElasticRun(root / "elastic", root / LOG)
@@ -211,16 +213,16 @@ def _jobs(folder: Path) -> list[str]:
     return sorted({row["job"] for row in rows})
 
 
-def _started(job: str) -> float:
-    """When a job started, to the second."""
+def _job_start_time(job: str) -> float:
+    """Return the start time of a job, to the second."""
     (text,) = _squeue("-o", "%S", "-j", job)
     return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
 
 
-def _partition(name: str, state: str) -> None:
+def _set_partition_state(name: str, state: str) -> None:
     subprocess.run(["scontrol", "update", f"partitionname={name}", f"state={state}"], check=True)
 
 
 def _squeue(*words: str) -> list[str]:
-    done = subprocess.run(["squeue", "-h", *words], capture_output=True, text=True, check=False)
-    return done.stdout.split()
+    process = subprocess.run(["squeue", "-h", *words], capture_output=True, text=True, check=False)
+    return process.stdout.split()

@@ -1,7 +1,7 @@
 """Compare the greedy responses of every engine, and their log-probabilities with the trainer's.
 
-The right tokens are those of ``transformers.generate``, and the right log-probabilities those of
-the policy's forward pass over the whole response, as it is trained, all in float32.
+The reference tokens are those of ``transformers.generate``. The reference log-probabilities are
+those of the policy's forward pass over the whole response, as in training. All is in float32.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlinf.models.causal_lm_config import CausalLMConfig
 
 TOLERANCE = 1e-5
 MODEL = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=64)
-"""Heads of 64: the only ones that vLLM takes on every CPU."""
+"""The head dimension is 64, the only one that vLLM supports on every CPU."""
 COUNT, LONGEST, HORIZON, SHARPER = 24, 24, 32, 4.0
-"""Prompts, most tokens of one and of a response, and what matrices are multiplied by, so that the
-best token is not the best by rounding alone."""
+"""Number of prompts, maximum tokens of a prompt and of a response, and a factor of the weight
+matrices, so that rounding does not decide which token is the most likely."""
 ENGINES = {
     "transformers": None,
     "vllm": None,
@@ -40,7 +40,7 @@ ENGINES = {
     "sglang": None,
     "sglang_in_process": "sglang",
 }
-"""By name the environment that an engine runs in; None: this one."""
+"""The Python environment of each engine; None: this one."""
 Answers = dict[int, tuple[np.ndarray, np.ndarray]]
 """Tokens and log-probabilities by prompt."""
 HEAD = """
@@ -50,14 +50,14 @@ HEAD = """
 
 @dataclass(frozen=True)
 class EngineComparison:
-    """An engine's responses beside the right ones."""
+    """Differences between the responses of an engine and the reference."""
 
     tokens: int
-    """Tokens of all responses."""
+    """Number of tokens in all reference responses."""
     others: int
-    """Tokens from which on a response differs from the right one, or that it lacks."""
+    """Number of tokens after the first difference of each response, missing ones included."""
     differ: float
-    """Most that a log-probability of a token differs from that of the policy."""
+    """Maximum difference of a token's log-probability from that of the policy."""
 
     @property
     def good(self) -> bool:
@@ -65,7 +65,7 @@ class EngineComparison:
         return not self.others and self.differ <= TOLERANCE
 
     def line(self, name: str) -> str:
-        """A row of the table, in Markdown."""
+        """Return the row of the table, in Markdown."""
         return f"| `{name}` | {COUNT} | {self.tokens} | {self.others} | {self.differ:.1e} |" + (
             "" if self.good else " differs"
         )
@@ -74,51 +74,55 @@ class EngineComparison:
 def keys() -> dict[str, str]:
     """Return the key of each engine's cached result."""
     sizes = [COUNT, LONGEST, HORIZON, SHARPER]
-    work = [inspect.getsource(part) for part in (policy, answers, right, beside)]
+    work = [
+        inspect.getsource(part) for part in (policy, answers, reference_tokens, compare_answers)
+    ]
     return {
         name: result_key(
-            _other(name), engine=name, model=MODEL.model_dump(), sizes=sizes, work=work
+            _engine_environment(name), engine=name, model=MODEL.model_dump(), sizes=sizes, work=work
         )
         for name in ENGINES
     }
 
 
-def compare(kept: ResultCache, keys: dict[str, str], place: Path) -> bool:
-    """Ask what is missing of the table and print it; whether all of it is the same."""
-    good = True
-    expected: tuple[CausalLM, list[list[int]]] | None = None
+def compare(cache: ResultCache, keys: dict[str, str], folder: Path) -> bool:
+    """Compute missing results and print the table; returns whether all engines agree."""
+    all_equal = True
+    reference: tuple[CausalLM, list[list[int]]] | None = None
     print(HEAD, flush=True)
     for name, key in keys.items():
-        if key not in kept:
-            if (lacks := missing_environment(_other(name))) is not None:
-                print(f"| `{name}` | {lacks} | | | |", flush=True)
+        if key not in cache:
+            if (advice := missing_environment(_engine_environment(name))) is not None:
+                print(f"| `{name}` | {advice} | | | |", flush=True)
                 continue
-            if expected is None:
-                loaded = policy(place / "served")
-                expected = (loaded, right(loaded))
-            kept[key] = asdict(beside(*expected, generate_answers(name, place / "served")))
-        result = EngineComparison(**kept[key])
+            if reference is None:
+                loaded = policy(folder / "served")
+                reference = (loaded, reference_tokens(loaded))
+            cache[key] = asdict(
+                compare_answers(*reference, generate_answers(name, folder / "served"))
+            )
+        result = EngineComparison(**cache[key])
         print(result.line(name), flush=True)
-        good &= result.good
+        all_equal &= result.good
     print(f"\ngreedy, float32; tolerance {TOLERANCE:g} for log-probabilities, no other token")
-    return good
+    return all_equal
 
 
-def _other(name: str) -> str | None:
-    """The environment of an engine or of its server; None: this one."""
+def _engine_environment(name: str) -> str | None:
+    """Return the environment of an engine or of its server; None: this one."""
     cls = engines.get(name)
     return cls.Config().server_python if issubclass(cls, ServerEngine) else ENGINES[name]
 
 
 def generate_answers(name: str, folder: Path) -> Answers:
-    """Return an engine's answers; it runs in the environment that it needs."""
-    own = ENGINES[name]
-    if own is None:
+    """Return the responses of an engine, which runs in the environment that it needs."""
+    environment = ENGINES[name]
+    if environment is None:
         return answers(engines.get(name), folder)
     out = folder.with_name(f"{name}.npz")
     words = ["-m", "benchmarks.engine_equality", name, str(folder), str(out)]
     subprocess.run(
-        [resolve_interpreter(own, "equality"), *words], cwd=package_paths.ROOT, check=True
+        [resolve_interpreter(environment, "equality"), *words], cwd=package_paths.ROOT, check=True
     )
     with np.load(out) as file:
         return {i: (file[f"tokens{i}"], file[f"logprobs{i}"]) for i in range(COUNT)}
@@ -131,27 +135,29 @@ def prompts() -> list[np.ndarray]:
 
 
 def policy(folder: Path) -> CausalLM:
-    """A new one whose preferences are clear, which the folder has then."""
-    first = folder.with_name("first")
-    first.mkdir()
+    """Create a policy with clear preferences, and save it in the folder."""
+    unscaled = folder.with_name("first")
+    unscaled.mkdir()
     folder.mkdir()
-    CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, first)
-    loaded = CausalLM.load(first, MODEL)
+    CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, unscaled)
+    scaled = CausalLM.load(unscaled, MODEL)
     with torch.no_grad():
-        for parameter in loaded.module.parameters():
+        for parameter in scaled.module.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(SHARPER)
-    loaded.save(folder, dict(loaded.module.state_dict()))
+    scaled.save(folder, dict(scaled.module.state_dict()))
     return CausalLM.load(folder, MODEL)
 
 
 def answers(cls: Any, folder: Path) -> Answers:
-    """Tokens and log-probabilities of an engine, by prompt."""
-    given, found = prompts(), {}
+    """Return tokens and log-probabilities of an engine, by prompt."""
+    prompt_tokens, result = prompts(), {}
     steps = {
         "sample": np.arange(COUNT),
-        "prompt": np.array([np.pad(prompt, (0, LONGEST - len(prompt))) for prompt in given]),
-        "prompt_length": np.array([len(prompt) for prompt in given]),
+        "prompt": np.array(
+            [np.pad(prompt, (0, LONGEST - len(prompt))) for prompt in prompt_tokens]
+        ),
+        "prompt_length": np.array([len(prompt) for prompt in prompt_tokens]),
     }
     channel = LocalChannel()
     channel.put(Record(RecordId(0, 0), steps, info={"horizon": HORIZON, "temperature": 0.0}))
@@ -164,58 +170,58 @@ def answers(cls: Any, folder: Path) -> Answers:
             for i, number in enumerate(reply.steps["sample"].tolist()):
                 length = int(reply.steps["length"][i])
                 columns = (reply.steps[name][i, :length] for name in ("tokens", "logprobs"))
-                found[number] = (next(columns), next(columns))
+                result[number] = (next(columns), next(columns))
     finally:
         engine.close()
-    return found
+    return result
 
 
-def right(policy: CausalLM) -> list[list[int]]:
-    """The tokens that ``transformers.generate`` gives, one prompt after the other."""
-    found = []
+def reference_tokens(policy: CausalLM) -> list[list[int]]:
+    """Return the tokens of ``transformers.generate``, one prompt at a time."""
+    responses = []
     for prompt in prompts():
         input_ids = torch.from_numpy(prompt)[None]
         module: Any = policy.module
-        whole = module.generate(
+        sequence = module.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             do_sample=False,
             max_new_tokens=HORIZON,
             pad_token_id=0,
         )
-        found.append(whole[0, len(prompt) :].tolist())
-    return found
+        responses.append(sequence[0, len(prompt) :].tolist())
+    return responses
 
 
-def beside(
+def compare_answers(
     policy: CausalLM, expected: list[list[int]], answers: dict[int, tuple[np.ndarray, np.ndarray]]
 ) -> EngineComparison:
-    """Compare an engine's responses with the right tokens, and its log-probabilities with the
+    """Compare an engine's responses with the reference tokens, and its log-probabilities with the
     policy's."""
-    tokens = others = 0
-    gaps = []
+    tokens = num_different = 0
+    differences = []
     for number, prompt in enumerate(prompts()):
-        ours, logprobs = answers[number]
-        answer = Trajectory(identity=RecordId(0, number), actions=ours, prompt=prompt)
+        engine_tokens, logprobs = answers[number]
+        answer = Trajectory(identity=RecordId(0, number), actions=engine_tokens, prompt=prompt)
         with torch.no_grad():
             expected_logprobs = policy.evaluate(policy.collate([answer]), 1.0).logprobs[0].numpy()
-        gaps.append(np.abs(expected_logprobs[: len(ours)] - logprobs).max())
-        wanted = expected[number]
-        same = next(
-            (i for i, (a, b) in enumerate(zip(ours, wanted, strict=False)) if a != b),
-            min(len(ours), len(wanted)),
+        differences.append(np.abs(expected_logprobs[: len(engine_tokens)] - logprobs).max())
+        reference = expected[number]
+        num_equal = next(
+            (i for i, (a, b) in enumerate(zip(engine_tokens, reference, strict=False)) if a != b),
+            min(len(engine_tokens), len(reference)),
         )
-        tokens += len(wanted)
-        others += max(len(ours), len(wanted)) - same
-    return EngineComparison(tokens, others, float(np.max(gaps)))
+        tokens += len(reference)
+        num_different += max(len(engine_tokens), len(reference)) - num_equal
+    return EngineComparison(tokens, num_different, float(np.max(differences)))
 
 
 def main() -> None:
-    """Write what an engine answers: ``NAME FOLDER OUT``, in an environment that has it."""
+    """Write the responses of an engine to a file (``NAME FOLDER OUT``), in its environment."""
     name, folder, out = sys.argv[1:]
-    found = answers(engines.get(name), Path(folder))
-    columns: dict[str, Any] = {f"tokens{i}": tokens for i, (tokens, _) in found.items()}
-    columns |= {f"logprobs{i}": logprobs for i, (_, logprobs) in found.items()}
+    result = answers(engines.get(name), Path(folder))
+    columns: dict[str, Any] = {f"tokens{i}": tokens for i, (tokens, _) in result.items()}
+    columns |= {f"logprobs{i}": logprobs for i, (_, logprobs) in result.items()}
     np.savez(out, **columns)
 
 

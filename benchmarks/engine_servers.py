@@ -1,9 +1,9 @@
-"""Engines that are a server: what asking through this package costs, and new weights in place.
+"""Server engines: overhead of requests through this package, and time of weight updates in place.
 
-The same requests go to the same server twice, in turns: by the engine, and by a client of the
-environment that the server runs in (aiohttp, with which both projects load their servers),
-each request on a connection of its own and the answers thrown away. New weights in place are
-compared with a server that is started again, which is what there is without.
+The engine and a plain client alternately send the same requests to the same server. The client runs
+in the environment of the server and uses aiohttp, as the load tests of both projects do. It opens
+one connection per request and ignores the responses. A weight update in place is compared with a
+restart of the server, which is the alternative.
 """
 
 from __future__ import annotations
@@ -34,64 +34,64 @@ CLIENT = """
 import aiohttp, asyncio, json, sys, time
 
 async def main():
-    asked = json.load(open(sys.argv[2]))
+    requests = json.load(open(sys.argv[2]))
     # The server ends connections that wait while the engine has its turn.
-    connector = aiohttp.UnixConnector(path=sys.argv[1], limit=len(asked), force_close=True)
+    connector = aiohttp.UnixConnector(path=sys.argv[1], limit=len(requests), force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         async def ask(route, body):
             async with session.post("http://localhost" + route, json=body) as answer:
                 await answer.json()
-        await asyncio.gather(*[ask(*one) for one in asked[:8]])
+        await asyncio.gather(*[ask(*request) for request in requests[:8]])
         for line in sys.stdin:
-            began = time.perf_counter()
-            await asyncio.gather(*[ask(*one) for one in asked])
-            print(time.perf_counter() - began, flush=True)
+            start = time.perf_counter()
+            await asyncio.gather(*[ask(*request) for request in requests])
+            print(time.perf_counter() - start, flush=True)
 
 asyncio.run(main())
 """
 
 
 def measure() -> list[BenchmarkRow]:
-    """The rows of both."""
-    rows, updates = list[BenchmarkRow](), list[list[float]]()
+    """Measure the rows of both servers."""
+    rows, ratios_by_engine = list[BenchmarkRow](), list[list[float]]()
     for name in ("vllm", "sglang"):
         with tempfile.TemporaryDirectory() as folder:
-            ratios, update, started = of(name, Path(folder))
+            ratios, update_ratios, start_s = measure_engine(name, Path(folder))
         rows += [
             median_row(f"{name}_adapter_ratio", ratios, "x", 1.05, "lower"),
-            median_row(f"{name}_start_s", started, "s", None, "lower"),
+            median_row(f"{name}_start_s", start_s, "s", None, "lower"),
         ]
-        updates.append(update)
-    slower = max(updates, key=statistics.median)
+        ratios_by_engine.append(update_ratios)
+    slower = max(ratios_by_engine, key=statistics.median)
     return [*rows, median_row("engine_update_vs_restart", slower, "x", 0.1, "lower")]
 
 
-def of(name: str, place: Path) -> tuple[list[float], list[float], list[float]]:
-    """Measure one engine: ratios of the clients, ratios of updates to a start, and its start
-    time."""
-    folder = place / "policy"
+def measure_engine(name: str, root: Path) -> tuple[list[float], list[float], list[float]]:
+    """Measure one engine: ratios of client times, ratios of update times to the start time, and
+    start times."""
+    folder = root / "policy"
     folder.mkdir()
     CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder)
     cls = engines.get(name)
     engine = cls(cls.Config(), CausalLM, MODEL)
-    engine.log_folder = place
-    started, updated = list[float](), list[float]()
+    engine.log_folder = root
+    start_s, update_s = list[float](), list[float]()
     try:
         for _ in range(STARTS):
             engine.close()
-            started.append(timed(lambda: engine.load(folder, 1)))
+            start_s.append(timed(lambda: engine.load(folder, 1)))
         state = dict(CausalLM.load(folder, MODEL).module.state_dict())
-        ratios = turns(engine, place)
+        ratios = client_ratios(engine, root)
         for _ in range(ROUNDS):
-            updated.append(timed(lambda: engine.load_state(state.items(), 1)))
+            update_s.append(timed(lambda: engine.load_state(state.items(), 1)))
     finally:
         engine.close()
-    start = sum(started) / len(started)
-    return ratios, [update / start for update in updated], started
+    start = sum(start_s) / len(start_s)
+    return ratios, [update / start for update in update_s], start_s
 
 
-def turns(engine: Any, place: Path) -> list[float]:
-    """The engine's time over the other client's, in turns on the same requests."""
+def client_ratios(engine: Any, folder: Path) -> list[float]:
+    """Return ratios of the engine's time to the plain client's, measured alternately."""
     random = np.random.default_rng(0)
     steps = {
         "sample": np.arange(COUNT),
@@ -105,9 +105,9 @@ def turns(engine: Any, place: Path) -> list[float]:
         engine.build_request(ResumableSample(segmented, i).next_request("rollout"))
         for i in range(COUNT)
     ]
-    (place / "bodies").write_text(json.dumps(bodies))
+    (folder / "bodies").write_text(json.dumps(bodies))
     python = resolve_interpreter(engine._config.server_python, "engine.server_python")
-    command = [python, "-c", CLIENT, str(engine._shm_folder() / "http-0"), str(place / "bodies")]
+    command = [python, "-c", CLIENT, str(engine._shm_folder() / "http-0"), str(folder / "bodies")]
     ratios = []
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -116,10 +116,10 @@ def turns(engine: Any, place: Path) -> list[float]:
         assert client.stdout is not None
         answer(engine, request)
         for _ in range(ROUNDS):
-            ours = timed(lambda: answer(engine, request))
+            engine_s = timed(lambda: answer(engine, request))
             client.stdin.write("\n")
             client.stdin.flush()
-            ratios.append(ours / float(client.stdout.readline()))
+            ratios.append(engine_s / float(client.stdout.readline()))
         client.stdin.close()
     return ratios
 
@@ -133,6 +133,6 @@ def answer(engine: Any, request: Record) -> None:
 
 
 def timed(work: Any) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start

@@ -1,9 +1,9 @@
-"""Our engine beside ``transformers.generate``: the same model, prompts and lengths, in turns.
+"""The engine compared with ``transformers.generate`` on the same model, prompts and lengths.
 
-Each side is a process with one thread, since small models gain nothing from more (and both run on
-every core where a batch is shared out). Tokens per second of processor time, which a busy machine
-changes little. At long-tailed lengths each sample ends at a length of its own, drawn once; the
-other side decodes the whole batch until the longest has ended, which is what it can do.
+The two sides alternate. Each is a process with one thread, because small models do not become
+faster with more threads. Tokens are counted per second of CPU time, which depends little on other
+load. In the case "tail" each sample has a fixed length of a long-tailed distribution. ``generate``
+decodes the whole batch until the longest sample has ended, because it cannot do otherwise.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.row import BenchmarkRow, median_row
 PROMPTS, GROUP, WIDTH = 16, 8, 16
 LONGEST, MEAN = 256, 41
 ROUNDS, TIMES = 5, 3
-"""Turns of each side, and how often it generates in a turn after once to warm up."""
+"""Turns of each side, and measured generations per turn, after one for warm-up."""
 
 
 def measure() -> list[BenchmarkRow]:
-    """Both rows."""
-    equal, tailed, ours, theirs = (list[float]() for _ in range(4))
+    """Measure all rows."""
+    equal, tailed, engine_rates, generate_rates = (list[float]() for _ in range(4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")
@@ -39,19 +39,19 @@ def measure() -> list[BenchmarkRow]:
                 rates = {side: run(side, case, folder) for side in ("engine", "generate")}
                 ratios.append(rates["engine"] / rates["generate"])
                 if case == "equal":
-                    ours.append(rates["engine"])
-                    theirs.append(rates["generate"])
+                    engine_rates.append(rates["engine"])
+                    generate_rates.append(rates["generate"])
     return [
         median_row("engine_vs_generate", equal, "x", 1.6, "higher"),
         median_row("engine_vs_generate_tail", tailed, "x", 4.5, "higher"),
-        median_row("engine_tokens_per_cpu_s", ours, "tokens/s", None, "higher"),
-        median_row("generate_tokens_per_cpu_s", theirs, "tokens/s", None, "higher"),
+        median_row("engine_tokens_per_cpu_s", engine_rates, "tokens/s", None, "higher"),
+        median_row("generate_tokens_per_cpu_s", generate_rates, "tokens/s", None, "higher"),
     ]
 
 
 def lengths(case: str) -> np.ndarray:
     """Return the tokens of each sample: 64, or drawn from a geometric distribution with mean
-    :data:`MEAN_RESPONSE_TOKENS`, at most :data:`LONGEST`."""
+    :data:`MEAN`, at most :data:`LONGEST`."""
     count = PROMPTS * GROUP
     if case == "equal":
         return np.full(count, 64)
@@ -60,20 +60,20 @@ def lengths(case: str) -> np.ndarray:
 
 
 def run(side: str, case: str, folder: Path) -> float:
-    """Tokens per second of processor time, from a process of its own."""
-    done = subprocess.run(
+    """Return tokens per second of CPU time, measured in a new process."""
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.engine_vs_generate", side, case, str(folder)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    if process.returncode:
+        raise RuntimeError(f"{side}: {process.stderr[-2000:]}")
+    return float(json.loads(process.stdout.splitlines()[-1]))
 
 
 def prompts(vocabulary: int) -> np.ndarray:
-    """Token ids ``[PROMPTS, WIDTH]``."""
+    """Return random token ids ``[PROMPTS, WIDTH]``."""
     return np.random.default_rng(1).integers(2, vocabulary, (PROMPTS, WIDTH))
 
 
@@ -81,16 +81,16 @@ def timed(generate: Any, tokens: int) -> float:
     generate(0)
     rates = []
     for number in range(1, TIMES + 1):
-        began = time.process_time()
-        made = generate(number)
-        if made != tokens:
-            raise RuntimeError(f"made {made} tokens, not {tokens}")
-        rates.append(made / (time.process_time() - began))
+        start = time.process_time()
+        count = generate(number)
+        if count != tokens:
+            raise RuntimeError(f"made {count} tokens, not {tokens}")
+        rates.append(count / (time.process_time() - start))
     return statistics.median(rates)
 
 
 def engine_side(case: str, folder: Path) -> float:
-    """Measure our engine through the engine contract, as rollouts use it."""
+    """Measure our engine through its public interface, as rollouts use it."""
     from rlinf.channels.channel import LocalChannel
     from rlinf.data.record import Record, RecordId
     from rlinf.engines.transformers import TransformersConfig, TransformersEngine
@@ -100,13 +100,13 @@ def engine_side(case: str, folder: Path) -> float:
     config = CausalLMConfig(path=folder / "model")
     engine = TransformersEngine(TransformersConfig(ignore_eos=True), CausalLM, config)
     engine.load(folder / "model", 0)
-    wanted = lengths(case)
+    target_lengths = lengths(case)
     input_ids = np.repeat(prompts(engine._module.config.vocab_size), GROUP, axis=0)
 
     def generate(number: int) -> int:
         requests = LocalChannel()
-        for length in np.unique(wanted):
-            rows = np.flatnonzero(wanted == length)
+        for length in np.unique(target_lengths):
+            rows = np.flatnonzero(target_lengths == length)
             steps = {
                 "sample": rows,
                 "prompt": input_ids[rows],
@@ -118,29 +118,29 @@ def engine_side(case: str, folder: Path) -> float:
         replies = engine.generate(requests, seed=0, stage="rollout")
         return sum(int(reply.steps["length"].sum()) for reply in replies)
 
-    return timed(generate, int(wanted.sum()))
+    return timed(generate, int(target_lengths.sum()))
 
 
 def generate_side(case: str, folder: Path) -> float:
-    """The library's own loop, with a stopping criterion for each row."""
+    """Measure ``generate`` of transformers, with a stopping criterion per row."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    wanted = torch.from_numpy(lengths(case))
+    target_lengths = torch.from_numpy(lengths(case))
     tokens = torch.from_numpy(np.repeat(prompts(model.config.vocab_size), GROUP, axis=0))
 
     class StopAtLengths(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return input_ids.shape[1] - WIDTH >= wanted
+            return input_ids.shape[1] - WIDTH >= target_lengths
 
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        max_new_tokens=int(wanted.max()),
+        max_new_tokens=int(target_lengths.max()),
         pad_token_id=0,
         eos_token_id=None,
         bos_token_id=None,
@@ -149,17 +149,17 @@ def generate_side(case: str, folder: Path) -> float:
     def generate(number: int) -> int:
         torch.manual_seed(number)
         with torch.inference_mode():
-            found = model.generate(
+            output = model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 generation_config=settings,
                 stopping_criteria=[StopAtLengths()],
             )
-        if found.shape[1] - WIDTH != int(wanted.max()):
-            raise RuntimeError(f"ended after {found.shape[1] - WIDTH}")
-        return int(wanted.sum())
+        if output.shape[1] - WIDTH != int(target_lengths.max()):
+            raise RuntimeError(f"ended after {output.shape[1] - WIDTH}")
+        return int(target_lengths.sum())
 
-    return timed(generate, int(wanted.sum()))
+    return timed(generate, int(target_lengths.sum()))
 
 
 def main(side: str, case: str, folder: str) -> None:

@@ -1,11 +1,11 @@
-"""Environments on two processes beside Gymnasium's vectors of them: steps per second.
+"""Steps per second of environments in two processes, compared with Gymnasium's vector environments.
 
-Both sides take the same actions, drawn beforehand, in as many environments, without the checks that
-Gymnasium makes by default. Here a policy that only reads its actions from a table answers time
-loops, and all that came of the steps is recorded, which Gymnasium leaves to its caller.
+Both sides take the same precomputed actions in the same number of environments, without the default
+checks of Gymnasium. On our side a policy looks its actions up in a table, and the trajectories are
+recorded; Gymnasium leaves that to its caller.
 
-The task with pictures renders the same way on both sides: by the camera of this project, beside the
-state. Its vector of Gymnasium hands observations over in shared memory, as is its default.
+The task with images renders with this project's camera on both sides, in addition to the state.
+Gymnasium's vector environment passes observations in shared memory, which is its default.
 """
 
 from __future__ import annotations
@@ -39,73 +39,75 @@ IMAGE_ENVS, IMAGE_STEPS = 4, 60
 
 
 def create_image_env() -> Any:
-    """A world of Gymnasium with pictures, as simulator processes make them."""
+    """Create a Gymnasium environment with images, as simulator processes render them."""
     import gymnasium
     from gymnasium.spaces import Box, Dict
 
     class ImageEnv(gymnasium.Env):
         def __init__(self) -> None:
-            world = create_plain_env()
-            self._world = CameraWrapper(world, {CAMERA: SIZE})
-            picture = Box(0, 255, (*SIZE, 3), np.uint8)
-            self.observation_space = Dict({"state": world.observation_space, CAMERA: picture})
-            self.action_space = world.action_space
+            environment = create_plain_env()
+            self._env = CameraWrapper(environment, {CAMERA: SIZE})
+            image_space = Box(0, 255, (*SIZE, 3), np.uint8)
+            self.observation_space = Dict(
+                {"state": environment.observation_space, CAMERA: image_space}
+            )
+            self.action_space = environment.action_space
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            seen, info = self._world.reset(seed=seed or 0)
-            return read_observation(self._world, seen), info
+            observation, info = self._env.reset(seed=seed or 0)
+            return read_observation(self._env, observation), info
 
         def step(self, action: Any) -> Any:
-            seen, *came = self._world.step(action)
-            return (read_observation(self._world, seen), *came)
+            observation, *outcome = self._env.step(action)
+            return (read_observation(self._env, observation), *outcome)
 
         def close(self) -> None:
-            self._world.close()
+            self._env.close()
 
     return ImageEnv()
 
 
 def create_plain_env() -> Any:
-    """A world of Gymnasium without its checker, as ours have none."""
+    """Create a Gymnasium environment without its checker, which ours do not have either."""
     import gymnasium
 
     return gymnasium.make(TASK, disable_env_checker=True)
 
 
 def measure() -> list[BenchmarkRow]:
-    """Ours and theirs in turns, as many environments each."""
-    # Read when MuJoCo is imported, for spaces are asked of a world in this process.
+    """Measure our environments and Gymnasium's alternately, with equal numbers of environments."""
+    # MuJoCo reads these at import, and this process creates an environment to read its spaces.
     os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = "egl"
     from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
     plain = GymConfig(id=TASK, num_processes=PROCESSES)
-    pictured = GymConfig(id=TASK, num_processes=PROCESSES, images={CAMERA: SIZE})
+    with_images = GymConfig(id=TASK, num_processes=PROCESSES, images={CAMERA: SIZE})
     with (
         closing(GymEnvironment(plain, None)) as ours,
         closing(SyncVectorEnv([create_plain_env] * COUNT)) as sync,
         closing(AsyncVectorEnv([create_plain_env] * COUNT, context="spawn")) as separate,
     ):
         actions = draw_actions(COUNT, STEPS)
-        found = rounds(
+        rates = rounds(
             [(play_environment, ours), (step_vector, sync), (step_vector, separate)], actions
         )
     with (
-        closing(GymEnvironment(pictured, None)) as ours,
+        closing(GymEnvironment(with_images, None)) as ours,
         closing(AsyncVectorEnv([create_image_env] * IMAGE_ENVS, context="spawn")) as separate,
     ):
-        rendered = rounds(
+        image_rates = rounds(
             [(play_environment, ours), (step_vector, separate)],
             draw_actions(IMAGE_ENVS, IMAGE_STEPS),
         )
-    better = [mine / max(others) for mine, *others in found]
+    speedups = [our_rate / max(gym_rates) for our_rate, *gym_rates in rates]
     return [
-        median_row("env_vs_gym", better, "x", 1.5, "higher"),
-        median_row("env_vs_gym_rendered", [a / b for a, b in rendered], "x", 1.0, "higher"),
+        median_row("env_vs_gym", speedups, "x", 1.5, "higher"),
+        median_row("env_vs_gym_rendered", [a / b for a, b in image_rates], "x", 1.0, "higher"),
         *(
             median_row(name, list(values), "steps/s", None, "higher")
             for name, values in zip(
                 ("env_steps_per_s", "gym_sync_steps_per_s", "gym_async_steps_per_s"),
-                zip(*found, strict=True),
+                zip(*rates, strict=True),
                 strict=True,
             )
         ),
@@ -113,7 +115,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 def draw_actions(count: int, steps: int) -> np.ndarray:
-    """Actions ``[steps, count, 6]`` float32, in the space."""
+    """Return random actions ``[steps, count, 6]``, float32, within the action space."""
     random = np.random.default_rng(0)
     return random.uniform(-1, 1, (steps, count, 6)).astype(np.float32)
 
@@ -123,27 +125,27 @@ Side = tuple[Callable[[Any, np.ndarray], None], Any]
 
 def rounds(sides: Sequence[Side], actions: np.ndarray) -> list[list[float]]:
     """Return the steps per second of each side for each round; the first round is not counted."""
-    found = []
+    results = []
     for number in range(-1, ROUNDS):
         rates = []
-        for run, what in sides:
+        for run, target in sides:
             start = time.perf_counter()
-            run(what, actions)
+            run(target, actions)
             rates.append(actions.shape[0] * actions.shape[1] / (time.perf_counter() - start))
         if number >= 0:
-            found.append(rates)
-    return found
+            results.append(rates)
+    return results
 
 
 def step_vector(vector: Any, actions: np.ndarray) -> None:
-    """A vector of Gymnasium."""
+    """Step a vector environment of Gymnasium."""
     vector.reset(seed=0)
     for action in actions:
         vector.step(action)
 
 
 def play_environment(environment: GymEnvironment, actions: np.ndarray) -> None:
-    """Ours, recorded."""
+    """Step our environments and record their trajectories."""
     steps, count, _ = actions.shape
     requests, answers = LocalChannel(), LocalChannel()
 
@@ -166,7 +168,7 @@ BATCH, HORIZON, OVERLAP_ROUNDS = 256, 48, 7
 
 
 class TimedEngine(DirectEngine):
-    """The engine, which also counts its own seconds."""
+    """An engine that measures the seconds that it computes."""
 
     seconds = 0.0
 
@@ -178,7 +180,7 @@ class TimedEngine(DirectEngine):
 
 
 def rollout(environment: GymEnvironment, engine: DirectEngine, iteration: int) -> float:
-    """Seconds of one iteration's rollout."""
+    """Return the seconds of one iteration's rollout."""
     episodes = RolloutRequest(0, iteration, "train", range(BATCH), BATCH, 1, HORIZON, 1.0)
     start = time.perf_counter()
     assert len(list(local_rollout_iter(environment, engine, episodes, "rollout"))) == BATCH
@@ -186,24 +188,24 @@ def rollout(environment: GymEnvironment, engine: DirectEngine, iteration: int) -
 
 
 def measure_overlap() -> list[BenchmarkRow]:
-    """Taking turns and overlapped, in turns."""
+    """Measure rollouts without and with overlap of simulators and policy, alternately."""
     tasks = [GymConfig(id="HalfCheetah-v5", num_processes=n, double_buffer=bool(n)) for n in (0, 1)]
-    turns, beside = (GymEnvironment(task, None) for task in tasks)
+    sequential_env, overlapped_env = (GymEnvironment(task, None) for task in tasks)
     policy = MLPConfig(hidden=HIDDEN)
     engine = TimedEngine(DirectConfig(), MLPPolicy, policy)
-    with tempfile.TemporaryDirectory() as folder, closing(turns), closing(beside):
+    with tempfile.TemporaryDirectory() as folder, closing(sequential_env), closing(overlapped_env):
         MLPPolicy.create(policy, GymEnvironment.read_spec(tasks[0]), 0, Path(folder))
         engine.load(Path(folder), 0)
         ratios, balances = [], []
         for number in range(-1, OVERLAP_ROUNDS):
             engine.seconds = 0.0
-            sequential = rollout(turns, engine, max(number, 0))
-            answering = engine.seconds
-            together = rollout(beside, engine, max(number, 0))
-            # The first round starts processes and makes simulators.
+            sequential_s = rollout(sequential_env, engine, max(number, 0))
+            policy_s = engine.seconds
+            overlapped_s = rollout(overlapped_env, engine, max(number, 0))
+            # The first round starts processes and creates simulators, so it does not count.
             if number >= 0:
-                ratios.append(sequential / together)
-                balances.append((sequential - answering) / answering)
+                ratios.append(sequential_s / overlapped_s)
+                balances.append((sequential_s - policy_s) / policy_s)
     return [
         median_row("embodied_overlap", ratios, "x", 1.6, "higher"),
         median_row("embodied_balance", balances, "simulator s / policy s", None, "higher"),

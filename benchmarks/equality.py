@@ -1,13 +1,13 @@
-"""``python -m benchmarks.equality``: one update, computed in every way, gives the same weights.
+"""``python -m benchmarks.equality``: check that every trainer computes the same update.
 
-The same batch, weights and algorithm (GRPO, three steps of AdamW) on one process and on several,
-by every trainer, with rows packed and padded and at two budgets of a micro-batch; then the same
-greedy responses by every engine (:mod:`benchmarks.engine_equality`). What has its packages in an
-environment of its own (``make env NAME=...``) runs there; without it, it is left out, and the table
-says so.
+Batch, weights and algorithm (GRPO, three steps of AdamW) are the same for every trainer. Each one
+runs on one process or several, with packed and padded rows, and with two token budgets of a
+micro-batch. Then the greedy responses of every engine are compared
+(:mod:`benchmarks.engine_equality`). Trainers and engines with a separate Python environment
+(``make env NAME=...``) run there; the table shows which ones were skipped without it.
 
-Each line is printed as soon as it is known and kept in ``equality.json``: the next call computes
-what is missing there, or was made by other settings or code.
+Each line is printed when it is ready and cached in ``equality.json``. The next call computes only
+results that are missing there, or whose settings or code changed.
 """
 
 from __future__ import annotations
@@ -46,24 +46,26 @@ from rlinf.trainers import trainers
 
 LR, STEPS = 1e-3, 3
 TOLERANCE = LR / 50
-"""Of updated weights. A step of Adam is as long as the learning rate however small the gradient:
-where that is zero up to rounding, so is its sign, and some keys' biases have no other."""
-OF_EXPERTS = LR / 10
-"""The same of a mixture, whose experts see few tokens each. Its gradients (a step of SGD at a rate
-of 1) of packed and padded rows differ by 1e-5 of the largest of their tensor at most."""
+"""Tolerance of updated weights. A step of Adam has the size of the learning rate, even if the
+gradient is tiny. The gradient of some key biases is zero up to rounding, so its sign is random."""
+EXPERTS_TOLERANCE = LR / 10
+"""The same for a mixture of experts, in which each expert sees few tokens. Its gradients (measured
+by a step of SGD at rate 1) differ between packed and padded rows by at most 1e-5 of the largest
+gradient of a tensor."""
 RELATIVE = 1e-5
 """Tolerance of losses and gradient norms, relative to 1 plus their size."""
 ALPHABET = "0123456789+="
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
-POSITIONS, DISTRIBUTED = {"sequence_parallel": True}, {"use_distributed_optimizer": True}
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
 LORA: dict[str, Any] = {"lora": {"rank": 8, "alpha": 16.0}}
-LIMIT_S, ROOT = 300, Path(__file__).parents[1]
+TIMEOUT_S, ROOT = 300, Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
 class TrainerSetup:
-    """A trainer and the processes that compute the update."""
+    """A trainer, its options and its number of processes."""
 
     name: str
     trainer: str = "fsdp"
@@ -72,31 +74,31 @@ class TrainerSetup:
     environment: str | None = None
     """An environment of :mod:`rlinf.interpreters`; None: this one."""
     layout: dict[str, int] = field(default_factory=dict)
-    """How the processes share a replica of the model (:class:`ParallelLayout`)."""
+    """How a model replica is split over processes (:class:`ParallelLayout`)."""
     mixture: bool = False
-    """Whether its layers have experts."""
+    """Whether the model is a mixture of experts."""
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return whether it has experts, and adapters: only equal kinds are compared."""
+        """Return whether the model has experts, and adapters; only equal kinds are compared."""
         return self.mixture, "lora" in self.options
 
     @property
-    def cuts(self) -> list[BatchSplit]:
-        """Return the supported layouts of rows: context parallelism needs padded rows."""
-        return [cut for cut in BATCH_SPLITS if not (cut.packing and "cp" in self.layout)]
+    def splits(self) -> list[BatchSplit]:
+        """Return the supported batch splits: context parallelism needs padded rows."""
+        return [split for split in BATCH_SPLITS if not (split.packing and "cp" in self.layout)]
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """The layout of the batch's rows."""
+    """How the rows of a batch are split into micro-batches."""
 
     packing: bool
     budget: int
 
     @property
     def rows(self) -> str:
-        """The layout's name in the table."""
+        """The name of the row layout in the table."""
         return "packed" if self.packing else "padded"
 
 
@@ -111,10 +113,14 @@ TRAINER_SETUPS = [
         for stage in (1, 2, 3)
     ),
     TrainerSetup("Megatron TP2", "megatron", 2, {}, "megatron", {"tp": 2}),
-    TrainerSetup("Megatron TP2, positions too", "megatron", 2, POSITIONS, "megatron", {"tp": 2}),
+    TrainerSetup(
+        "Megatron TP2, positions too", "megatron", 2, SEQUENCE_PARALLEL, "megatron", {"tp": 2}
+    ),
     TrainerSetup("Megatron PP2", "megatron", 2, {}, "megatron", {"pp": 2}),
     TrainerSetup("Megatron CP2", "megatron", 2, {}, "megatron", {"cp": 2}),
-    TrainerSetup("Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED, "megatron"),
+    TrainerSetup(
+        "Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED_OPTIMIZER, "megatron"
+    ),
     TrainerSetup("experts: one process", mixture=True),
     TrainerSetup("experts: Megatron EP2", "megatron", 2, {}, "megatron", {"ep": 2}, mixture=True),
     TrainerSetup("adapters: one process", options=LORA),
@@ -126,13 +132,13 @@ TRAINER_SETUPS = [
         "adapters: Megatron TP2, positions too",
         "megatron",
         2,
-        POSITIONS | LORA,
+        SEQUENCE_PARALLEL | LORA,
         "megatron",
         {"tp": 2},
     ),
     TrainerSetup("adapters: Megatron PP2", "megatron", 2, LORA, "megatron", {"pp": 2}),
 ]
-"""Others are compared with the first of their kind."""
+"""Each setup is compared with the first one of its kind."""
 BATCH_SPLITS = [
     BatchSplit(packing, budget) for packing in (False, True) for budget in (100_000, 64)
 ]
@@ -140,27 +146,27 @@ BATCH_SPLITS = [
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """The result of a setup and a split."""
+    """Differences between the result of a setup and the reference."""
 
     metrics: list[list[float]]
     """Loss and gradient norm of each step."""
     metrics_differ: float
-    """Most that they differ by, over 1 and their size."""
+    """Maximum difference of a metric, relative to 1 plus its size."""
     weights_differ: float
-    """Most that a weight differs by after the last step."""
+    """Maximum difference of a weight after the last step."""
 
-    def good(self, way: TrainerSetup) -> bool:
+    def good(self, setup: TrainerSetup) -> bool:
         """Return whether the results are equal up to rounding."""
-        tolerance = OF_EXPERTS if way.mixture else TOLERANCE
+        tolerance = EXPERTS_TOLERANCE if setup.mixture else TOLERANCE
         return self.metrics_differ <= RELATIVE and self.weights_differ <= tolerance
 
-    def line(self, way: TrainerSetup, cut: BatchSplit) -> str:
-        """A row of the table, in Markdown."""
+    def line(self, setup: TrainerSetup, split: BatchSplit) -> str:
+        """Return the row of the table, in Markdown."""
         loss, norm = self.metrics[-1]
         return (
-            f"| {way.name} | {cut.rows} | {cut.budget} | {loss:.7f} | {norm:.6f} "
+            f"| {setup.name} | {split.rows} | {split.budget} | {loss:.7f} | {norm:.6f} "
             f"| {self.metrics_differ:.0e} | {self.weights_differ:.1e} |"
-            + ("" if self.good(way) else " differs")
+            + ("" if self.good(setup) else " differs")
         )
 
 
@@ -170,35 +176,35 @@ HEAD = """
 
 
 def samples() -> list[TrainingSample]:
-    """Groups of answers of unlike lengths to a prompt each, with rewards."""
-    random, found = np.random.default_rng(0), []
-    for group, place in itertools.product(range(4), range(4)):
+    """Return groups of responses of different lengths, one prompt per group, with rewards."""
+    random, result = np.random.default_rng(0), []
+    for group, member in itertools.product(range(4), range(4)):
         prompt = np.random.default_rng(group).integers(2, 14, 3 + 2 * group)
         length = int(random.integers(2, 24))
         rewards = np.zeros(length, np.float32)
         rewards[-1] = random.normal()
         actions = random.integers(2, 14, length)
-        identity = RecordId(0, group * 4 + place)
+        identity = RecordId(0, group * 4 + member)
         trajectory = Trajectory(identity=identity, actions=actions, prompt=prompt, group=group)
         reward = StepRewards(identity=identity, rewards=rewards)
-        found.append(TrainingSample(trajectory, reward))
-    return found
+        result.append(TrainingSample(trajectory, reward))
+    return result
 
 
 def compute(
-    folder: Path, way: TrainerSetup, cut: BatchSplit, world: ProcessGroupInfo
+    folder: Path, setup: TrainerSetup, split: BatchSplit, world: ProcessGroupInfo
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The update by one process of a way: loss and norm of each step, and the weights."""
-    cls = trainers.get(way.trainer)
-    load = CausalLM.meta_from_folder if way.processes > 1 else CausalLM.load
+    """Compute the update as one process of a setup; returns metrics per step, and the weights."""
+    cls = trainers.get(setup.trainer)
+    load = CausalLM.meta_from_folder if setup.processes > 1 else CausalLM.load
     options = {
         "device": "cpu",
-        "packing": cut.packing,
-        "max_tokens_per_microbatch": cut.budget,
-        **way.options,
+        "packing": split.packing,
+        "max_tokens_per_microbatch": split.budget,
+        **setup.options,
     }
     config = cls.Config.model_validate(options)
-    model = CausalLMConfig() if way.mixture else MODEL
+    model = CausalLMConfig() if setup.mixture else MODEL
     trainer = cls(load(folder, model), config, OptimizerSection(lr=LR), world)
     algorithm, metrics = GRPO(GRPOConfig(entropy_coeff=0.01)), []
     for iteration in range(STEPS):
@@ -210,39 +216,39 @@ def compute(
     return metrics, state
 
 
-def computed(task: str, rank: int) -> None:
-    """One process of :func:`run`; the first tells its parent of each cut when it is there."""
-    folder_name, way_fields, cut_fields, out_name = json.loads(task)
-    folder, way, out = Path(folder_name), TrainerSetup(**way_fields), Path(out_name)
-    # Libraries print there, too.
+def run_rank(task: str, rank: int) -> None:
+    """Run one process of :func:`run`. Rank 0 prints the metrics of each finished split."""
+    folder_name, setup_fields, split_fields, out_name = json.loads(task)
+    folder, setup, out = Path(folder_name), TrainerSetup(**setup_fields), Path(out_name)
+    # Libraries print to stdout too, so redirect it to stderr.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    layout = ParallelLayout.model_validate(way.layout)
+    layout = ParallelLayout.model_validate(setup.layout)
     rendezvous = out / "channels" / "group-e.json"
-    world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=rendezvous, layout=layout)
-    for number, cut in enumerate(cut_fields):
-        metrics, state = compute(folder, way, BatchSplit(**cut), world)
+    world = ProcessGroupInfo(rank, setup.processes, rank, rendezvous_file=rendezvous, layout=layout)
+    for number, split in enumerate(split_fields):
+        metrics, state = compute(folder, setup, BatchSplit(**split), world)
         if rank == 0:
             save_file(state, out / f"{number}.safetensors")
             print(json.dumps(metrics), file=parent, flush=True)
 
 
 def run(
-    folder: Path, way: TrainerSetup, cuts: Sequence[BatchSplit], out: Path
+    folder: Path, setup: TrainerSetup, splits: Sequence[BatchSplit], out: Path
 ) -> Iterator[tuple[BatchSplit, Any, Any]]:
-    """Some cuts of a way by its processes, one after the other, with what :func:`compute` gives.
+    """Run batch splits of a setup; yields each one with the results of :func:`compute`.
 
     Raises:
-        RuntimeError: a process failed, or they took longer than they may; with its last words.
+        RuntimeError: a process failed or exceeded :data:`TIMEOUT_S`; the message has the logs.
     """
     python = (
         sys.executable
-        if way.environment is None
-        else resolve_interpreter(way.environment, "equality")
+        if setup.environment is None
+        else resolve_interpreter(setup.environment, "equality")
     )
     (out / "channels").mkdir(parents=True)
-    task = json.dumps([str(folder), asdict(way), [asdict(cut) for cut in cuts], str(out)])
-    logs = [out / f"{rank}.log" for rank in range(way.processes)]
+    task = json.dumps([str(folder), asdict(setup), [asdict(split) for split in splits], str(out)])
+    logs = [out / f"{rank}.log" for rank in range(setup.processes)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as stream:
@@ -256,17 +262,17 @@ def run(
                     text=True,
                 )
             )
-    late = threading.Timer(LIMIT_S, _kill, [processes])
-    late.start()
+    timer = threading.Timer(TIMEOUT_S, _kill, [processes])
+    timer.start()
     try:
         assert processes[0].stdout is not None
         for number, line in enumerate(processes[0].stdout):
-            yield cuts[number], json.loads(line), load_file(out / f"{number}.safetensors")
+            yield splits[number], json.loads(line), load_file(out / f"{number}.safetensors")
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError("\n".join(log.read_text()[-2000:] for log in logs))
     finally:
-        late.cancel()
+        timer.cancel()
         _kill(processes)
         for process in processes:
             process.wait()
@@ -277,89 +283,95 @@ def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.kill()
 
 
-def compared(metrics: Any, weights: Any, right: tuple[Any, Any]) -> UpdateComparison:
+def compared(metrics: Any, weights: Any, reference: tuple[Any, Any]) -> UpdateComparison:
     """Compare the result of a setup with the reference."""
-    one, other = np.array(metrics), np.array(right[0])
-    if weights.keys() != right[1].keys():
+    values, expected = np.array(metrics), np.array(reference[0])
+    if weights.keys() != reference[1].keys():
         return UpdateComparison(metrics, float("inf"), float("inf"))
-    worst = torch.stack([(tensor - right[1][name]).abs().max() for name, tensor in weights.items()])
+    differences = torch.stack(
+        [(tensor - reference[1][name]).abs().max() for name, tensor in weights.items()]
+    )
     return UpdateComparison(
-        metrics, float((np.abs(one - other) / (1 + np.abs(other))).max()), float(worst.max())
+        metrics,
+        float((np.abs(values - expected) / (1 + np.abs(expected))).max()),
+        float(differences.max()),
     )
 
 
-def updates(kept: ResultCache, keys: dict[tuple[str, BatchSplit], str], place: Path) -> bool:
-    """Compute and print what is missing of the first table; whether all of it is the same."""
-    folders = {False: place / "dense", True: place / "experts"}
+def updates(cache: ResultCache, keys: dict[tuple[str, BatchSplit], str], root: Path) -> bool:
+    """Compute missing results and print the first table; returns whether all results agree."""
+    folders = {False: root / "dense", True: root / "experts"}
     for folder in folders.values():
         folder.mkdir()
     CausalLM.create(MODEL, {"alphabet": ALPHABET}, 0, folders[False])
     moe_checkpoint.create_moe_checkpoint(MODEL, ALPHABET, folders[True])
-    firsts = {way.kind: way for way in reversed(TRAINER_SETUPS)}
-    right: dict[tuple[bool, bool], tuple[Any, Any]] = {}
-    good = True
+    references = {setup.kind: setup for setup in reversed(TRAINER_SETUPS)}
+    expected: dict[tuple[bool, bool], tuple[Any, Any]] = {}
+    all_equal = True
     print(HEAD, flush=True)
-    for way in TRAINER_SETUPS:
-        if (lacks := missing_environment(way.environment)) is not None:
-            print(f"| {way.name} | {lacks} | | | | | |", flush=True)
+    for setup in TRAINER_SETUPS:
+        if (advice := missing_environment(setup.environment)) is not None:
+            print(f"| {setup.name} | {advice} | | | | | |", flush=True)
             continue
-        left = [cut for cut in way.cuts if keys[way.name, cut] not in kept]
-        for cut in way.cuts:
-            if cut not in left:
-                result = UpdateComparison(**kept[keys[way.name, cut]])
-                print(result.line(way, cut), flush=True)
-                good &= result.good(way)
-        if not left:
+        missing = [split for split in setup.splits if keys[setup.name, split] not in cache]
+        for split in setup.splits:
+            if split not in missing:
+                result = UpdateComparison(**cache[keys[setup.name, split]])
+                print(result.line(setup, split), flush=True)
+                all_equal &= result.good(setup)
+        if not missing:
             continue
-        folder = folders[way.mixture]
-        if way.kind not in right:
-            first = firsts[way.kind]
+        folder = folders[setup.mixture]
+        if setup.kind not in expected:
+            reference = references[setup.kind]
             _, metrics, weights = next(
-                run(folder, first, BATCH_SPLITS[:1], place / f"right {first.name}")
+                run(folder, reference, BATCH_SPLITS[:1], root / f"right {reference.name}")
             )
-            right[way.kind] = metrics, weights
+            expected[setup.kind] = metrics, weights
         try:
-            for cut, metrics, weights in run(folder, way, left, place / way.name):
-                result = compared(metrics, weights, right[way.kind])
-                print(result.line(way, cut), flush=True)
-                kept[keys[way.name, cut]] = asdict(result)
-                good &= result.good(way)
+            for split, metrics, weights in run(folder, setup, missing, root / setup.name):
+                result = compared(metrics, weights, expected[setup.kind])
+                print(result.line(setup, split), flush=True)
+                cache[keys[setup.name, split]] = asdict(result)
+                all_equal &= result.good(setup)
         except RuntimeError as error:
-            print(f"| {way.name} | failed | | | | | |\n{error}", flush=True)
-            good = False
-    return good
+            print(f"| {setup.name} | failed | | | | | |\n{error}", flush=True)
+            all_equal = False
+    return all_equal
 
 
 def main() -> int:
-    """Compute, compare, print the tables; 1 where a difference is above its tolerance."""
+    """Print both tables; returns 1 if a difference exceeds its tolerance."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.equality")
-    parser.add_argument("--anew", action="store_true", help="forget what was computed before")
+    parser.add_argument("--anew", action="store_true", help="delete cached results first")
     parser.add_argument("--compute", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compute:
-        computed(arguments.compute, arguments.rank)
+        run_rank(arguments.compute, arguments.rank)
         return 0
     if arguments.anew:
         FILE.unlink(missing_ok=True)
-    work = [inspect.getsource(part) for part in (samples, compute)]
-    same = {"model": MODEL.model_dump(), "lr": LR, "steps": STEPS, "work": work}
+    sources = [inspect.getsource(part) for part in (samples, compute)]
+    common = {"model": MODEL.model_dump(), "lr": LR, "steps": STEPS, "work": sources}
     keys = {
-        (way.name, cut): result_key(way.environment, **same, way=asdict(way), cut=asdict(cut))
-        for way in TRAINER_SETUPS
-        for cut in way.cuts
+        (setup.name, split): result_key(
+            setup.environment, **common, way=asdict(setup), cut=asdict(split)
+        )
+        for setup in TRAINER_SETUPS
+        for split in setup.splits
     }
-    kept, engine_keys = ResultCache(FILE), engine_equality.keys()
-    kept.discard_others([*keys.values(), *engine_keys.values()])
+    cache, engine_keys = ResultCache(FILE), engine_equality.keys()
+    cache.discard_others([*keys.values(), *engine_keys.values()])
     with tempfile.TemporaryDirectory() as name:
-        good = updates(kept, keys, Path(name))
+        all_equal = updates(cache, keys, Path(name))
         print(
             f"\nafter {STEPS} steps in float32 at learning rate {LR:g}; tolerance {TOLERANCE:g} "
-            f"for weights ({OF_EXPERTS:g} with experts), {RELATIVE:g} for loss and gradient norm, "
-            "over 1 and their size"
+            f"for weights ({EXPERTS_TOLERANCE:g} with experts), {RELATIVE:g} for loss and gradient "
+            "norm, relative to 1 plus their size"
         )
-        good &= engine_equality.compare(kept, engine_keys, Path(name))
-    return int(not good)
+        all_equal &= engine_equality.compare(cache, engine_keys, Path(name))
+    return int(not all_equal)
 
 
 if __name__ == "__main__":

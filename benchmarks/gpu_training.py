@@ -1,11 +1,10 @@
-"""Tokens per second of training on a GPU, and their share of the matrix rate measured beside them.
+"""Training tokens per second on a GPU, and model FLOPs utilization against a measured matmul rate.
 
-A Qwen2.5 of 1.5 billion parameters with random weights, FSDP2 on one device, computed in bfloat16;
-weights, gradients and moments in float32. FLOPs are those of
-:mod:`pipeline.planning.cost.model_shape`: of matrix products and causal attention, three times
-those of a forward pass; nothing is counted for computing anything again, nor for the head of tokens
-that are not predicted. The matrix rate is that of a product of two square matrices of bfloat16,
-which no training step reaches.
+The model is a Qwen2.5 with 1.5 billion parameters and random weights, with FSDP2 on one device. It
+computes in bfloat16; weights, gradients and moments are float32. FLOPs are counted by
+:mod:`pipeline.planning.cost.model_shape`: matmuls and causal attention, three times a forward pass.
+Recomputation does not count, nor does the head for tokens that are not predicted. The matmul rate
+is that of two square bfloat16 matrices, an upper bound for a training step.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 ROUNDS, WARM = 5, 2
 PROMPT, ANSWER, ROWS, BUDGET = 512, 1536, 32, 16384
-"""Tokens of a prompt and of an answer, sequences of a step, and tokens of a micro-batch."""
+"""Tokens of a prompt and of a response, sequences per step, and tokens per micro-batch."""
 SIDE, PRODUCTS = 8192, 50
-"""Size of the square matrices, and the number of products that are timed together."""
+"""Size of the square matrices, and number of matmuls that are timed together."""
 QWEN: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -51,10 +50,10 @@ QWEN: dict[str, Any] = {
 
 
 def training_flops(shape: ModelShape, prompts: Sequence[int], answers: Sequence[int]) -> float:
-    """FLOPs of forward and backward passes over sequences: a prompt and its answer each.
+    """Return the FLOPs of forward and backward passes over sequences of a prompt and a response.
 
-    Of a sequence of ``L`` tokens the network reads the first ``L - 1``, each of which sees half of
-    those on average, and predicts those of the answer.
+    Of a sequence of ``L`` tokens the network reads the first ``L - 1``. Each one attends to half
+    of them on average. The head runs only for the tokens of the response.
     """
     read = np.asarray(prompts, np.float64) + np.asarray(answers, np.float64) - 1
     layers = float(shape.layer_flops.sum()) + shape.layers * np.asarray(shape.score_flops(read / 2))
@@ -62,7 +61,7 @@ def training_flops(shape: ModelShape, prompts: Sequence[int], answers: Sequence[
 
 
 def measure() -> list[BenchmarkRow]:
-    """Both rows.
+    """Measure both rows.
 
     Raises:
         ConfigError: torch sees no GPU.
@@ -104,7 +103,7 @@ def trainer() -> FSDPTrainer:
 
 
 def trajectories(random: np.random.Generator, vocabulary: int) -> list[Trajectory]:
-    """Sequences of random tokens, no two of one prompt."""
+    """Return sequences of random tokens, each with another prompt."""
     return [
         Trajectory(
             identity=RecordId(0, row),
@@ -116,25 +115,25 @@ def trajectories(random: np.random.Generator, vocabulary: int) -> list[Trajector
 
 
 def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
-    """Any: its work is that of the network."""
+    """Return an arbitrary loss: nearly all work is in the network."""
     rows = torch.tensor(float(len(spans)), device=outputs.logprobs.device)
     return -outputs.logprobs.mean(), {"rows": rows}
 
 
 def matrix_rate() -> float:
-    """FLOP/s of a product of two square matrices of bfloat16, as it is now."""
-    one, other = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    """Measure the current FLOP/s of a matmul of two square bfloat16 matrices."""
+    left, right = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
 
     def products() -> None:
         for _ in range(PRODUCTS):
-            one @ other
+            left @ right
 
     timed(products)
     return 2.0 * SIDE**3 * PRODUCTS / timed(products)
 
 
 def timed(work: Any) -> float:
-    """Seconds until the GPU has done it."""
+    """Return the seconds until the GPU has finished the work."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()

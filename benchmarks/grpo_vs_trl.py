@@ -1,11 +1,12 @@
-"""End-to-end GRPO tokens per second beside TRL's GRPOTrainer.
+"""End-to-end GRPO tokens per second, compared with TRL's GRPOTrainer.
 
-Same model, prompts, group size, response length and machine; one update per batch, no reference
-model, no recomputed log-probs on either side. Both are measured in turns, each as a process of its
-own with its best thread setting; a turn's first two steps (imports, caches) are not counted.
+Model, prompts, group size, response length and machine are the same. Both sides make one update per
+batch, without a reference model and without recomputed log-probabilities. They alternate, each in a
+new process with its best thread setting. The first two steps of a turn (imports, caches) do not
+count.
 
-At long-tailed lengths the model, which was not trained, knows 41 tokens, of which one ends a
-response: so lengths are geometric with a mean of about 41, drawn by either side as it samples.
+In the case "tail" the untrained model has 41 tokens, one of which ends a response. Response lengths
+are therefore geometric with a mean of about 41, and each side samples its own.
 """
 
 from __future__ import annotations
@@ -24,38 +25,41 @@ from benchmarks.row import BenchmarkRow, median_row
 
 PROMPTS, GROUP = 16, 8
 TOKENS = {"equal": 32, "tail": 256}
-"""Tokens of a response, exactly or at most."""
+"""Tokens per response: exact in the case "equal", the maximum in the case "tail"."""
 TURNS, UNCOUNTED = 3, 2
 STEPS = {"equal": 10, "tail": 7}
 ALPHABETS = {
     "equal": "".join(chr(code) for code in range(32, 127)) + "".join(map(chr, range(161, 324))),
-    # With the special tokens 41.
+    # 41 tokens with the special ones.
     "tail": "0123456789+=-*/abcdefghijklmnopqrstuvw",
 }
 RATES = {"equal": 3e-4, "tail": 1e-9}
-"""Learning rates: lengths are to stay as they are."""
+"""Learning rates. In the case "tail" the lengths must not change."""
 SETTINGS = ((1, "PASSIVE"), (2, "PASSIVE"), (2, "ACTIVE"))
-"""Threads, and whether OpenMP's waiting ones sleep or spin."""
+"""Number of threads, and whether idle OpenMP threads sleep or spin."""
 
 
 def measure() -> list[BenchmarkRow]:
-    """The ratio of medians per turn, and both sides' tokens per second."""
+    """Measure the ratio of medians per turn, and the tokens per second of both sides."""
     rates: dict[tuple[str, str], list[float]] = {}
     ratios: dict[str, list[float]] = {case: [] for case in TOKENS}
     with tempfile.TemporaryDirectory() as name:
         for case in TOKENS:
             make_model(Path(name) / case / "model", ALPHABETS[case])
         for turn in range(TURNS):
-            for case, found in ratios.items():
-                # Each side's best thread setting is looked for anew in each turn.
+            for case, case_ratios in ratios.items():
+                # The best thread setting of each side is searched again in each turn.
                 best = {
                     side: max(
-                        (steps(side, case, Path(name) / case, turn, *how) for how in SETTINGS),
+                        (
+                            steps(side, case, Path(name) / case, turn, *threads)
+                            for threads in SETTINGS
+                        ),
                         key=statistics.median,
                     )
                     for side in ("ours", "trl")
                 }
-                found.append(statistics.median(best["ours"]) / statistics.median(best["trl"]))
+                case_ratios.append(statistics.median(best["ours"]) / statistics.median(best["trl"]))
                 for side, values in best.items():
                     rates.setdefault((side, case), []).extend(values)
     return [
@@ -69,7 +73,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 def make_model(folder: Path, alphabet: str = ALPHABETS["equal"]) -> None:
-    """A 4-layer Qwen2 model of hidden size 128, by default with a byte-sized vocabulary."""
+    """Create a 4-layer Qwen2 model of hidden size 128, by default with about 256 tokens."""
     from rlinf.models.causal_lm import CausalLM
     from rlinf.models.causal_lm_config import CausalLMConfig
 
@@ -78,24 +82,24 @@ def make_model(folder: Path, alphabet: str = ALPHABETS["equal"]) -> None:
 
 
 def steps(side: str, case: str, folder: Path, turn: int, threads: int, waiting: str) -> list[float]:
-    """Tokens per second of each counted step of one turn, from a process of its own."""
+    """Return tokens per second of each counted step of one turn, measured in a new process."""
     out = folder / f"{side}-{turn}-{threads}-{waiting}.json"
-    waits = {"OMP_WAIT_POLICY": waiting}
+    openmp = {"OMP_WAIT_POLICY": waiting}
     if waiting == "PASSIVE":
-        waits["GOMP_SPINCOUNT"] = "0"
+        openmp["GOMP_SPINCOUNT"] = "0"
     environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
-    done = subprocess.run(
+    process = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.grpo_vs_trl", side, case),
             *(str(folder), str(out), str(threads)),
         ],
-        env={**environment, **waits, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+        env={**environment, **openmp, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
+    if process.returncode:
+        raise RuntimeError(f"{side}: {process.stderr[-2000:]}")
     values: list[float] = json.loads(out.read_text())
     if os.environ.get("BENCH_VERBOSE"):
         print(side, case, threads, waiting, statistics.median(values[UNCOUNTED:]), flush=True)
@@ -103,7 +107,7 @@ def steps(side: str, case: str, folder: Path, turn: int, threads: int, waiting: 
 
 
 def run_ours(case: str, folder: Path, threads: int) -> list[float]:
-    """The five stages in one process, committed to disk as always."""
+    """Run the five stages in one process; outputs are committed to disk as usual."""
     from benchmarks.run_helpers import run_node
     from pipeline.commands.experiment import compose
     from pipeline.executors import InProcessExecutor
@@ -149,7 +153,7 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
 
 
 def run_trl(case: str, folder: Path, threads: int) -> list[float]:
-    """TRL's trainer on the same prompts and model."""
+    """Run TRL's trainer on the same prompts and model."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -159,7 +163,7 @@ def run_trl(case: str, folder: Path, threads: int) -> list[float]:
     prompts = [f"{i + 11}+{3 * i + 5}=" for i in range(PROMPTS)]
     seconds: list[float] = []
     tokens: list[int] = []
-    least = {"min_new_tokens": TOKENS[case]} if case == "equal" else {}
+    min_length = {"min_new_tokens": TOKENS[case]} if case == "equal" else {}
 
     class TrlStepClock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -183,7 +187,7 @@ def run_trl(case: str, folder: Path, threads: int) -> list[float]:
             per_device_train_batch_size=PROMPTS * GROUP,
             num_generations=GROUP,
             max_completion_length=TOKENS[case],
-            generation_kwargs=least,
+            generation_kwargs=min_length,
             beta=0.0,
             learning_rate=RATES[case],
             max_steps=STEPS[case],
@@ -197,11 +201,11 @@ def run_trl(case: str, folder: Path, threads: int) -> list[float]:
     )
     start = time.perf_counter()
     trainer.train()
-    whole = time.perf_counter() - start
-    # Generation may happen outside the step callbacks; then the whole loop is what counts.
-    if sum(seconds) < 0.5 * whole:
-        seconds = [whole / STEPS[case]] * STEPS[case]
-    return [made / spent for made, spent in zip(tokens, seconds, strict=True)]
+    total_s = time.perf_counter() - start
+    # If generation happens outside the step callbacks, count the whole loop.
+    if sum(seconds) < 0.5 * total_s:
+        seconds = [total_s / STEPS[case]] * STEPS[case]
+    return [count / step_s for count, step_s in zip(tokens, seconds, strict=True)]
 
 
 if __name__ == "__main__":

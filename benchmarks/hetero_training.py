@@ -1,9 +1,9 @@
-"""Train one model on nodes of different speed: throughput against the sum of each kind alone.
+"""Training of one model on nodes of different speed, compared with the sum of their speeds.
 
-The ``a100`` nodes of the dev cluster run half of the time (slurm/devcluster/site.yaml). Steps of
-the real train stage run as Slurm jobs: on an ``h100`` node, on an ``a100`` node, and on one of each
-in one job, with shares by speed and with equal shares; in turns, several rounds. All nodes are one
-machine: what two jobs that share nothing give side by side is the most that one job could.
+The ``a100`` nodes of the dev cluster run half of the time (slurm/devcluster/site.yaml). The train
+stage runs as Slurm jobs: on an ``h100`` node, on an ``a100`` node, and on one of each in one job,
+with shares by speed and with equal shares. The jobs alternate for several rounds. All nodes are the
+same machine, so two independent jobs side by side give an upper bound for one job on both nodes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ROUNDS = 3
 STEPS = 3
-"""Optimizer steps of a job; the first, in which much happens for the first time, does not count."""
+"""Optimizer steps of a job. The first does not count, because it includes one-time work."""
 SAME_GRADIENT = 1e-4
-"""Relative difference of gradient norms that rounding in float32 explains."""
+"""Relative difference of gradient norms that float32 rounding can cause."""
 SETTINGS = [
     "experiment=arithmetic_grpo",
     "iterations=1",
@@ -41,7 +41,7 @@ SETTINGS = [
     "++rollout.group_size=8",
     "++rollout.horizon=24",
     "++algorithm.filter_zero_variance_groups=false",
-    # The model has learnt nothing yet: without this term its gradient would be zero.
+    # The model is untrained: without this term its gradient would be zero.
     "++algorithm.entropy_coeff=0.01",
     f"++algorithm.epochs={STEPS}",
     "++trainer.cpu_threads=1",
@@ -54,41 +54,41 @@ MIXED = {"partition": "gpu", "nodes": 2, "gpus": 1, "constraint": "[a100*1&h100*
 
 
 def measure() -> list[BenchmarkRow]:
-    """Bring the cluster up and measure."""
+    """Start the dev cluster and measure all rows."""
     start_dev_cluster()
     with tempfile.TemporaryDirectory() as name:
         step = HeteroStep(Path(name))
-        alone = {
+        plans = {
             kind: {"partition": kind, "gpus": 1, "gpu_type": kind} for kind in ("h100", "a100")
         }
-        for plan in alone.values():
-            step.seconds(plan)  # the page cache and the filesystem are warm then
-        known: dict[str, list[float]] = {kind: [] for kind in alone}
+        for plan in plans.values():
+            step.seconds(plan)  # warm up the page cache and the filesystem
+        seconds_by_kind: dict[str, list[float]] = {kind: [] for kind in plans}
         unequal, equal, ratios, separate = [], [], [], []
         for _ in range(ROUNDS):
-            for kind, plan in alone.items():
-                known[kind].append(step.seconds(plan))
-            median = {kind: statistics.median(every) for kind, every in known.items()}
+            for kind, plan in plans.items():
+                seconds_by_kind[kind].append(step.seconds(plan))
+            median = {kind: statistics.median(values) for kind, values in seconds_by_kind.items()}
             ratio = round(median["a100"] / median["h100"], 2)
             mixed = MIXED | {"speed_weights": {"h100": ratio, "a100": 1.0}}
-            both = sum(1 / every[-1] for every in known.values())
+            sum_of_speeds = sum(1 / values[-1] for values in seconds_by_kind.values())
             ratios.append(ratio)
-            unequal.append(1 / step.seconds(mixed) / both)
-            equal.append(1 / step.seconds(MIXED) / both)
-            separate.append(step.beside(alone["a100"], alone["h100"]) / both)
+            unequal.append(1 / step.seconds(mixed) / sum_of_speeds)
+            equal.append(1 / step.seconds(MIXED) / sum_of_speeds)
+            separate.append(step.side_by_side(plans["a100"], plans["h100"]) / sum_of_speeds)
         step.check()
-    of_limit = [one / most for one, most in zip(unequal, separate, strict=True)]
+    relative_to_separate = [a / b for a, b in zip(unequal, separate, strict=True)]
     return [
         median_row("hetero_efficiency", unequal, "of the sum", 0.92, "higher"),
         median_row("hetero_apart", separate, "of the sum", None, "higher"),
-        median_row("hetero_of_apart", of_limit, "x", None, "higher"),
+        median_row("hetero_of_apart", relative_to_separate, "x", None, "higher"),
         median_row("hetero_equal_shares", equal, "of the sum", None, "higher"),
         median_row("hetero_speed_ratio", ratios, "x", None, "higher"),
     ]
 
 
 class HeteroStep:
-    """Optimizer steps of the train stage on a batch collected once."""
+    """Runs optimizer steps of the train stage on a batch that is collected once."""
 
     def __init__(self, root: Path) -> None:
         from launchers.submitit import SubmititLauncher
@@ -105,7 +105,7 @@ class HeteroStep:
         self._cluster = validate(ClusterConfig, self._run.config.cluster, "cluster")
         self._launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.2))
         graph, folder = Graph(self._run.config), self._run.folder
-        resident = WorkerState()
+        worker_state = WorkerState()
         self._norms: list[float] = []
         self._count = 0
 
@@ -116,24 +116,26 @@ class HeteroStep:
 
         for stage in ("sft", "rollout", "reward", "inference"):
             node = StageNode(stage, 0)
-            run_stage(call(node, graph.output_folder(folder, node)), worker_state=resident)
+            run_stage(call(node, graph.output_folder(folder, node)), worker_state=worker_state)
         self._train: Callable[[Path], StageCall] = lambda out: call(StageNode("train", 0), out)
 
     def seconds(self, plan: dict[str, Any]) -> float:
-        """Seconds of an optimizer step under a plan."""
+        """Return the seconds of an optimizer step under a plan."""
         job, out = self._start(plan)
         self._wait(job)
         return self._step_seconds(out)
 
-    def beside(self, slow: dict[str, Any], quick: dict[str, Any]) -> float:
-        """Steps per second of a job and of others, one after another, while it runs; together."""
+    def side_by_side(self, slow: dict[str, Any], quick: dict[str, Any]) -> float:
+        """Return the total steps per second of a slow job and of quick jobs that run beside it."""
         job, out = self._start(slow)
-        others: list[float] = []
-        while not others or self._launcher.poll([job])[job].state.is_active:
-            others.append(self.seconds(quick))
+        quick_seconds: list[float] = []
+        while not quick_seconds or self._launcher.poll([job])[job].state.is_active:
+            quick_seconds.append(self.seconds(quick))
         self._wait(job)
-        # The last of them may have gone on alone.
-        return 1 / self._step_seconds(out) + 1 / statistics.median(others[:-1] or others)
+        # The last quick job may have run longer than the slow one.
+        return 1 / self._step_seconds(out) + 1 / statistics.median(
+            quick_seconds[:-1] or quick_seconds
+        )
 
     def _start(self, plan: dict[str, Any]) -> tuple[str, Path]:
         from pipeline.graph import StageNode
@@ -149,7 +151,7 @@ class HeteroStep:
         return self._launcher.submit(job), out
 
     def _wait(self, job: str) -> None:
-        """The next step must not start while this one's ranks still end."""
+        """Wait until all ranks of a job have ended, so that they do not slow the next job down."""
         while self._launcher.poll([job])[job].state.is_active:
             time.sleep(0.2)
         while self._launcher.client.queue()[job].state.is_active:
@@ -166,19 +168,19 @@ class HeteroStep:
         """Check that all steps had the same gradient.
 
         Raises:
-            RuntimeError: they had not.
+            RuntimeError: gradients differ.
         """
-        middle = statistics.median(self._norms)
-        off = max(abs(norm / middle - 1) for norm in self._norms)
-        if off > SAME_GRADIENT:
-            raise RuntimeError(f"gradient norms differ by {off:.1e}: {self._norms}")
+        median = statistics.median(self._norms)
+        max_difference = max(abs(norm / median - 1) for norm in self._norms)
+        if max_difference > SAME_GRADIENT:
+            raise RuntimeError(f"gradient norms differ by {max_difference:.1e}: {self._norms}")
 
 
 def step_seconds(manifest: Manifest) -> float:
-    """Seconds of an optimizer step after the first, of the rank that needs most.
+    """Return the mean seconds of an optimizer step after the first, of the slowest rank.
 
     Raises:
-        RuntimeError: they cannot be told apart in what the stage recorded.
+        RuntimeError: the steps cannot be identified in the recorded spans.
     """
     ranks: dict[int, list[float]] = {}
     for span in manifest.timing["spans"]:
@@ -188,14 +190,16 @@ def step_seconds(manifest: Manifest) -> float:
 
 
 def steps(spans: list[float]) -> list[float]:
-    """Seconds of each optimizer step: a gradient, and what changes the weights by it, which takes
-    a small part of that and may have been recorded with it."""
-    found: list[float] = []
+    """Return the seconds of each optimizer step from its spans.
+
+    A span of a gradient may include the weight update; otherwise a much shorter span follows.
+    """
+    result: list[float] = []
     for seconds in spans:
         if seconds > max(spans) / 3:
-            found.append(seconds)
-        elif found:
-            found[-1] += seconds
-    if len(found) != STEPS:
+            result.append(seconds)
+        elif result:
+            result[-1] += seconds
+    if len(result) != STEPS:
         raise RuntimeError(f"{STEPS} optimizer steps are not to be seen in spans of {spans} s")
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Reading a large cluster: Slurm's answers for 5,000 nodes in three partitions each."""
+"""Time to build the inventory of a cluster with 5,000 nodes in three partitions each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.clusters import large_cluster
 
 
 def measure() -> list[BenchmarkRow]:
-    """Seconds from the commands' text to the inventory with the GPUs' figures; nothing cached."""
+    """Measure the seconds from Slurm's output to the inventory with GPU data, without caches."""
     answers = large_cluster(5000)
     values = []
     for _ in range(7):

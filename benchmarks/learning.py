@@ -1,11 +1,11 @@
-"""``make bench-learning NAME=row``: what an algorithm learns, seed by seed.
+"""``make bench-learning NAME=row``: learning curves of an algorithm, one per seed.
 
-A row is an experiment of this repository with overrides, the score that it is to reach, and for
-some the same method of Stable-Baselines3 (Raffin et al., 2021) with the same networks, batch, rates
-and steps, where that is installed (``pip install --no-deps stable-baselines3``). Runs stay in
-``runs/learning``: one that was cut off goes on, one that is finished is read. What
-Stable-Baselines3 did is kept in ``learning.json`` alone; it begins anew where it is not complete.
-``docs/explanation/figures.md`` has the table of what is in that file, and a picture of every row.
+A row is an experiment of this repository with overrides and a goal for its score. Some rows also
+run the same method of Stable-Baselines3 (Raffin et al., 2021), if that is installed (``pip install
+--no-deps stable-baselines3``), with the same networks, batch size, rates and steps. Runs stay in
+``runs/learning``: an interrupted one resumes, and a finished one is only read. Curves are stored in
+``learning.json``; an incomplete one of Stable-Baselines3 starts again.
+``docs/explanation/figures.md`` has a table of that file, and a plot of every row.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ CURVES = Path(__file__).parent / "learning.json"
 RUNS = package_paths.ROOT / "runs" / "learning"
 IMAGES = package_paths.ROOT / "docs" / "images"
 EPISODES = 10
-"""Episodes of an evaluation of Stable-Baselines3, from initial states that no training has."""
+"""Episodes per evaluation of Stable-Baselines3, from initial states that training does not use."""
 
 
 Point = dict[str, float]
 """``steps`` and ``score`` of an evaluation."""
-Known = dict[str, Any]
-"""Measurements so far: by row, seed, and implementation."""
+AllCurves = dict[str, Any]
+"""Curves that were measured, by row, seed, and implementation (``ours``, ``theirs``)."""
 
 
 def words_of(name: str, seed: int, prior: Path) -> list[str]:
-    """The command line of a row's run, behind ``rlinf run``.
+    """Return the overrides of a row's run for ``rlinf run``.
 
     Args:
-        prior: where the prior data are, of rows that have some.
+        prior: file of prior data, for rows that use it.
     """
     row = ROWS[name]
-    known = [f"algorithm.offline_data={prior}"] if row.prior else []
-    place = [f"seed={seed}", f"run.name={name}-{seed}", f"run.root={RUNS}"]
-    return [f"experiment={row.experiment}", *row.words, *known, *place]
+    prior_data = [f"algorithm.offline_data={prior}"] if row.prior else []
+    location = [f"seed={seed}", f"run.name={name}-{seed}", f"run.root={RUNS}"]
+    return [f"experiment={row.experiment}", *row.words, *prior_data, *location]
 
 
 def ours(name: str, seed: int) -> Iterator[Point]:
-    """The curve of the run of a seed."""
+    """Run a seed with rlinf; yields its learning curve."""
     row = ROWS[name]
     prior = RUNS / f"collected-{row.prior}.hdf5"
     if row.prior and not prior.exists():
@@ -73,16 +73,20 @@ def ours(name: str, seed: int) -> Iterator[Point]:
     subprocess.run([rlinf, "run", *words_of(name, seed, prior)], cwd=package_paths.ROOT, check=True)
     run = RunResults.open(RUNS / f"{name}-{seed}")
     steps = np.cumsum([0, *(metrics[row.counted] for metrics in run.metrics())])
-    for found in run.evaluations():
-        yield {"steps": float(steps[int(found["version"])]), "score": float(found["score"])}
+    for evaluation in run.evaluations():
+        yield {
+            "steps": float(steps[int(evaluation["version"])]),
+            "score": float(evaluation["score"]),
+        }
 
 
 def write_prior(run: Path, path: Path, newest: int) -> None:
-    """Write the newest transitions of a run, in order, as one file of columns, with the simulator's
-    rewards.
+    """Write the newest transitions of a run, in order, to one file with a data set per column.
+
+    Rewards are those of the simulator, without ``reward.scale``.
 
     Raises:
-        SystemExit: the run is not there.
+        SystemExit: the run does not exist.
     """
     if not (run / "replay" / STATE_FILE).exists():
         raise SystemExit(
@@ -104,7 +108,7 @@ def write_prior(run: Path, path: Path, newest: int) -> None:
 
 
 def theirs(name: str, seed: int) -> Iterator[Point]:
-    """Yield the learning curve of Stable-Baselines3, on one thread."""
+    """Run a seed with Stable-Baselines3 on one thread; yields its learning curve."""
     import stable_baselines3
     import torch
     from gymnasium.wrappers import TransformReward
@@ -125,8 +129,8 @@ def theirs(name: str, seed: int) -> Iterator[Point]:
     if row.standardised:
         env = VecNormalize(env, norm_reward=False)
         held_out = VecNormalize(held_out, norm_reward=False, training=False)
-    made = getattr(stable_baselines3, row.method)
-    model = made("MlpPolicy", env, seed=seed, device="cpu", **row.settings)
+    method = getattr(stable_baselines3, row.method)
+    model = method("MlpPolicy", env, seed=seed, device="cpu", **row.settings)
     for steps in range(0, row.steps + 1, row.every):
         if steps:
             model.learn(row.every, reset_num_timesteps=steps == row.every)
@@ -145,12 +149,12 @@ GAINS = {
     ("grpo", "vla"): {"vla": "drawer-close-v3"},
     ("grpo", "smolvla"): {"smolvla": "drawer-close-v3"},
 }
-"""Rows of ``python -m benchmarks`` by algorithm and column: the beginning of their names, and what
-was learned."""
+"""Rows of ``python -m benchmarks`` by algorithm and column: prefixes of their names, and their
+tasks."""
 
 
 def main() -> int:
-    """Measure one row; what is known of it already is not measured again."""
+    """Measure one row, except for complete curves, or print the table of combinations."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning")
     parser.add_argument("--name", choices=sorted(ROWS), help="default: print combinations")
     parser.add_argument("--seed", type=int, default=0)
@@ -165,7 +169,7 @@ def main() -> int:
 
 
 def measure(name: str, seed: int, whose: str) -> None:
-    """A curve, if it is not there yet."""
+    """Measure a curve, unless it is complete or cannot be measured here."""
     if whose == "theirs" and ROWS[name].theirs is None:
         return
     if curves().get(name, {}).get(str(seed), {}).get(whose, {}).get("complete"):
@@ -185,88 +189,96 @@ def measure(name: str, seed: int, whose: str) -> None:
 def keep(
     name: str, seed: int, whose: str, curve: list[Point], start: float, *, complete: bool
 ) -> None:
-    """Write a curve as it comes, beside what another process may have measured meanwhile."""
-    known = curves()
+    """Write a curve. Curves that other processes wrote meanwhile stay."""
+    all_curves = curves()
     minutes = round((time.monotonic() - start) / 60, 1)
-    seeds = known.setdefault(name, {}).setdefault(str(seed), {})
+    seeds = all_curves.setdefault(name, {}).setdefault(str(seed), {})
     seeds[whose] = {"curve": curve, "minutes": minutes, "complete": complete}
-    write_atomic(CURVES, json.dumps(known, indent=1) + "\n")
+    write_atomic(CURVES, json.dumps(all_curves, indent=1) + "\n")
 
 
-def curves() -> Known:
-    """Return the measurements so far."""
-    known: Known = json.loads(CURVES.read_text()) if CURVES.exists() else {}
-    return known
+def curves() -> AllCurves:
+    """Return the curves that were measured."""
+    all_curves: AllCurves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    return all_curves
 
 
-def goal_of(name: str, known: Known) -> float:
-    """The score that a row is to reach; infinity where it is that of curves not yet measured."""
+def goal_of(name: str, all_curves: AllCurves) -> float:
+    """Return the goal of a row; infinity if it depends on curves that were not measured yet."""
     goal = ROWS[name].goal
     if goal is not None:
         return goal
-    theirs = [found["theirs"] for found in known.get(name, {}).values() if "theirs" in found]
-    last = [run["curve"][-1]["score"] for run in theirs]
-    return float(np.mean(last)) if last else math.inf
+    theirs = [
+        measured["theirs"] for measured in all_curves.get(name, {}).values() if "theirs" in measured
+    ]
+    last_scores = [run["curve"][-1]["score"] for run in theirs]
+    return float(np.mean(last_scores)) if last_scores else math.inf
 
 
-def table(known: Known) -> str:
-    """A line for each row that was measured, in Markdown: what every seed reached, and when."""
+def table(all_curves: AllCurves) -> str:
+    """Return a Markdown table with the last scores of all seeds and the steps to the goal."""
     lines = [
         "| method | task | row | goal | last score of each seed | goal reached after |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in ROWS.items():
-        seeds = sorted(known.get(name, {}).items())
-        runs = [found["ours"] for _, found in seeds if "ours" in found]
-        goal = goal_of(name, known)
-        begin = f"| {row.method} | {row.task} | `{name}` | {goal:.4g} |"
+        seeds = sorted(all_curves.get(name, {}).items())
+        runs = [measured["ours"] for _, measured in seeds if "ours" in measured]
+        goal = goal_of(name, all_curves)
+        line_start = f"| {row.method} | {row.task} | `{name}` | {goal:.4g} |"
         if not runs:
-            lines.append(f"{begin} not measured | |")
+            lines.append(f"{line_start} not measured | |")
             continue
-        last, first = [], []
+        last_scores, reached_after = [], []
         for run in runs:
             cut = "" if run.get("complete") else " (cut off)"
-            last.append(f"{run['curve'][-1]['score']:.4g}{cut}")
+            last_scores.append(f"{run['curve'][-1]['score']:.4g}{cut}")
             reached = [p["steps"] for p in run["curve"] if p["score"] >= goal]
-            first.append(f"{reached[0]:,.0f}" if reached else "not reached")
-        when = " / ".join(first) + (f" {row.unit}" if any(f[0].isdigit() for f in first) else "")
-        lines.append(f"{begin} {' / '.join(last)} | {when} |")
+            reached_after.append(f"{reached[0]:,.0f}" if reached else "not reached")
+        reached_text = " / ".join(reached_after) + (
+            f" {row.unit}" if any(f[0].isdigit() for f in reached_after) else ""
+        )
+        lines.append(f"{line_start} {' / '.join(last_scores)} | {reached_text} |")
     return "\n".join(lines)
 
 
-def matrix(known: Known) -> str:
-    """Algorithms by policies, in Markdown: what was learned, what runs, what cannot be."""
+def matrix(all_curves: AllCurves) -> str:
+    """Return a Markdown table of algorithms by policies: learned, runs, or not possible."""
     lines = [
         "| `algorithm=` | " + " | ".join(column.title for column in COLUMNS.values()) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        # What is refused does not depend on what the transitions are.
+        # Whether a combination is rejected does not depend on the content of the transitions.
         prior = Path(folder) / "prior.hdf5"
         with h5py.File(prior, "w") as file:
             for column in TRANSITION_FIELDS:
                 file[column] = np.zeros((1, 1) if column in VECTOR_COLUMNS else 1)
         for algorithm in ALGORITHMS:
             cells = [
-                "no" if find_refusal(algorithm, column, prior) else cell(algorithm, column, known)
+                "no"
+                if find_refusal(algorithm, column, prior)
+                else cell(algorithm, column, all_curves)
                 for column in COLUMNS
             ]
             lines.append(f"| `{algorithm}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def cell(algorithm: str, column: str, known: Known) -> str:
-    """Return the scores of a combination's rows, means over seeds, or the fact that it runs."""
+def cell(algorithm: str, column: str, all_curves: AllCurves) -> str:
+    """Return the mean scores of a combination's rows, or ``runs`` if none was measured."""
     texts = gains(algorithm, column)
     for name, row in ROWS.items():
         if (row.algorithm, row.column) != (algorithm, column):
             continue
         seeds = [
-            found["ours"]["curve"] for found in known.get(name, {}).values() if "ours" in found
+            measured["ours"]["curve"]
+            for measured in all_curves.get(name, {}).values()
+            if "ours" in measured
         ]
         if not seeds:
             continue
-        goal = goal_of(name, known)
+        goal = goal_of(name, all_curves)
         mean = np.mean([curve[-1]["score"] for curve in seeds])
         best = np.mean([max(p["score"] for p in curve) for curve in seeds])
         reached = all(any(p["score"] >= goal for p in curve) for curve in seeds)
@@ -276,57 +288,56 @@ def cell(algorithm: str, column: str, known: Known) -> str:
             text = f"goal reached, not held: {row.task} {best:.4g} at best, {mean:.4g} at the end"
         else:
             text = f"{'learns' if reached else 'goal not reached'}: {row.task} {mean:.4g}"
-        texts.append(text + of_source(name, known))
+        texts.append(text + source_share_text(name, all_curves))
     return "; ".join(texts) or "runs"
 
 
 SOURCE_SHARE = 0.8
-"""Share of the source policy's gain that a method which learns from its data alone must reach."""
+"""Share of the source policy's gain that a method must reach if it learns only from its data."""
 
 
-def of_source(name: str, known: Known) -> str:
-    """Of a row that learns from prior data alone, how far its seeds came from where they began (0)
-    to the last score of the policy that collected the data (1); nothing of others, or where one of
-    both was not measured."""
-    source = known.get(PRIOR_DATA_ROW, {}).get("0", {}).get("ours")
+def source_share_text(name: str, all_curves: AllCurves) -> str:
+    """Return the gain of each seed of an offline row, relative to the distance from its first score
+    to the last score of its source policy. Empty for other rows or without measurements."""
+    source = all_curves.get(PRIOR_DATA_ROW, {}).get("0", {}).get("ours")
     if ROWS[name].counted != "train/steps" or source is None:
         return ""
-    there, shares = source["curve"][-1]["score"], []
-    for _, found in sorted(known[name].items()):
-        curve = found.get("ours", {}).get("curve", [])
+    source_score, shares = source["curve"][-1]["score"], []
+    for _, measured in sorted(all_curves[name].items()):
+        curve = measured.get("ours", {}).get("curve", [])
         if len(curve) > 1:
-            begin = curve[0]["score"]
-            shares.append((curve[-1]["score"] - begin) / (there - begin))
+            first_score = curve[0]["score"]
+            shares.append((curve[-1]["score"] - first_score) / (source_score - first_score))
     if not shares:
         return ""
-    word = "at least" if min(shares) >= SOURCE_SHARE else "not"
-    each = ", ".join(f"{share:.0%}" for share in shares)
-    return f" ({word} {SOURCE_SHARE:.0%} of its source policy: {each})"
+    verdict = "at least" if min(shares) >= SOURCE_SHARE else "not"
+    percentages = ", ".join(f"{share:.0%}" for share in shares)
+    return f" ({verdict} {SOURCE_SHARE:.0%} of its source policy: {percentages})"
 
 
 def gains(algorithm: str, column: str) -> list[str]:
-    """Return the gains over the initial policy, of combinations that were measured so
-    (:mod:`benchmarks.score_gain`)."""
+    """Return the gains over the initial policy of combinations that :mod:`benchmarks.score_gain`
+    measures."""
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
-    found = []
+    texts = []
     for prefix, task in GAINS.get((algorithm, column), {}).items():
-        points, lower = (rows.get(f"{prefix}_gain_{what}") for what in ("points", "lower"))
+        points, lower = (rows.get(f"{prefix}_gain_{kind}") for kind in ("points", "lower"))
         if points is not None and lower is not None:
             reached = points["value"] >= points["goal"] and lower["value"] > 0
-            word = "learns" if reached else "goal not reached"
-            found.append(f"{word}: {task} {points['value']:+.3g} points")
-    return found
+            verdict = "learns" if reached else "goal not reached"
+            texts.append(f"{verdict}: {task} {points['value']:+.3g} points")
+    return texts
 
 
-def draw(name: str, known: Known) -> None:
-    """Every curve of a row, ours and theirs, and the goal."""
-    row, goal, seeds = ROWS[name], goal_of(name, known), known.get(name, {})
+def draw(name: str, all_curves: AllCurves) -> None:
+    """Plot all curves of a row and its goal."""
+    row, goal, seeds = ROWS[name], goal_of(name, all_curves), all_curves.get(name, {})
     figure, axis = plt.subplots(figsize=(7, 3.6))
     labels = {"ours": "rlinf", "theirs": "Stable-Baselines3"}
     colours = {"ours": STAGE_COLOURS["train"], "theirs": STAGE_COLOURS["rollout"]}
     styles = ("-", "--", ":", "-.")
-    for seed, found in sorted(seeds.items()):
-        for whose, measured in found.items():
+    for seed, runs in sorted(seeds.items()):
+        for whose, measured in runs.items():
             steps = [point["steps"] for point in measured["curve"]]
             scores = [point["score"] for point in measured["curve"]]
             label, style = f"{labels[whose]}, seed {seed}", styles[int(seed) % len(styles)]

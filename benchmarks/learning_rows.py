@@ -1,5 +1,5 @@
-"""The rows of ``make bench-learning``: what is to be learned, and by what; measured by
-:mod:`benchmarks.learning`."""
+"""The rows of ``make bench-learning``: tasks, algorithms and goals. :mod:`benchmarks.learning`
+measures them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PRIOR_DATA_ROW = "pendulum_sac"
-"""The row whose transitions of seed 0 are the prior data of others."""
+"""The row whose transitions (seed 0) are the prior data of other rows."""
 
 
 @dataclass(frozen=True)
@@ -21,35 +21,35 @@ class Sb3Baseline:
     """Steps between evaluations."""
     environments: int = 1
     standardised: bool = False
-    """Observations, by running statistics."""
+    """Whether observations are normalized by running statistics."""
     reward_scale: float = 1.0
-    """Rewards of training times this; evaluations have them as they are."""
+    """Factor of rewards in training; evaluations use unscaled rewards."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LearningRow:
-    """One row."""
+    """A row of ``make bench-learning``."""
 
     method: str
     algorithm: str
     column: str
-    """The policy and the kind of task, of :data:`benchmarks.combinations.COLUMNS`."""
+    """Policy and kind of task: a key of :data:`benchmarks.combinations.COLUMNS`."""
     task: str
     goal: float | None
-    """The held-out score that is to be reached; None: the mean of the last ones of ``theirs``."""
+    """Held-out score to reach. None: the mean of the last scores of ``theirs``."""
     experiment: str
     words: tuple[str, ...] = ()
-    """Overrides of it."""
+    """Overrides of the experiment."""
     unit: str = "environment steps"
     counted: str = "rollout/steps"
-    """The metric of an iteration that says how many of these it took."""
+    """Metric that counts the steps of an iteration, in ``unit``."""
     prior: int = 0
-    """It learns from so many transitions, the newest that :data:`PRIOR_DATA_ROW` has."""
+    """Number of transitions to learn from: the newest ones of :data:`PRIOR_DATA_ROW`; 0: none."""
     theirs: Sb3Baseline | None = None
 
 
-def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> LearningRow:
+def _arithmetic_row(method: str, algorithm: str, *words: str, critic: bool = False) -> LearningRow:
     experiment = "arithmetic_ppo" if critic else "arithmetic_one_digit"
     return LearningRow(
         method,
@@ -67,22 +67,24 @@ def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Lea
     )
 
 
-def _swing(method: str, algorithm: str, *words: str, **more: Any) -> LearningRow:
+def _pendulum_row(method: str, algorithm: str, *words: str, **more: Any) -> LearningRow:
     task = ("Pendulum-v1", -200, "pendulum_sac")
     return LearningRow(
         method, algorithm, "mlp_q", *task, (f"algorithm={algorithm}", *words), **more
     )
 
 
-def _balance(method: str, algorithm: str, *words: str, **more: Any) -> LearningRow:
+def _double_pendulum_row(method: str, algorithm: str, *words: str, **more: Any) -> LearningRow:
     task = ("InvertedDoublePendulum-v5", 9_000, "double_pendulum_sac")
     words = (f"algorithm={algorithm}", "evaluate.every=5", *words)
     return LearningRow(method, algorithm, "mlp_q", *task, words, **more)
 
 
-def _walks(task: str, environments: int, horizon: int) -> LearningRow:
-    """PPO of a robot that walks: a minibatch is one environment's steps, and as many of any
-    environments there."""
+def _walking_row(task: str, environments: int, horizon: int) -> LearningRow:
+    """Return a row for PPO on a walking robot.
+
+    A minibatch is the steps of one environment; in Stable-Baselines3, as many steps of random ones.
+    """
     iterations, every = 150, 25
     return LearningRow(
         "PPO",
@@ -123,8 +125,8 @@ def _walks(task: str, environments: int, horizon: int) -> LearningRow:
     )
 
 
-def _by_fours(level: str, gamma: float, gae_lambda: float) -> LearningRow:
-    """PPO of a robot that chooses four actions at once; either level has the same discount of an
+def _chunked_row(level: str, gamma: float, gae_lambda: float) -> LearningRow:
+    """Return a row for PPO with chunks of four actions. Both levels have the same discount per
     action."""
     return LearningRow(
         "PPO",
@@ -144,10 +146,10 @@ def _by_fours(level: str, gamma: float, gae_lambda: float) -> LearningRow:
 
 
 ROWS = {
-    "halfcheetah_ppo": _walks("HalfCheetah", 16, 128),
-    "halfcheetah_chunks": _by_fours("chunk", 0.960596, 0.814506),
-    "halfcheetah_actions": _by_fours("action", 0.99, 0.95),
-    "hopper_ppo": _walks("Hopper", 8, 256),
+    "halfcheetah_ppo": _walking_row("HalfCheetah", 16, 128),
+    "halfcheetah_chunks": _chunked_row("chunk", 0.960596, 0.814506),
+    "halfcheetah_actions": _chunked_row("action", 0.99, 0.95),
+    "hopper_ppo": _walking_row("Hopper", 8, 256),
     "cartpole_ppo": LearningRow("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
     "cartpole_async_ppo": LearningRow(
         "async PPO",
@@ -158,15 +160,15 @@ ROWS = {
         "cartpole_ppo",
         ("algorithm=async_ppo", "algorithm.epochs=6"),
     ),
-    "sums_grpo": _sums("GRPO", "grpo"),
-    "sums_dapo": _sums("DAPO", "dapo", "rollout.max_resamples=2"),
-    "sums_rloo": _sums("RLOO", "rloo"),
-    "sums_reinforce_plus_plus": _sums("REINFORCE++", "reinforce_plus_plus"),
-    "sums_ppo": _sums("PPO with a critic", "ppo", critic=True),
-    "sums_async_ppo": _sums(
+    "sums_grpo": _arithmetic_row("GRPO", "grpo"),
+    "sums_dapo": _arithmetic_row("DAPO", "dapo", "rollout.max_resamples=2"),
+    "sums_rloo": _arithmetic_row("RLOO", "rloo"),
+    "sums_reinforce_plus_plus": _arithmetic_row("REINFORCE++", "reinforce_plus_plus"),
+    "sums_ppo": _arithmetic_row("PPO with a critic", "ppo", critic=True),
+    "sums_async_ppo": _arithmetic_row(
         "async PPO with a critic", "async_ppo", "algorithm.epochs=1", critic=True
     ),
-    PRIOR_DATA_ROW: _swing(
+    PRIOR_DATA_ROW: _pendulum_row(
         "SAC",
         "sac",
         theirs=Sb3Baseline(
@@ -182,16 +184,16 @@ ROWS = {
             },
         ),
     ),
-    "pendulum_crossq": _swing(
+    "pendulum_crossq": _pendulum_row(
         *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),
         *("optimizer.betas=[0.5,0.999]", "algorithm.policy_delay=1", "iterations=40"),
     ),
-    "pendulum_rlpd": _swing(
+    "pendulum_rlpd": _pendulum_row(
         *("RLPD", "rlpd", "model=mlp_rlpd", "algorithm.utd_ratio=5"),
         *("algorithm.policy_delay=5", "iterations=10", "evaluate.every=2"),
         prior=2_000,
     ),
-    "pendulum_iql": _swing(
+    "pendulum_iql": _pendulum_row(
         *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.gradient_steps=2500"),
         *(
             "algorithm.beta=10",
@@ -229,11 +231,11 @@ ROWS = {
     "metaworld_pixels": LearningRow(
         "PPO", "ppo", "cnn", "Meta-World handle-press-v3, images only", 0.9, "metaworld_pixels"
     ),
-    "double_pendulum_crossq": _balance(
+    "double_pendulum_crossq": _double_pendulum_row(
         *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),
         *("optimizer.betas=[0.5,0.999]", "algorithm.policy_delay=1", "iterations=30"),
     ),
-    "double_pendulum_sac": _balance(
+    "double_pendulum_sac": _double_pendulum_row(
         "SAC",
         "sac",
         theirs=Sb3Baseline(

@@ -1,10 +1,10 @@
-"""Memory of a process that builds its part of a model and publishes it, over what must be there.
+"""Peak memory of a process that loads, saves and publishes its shard of a model.
 
-A random model of about a billion parameters, in float32 (4 GB), on 4 processes of one machine, with
-no optimizer state: each builds the network without memory, shards it, reads its rows of the
-checkpoint, writes them as a checkpoint and takes part in publishing the whole. Most anonymous and
-shared memory of a process above its own after imports, of the process with most; over the bytes of
-its shard and of the largest tensor.
+A random model of about a billion parameters in float32 (4 GB) runs on 4 processes of one machine,
+without optimizer state. Each process builds the network on the meta device, shards it, reads its
+rows of the checkpoint, writes a sharded checkpoint and takes part in publishing all weights. The
+row is peak anonymous and shared memory minus that after imports, divided by the bytes of the shard
+plus the largest tensor. It is that of the process with the largest ratio.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ SIZES = {
     "intermediate_size": 7168,
     "tie_word_embeddings": True,
 }
-"""Layers of a network of the Qwen2 family; ``RLINF_BENCH_LAYERS`` overrides them."""
+"""Sizes of a Qwen2 model; ``RLINF_BENCH_LAYERS`` overrides the number of layers."""
 
 
 def measure() -> list[BenchmarkRow]:
-    """One load of the model."""
+    """Load the model once and measure all processes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        largest, whole = write_model(folder / "model")
+        largest, total = write_model(folder / "model")
         (folder / "channels").mkdir()
         command = [sys.executable, "-m", "benchmarks.load_memory", str(folder)]
-        found = measure_peaks([[*command, str(rank)] for rank in range(PROCESSES)])
-        shares = [(peak - rest) / (int(output) + largest) for rest, peak, output in found]
-    print(f"  model of {whole / 4e9:.2f} billion parameters; each process: {shares}")
-    return [median_row("load_memory_ratio", [max(shares)], "", 1.3, "lower")]
+        results = measure_peaks([[*command, str(rank)] for rank in range(PROCESSES)])
+        ratios = [
+            (peak - baseline) / (int(shard_bytes) + largest)
+            for baseline, peak, shard_bytes in results
+        ]
+    print(f"  model of {total / 4e9:.2f} billion parameters; each process: {ratios}")
+    return [median_row("load_memory_ratio", [max(ratios)], "", 1.3, "lower")]
 
 
 def write_model(folder: Path) -> tuple[int, int]:
-    """A checkpoint with random weights, a tensor at a time; bytes of the largest and of all."""
+    """Write random weights, one tensor at a time; returns bytes of the largest one and of all."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,25 +63,28 @@ def write_model(folder: Path) -> tuple[int, int]:
     settings.architectures = ["Qwen2ForCausalLM"]
     settings.save_pretrained(folder)
     with torch.device("meta"):
-        like = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).state_dict()
-    del like["lm_head.weight"]
+        meta_state = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).state_dict()
+    del meta_state["lm_head.weight"]
     random = np.random.default_rng(0)
-    each = (
+    weights = (
         (name, torch.from_numpy(random.standard_normal(tuple(t.shape), np.float32)).mul_(0.02))
-        for name, t in like.items()
+        for name, t in meta_state.items()
     )
     save_tensors(
-        folder / "model.safetensors", StreamedState(like, each), list(like), {"format": "pt"}
+        folder / "model.safetensors",
+        StreamedState(meta_state, weights),
+        list(meta_state),
+        {"format": "pt"},
     )
-    sizes = [tensor.nbytes for tensor in like.values()]
+    sizes = [tensor.nbytes for tensor in meta_state.values()]
     return max(sizes), sum(sizes)
 
 
 def run(folder: Path, rank: int) -> None:
-    """One process, which keeps what it frees as those of a run do."""
+    """Run one process, with the memory allocator tuned as in a run."""
     process_tuning.tune_process()
     import torch
-    from transformers import Qwen2ForCausalLM  # noqa: F401 - its import counts as one
+    from transformers import Qwen2ForCausalLM  # noqa: F401 - imported before the measurement
 
     import rlinf.trainers.fsdp  # noqa: F401
     from rlinf.channels.process_group import ProcessGroupInfo
@@ -103,8 +109,8 @@ def run(folder: Path, rank: int) -> None:
         (folder / "published").mkdir()
         policy.save_state(folder / "published", state)
     state.drain()
-    own = {id(tensor): local_shard(tensor).nbytes for tensor in weights.values()}
-    print(sum(own.values()), flush=True)
+    shard_bytes = {id(tensor): local_shard(tensor).nbytes for tensor in weights.values()}
+    print(sum(shard_bytes.values()), flush=True)
 
 
 if __name__ == "__main__":

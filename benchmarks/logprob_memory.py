@@ -1,7 +1,7 @@
-"""Memory of log-probabilities and entropies of a large vocabulary, forward and backward.
+"""Peak memory of log-probabilities and entropies of a large vocabulary, forward and backward.
 
-In parts over the plain way; a process for each. Most anonymous memory of the process, with all it
-had before: the interpreter, torch, the hidden states and the head's weights.
+The row is the peak of computing them in chunks, divided by that of computing all at once. Each is a
+separate process. The peak includes interpreter, torch, hidden states and weights of the head.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TOKENS, VOCABULARY, HIDDEN, ROUNDS = 2048, 150_000, 896, 2
 
 
 def measure() -> list[BenchmarkRow]:
-    """Bytes of one way over those of the other."""
+    """Measure the ratio of peak memory."""
     return [
         median_row("logprob_memory_ratio", [ratio() for _ in range(ROUNDS)], "", 1 / 3, "lower")
     ]
 
 
 def ratio() -> float:
-    """Once, one process after the other: together they would not fit into small machines."""
+    """Return one ratio. The processes run one after the other, because memory may be small."""
     command = [sys.executable, "-m", "benchmarks.logprob_memory"]
     peaks = [measure_peaks([[*command, way]])[0][1] for way in ("parts", "plain")]
     print(f"  parts {peaks[0] / 1e9:.2f} GB, plain {peaks[1] / 1e9:.2f} GB")
@@ -33,12 +33,12 @@ def ratio() -> float:
 
 
 def run(way: str) -> None:
-    """One forward and backward pass."""
+    """Run one forward and backward pass."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weight = (torch.randn(VOCABULARY, HIDDEN).mul_(0.02)).requires_grad_()
     token_ids = torch.randint(VOCABULARY, (TOKENS,))
-    # A first pass on a few rows: libraries load and allocate what they keep.
+    # Warm up on a few rows, so that libraries load and allocate their buffers.
     head_logprobs(hidden[:2], weight[:64], token_ids[:2] % 64, 1.0).sum().backward()
     hidden.grad = weight.grad = None
     print("ready", flush=True)
@@ -46,9 +46,9 @@ def run(way: str) -> None:
     if way == "parts":
         loss = head_logprobs(hidden, weight, token_ids, 1.0).sum()
     else:
-        chosen, entropy = token_logprobs(hidden @ weight.T, token_ids, 1.0, True)
+        logprobs, entropy = token_logprobs(hidden @ weight.T, token_ids, 1.0, True)
         assert entropy is not None
-        loss = chosen.sum() + entropy.sum()
+        loss = logprobs.sum() + entropy.sum()
     loss.backward()
 
 

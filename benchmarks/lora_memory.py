@@ -1,7 +1,7 @@
-"""Memory of gradients and optimizer state: adapters of rank 8 over all weights.
+"""Memory of gradients and optimizer state: adapters of rank 8, divided by training all weights.
 
-At the shape of SmolLM2-135M with random weights, float32; what the trainer has on its device after
-a backward pass and after a step.
+The model has the sizes of SmolLM2-135M and random float32 weights. The bytes on the device are read
+after a backward pass and after a step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RANK = 8
 
 
 def measure() -> list[BenchmarkRow]:
-    """One row."""
-    adapters, whole = allocated_bytes(LoRAConfig(rank=RANK)), allocated_bytes(None)
-    print(f"  {adapters / 2**20:.1f} MiB of {whole / 2**20:.0f} MiB")
-    return [median_row("lora_memory_ratio", [adapters / whole], "", 0.05, "lower")]
+    """Measure the row."""
+    adapters, full = allocated_bytes(LoRAConfig(rank=RANK)), allocated_bytes(None)
+    print(f"  {adapters / 2**20:.1f} MiB of {full / 2**20:.0f} MiB")
+    return [median_row("lora_memory_ratio", [adapters / full], "", 0.05, "lower")]
 
 
 def allocated_bytes(lora: LoRAConfig | None) -> int:
-    """Bytes of gradients after a backward pass and of optimizer state after a step."""
+    """Return the bytes of gradients after a backward pass plus optimizer state after a step."""
     settings = AutoConfig.for_model(
         "llama",
         vocab_size=49152,
@@ -59,9 +59,9 @@ def allocated_bytes(lora: LoRAConfig | None) -> int:
     trainer.accumulate([example], loss_from_steps(loss))
     gradients = trainer.group_sizes()["gradients"].on_device
     trainer.update(lr=1e-4)
-    found = gradients + trainer.group_sizes()["optimizer"].on_device
+    total = gradients + trainer.group_sizes()["optimizer"].on_device
     trainer.close()
-    return found
+    return total
 
 
 def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:

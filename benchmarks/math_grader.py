@@ -1,4 +1,4 @@
-"""The agreement of the mathematics grader with labels that are right by construction."""
+"""Agreement of the math grader with labels that are correct by construction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.rlinf.rewards.labelled import agreement, gsm8k_answers, math_pairs
 
 
 def measure() -> list[BenchmarkRow]:
-    """The lesser share of two sets: 500 pairs of expressions, 320 answers in 40 surface forms."""
+    """Measure the lower agreement of two sets: 500 expression pairs, 320 answers in 40 forms."""
     grader = MathGrader(workers=2, timeout_s=30.0)
     shares, count = [], 0
     for labelled in (math_pairs(), gsm8k_answers()):

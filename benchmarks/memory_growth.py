@@ -1,6 +1,6 @@
-"""Memory over many channel operations and many iterations: what a process holds must not grow.
+"""Memory growth of processes over many channel operations and many iterations.
 
-Unique memory of each process (what would be freed if it ended), after a warm-up and at the end.
+The unique set size of each process (USS) is read after a warm-up and at the end.
 """
 
 from __future__ import annotations
@@ -55,35 +55,37 @@ PLAN = {
 
 
 def measure() -> list[BenchmarkRow]:
-    """Growth of the process that grew most."""
+    """Measure the growth of the process that grew most."""
     channels = [
-        *through(SharedMemorySink),
-        *through(SocketSink),
+        *channel_growth(SharedMemorySink),
+        *channel_growth(SocketSink),
     ]
     return [
         median_row("memory_10k_operations_mib", [max(channels)], "MiB", 4.0, "lower"),
-        median_row("memory_200_iterations_mib", [max(iterations())], "MiB", 4.0, "lower"),
+        median_row("memory_200_iterations_mib", [max(run_growth())], "MiB", 4.0, "lower"),
     ]
 
 
-def through(writes: type[SocketSink]) -> list[float]:
-    """MiB by which reader and writer grow over as many records."""
+def channel_growth(writes: type[SocketSink]) -> list[float]:
+    """Return the growth of reader and writer over ``OPERATIONS`` records, MiB."""
     with tempfile.TemporaryDirectory() as folder:
         channel = SocketSource(Path(folder), "c")
         with open_process(_produce, folder, writes) as pipe:
-            marks = []
+            readings = []
             for count in (WARM, OPERATIONS):
                 for _ in range(count // PART):
-                    # Few at a time: what waits for a slow reader is no growth.
+                    # Send few records at a time, so that queued records do not count as growth.
                     pipe.send(PART)
                     for _ in range(PART):
                         channel.get()
                 pipe.send(0)
-                marks.append((_used(), pipe.recv()))
+                readings.append((_unique_bytes(), pipe.recv()))
             pipe.send(None)
         channel.close()
-    begin, end = marks
-    return [(after - before) / MIB for before, after in zip(begin, end, strict=True)]
+    first, last = readings
+    return [
+        (end_bytes - start_bytes) / MIB for start_bytes, end_bytes in zip(first, last, strict=True)
+    ]
 
 
 def _produce(folder: str, kind: type[SocketSink], pipe: Connection) -> None:
@@ -92,32 +94,32 @@ def _produce(folder: str, kind: type[SocketSink], pipe: Connection) -> None:
     number = 0
     while (count := pipe.recv()) is not None:
         for _ in range(count):
-            # Of many sizes, so that what is kept of each would show.
+            # Use many sizes, so that memory kept per size would be visible.
             data = np.ones(64 * (1 + number % 97), np.uint8)
             channel.put(Record(RecordId(0, number), {"x": data}))
             number += 1
         if not count:
             channel.flush()
-            pipe.send(_used())
+            pipe.send(_unique_bytes())
     channel.close()
 
 
-def iterations() -> list[float]:
-    """MiB by which the driver and each worker of a run grow over its last 200 iterations."""
+def run_growth() -> list[float]:
+    """Return the growth of the driver and each worker over the last 200 iterations, MiB."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         driver = start_driver(root, PLAN, SETTINGS)
-        marks = []
+        readings = []
         for iteration in (FIRST, LAST - 1):
-            _until(stage_folder(root / "memory", "rollout", iteration), driver, root / LOG)
+            _wait_for(stage_folder(root / "memory", "rollout", iteration), driver, root / LOG)
             processes = [driver.pid, *(p.pid for p in psutil.Process(driver.pid).children(True))]
-            marks.append({pid: _used(pid) for pid in processes})
+            readings.append({pid: _unique_bytes(pid) for pid in processes})
         driver.wait(PATIENCE_S)
-    begin, end = marks
-    return [(end[pid] - begin[pid]) / MIB for pid in begin.keys() & end.keys()]
+    first, last = readings
+    return [(last[pid] - first[pid]) / MIB for pid in first.keys() & last.keys()]
 
 
-def _until(path: Path, driver: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_for(path: Path, driver: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
         if driver.poll() is not None or time.monotonic() > deadline:
@@ -125,5 +127,5 @@ def _until(path: Path, driver: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.02)
 
 
-def _used(pid: int | None = None) -> int:
+def _unique_bytes(pid: int | None = None) -> int:
     return int(psutil.Process(pid).memory_full_info().uss)

@@ -1,4 +1,4 @@
-"""A small mixture of experts as a checkpoint folder: four in each layer, two for each token."""
+"""A small mixture-of-experts checkpoint: four experts per layer, two active per token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlinf.models.causal_lm_config import CausalLMConfig
 
 
 def create_moe_checkpoint(sizes: CausalLMConfig, alphabet: str, folder: Path) -> None:
-    """Write one (Qwen3-MoE) of the sizes of a dense model, with that one's tokenizer.
+    """Write a Qwen3-MoE checkpoint with the sizes and the tokenizer of a dense model.
 
-    Its weights are larger than new ones are: a router that hardly prefers any expert would change
-    its mind by rounding.
+    The weights are larger than usual initial weights. Otherwise the router would have almost equal
+    scores, and rounding would change which experts it selects.
     """
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

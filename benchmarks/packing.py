@@ -1,8 +1,8 @@
-"""Optimizer steps on packed rows: over padded ones, and with prompts that rows share.
+"""Speed of optimizer steps on packed rows, compared with padded rows and without shared prompts.
 
-One thread; seconds of processor time, each way with the best of its budgets, in turns. Padded rows
-that are cut into several micro-batches are sorted by length, so they hold little padding; a batch
-in one micro-batch is padded to its longest row.
+CPU seconds on one thread. Each setup uses its best token budget, and setups alternate. Padded rows
+in several micro-batches are sorted by length, so they have little padding. A batch in a single
+micro-batch is padded to its longest row.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 GROUPS, GROUP, ROUNDS = 16, 8, 7
 MEAN, LONGEST, PROMPT = 41, 256, 16
-"""Mean tokens of rows with a long tail: of the answers (geometric), and of each prompt."""
+"""Rows with a long tail: mean and maximum length of the geometric responses, and prompt length."""
 EVEN, BEGIN = 32, 4
-"""Rows whose lengths are evenly spread, so that their mean is half the longest one, and the prompt
-of each."""
+"""Rows with evenly spread lengths (mean half the maximum): number of rows, and prompt length."""
 SHARED, ANSWER = 256, 64
-"""Lengths of a prompt that a group shares and of each of its answers."""
+"""Length of a prompt that a group shares, and of each response."""
 BUDGETS = (2048, 8192)
 
 
 def measure() -> list[BenchmarkRow]:
-    """Both rows."""
+    """Measure all rows."""
     random = np.random.default_rng(0)
     tail = np.minimum(random.geometric(1 / MEAN, GROUPS * GROUP), LONGEST)
     tailed = trajectories(PROMPT, tail, GROUP)
     spread = trajectories(BEGIN, np.linspace(1, LONGEST - BEGIN, EVEN).astype(int), 1)
     one_batch = (EVEN * LONGEST,)
     equal = np.full(4 * GROUP, ANSWER)
-    together, separate = (trajectories(SHARED, equal, group) for group in (GROUP, 1))
+    shared, separate = (trajectories(SHARED, equal, group) for group in (GROUP, 1))
     packed = (True, tailed, BUDGETS)
     return [
         median_row(
@@ -61,7 +60,7 @@ def measure() -> list[BenchmarkRow]:
         ),
         median_row(
             "shared_prefix_speedup",
-            ratios((True, separate, BUDGETS), (True, together, BUDGETS)),
+            ratios((True, separate, BUDGETS), (True, shared, BUDGETS)),
             "",
             2.5,
             "higher",
@@ -69,38 +68,38 @@ def measure() -> list[BenchmarkRow]:
     ]
 
 
-Way = tuple[bool, list[Trajectory], tuple[int, ...]]
+Setup = tuple[bool, list[Trajectory], tuple[int, ...]]
 """A setup: whether rows are packed, the rows, and the token budgets of a micro-batch."""
 
 
-def ratios(*ways: Way) -> list[float]:
-    """Seconds of the first way over those of the second, of each round."""
+def ratios(*setups: Setup) -> list[float]:
+    """Return the seconds of the first setup divided by those of the second, per round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = CausalLMConfig(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=512)
         CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
-        made = [
+        runs = [
             (trainer(folder, config, packing=packing, budget=budget), data)
-            for packing, data, budgets in ways
+            for packing, data, budgets in setups
             for budget in budgets
         ]
-        times: list[list[float]] = [[] for _ in made]
+        times: list[list[float]] = [[] for _ in runs]
         for _ in range(ROUNDS + 1):
-            for (one, data), of in zip(made, times, strict=True):
+            for (run_trainer, data), run_times in zip(runs, times, strict=True):
                 start = time.process_time()
-                one.step(data, loss_from_steps(loss), lr=1e-5)
-                of.append(time.process_time() - start)
-    medians = [statistics.median(of[1:]) for of in times]
+                run_trainer.step(data, loss_from_steps(loss), lr=1e-5)
+                run_times.append(time.process_time() - start)
+    medians = [statistics.median(run_times[1:]) for run_times in times]
     print("  " + ", ".join(f"{second:.2f} s" for second in medians))
-    half = len(ways[0][2])
-    sides = (range(half), range(half, len(made)))
+    half = len(setups[0][2])
+    sides = (range(half), range(half, len(runs)))
     best = [min(side, key=lambda i: medians[i]) for side in sides]
     first, second = (times[i][1:] for i in best)
-    return [one / other for one, other in zip(first, second, strict=True)]
+    return [a / b for a, b in zip(first, second, strict=True)]
 
 
 def trajectories(prompt: int, lengths: np.ndarray, group: int) -> list[Trajectory]:
-    """Rows of one prompt each ``group``; a prompt of so many tokens, answers of those lengths."""
+    """Return rows with responses of ``lengths``, and one prompt per ``group`` rows."""
     random = np.random.default_rng(0)
     prompts = random.integers(2, 14, (-(-len(lengths) // group), prompt))
     return [
@@ -122,5 +121,5 @@ def trainer(folder: Path, config: CausalLMConfig, *, packing: bool, budget: int)
 
 
 def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
-    """Any: its work is that of the network."""
+    """Return an arbitrary loss: nearly all work is in the network."""
     return -outputs.logprobs.mean(), {"rows": torch.tensor(float(len(spans)))}

@@ -1,9 +1,9 @@
-"""Profile, plan and run on unlike partitions: how good the choice is.
+"""Quality of a chosen plan on partitions of different speed, compared with random plans.
 
-On the dev cluster with ``a100`` nodes at half the speed of ``h100`` nodes: a profile pass, the plan
-it leads to, five runs of that plan, and one of each of ten other valid plans drawn at random, in
-turns. Iterations are those of the real driver, from one publication of weights to the next. More
-processes than this machine has cores would only take turns, so none of the ten has more in a stage.
+On the dev cluster with ``a100`` nodes at half the speed of ``h100`` nodes: a profile pass, five
+runs of the resulting plan, and one run of each of ten random valid plans, alternately. The real
+driver runs them; an iteration lasts from one publication of weights to the next. No stage of the
+ten plans has more processes than this machine has cores, because they would wait for each other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SETTINGS = [
 
 
 def measure() -> list[BenchmarkRow]:
-    """Bring the cluster up and measure."""
+    """Start the dev cluster and measure both rows."""
     start_dev_cluster()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -63,52 +63,58 @@ def measure() -> list[BenchmarkRow]:
         )
         request = build_request(run.config, sources)
         proposal = propose_plan(request)
-        others = drawn(request.stage_options(), [row.size + row.place for row in proposal.rows])
-        # In turns, so that a machine that gets slower does so for all.
-        chosen, theirs = [], []
+        other_plans = draw_plans(
+            request.stage_options(), [row.size + row.place for row in proposal.rows]
+        )
+        # Alternate, so that a machine that slows down affects all plans.
+        chosen_s, other_s = [], []
         flow = flow_of(run.config)
         for i in range(OTHERS):
             if i % (OTHERS // RUNS) == 0:
-                chosen.append(iteration_s(run, proposal.plan, root, f"chosen-{i}"))
-                print(f"  predicted {proposal.forecast.iteration_s:.1f} s, was {chosen[-1]:.1f} s")
-            theirs.append(iteration_s(run, build_plan(others[i], flow), root, f"other-{i}"))
-            print(f"  another plan: {theirs[-1]:.1f} s")
-        mine = statistics.median(chosen)
-    rank = 1 + sum(seconds < mine for seconds in theirs)
+                chosen_s.append(iteration_s(run, proposal.plan, root, f"chosen-{i}"))
+                print(
+                    f"  predicted {proposal.forecast.iteration_s:.1f} s, was {chosen_s[-1]:.1f} s"
+                )
+            other_s.append(iteration_s(run, build_plan(other_plans[i], flow), root, f"other-{i}"))
+            print(f"  another plan: {other_s[-1]:.1f} s")
+        median_s = statistics.median(chosen_s)
+    rank = 1 + sum(seconds < median_s for seconds in other_s)
     return [
         BenchmarkRow("plan_rank_of_10", rank, "place", 1, "lower", OTHERS, 0.0),
         BenchmarkRow(
             "plan_vs_next",
-            round(min(theirs) / mine, 4),
+            round(min(other_s) / median_s, 4),
             "x",
             None,
             "higher",
             OTHERS,
-            round((max(theirs) - min(theirs)) / mine, 4),
+            round((max(other_s) - min(other_s)) / median_s, 4),
         ),
     ]
 
 
-def drawn(
+def draw_plans(
     options: dict[str, list[StageOption]], chosen: Sequence[str], seed: int = 0
 ) -> list[list[StageOption]]:
-    """Other plans: for each stage any of its options."""
-    rng, seen = random.Random(seed), {tuple(chosen)}
-    found: list[list[StageOption]] = []
-    fitting = [[o for o in every if o.count <= CORES] for every in options.values()]
-    while len(found) < OTHERS:
-        plan = [rng.choice(every) for every in fitting]
+    """Return random plans other than the chosen one: any option for each stage."""
+    rng, drawn_keys = random.Random(seed), {tuple(chosen)}
+    plans: list[list[StageOption]] = []
+    options_by_stage = [
+        [o for o in stage_options if o.count <= CORES] for stage_options in options.values()
+    ]
+    while len(plans) < OTHERS:
+        plan = [rng.choice(stage_options) for stage_options in options_by_stage]
         key = tuple(option.size + option.place for option in plan)
-        if key not in seen:
-            seen.add(key)
-            found.append(plan)
-    return found
+        if key not in drawn_keys:
+            drawn_keys.add(key)
+            plans.append(plan)
+    return plans
 
 
 def iteration_s(run: Run, plan: Plan, root: Path, name: str) -> float:
-    """Median seconds of an iteration under a plan."""
-    made = clone_run(run, plan, root / "runs", name, ITERATIONS)
+    """Return the median seconds of an iteration under a plan."""
+    clone = clone_run(run, plan, root / "runs", name, ITERATIONS)
     cluster = validate(ClusterConfig, run.config.cluster, "cluster")
-    executor = JobExecutor(made, create_launcher(cluster, plan), plan, cluster)
-    Driver(made, executor, max_retries=cluster.max_retries).drive()
-    return measure_times(made)["iteration"].median_s
+    executor = JobExecutor(clone, create_launcher(cluster, plan), plan, cluster)
+    Driver(clone, executor, max_retries=cluster.max_retries).drive()
+    return measure_times(clone)["iteration"].median_s

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.placement_studies``: plans against each other on the studies, simulated.
+"""``python -m benchmarks.placement_studies``: simulate and compare plans on the studies.
 
-Prints the table of docs/explanation/cost-model.md and draws its pictures. All speeds are derived
-from data sheets (``pipeline/planning/simulator/studies.py``); the figures say how placements
-compare, not how fast a cluster is.
+Prints the table of docs/explanation/cost-model.md and draws its charts. All speeds are derived from
+data sheets (``pipeline/planning/simulator/studies.py``). The results compare placements; they are
+no measurement of a cluster.
 """
 
 from __future__ import annotations
@@ -24,80 +24,82 @@ from pipeline.report.theme import STAGE_COLOURS
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 ITERATIONS, SEEDS = 100, range(5)
-SHOWN = "70b-1024"
+CHART_STUDY = "70b-1024"
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A placement to compare, on all GPUs of a study or on one kind."""
+    """A placement to compare, on all GPUs of a study or on one kind of GPU."""
 
     name: str
     study: PlacementStudy
     placement: Placement
 
     def traces(self, scenario: str) -> list[SimulationTrace]:
-        """One simulation per seed."""
-        chosen = self.study.scenario(scenario)
+        """Return one simulation per seed."""
+        settings = self.study.scenario(scenario)
         return [
-            simulate(self.study.problem, self.placement, chosen, ITERATIONS, seed) for seed in SEEDS
+            simulate(self.study.problem, self.placement, settings, ITERATIONS, seed)
+            for seed in SEEDS
         ]
 
 
 def plans(study: PlacementStudy) -> list[StudyPlan]:
-    """Return plans that a person might choose, and the planner's plan."""
+    """Return plans that a user might choose, and the planner's plan."""
     problem = study.problem
-    # A person may let one job span kinds of nodes, and part of them.
-    by_hand = replace(problem, kinds=[replace(k, per_node=0) for k in problem.kinds], mixes=None)
+    # A user may let one job span several kinds of nodes, and use nodes partially.
+    relaxed = replace(problem, kinds=[replace(k, per_node=0) for k in problem.kinds], mixes=None)
     singles = [study.only(kind) for kind in study.gpus]
     stages = range(len(problem.stages))
-    together = (tuple(stages),)
+    one_pool = (tuple(stages),)
     separate_pools = tuple((s,) for s in stages)
     everything = tuple(kind.gpus for kind in problem.kinds)
     even = tuple(
         tuple(kind.gpus // len(separate_pools) for kind in problem.kinds) for _ in separate_pools
     )
-    alone = [(s, Placement(together, ((s.problem.kinds[0].gpus,),), 1)) for s in singles]
+    collocated = [(s, Placement(one_pool, ((s.problem.kinds[0].gpus,),), 1)) for s in singles]
     planned = [(s, solve(s.problem)[0].placement) for s in singles]
     return [
-        StudyPlan("collocated, one kind", *min(alone, key=_predicted)),
+        StudyPlan("collocated, one kind", *min(collocated, key=_predicted)),
         StudyPlan("planned, one kind", *min(planned, key=_predicted)),
-        StudyPlan("collocated, all kinds", study, Placement(together, (everything,), 1)),
-        StudyPlan("disaggregated evenly", study, _best_grain(by_hand, separate_pools, even)),
+        StudyPlan("collocated, all kinds", study, Placement(one_pool, (everything,), 1)),
+        StudyPlan("disaggregated evenly", study, _best_chunks(relaxed, separate_pools, even)),
         StudyPlan("planned", study, solve(problem)[0].placement),
     ]
 
 
 def main() -> None:
-    """Measure, print, draw."""
+    """Simulate all plans, print the table and draw the charts."""
     means: dict[str, dict[str, dict[str, float]]] = {}
-    head = ["study", "plan", *SCENARIOS, "100 iterations with preemption", "price"]
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
+    header = ["study", "plan", *SCENARIOS, "100 iterations with preemption", "price"]
+    print("| " + " | ".join(header) + " |")
+    print("|" + "---|" * len(header))
     for name, study in STUDIES.items():
         means[name] = {}
         for plan in plans(study):
             traces = {scenario: plan.traces(scenario) for scenario in SCENARIOS}
             means[name][plan.name] = {
-                s: float(np.mean([t.mean_s for t in some])) for s, some in traces.items()
+                s: float(np.mean([t.mean_s for t in runs])) for s, runs in traces.items()
             }
-            hours = np.mean([t.total_s for t in traces["preemption"]]) / 3600
-            # Prices are per hour held.
+            total_h = np.mean([t.total_s for t in traces["preemption"]]) / 3600
+            # Prices are per hour of allocation.
             price = float(np.mean([t.cost for t in traces["calm"]])) / ITERATIONS
             cells = [f"{value:.1f}" for value in means[name][plan.name].values()]
             print(
-                "| " + " | ".join([name, plan.name, *cells, f"{hours:.1f} h", f"{price:.1f}"]), "|"
+                "| " + " | ".join([name, plan.name, *cells, f"{total_h:.1f} h", f"{price:.1f}"]),
+                "|",
             )
-            if name == SHOWN and plan.name in ("planned", "disaggregated evenly"):
+            if name == CHART_STUDY and plan.name in ("planned", "disaggregated evenly"):
                 _save(gantt_chart(traces["tails"][0]), f"simulated-{plan.name.split()[0]}.png")
     _save(chart(means), "studies.png")
 
 
 def chart(means: dict[str, dict[str, dict[str, float]]]) -> Figure:
-    """Iteration times relative to the planner's, one panel per scenario."""
-    shown = ("calm", "all")
-    figure, axes = plt.subplots(1, len(shown), figsize=(10, 3.4), sharey=True)
+    """Draw iteration times relative to the planner's, one panel per scenario."""
+    scenarios = ("calm", "all")
+    figure, axes = plt.subplots(1, len(scenarios), figsize=(10, 3.4), sharey=True)
     colours = [STAGE_COLOURS[c] for c in ("sync", "inference", "rollout", "reward", "train")]
-    for axis, scenario in zip(axes, shown, strict=True):
+    for axis, scenario in zip(axes, scenarios, strict=True):
         for i, (plan, colour) in enumerate(zip(next(iter(means.values())), colours, strict=False)):
             values = [
                 study[plan][scenario] / study["planned"][scenario] for study in means.values()
@@ -106,7 +108,9 @@ def chart(means: dict[str, dict[str, dict[str, float]]]) -> Figure:
             axis.bar(x, values, 0.16, color=colour, label=plan)
         axis.set_xticks(range(len(means)), list(means))
         axis.grid(axis="x", visible=False)
-        axis.set(title={"calm": "Nothing goes wrong"}.get(scenario, "Tails, slow GPUs, preemption"))
+        axis.set(
+            title={"calm": "Without disturbances"}.get(scenario, "Tails, slow GPUs, preemption")
+        )
     axes[0].set_ylabel("iteration time / planned")
     figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="lower center", fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
@@ -118,7 +122,7 @@ def _predicted(entry: tuple[PlacementStudy, Placement]) -> float:
     return float(Predictor(study.problem).predict(placement).total_s)
 
 
-def _best_grain(
+def _best_chunks(
     problem: PlacementProblem, pools: tuple[tuple[int, ...], ...], gpus: tuple[tuple[int, ...], ...]
 ) -> Placement:
     options = [Placement(pools, gpus, chunks) for chunks in problem.chunks]

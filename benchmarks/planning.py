@@ -1,5 +1,4 @@
-"""The speed of the planner, the cost model and the simulator, and their distance from exact
-results."""
+"""Speed of the planner, the cost model and the simulator, and their error against exact results."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ SIZES = ((16,), (8, 8), (5, 4), (3, 3, 3), (2, 2, 2, 2))
 
 
 def measure() -> list[BenchmarkRow]:
-    """Four stages on many GPUs; every small problem against plain enumeration."""
+    """Measure planning times, and compare small problems with exhaustive enumeration."""
     ratios = []
     for seed in range(100):
         problem = random_problem(seed, SIZES[seed % len(SIZES)], 1 + seed % 3)
         objective = OBJECTIVES[seed % len(OBJECTIVES)]
-        least = exhaustive(problem, objective)
-        if math.isfinite(least):
-            ratios.append(solve(problem, objective)[0].cost / least)
+        optimal_cost = exhaustive(problem, objective)
+        if math.isfinite(optimal_cost):
+            ratios.append(solve(problem, objective)[0].cost / optimal_cost)
     worst = max(ratios)
     medium = [random_problem(seed, (32,) * 4, 4, smooth=True) for seed in range(20)]
     large = [random_problem(seed, (512,) * 8, 4, smooth=True) for seed in range(10)]
@@ -77,17 +76,17 @@ def planning_seconds(problem: PlacementProblem) -> float:
 
 
 def measure_rate_tables() -> list[BenchmarkRow]:
-    """40 tables, 4,096 GPUs of 8 kinds and 5 stages, of a model of 8 B and one of 70 B in turns."""
-    planning_seconds = []
+    """Measure 40 rate tables for 4,096 GPUs of 8 kinds and 5 stages, alternately for 8B and 70B."""
+    seconds = []
     for shape in (LLAMA_3_8B, LLAMA_3_70B) * 5:
         start = time.perf_counter()
         many_tables(shape)
-        planning_seconds.append(time.perf_counter() - start)
-    return [median_row("rate_tables_4096x8_s", planning_seconds, "s", 1, "lower")]
+        seconds.append(time.perf_counter() - start)
+    return [median_row("rate_tables_4096x8_s", seconds, "s", 1, "lower")]
 
 
 def measure_simulator() -> list[BenchmarkRow]:
-    """Hundreds of random placements without disturbances; the largest study with all of them."""
+    """Compare the simulator with the formula on random placements, and time the largest study."""
     differences = []
     for seed in range(1000):
         problem = random_problem(seed, (12, 8), 1 + seed % 5)

@@ -1,11 +1,10 @@
-"""PPO on HalfCheetah: environment steps per second of the whole training loop, beside
-Stable-Baselines3's PPO.
+"""PPO on HalfCheetah: environment steps per second of the training loop, compared with SB3.
 
-Same environments and as many of them, same steps between updates, passes, minibatches, network,
-standardisation of observations, rates and clipping. Both are measured in turns, each as a process
-of its own with its best setting of threads; a turn's first iteration (imports, caches) is not
-counted. Ours commits every stage's output to disk as always, theirs keeps everything in memory.
-A minibatch is one environment's steps here, and as many steps of any environments there.
+Number of environments, steps between updates, epochs, minibatches, network, normalization of
+observations, rates and clipping are equal. Both sides alternate, each in a new process with its
+best thread setting. The first iteration of a turn (imports, caches) does not count. Ours commits
+every stage's output to disk as usual; Stable-Baselines3 keeps everything in memory. A minibatch is
+the steps of one environment in ours, and as many steps of random ones in Stable-Baselines3.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ SETTINGS = {
 
 
 def measure() -> list[BenchmarkRow]:
-    """Turns of both; the best setting of each side is found in the first."""
+    """Measure both sides alternately, after a search for the best setting of each."""
     best: dict[str, dict[str, int]] = {}
     rates: dict[str, list[float]] = {"ours": [], "sb3": []}
     for side, settings in SETTINGS.items():
-        tried = {json.dumps(s): statistics.median(turn(side, s)) for s in settings}
-        best[side] = json.loads(max(tried, key=lambda s: tried[s]))
-        print(f"  {side}: {tried}")
+        median_rates = {json.dumps(s): statistics.median(turn(side, s)) for s in settings}
+        best[side] = json.loads(max(median_rates, key=lambda s: median_rates[s]))
+        print(f"  {side}: {median_rates}")
     ratios = []
     for number in range(TURNS):
         order = ["ours", "sb3"] if number % 2 else ["sb3", "ours"]
         values = {side: turn(side, best[side]) for side in order}
-        for side, each in values.items():
-            rates[side] += each
+        for side, side_rates in values.items():
+            rates[side] += side_rates
         ratios += [a / b for a, b in zip(values["ours"], values["sb3"], strict=True)]
     return [
         median_row("ppo_vs_sb3", ratios, "x", 1.5, "higher"),
@@ -53,23 +52,23 @@ def measure() -> list[BenchmarkRow]:
 
 
 def turn(side: str, settings: dict[str, int]) -> list[float]:
-    """Steps per second of each counted iteration, from a process of its own."""
+    """Return steps per second of each counted iteration, measured in a new process."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "benchmarks.ppo_vs_sb3", side, json.dumps(settings), folder],
             env={**os.environ, "OMP_NUM_THREADS": str(settings["threads"])},
             capture_output=True,
             text=True,
             check=False,
         )
-    if done.returncode:
-        raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
-    values: list[float] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(f"{side}: {process.stderr[-2000:]}")
+    values: list[float] = json.loads(process.stdout.splitlines()[-1])
     return values[1:]
 
 
 def run_ours(settings: dict[str, int], root: str) -> list[float]:
-    """The stages in one process, and simulators beside it."""
+    """Run the stages in one process, with simulator processes if configured."""
     from benchmarks.run_helpers import run_node
     from pipeline.commands.experiment import compose
     from pipeline.executors import InProcessExecutor
@@ -108,7 +107,7 @@ def run_ours(settings: dict[str, int], root: str) -> list[float]:
 
 
 def run_sb3(settings: dict[str, int], root: str) -> list[float]:
-    """Stable-Baselines3's own loop; an iteration is what its callback sees of one."""
+    """Run the loop of Stable-Baselines3; a callback measures its iterations."""
     import gymnasium
     import torch
     from stable_baselines3 import PPO
@@ -128,10 +127,10 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
     def bare() -> Any:
         return gymnasium.make("HalfCheetah-v5", disable_env_checker=True)
 
-    worlds = VecNormalize(DummyVecEnv([bare] * ENVIRONMENTS), norm_reward=False)
+    environments = VecNormalize(DummyVecEnv([bare] * ENVIRONMENTS), norm_reward=False)
     model = PPO(
         "MlpPolicy",
-        worlds,
+        environments,
         n_steps=HORIZON,
         batch_size=ENVIRONMENTS * HORIZON // MINIBATCHES,
         n_epochs=EPOCHS,
@@ -154,5 +153,5 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
 
 if __name__ == "__main__":
     side, settings, root = sys.argv[1:]
-    found = (run_ours if side == "ours" else run_sb3)(json.loads(settings), root)
-    print(json.dumps(found))
+    rates = (run_ours if side == "ours" else run_sb3)(json.loads(settings), root)
+    print(json.dumps(rates))

@@ -1,9 +1,9 @@
-"""Predicted beside measured: plans of both grains, of two experiments, on unlike partitions.
+"""Predicted and measured iteration times of plans with jobs and with pools, of two experiments.
 
 On the dev cluster with ``a100`` nodes at half the speed of ``h100`` nodes. Each experiment is
-profiled once; then every plan is predicted, and run by the real driver. An iteration is from one
-publication of weights to the next. At most two processes are busy at once, for this machine has
-two cores. What came out is kept in ``prediction.json``; ``docs/images/prediction.png`` shows it.
+profiled once. Then every plan is predicted and run by the real driver. An iteration lasts from one
+publication of weights to the next. At most two processes compute at once, because this machine has
+two cores. ``prediction.json`` has the results, and ``docs/images/prediction.png`` plots them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from stages.flow import flow_of
 
 CORES = 2
 MINUTES, PASSES = 6, 2
-"""Of a profile pass, in which jobs on their own are measured too (under 5.4 they are not), and how
-many there are: the second goes on with the first's measurements."""
+"""Minutes of a profile pass, and number of passes. A pass of at least 5.4 minutes also measures
+stages as separate jobs. The second pass adds to the measurements of the first."""
 ITERATIONS = {"jobs": 4, "pools": 7}
-"""Of each run, by grain; the first does not count."""
+"""Iterations of each run, by execution; the first does not count."""
 DRAWN = 1
-"""Plans of jobs that are drawn at random, beside the best one."""
+"""Number of random plans of jobs, in addition to the best one."""
 POINTS = Path(__file__).with_name("prediction.json")
 WORK = package_paths.ROOT / "runs" / "prediction"
-"""Profiles, runs and points of a pass that is not through; the next call goes on there."""
+"""Profiles, runs and points of an unfinished measurement, which the next call resumes."""
 PROFILE = "profile.json"
 PICTURE = package_paths.ROOT / "docs" / "images" / "prediction.png"
 TICKS_S = (1, 1.5, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60)
@@ -62,7 +62,7 @@ COMMON = [
 ]
 EXPERIMENTS = {
     "halfcheetah": ["experiment=halfcheetah_ppo", "rollout.batch_size=64"],
-    # Not trained before: responses end at any token, so their lengths have a tail.
+    # Without SFT, so that responses may end at any token and their lengths have a tail.
     "arithmetic": [
         "experiment=arithmetic_grpo",
         "rollout.batch_size=64",
@@ -80,7 +80,7 @@ POOLS: Mapping[str, tuple[list[tuple[str, str]], int]] = {
     "rollout a100, rest h100, 4 parts": ([("rollout", "a100"), ("*", "h100")], 4),
     "train h100, rest a100, 4 parts": ([("train", "h100"), ("*", "a100")], 4),
 }
-"""Stages (``*``: all others) with the kind of the one device they have, and parts of a batch."""
+"""Pools by name: stages (``*``: all others) with the kind of their one device; number of chunks."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +94,24 @@ class PredictionPoint:
     low_s: float
     high_s: float
     measured_s: tuple[float, ...]
-    """Seconds of each iteration that counts."""
+    """Seconds of each counted iteration."""
 
     @property
     def median_s(self) -> float:
-        """Seconds of the measured iterations."""
+        """Median seconds of the measured iterations."""
         return statistics.median(self.measured_s)
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted divided by measured time, minus 1."""
         return self.predicted_s / self.median_s - 1
 
 
 def measure() -> list[BenchmarkRow]:
-    """Measure what is missing; points are kept, with the runs, until all are there."""
+    """Measure all missing points and return the rows."""
     while not advance(math.inf):
         pass
-    points = kept(POINTS)
+    points = read_points(POINTS)
     draw(points)
     errors = sorted(abs(p.error) for p in points)
     low, median, high = statistics.quantiles(errors, n=4)
@@ -129,7 +129,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 def advance(minutes: float) -> bool:
-    """Profile, predict and run what was not yet, for some minutes; whether all is there now."""
+    """Measure missing points for some minutes; returns whether all points are complete."""
     end = time.monotonic() + 60 * minutes
     start_dev_cluster()
     for experiment, words in EXPERIMENTS.items():
@@ -139,37 +139,39 @@ def advance(minutes: float) -> bool:
             if not (root / name).exists():
                 if time.monotonic() > end:
                     return False
-                # A process of each of two nodes is as many as there are cores.
+                # One process on each of two nodes uses both cores.
                 options = ProfileOptions(("a100", "h100"), minutes=MINUTES, processes=1)
                 profile_run(run, options, run_sft).save(root / name)
         sources = PlanningSources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
         request = build_request(run.config, sources)
-        for number, (what, plan) in enumerate(plans(request)):
-            points = kept(WORK / POINTS.name)
-            if any((p.experiment, p.plan) == (experiment, what) for p in points):
+        for number, (description, plan) in enumerate(plans(request)):
+            points = read_points(WORK / POINTS.name)
+            if any((p.experiment, p.plan) == (experiment, description) for p in points):
                 continue
             if time.monotonic() > end:
                 return False
-            measured_point = point(run, request, experiment, what, plan, root, f"plan-{number}")
-            keep([*points, measured_point], WORK / POINTS.name)
+            measured_point = measure_point(
+                run, request, experiment, description, plan, root, f"plan-{number}"
+            )
+            write_points([*points, measured_point], WORK / POINTS.name)
             print(
-                f"  {experiment}, {what}: predicted {measured_point.predicted_s:.2f} s, was "
+                f"  {experiment}, {description}: predicted {measured_point.predicted_s:.2f} s, was "
                 f"{measured_point.median_s:.2f} s ({measured_point.error:+.0%})",
                 flush=True,
             )
-    keep(kept(WORK / POINTS.name), POINTS)
+    write_points(read_points(WORK / POINTS.name), POINTS)
     shutil.rmtree(WORK)
     return True
 
 
-def kept(path: Path) -> list[PredictionPoint]:
-    """The points of a file; none where there is no file."""
+def read_points(path: Path) -> list[PredictionPoint]:
+    """Return the points of a file; an empty list if it does not exist."""
     values = json.loads(path.read_text()) if path.exists() else []
     return [PredictionPoint(**{**p, "measured_s": tuple(p["measured_s"])}) for p in values]
 
 
-def keep(points: list[PredictionPoint], path: Path) -> None:
-    """Write points."""
+def write_points(points: list[PredictionPoint], path: Path) -> None:
+    """Write points to a file."""
     write_atomic(path, json.dumps([asdict(p) for p in points], indent=1) + "\n")
 
 
@@ -177,50 +179,57 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     """Yield the plans to run: the best plan of jobs, others drawn at random, and pools."""
     flow, rng = flow_of(request.config), random.Random(seed)
     yield "jobs, the best", propose_plan(request).plan
-    fitting = {
-        s: [o for o in every if o.count <= CORES] for s, every in request.stage_options().items()
+    options_by_stage = {
+        s: [o for o in options if o.count <= CORES]
+        for s, options in request.stage_options().items()
     }
     for number in range(DRAWN):
-        drawn = [rng.choice(every) for every in fitting.values()]
-        yield f"jobs, drawn {number + 1}", build_plan(drawn, flow)
-    for what, (pools, chunks) in POOLS.items():
-        named_ones = {stage for stage, _ in pools}
-        rest = [stage for stage in flow.device_dependencies() if stage not in named_ones]
+        random_plan = [rng.choice(options) for options in options_by_stage.values()]
+        yield f"jobs, drawn {number + 1}", build_plan(random_plan, flow)
+    for description, (pools, chunks) in POOLS.items():
+        named_stages = {stage for stage, _ in pools}
+        rest = [stage for stage in flow.device_dependencies() if stage not in named_stages]
         values: dict[str, Any] = {
             "num_chunks": chunks,
             "pools": [
                 {"stages": rest if stage == "*" else [stage], "devices": {kind: 1}}
                 for stage, kind in pools
             ],
-            # What no pool holds, such as SFT, is a job there.
+            # Stages in no pool, such as SFT, are jobs with these resources.
             "defaults": {"partition": "h100", "gpus": 1, "mem_mb": 2000},
         }
-        yield what, parse_plan(values, what, flow)
+        yield description, parse_plan(values, description, flow)
 
 
-def point(
-    run: Run, request: PlanRequest, experiment: str, what: str, plan: Plan, root: Path, name: str
+def measure_point(
+    run: Run,
+    request: PlanRequest,
+    experiment: str,
+    description: str,
+    plan: Plan,
+    root: Path,
+    name: str,
 ) -> PredictionPoint:
-    """A plan predicted, then run."""
-    proposal = assess_plan(request, plan, what)
+    """Predict a plan, run it and return both times."""
+    proposal = assess_plan(request, plan, description)
     forecast = proposal.forecast
-    made = clone_run(run, proposal.plan, root / "runs", name, ITERATIONS[plan.execution])
-    drive(made)
-    for line in compare_with_forecast(made):
+    clone = clone_run(run, proposal.plan, root / "runs", name, ITERATIONS[plan.execution])
+    drive(clone)
+    for line in compare_with_forecast(clone):
         print(f"    {line.name}: {line.predicted_s:.2f} s, was {line.actual.median_s:.2f} s")
     return PredictionPoint(
         experiment,
         plan.execution,
-        what,
+        description,
         forecast.iteration_s,
         forecast.low_s,
         forecast.high_s,
-        measure_times(made)["iteration"].total_s,
+        measure_times(clone)["iteration"].total_s,
     )
 
 
 def table(points: list[PredictionPoint]) -> str:
-    """The points as the docs have them, in Markdown."""
+    """Return the points as a Markdown table for the documentation."""
     lines = [
         "| experiment | plan | predicted, s | 80 % | measured, s | error |",
         "|---|---|---|---|---|---|",
@@ -235,7 +244,7 @@ def table(points: list[PredictionPoint]) -> str:
 
 
 def draw(points: list[PredictionPoint], path: Path = PICTURE) -> None:
-    """Predicted against measured, both on logarithmic axes, with the 80 % intervals."""
+    """Plot predicted against measured times on logarithmic axes, with the 80 % intervals."""
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
     colours = dict(zip(EXPERIMENTS, ("#2f7fb5", "#c8553d"), strict=True))
     markers = {"jobs": ("o", "a job for each stage"), "pools": ("s", "pools")}
@@ -276,9 +285,11 @@ def draw(points: list[PredictionPoint], path: Path = PICTURE) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction")
-    parser.add_argument("--minutes", type=float, help="measure so long; else show what is known")
+    parser.add_argument(
+        "--minutes", type=float, help="measure for this long; default: only show results"
+    )
     if (minutes := parser.parse_args().minutes) is None:
-        draw(kept(POINTS))
-        print(table(kept(POINTS)))
+        draw(read_points(POINTS))
+        print(table(read_points(POINTS)))
     else:
         print("all measured" if advance(minutes) else "more to measure")

@@ -1,7 +1,7 @@
-"""Most anonymous and shared memory of processes, looked at from outside.
+"""Peak anonymous and shared memory of processes, polled from outside.
 
-What is mapped from files does not count. Pages of a gigabyte take hundreds of milliseconds to come,
-so that no peak is missed between two looks.
+Memory that is mapped from files does not count. Allocating a gigabyte of pages takes hundreds of
+milliseconds, so polling every 2 ms misses no peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POLL_INTERVAL_S = 0.002
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the bytes of a process now; 0 if it has ended."""
+    """Return the current anonymous and shared memory of a process in bytes; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -25,13 +25,13 @@ def memory_bytes(pid: int) -> int:
 
 
 def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str]]:
-    """Run processes that each say ``ready``, go on at a line, and then say something.
+    """Run processes that print ``ready``, continue when they read a line, and print a result.
 
     Returns:
-        Of each: what it held when it was ready, the most it held afterwards, and what it said.
+        For each process: bytes when it was ready, peak bytes after that, and its further output.
 
     Raises:
-        RuntimeError: one ended before it was ready, or failed.
+        RuntimeError: a process ended before it was ready, or failed.
     """
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -42,8 +42,8 @@ def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
                 raise RuntimeError("a process ended before it was ready")
-        before = [memory_bytes(process.pid) for process in processes]
-        peaks = list(before)
+        baselines = [memory_bytes(process.pid) for process in processes]
+        peaks = list(baselines)
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -57,4 +57,4 @@ def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str
     finally:
         for process in processes:
             process.kill()
-    return list(zip(before, peaks, outputs, strict=True))
+    return list(zip(baselines, peaks, outputs, strict=True))

@@ -1,4 +1,4 @@
-"""The report of a long run: what it takes to write, and to open in a browser."""
+"""Time to write the report of a long run, and to open it in a browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks.row import BenchmarkRow, median_row
 from pipeline.commands.experiment import compose, run_experiment
-from pipeline.metrics import iterations, stage_manifest
+from pipeline.metrics import list_iterations, stage_manifest
 from pipeline.report.data import read_report_data
 from rlinf.artifacts import FileEntry, Manifest, content_digest
 from stages.flow import on_policy
@@ -27,13 +27,13 @@ from tests.conftest import QUIET, TINY
 
 
 def stretch_run(source: Path, folder: Path, count: int, *, kept: int = 5, workers: int = 1) -> Path:
-    """Write a run of ``count`` iterations below ``folder`` that looks as ``source`` does.
+    """Write a run of ``count`` iterations to ``folder`` by repeating the iterations of ``source``.
 
-    Metrics wander, times go on. As after retention, only the first and the newest ``kept``
-    iterations have trajectories, if those they are made of have them.
+    Metrics vary and times continue. As after retention, only the first iteration and the newest
+    ``kept`` ones have trajectories, if those of ``source`` that they repeat have them.
 
     Args:
-        workers: lanes of each stage, as of a pool with so many ranks.
+        workers: number of lanes per stage, as in a pool with that many ranks.
     """
     folder.mkdir(parents=True, mode=0o700)
     config = yaml.safe_load((source / CONFIG_FILE).read_text())
@@ -43,21 +43,21 @@ def stretch_run(source: Path, folder: Path, count: int, *, kept: int = 5, worker
     for name in (PLAN_FILE, RUN_FILE):
         shutil.copy(source / name, folder / name)
     shutil.copytree(source / "sft", folder / "sft")
-    known = iterations(source)
-    first = _manifest_values(source, "rollout", known[0])["timing"]["start"]
-    last = _manifest_values(source, "sync", known[-1])["timing"]["end"]
-    period, rng = (last - first) / len(known), random.Random(0)
+    source_iterations = list_iterations(source)
+    first = _manifest_values(source, "rollout", source_iterations[0])["timing"]["start"]
+    last = _manifest_values(source, "sync", source_iterations[-1])["timing"]["end"]
+    period, rng = (last - first) / len(source_iterations), random.Random(0)
     rows = []
     for i in range(count):
         row: dict[str, Any] = {"iteration": i}
         for stage in on_policy.stages:
-            template = known[i % len(known)]
+            template = source_iterations[i % len(source_iterations)]
             values = _manifest_values(source, stage, template)
             _shift(values, (i - template) * period, workers)
             values["iteration"] = i
             for name, value in values["metrics"].items():
-                wander = 1 + 0.3 * math.sin(i / 40) + 0.1 * rng.random()
-                values["metrics"][name] = value * wander
+                factor = 1 + 0.3 * math.sin(i / 40) + 0.1 * rng.random()
+                values["metrics"][name] = value * factor
             target = stage_folder(folder, stage, i)
             target.mkdir(parents=True)
             data = stage_folder(source, stage, template) / values["data"]
@@ -114,8 +114,8 @@ print(time.process_time())
 
 
 def measure() -> list[BenchmarkRow]:
-    """Processor seconds of a process that writes the report of 500 iterations and does nothing
-    else, imports included; seconds from asking Chromium for that file to what is in view drawn."""
+    """Measure CPU seconds of a process that writes the report of 500 iterations, with its imports,
+    and seconds until Chromium has drawn the visible part of that file."""
     with tempfile.TemporaryDirectory(prefix="rlinf-report-") as folder:
         run_experiment(
             compose(["experiment=arithmetic_grpo", f"++run.root={folder}", *QUIET, *TINY])

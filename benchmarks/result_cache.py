@@ -1,4 +1,4 @@
-"""Results of work in parts, kept in a file as they come: what is cut off goes on where it was."""
+"""A file of partial results, so that interrupted work continues where it stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlinf.interpreters import resolve_interpreter
 
 
 class ResultCache:
-    """A file of results, each under the digest of its settings and code."""
+    """A file of results by the digest of their settings and code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,12 +35,12 @@ class ResultCache:
         return self._results[key]
 
     def __setitem__(self, key: str, result: dict[str, Any]) -> None:
-        """Keep a result, in the file too."""
+        """Store a result and write the file."""
         self._results[key] = result
         self._write()
 
     def discard_others(self, keys: Collection[str]) -> None:
-        """Forget the results of other settings or code."""
+        """Remove results whose key is not in ``keys``."""
         if self._results.keys() - set(keys):
             self._results = {key: r for key, r in self._results.items() if key in keys}
             self._write()
@@ -53,10 +53,10 @@ def result_key(environment: str | None, **settings: Any) -> str:
     """Return the digest of settings, of the package's code and of the versions of its dependencies.
 
     Args:
-        environment: of ``make env``, which has its packages; None: this one.
+        environment: name of an environment of ``make env``; None: this one.
     """
-    listed = package_paths.ROOT / "configs" / "environments" / f"{environment}.txt"
-    versions = torch.__version__ if environment is None else listed.read_text()
+    package_list = package_paths.ROOT / "configs" / "environments" / f"{environment}.txt"
+    versions = torch.__version__ if environment is None else package_list.read_text()
     return json_digest({**settings, "code": _code(), "versions": versions})
 
 
@@ -73,16 +73,16 @@ def missing_environment(environment: str | None) -> str | None:
 @cache
 def _code() -> str:
     """Return the digest of the code, without comments and docstrings."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for path in sorted((package_paths.ROOT / "rlinf").rglob("*.py")):
         code = ast.parse(path.read_bytes())
         for node in ast.walk(code):
             body = getattr(node, "body", None)
             if isinstance(body, list):
-                node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
-        found.update(ast.dump(code).encode())
-    return found.hexdigest()
+                node.body = [statement for statement in body if not _is_docstring(statement)]  # type: ignore[attr-defined]
+        digest.update(ast.dump(code).encode())
+    return digest.hexdigest()
 
 
-def _is_text(part: ast.AST) -> bool:
-    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+def _is_docstring(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

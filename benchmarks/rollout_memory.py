@@ -1,9 +1,9 @@
-"""Memory of a rank that collects a rollout with pictures and writes it, over its own share of it.
+"""Peak memory of a rank that collects and writes a rollout with images, per byte that it writes.
 
-64 environments, 200 steps, two cameras of 128 x 128: 1.26 GB, by two ranks. Each collects its half
-with a simulator process of its own and writes it as the stage does. Most anonymous and shared
-memory of a rank above its own before the rollout, of the rank with most; over the bytes of the
-trajectories that it wrote.
+64 environments, 200 steps and two cameras of 128 x 128 are 1.26 GB. Two ranks collect one half
+each, with one simulator process per rank, and write it as the stage does. The row is peak anonymous
+and shared memory minus that before the rollout, divided by the bytes of the written trajectories.
+It is that of the rank with the largest ratio.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ TASK = {
     "action": {"kind": "box", "size": 3},
     "images": {"track": SIZE, "free": SIZE},
 }
-"""Episodes of it end soon, so that resets have their part."""
+"""A task with short episodes, so that resets are included."""
 
 
 def measure() -> list[BenchmarkRow]:
-    """One rollout."""
+    """Measure one rollout."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.rollout_memory", folder]
-        found = measure_peaks([[*command, str(rank)] for rank in range(RANKS)])
-    shares = [(peak - rest) / int(output) for rest, peak, output in found]
-    print(f"  {[int(output) / 1e6 for *_, output in found]} MB each; each rank: {shares}")
-    return [median_row("embodied_records_ratio", [max(shares)], "", 1.2, "lower")]
+        results = measure_peaks([[*command, str(rank)] for rank in range(RANKS)])
+    ratios = [(peak - baseline) / int(written_bytes) for baseline, peak, written_bytes in results]
+    sizes = [int(written_bytes) / 1e6 for *_, written_bytes in results]
+    print(f"  {sizes} MB each; each rank: {ratios}")
+    return [median_row("embodied_records_ratio", [max(ratios)], "", 1.2, "lower")]
 
 
 def run(folder: Path, rank: int) -> None:
-    """One rank, which keeps what it frees as those of a run do."""
+    """Run one rank, with the memory allocator tuned as in a run."""
     process_tuning.tune_process()
     import torch
 
@@ -58,11 +59,11 @@ def run(folder: Path, rank: int) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     writer, size = RecordFileWriter(out, "trajectories", rank), 0
-    starts = range(rank, BATCH, RANKS)
+    samples = range(rank, BATCH, RANKS)
     for trajectory in local_rollout_iter(
         environment,
         engine,
-        RolloutRequest(0, 0, "train", starts, BATCH, 1, HORIZON, 1.0),
+        RolloutRequest(0, 0, "train", samples, BATCH, 1, HORIZON, 1.0),
         "rollout",
     ):
         record = trajectory.to_record()

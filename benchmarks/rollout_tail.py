@@ -1,7 +1,7 @@
-"""Trainers that generate until the long tail of a rollout: what it gains, how soon they switch.
+"""Trainers that also generate, until the long tail of a rollout: speedup and switching times.
 
-The main job without SFT, so that samples end by chance and some are much longer than
-most. One generator and one trainer, on two cores; runs with and without help take turns.
+The text demo without SFT, so that samples end at random and some are much longer than most. One
+generator and one trainer run on two cores. Runs with and without help of the trainer alternate.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ TRAINER = "pool-1-"
 
 
 def measure() -> list[BenchmarkRow]:
-    """All rows."""
+    """Measure all rows."""
     gains, to_train, to_generate = [], [], []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for number in range(ROUNDS):
-            alone = run(root, f"alone-{number}", "local", plan(helps=False), ITERATIONS, TAILED)
-            helped = run(root, f"helped-{number}", "local", plan(helps=True), ITERATIONS, TAILED)
-            gains.append(median_s(alone) / median_s(helped))
+            without_help = run(
+                root, f"alone-{number}", "local", plan(helps=False), ITERATIONS, TAILED
+            )
+            with_help = run(root, f"helped-{number}", "local", plan(helps=True), ITERATIONS, TAILED)
+            gains.append(median_s(without_help) / median_s(with_help))
             for iteration in range(WARM, ITERATIONS):
-                to_train += trains_again(helped, iteration)
-                to_generate += generates_again(helped, iteration)
+                to_train += train_switch_times(with_help, iteration)
+                to_generate += generate_switch_times(with_help, iteration)
     return [
         median_row("helped_rollout_speedup", gains, "x", None, "higher"),
         median_row("switch_to_train_s", to_train, "s", 1.0, "lower"),
@@ -51,7 +53,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 def plan(*, helps: bool) -> dict[str, Any]:
-    """A generator and a trainer, which helps or not."""
+    """Return a plan with a generator and a trainer, which also generates if ``helps``."""
     return {
         "num_chunks": 4,
         "pools": [
@@ -66,27 +68,31 @@ def plan(*, helps: bool) -> dict[str, Any]:
 
 
 def median_s(folder: Path) -> float:
-    """Seconds of an iteration."""
+    """Return the median seconds of an iteration."""
     return statistics.median(seconds(folder, ITERATIONS))
 
 
-def trains_again(folder: Path, iteration: int) -> list[float]:
-    """Seconds from the last sample the trainer generated to its next work of another stage.
+def train_switch_times(folder: Path, iteration: int) -> list[float]:
+    """Return the seconds from the trainer's last generated sample to its next other work.
 
-    None of an iteration in which it left no tail to the generator.
+    The list is empty if the trainer left no tail to the generator in this iteration.
     """
     rows = [row for row in work_items(folder, iteration) if row["worker"].startswith(TRAINER)]
     if not any(row["unfinished_starts"] for row in rows):
         return []
-    ended = max(end for row in rows for name, _, end in row["spans"] if name == "generate")
-    later = [start for start in others(folder, iteration) if start >= ended]
-    return [min(later) - ended] if later else []
+    generated_until = max(
+        end for row in rows for name, _, end in row["spans"] if name == "generate"
+    )
+    later_starts = [
+        start for start in own_stage_starts(folder, iteration) if start >= generated_until
+    ]
+    return [min(later_starts) - generated_until] if later_starts else []
 
 
-def generates_again(folder: Path, iteration: int) -> list[float]:
-    """Seconds from the end of the sync before a rollout to what the trainer generates of it.
+def generate_switch_times(folder: Path, iteration: int) -> list[float]:
+    """Return the seconds from the end of the previous sync to the trainer's first generation.
 
-    It does not wait for the commit.
+    The trainer does not wait for the commit of the weights.
     """
     starts = [
         start
@@ -94,21 +100,21 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
         for name, start, _ in row["spans"]
         if name == "generate" and row["worker"].startswith(TRAINER)
     ]
-    before = stage_manifest(folder, "sync", iteration - 1)
-    assert before is not None
-    made = max(span["end"] for span in before.timing["spans"] if span["name"] == "sync")
-    return [min(starts) - made] if starts else []
+    sync_manifest = stage_manifest(folder, "sync", iteration - 1)
+    assert sync_manifest is not None
+    synced_at = max(span["end"] for span in sync_manifest.timing["spans"] if span["name"] == "sync")
+    return [min(starts) - synced_at] if starts else []
 
 
 def work_items(folder: Path, iteration: int) -> list[dict[str, Any]]:
-    """Return the generated parts of an iteration, by work item."""
+    """Return the log entries of an iteration's work items."""
     lines = (folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [row for row in rows if row["node"] == f"rollout/{iteration}"]
 
 
-def others(folder: Path, iteration: int) -> list[float]:
-    """When the trainer began with pieces of its own stages."""
+def own_stage_starts(folder: Path, iteration: int) -> list[float]:
+    """Return the times at which the trainer began work of its own stages."""
     starts = []
     for stage in list(on_policy.stages)[1:]:
         manifest = stage_manifest(folder, stage, iteration)

@@ -1,4 +1,4 @@
-"""One measured figure."""
+"""One benchmark result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """A figure with its goal; ``spread`` is the interquartile range of ``n`` measurements."""
+    """A result with its goal; ``spread`` is the interquartile range of ``n`` measurements."""
 
     name: str
     value: float
@@ -35,7 +35,7 @@ def median_row(
     goal: float | None,
     better: Literal["higher", "lower"],
 ) -> BenchmarkRow:
-    """The row of the median of repeated measurements."""
+    """Return a row with the median and spread of repeated measurements."""
     spread = 0.0
     if len(values) > 3:
         low, _, high = statistics.quantiles(values, n=4)

@@ -1,4 +1,4 @@
-"""The driver of a run in a process of its own."""
+"""Helpers that start a driver process, or run single stages in this process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LOG = "log"
 def start_driver(
     root: Path, plan: Mapping[str, Any], words: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start a run below ``root``; what the driver says is in ``root/log``."""
+    """Start a run with its folder in ``root``; the driver writes its output to ``root/log``."""
     (root / "plan.yaml").write_text(yaml.safe_dump(dict(plan)))
-    where = [f"run.root={root}", f"plan={root}/plan.yaml"]
+    locations = [f"run.root={root}", f"plan={root}/plan.yaml"]
     with (root / LOG).open("wb") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "rlinf.launch", *words, *where],
+            [sys.executable, "-m", "rlinf.launch", *words, *locations],
             cwd=package_paths.ROOT,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -34,7 +34,7 @@ def start_driver(
 
 
 def run_node(run: Run, graph: Graph, executor: InProcessExecutor, node: StageNode) -> Path:
-    """Run a stage instance; returns the folder of its output."""
+    """Run one node of the graph; returns the folder of its output."""
     call = stage_call(run, graph, node)
     executor.start(node, call)
     (outcome,) = executor.poll().values()

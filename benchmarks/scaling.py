@@ -1,8 +1,8 @@
-"""Optimizer steps of a language model by two processes beside one, each with one thread.
+"""Speedup of optimizer steps of a language model by two processes over one, with one thread each.
 
-About 50 million parameters, float32, rows packed; the same batch by one process, FSDP2, DeepSpeed
-ZeRO-2 and Megatron with tensors cut in two, in turns. What has its packages in an environment of
-its own is left out where that is not made.
+About 50 million parameters, float32, packed rows. One process, FSDP2, DeepSpeed ZeRO-2 and Megatron
+with tensor parallelism 2 compute the same batch, alternately. Setups whose separate Python
+environment does not exist are skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class ScalingSetup:
-    """A setup of processes that computes a step."""
+    """A trainer and its number of processes."""
 
     row: str
     trainer: str
@@ -60,49 +60,49 @@ SCALING_SETUPS = {
     "tp2": ScalingSetup("megatron_tp2_scaling", "megatron", 2, "megatron", tp=2),
 }
 GOALS = {"fsdp2": 1.6}
-"""Times that one process takes longer."""
+"""Minimum speedup over one process."""
 
 
 def measure() -> list[BenchmarkRow]:
-    """A row of each way of two processes."""
+    """Measure a row per setup with two processes."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         (folder / "policy").mkdir()
         CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder / "policy")
         started = {}
-        for key, way in SCALING_SETUPS.items():
-            if (lacks := missing_environment(way.environment)) is None:
-                started[key] = stack.enter_context(processes(key, way, folder))
+        for key, setup in SCALING_SETUPS.items():
+            if (advice := missing_environment(setup.environment)) is None:
+                started[key] = stack.enter_context(processes(key, setup, folder))
             else:
-                print(f"  {key}: {lacks}")
+                print(f"  {key}: {advice}")
         times: dict[str, list[float]] = {key: [] for key in started}
         for _ in range(ROUNDS + 1):
             for key, ranks in started.items():
                 times[key].append(step(ranks))
-    print("  " + ", ".join(f"{key} {min(found):.1f} s" for key, found in times.items()))
-    ones = times.pop("one")[1:]
+    print("  " + ", ".join(f"{key} {min(seconds):.1f} s" for key, seconds in times.items()))
+    single = times.pop("one")[1:]
     return [
         median_row(
             SCALING_SETUPS[key].row,
-            [one / other for one, other in zip(ones, found[1:], strict=True)],
+            [single_s / setup_s for single_s, setup_s in zip(single, seconds[1:], strict=True)],
             "x",
             GOALS.get(key),
             "higher",
         )
-        for key, found in times.items()
+        for key, seconds in times.items()
     ]
 
 
 @contextlib.contextmanager
-def processes(key: str, way: ScalingSetup, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the processes of a setup; each takes a step for every line that it reads."""
+def processes(key: str, setup: ScalingSetup, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the processes of a setup; each makes a step for every line that it reads."""
     python = (
         sys.executable
-        if way.environment is None
-        else resolve_interpreter(way.environment, "scaling")
+        if setup.environment is None
+        else resolve_interpreter(setup.environment, "scaling")
     )
     (folder / key / "channels").mkdir(parents=True)
-    found = [
+    started = [
         subprocess.Popen(
             [python, "-m", "benchmarks.scaling", key, str(rank), str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -111,18 +111,18 @@ def processes(key: str, way: ScalingSetup, folder: Path) -> Iterator[list[subpro
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(way.processes)
+        for rank in range(setup.processes)
     ]
     try:
-        yield found
+        yield started
     finally:
-        for process in found:
+        for process in started:
             process.kill()
             process.wait()
 
 
 def step(ranks: list[subprocess.Popen[str]]) -> float:
-    """Seconds of a step, those of the slowest process.
+    """Return the seconds of a step, by the slowest process.
 
     Raises:
         RuntimeError: a process has failed.
@@ -131,14 +131,14 @@ def step(ranks: list[subprocess.Popen[str]]) -> float:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    line = [process.stdout.readline() for process in ranks if process.stdout is not None]
-    if not all(line):
+    lines = [process.stdout.readline() for process in ranks if process.stdout is not None]
+    if not all(lines):
         raise RuntimeError("a process failed; what it said is above")
-    return max(map(float, line))
+    return max(map(float, lines))
 
 
 def trajectories() -> list[Trajectory]:
-    """Rows of equal length."""
+    """Return rows of equal length."""
     random = np.random.default_rng(0)
     return [
         Trajectory(
@@ -156,22 +156,22 @@ def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
 
 
 def main(key: str, rank: int, folder: Path) -> None:
-    """One process of a way."""
-    # Libraries print there, too.
+    """Run one process of a setup."""
+    # Libraries print to stdout too, so redirect it to stderr.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    way = SCALING_SETUPS[key]
+    setup = SCALING_SETUPS[key]
     world = ProcessGroupInfo()
-    if way.processes > 1:
+    if setup.processes > 1:
         rendezvous = folder / key / "channels" / "group-s.json"
-        layout = ParallelLayout(tp=way.tp)
+        layout = ParallelLayout(tp=setup.tp)
         world = ProcessGroupInfo(
-            rank, way.processes, rank, rendezvous_file=rendezvous, layout=layout
+            rank, setup.processes, rank, rendezvous_file=rendezvous, layout=layout
         )
-    cls = trainers.get(way.trainer)
-    load = CausalLM.meta_from_folder if way.processes > 1 else CausalLM.load
-    options = {"device": "cpu", "packing": True, **way.options}
+    cls = trainers.get(setup.trainer)
+    load = CausalLM.meta_from_folder if setup.processes > 1 else CausalLM.load
+    options = {"device": "cpu", "packing": True, **setup.options}
     trainer = cls(
         load(folder / "policy", MODEL),
         cls.Config.model_validate(options),
@@ -180,9 +180,9 @@ def main(key: str, rank: int, folder: Path) -> None:
     )
     data = trajectories()
     for _ in sys.stdin:
-        began = time.perf_counter()
+        start = time.perf_counter()
         trainer.step(data, loss_from_steps(loss), lr=1e-5)
-        print(time.perf_counter() - began, file=parent, flush=True)
+        print(time.perf_counter() - start, file=parent, flush=True)
 
 
 if __name__ == "__main__":

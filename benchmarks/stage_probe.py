@@ -1,4 +1,4 @@
-"""Runs inside a job: notes when its first line ran and when a stage's imports were done."""
+"""Program of a job: records when its first line ran and when a stage was imported."""
 
 import time
 
@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    note = {"first_line": FIRST_LINE, "imported": time.time()}
+    times = {"first_line": FIRST_LINE, "imported": time.time()}
     temporary = out / "note"
-    temporary.write_text(json.dumps(note))
+    temporary.write_text(json.dumps(times))
     temporary.rename(out / "manifest.json")

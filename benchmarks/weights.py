@@ -1,4 +1,4 @@
-"""Publishing weights: bytes of a delta in a run of the main task, and shared memory on one node."""
+"""Publishing of weights: size of deltas in training runs, and bandwidth of transports on a node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATE_BYTES, REPEATS = 1 << 30, 15
 
 
 def measure() -> list[BenchmarkRow]:
-    """Rows of this module."""
+    """Measure the rows of deltas and of shared memory."""
     with tempfile.TemporaryDirectory() as root:
         demo = run(Path(root), "demo", DEMO_ITERATIONS, f"sft.max_steps={SFT_STEPS}")
         weights = weights_of(offline_folder(demo, "sft"))
@@ -50,17 +50,17 @@ def measure() -> list[BenchmarkRow]:
             "optimizer.lr_warmup_iterations=0",
             "optimizer.lr_scheduler_type=constant",
         )
-        at_demo = delta_ratios(demo, DEMO_ITERATIONS)
-        at_small = delta_ratios(small, SMALL_ITERATIONS)
+        demo_ratios = delta_ratios(demo, DEMO_ITERATIONS)
+        small_ratios = delta_ratios(small, SMALL_ITERATIONS)
     return [
-        median_row("delta_bytes_ratio", at_demo, "ratio", 0.05, "lower"),
-        median_row("delta_bytes_ratio_lr1e-6", at_small, "ratio", 0.05, "lower"),
+        median_row("delta_bytes_ratio", demo_ratios, "ratio", 0.05, "lower"),
+        median_row("delta_bytes_ratio_lr1e-6", small_ratios, "ratio", 0.05, "lower"),
         median_row("weight_sync_vs_memcpy", sync_ratios(), "ratio", 0.5, "higher"),
     ]
 
 
 def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
-    """A short run of the main task that keeps all its weights (float32); its folder."""
+    """Make a short run of the text demo that keeps all weights (float32); returns its folder."""
     subprocess.run(
         [
             sys.executable,
@@ -83,35 +83,35 @@ def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
 
 
 def delta_ratios(run: Path, iterations: int) -> list[float]:
-    """Size of each update's delta over that of the full state, both as files in bfloat16."""
+    """Return the size of each update's delta over that of the full state, as bfloat16 files."""
     folders = [offline_folder(run, "sft")]
     folders += [stage_folder(run, "sync", iteration) for iteration in range(iterations)]
-    out = []
+    ratios = []
     with tempfile.TemporaryDirectory() as root:
         delta, full = Path(root) / "delta", Path(root) / "full"
-        before: WeightSnapshot | None = None
+        previous: WeightSnapshot | None = None
         for folder in folders:
             tensors = load_file(weights_of(folder) / "model.safetensors")
-            now = WeightSnapshot.from_tensors(tensors, torch.bfloat16)
-            if before is not None:
-                compute_delta(before, now).save(delta)
-                save_file(now.distinct, full)
-                out.append(delta.stat().st_size / full.stat().st_size)
-            before = now
-    return out
+            current = WeightSnapshot.from_tensors(tensors, torch.bfloat16)
+            if previous is not None:
+                compute_delta(previous, current).save(delta)
+                save_file(current.distinct, full)
+                ratios.append(delta.stat().st_size / full.stat().st_size)
+            previous = current
+    return ratios
 
 
 def weights_of(folder: Path) -> Path:
-    """The policy folder in a committed output."""
+    """Return the policy folder of a committed output."""
     manifest = read_manifest(folder)
     assert manifest is not None
     return folder / manifest.data / "weights"
 
 
 def sync_ratios() -> list[float]:
-    """Bandwidth from publishing 1 GB to a checked view in another process, over memcpy's.
+    """Return bandwidth of publishing 1 GB to a verified view in another process, over memcpy's.
 
-    Both in turns, over memory that was used before, on one thread each.
+    Both alternate, on memory that was used before, with one thread each.
     """
     torch.set_num_threads(1)
     state = {f"layer{i}": torch.randn(STATE_BYTES // 64).to(torch.bfloat16) for i in range(32)}
@@ -119,22 +119,22 @@ def sync_ratios() -> list[float]:
     name = f"rlinf-bench-{secrets.token_hex(4)}"
     writer = SharedWeightsWriter(name, BucketLayout.from_tensors(state))
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    parent_pipe, child_pipe = context.Pipe()
     warm = 2
-    reader = context.Process(target=follow, args=(name, warm + REPEATS, theirs))
+    reader = context.Process(target=follow, args=(name, warm + REPEATS, child_pipe))
     reader.start()
     ratios = []
     try:
         for version in range(warm + REPEATS):
             start = time.perf_counter()
             writer.publish(version, state)
-            assert ours.recv() == version
-            synced = time.perf_counter() - start
+            assert parent_pipe.recv() == version
+            sync_s = time.perf_counter() - start
             start = time.perf_counter()
             target.copy_(source)
-            copied = time.perf_counter() - start
+            copy_s = time.perf_counter() - start
             if version >= warm:
-                ratios.append(copied / synced)
+                ratios.append(copy_s / sync_s)
         reader.join()
     finally:
         reader.kill()
@@ -144,7 +144,7 @@ def sync_ratios() -> list[float]:
 
 
 def follow(name: str, count: int, done: Connection) -> None:
-    """Take ``count`` versions and tell of each once it is checked and mapped."""
+    """Receive ``count`` versions; send the number of each after it was verified and mapped."""
     torch.set_num_threads(1)
     reader, version = SharedWeightsReader(name), -1
     while version + 1 < count:
@@ -159,19 +159,19 @@ def follow(name: str, count: int, done: Connection) -> None:
 
 TENSORS, ELEMENTS, ROUNDS, WARM = 64, 1 << 20, 9, 2
 """256 MiB of float32."""
-WAYS = (SOCKET, "gloo", SHARED_MEMORY)
+TRANSPORTS = (SOCKET, "gloo", SHARED_MEMORY)
 
 
 class WeightWorker:
-    """A worker_state worker's publisher and receiver of weights."""
+    """Publisher and receiver of weights, as in a worker of a pool."""
 
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)
         self.store = LiveStore()
         self._sender = RecordSender(folder, name=name)
         self.publisher = WeightPublisher(self._sender)
-        takers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
-        self._receiver = RecordReceiver(folder, name, self.store, takers)
+        handlers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
+        self._receiver = RecordReceiver(folder, name, self.store, handlers)
 
     def close(self) -> None:
         self.publisher.close()
@@ -180,42 +180,48 @@ class WeightWorker:
 
 
 def measure_transfers() -> list[BenchmarkRow]:
-    """Rows of this module."""
+    """Measure the rows of the transports."""
     context = multiprocessing.get_context("spawn")
     generator = torch.Generator().manual_seed(0)
     state = {f"{i}": torch.randn(ELEMENTS, generator=generator) for i in range(TENSORS)}
     size = sum(tensor.nbytes for tensor in state.values())
-    elapsed: dict[str, list[float]] = {way: [] for way in WAYS}
+    elapsed: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
     with tempfile.TemporaryDirectory() as root:
-        ours, theirs = context.Pipe()
-        count = (ROUNDS + WARM) * len(WAYS)
-        taker = context.Process(target=take, args=(Path(root), count, theirs), daemon=True)
+        parent_pipe, child_pipe = context.Pipe()
+        count = (ROUNDS + WARM) * len(TRANSPORTS)
+        receiver = context.Process(target=take, args=(Path(root), count, child_pipe), daemon=True)
         source = WeightWorker(Path(root), "source")
-        taker.start()
+        receiver.start()
         try:
-            assert ours.recv() == "ready"
+            assert parent_pipe.recv() == "ready"
             for number in range(count):
-                way, out = WAYS[number % len(WAYS)], f"sync/{number}"
-                source.publisher.subscribe(out, {"taker": way})
+                transport, out = TRANSPORTS[number % len(TRANSPORTS)], f"sync/{number}"
+                source.publisher.subscribe(out, {"taker": transport})
                 start = time.perf_counter()
                 source.publisher.publish(out, "data", number, {WEIGHTS: state})
-                assert ours.recv() == number
-                if number >= WARM * len(WAYS):
-                    elapsed[way].append(time.perf_counter() - start)
+                assert parent_pipe.recv() == number
+                if number >= WARM * len(TRANSPORTS):
+                    elapsed[transport].append(time.perf_counter() - start)
         finally:
             source.close()
-            taker.join(30)
-            taker.kill()
+            receiver.join(30)
+            receiver.kill()
     ratios = [a / b for a, b in zip(elapsed[SOCKET], elapsed["gloo"], strict=True)]
-    rates = {way: [size / 1e9 / seconds for seconds in elapsed[way]] for way in WAYS}
+    rates = {
+        transport: [size / 1e9 / seconds for seconds in elapsed[transport]]
+        for transport in TRANSPORTS
+    }
     return [
         median_row("weights_gloo_vs_socket", ratios, "x", None, "higher"),
-        *(median_row(f"weights_{way}_gb_s", rates[way], "GB/s", None, "higher") for way in WAYS),
+        *(
+            median_row(f"weights_{transport}_gb_s", rates[transport], "GB/s", None, "higher")
+            for transport in TRANSPORTS
+        ),
     ]
 
 
 def take(folder: Path, count: int, done: Connection) -> None:
-    """Tell of each version once it is here."""
+    """Receive ``count`` versions; send the number of each after it has arrived."""
     worker = WeightWorker(folder, "taker")
     done.send("ready")
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Planning a long workflow: the dry run of 1,000 iterations of five stages."""
+"""Time of a Snakemake dry run of 1,000 iterations with five stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf import package_paths
 
 
 def measure() -> list[BenchmarkRow]:
-    """Seconds of ``snakemake -n``."""
+    """Measure the seconds of ``snakemake -n``."""
     values = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as root:

@@ -47,7 +47,7 @@ SFT_PROGRAM = "stages.sft"
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between two progress lines of a stage without a terminal."""
 MIN_RATE_INTERVAL_S = 1.0
-"""A rate is shown once it was measured for this long."""
+"""Seconds for which a rate must be measured before it is shown."""
 TIME_FORMAT = "%H:%M:%S"
 RECENT_ITERATIONS = 10
 """Number of iterations from which the time left is computed."""
@@ -68,11 +68,11 @@ class ProgressCallback:
 
     def __init__(self, run: Run, launcher: str = "inprocess") -> None:
         self._run = run
-        self._where = LAUNCHER_DESCRIPTIONS[launcher]
+        self._launcher_description = LAUNCHER_DESCRIPTIONS[launcher]
         self._logged_at = time.monotonic()
         self._terminal = create_console(stderr=True)
         self._bars: Progress | None = None
-        self._held_out = ""
+        self._score_text = ""
         """The newest held-out score and its iteration."""
         self._rates: dict[tuple[str, str], RateEstimate] = {}
         """By stage and unit."""
@@ -81,7 +81,7 @@ class ProgressCallback:
         self._publish_times = (0.0, 0.0)
         """Time at which the previous and the newest weights were published."""
         self._iteration_ends: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
-        """Monotonic times of the newest ends of iterations; at first the start of an iteration."""
+        """Monotonic times at which recent iterations ended, after the start of the first one."""
 
     def __enter__(self) -> ProgressCallback:
         log.setLevel(logging.INFO)
@@ -121,7 +121,7 @@ class ProgressCallback:
             (config.task.model_extra or {}).get("id", config.task.name),
             config.model.name,
             config.iterations,
-            self._where,
+            self._launcher_description,
         )
         return self
 
@@ -184,7 +184,7 @@ class ProgressCallback:
         for key in [key for key in self._rates if key[0] == node.stage]:
             del self._rates[key]
         if self._bars is not None:
-            # A task cannot lose its total, so each stage has its own.
+            # The total of a progress task cannot be unset, so each stage gets a new task.
             self._bars.remove_task(self._stage_task)
             self._stage_task = self._bars.add_task(node.stage, total=None, note="")
 
@@ -199,7 +199,7 @@ class ProgressCallback:
             self._publish_times = (self._publish_times[1], manifest.timing["end"])
         if node.stage == EVALUATE:
             score = format_number(manifest.metrics["score"])
-            self._held_out = f"held-out score {score} (iteration {node.iteration})"
+            self._score_text = f"held-out score {score} (iteration {node.iteration})"
             when = f"after iteration {node.iteration}" if node.iteration else "before iteration 1"
             lengths = [
                 f", {name} {format_number(manifest.metrics[name])}"
@@ -223,23 +223,23 @@ class ProgressCallback:
             f"{name} {format_number(value)}"
             for name, value in headline_metrics(config, metrics).items()
         ]
-        # In pools a rollout may start long before its weights exist.
+        # Pools may start a rollout early: count from the end of the previous iteration.
         start = self._rollout_starts.pop(iteration, None)
         steps = metrics.get(f"{flow_of(config).rollout_stage}/steps")
         if start is not None and steps is not None:
             seconds = self._publish_times[1] - max(start, self._publish_times[0])
             unit = step_unit(config)
             details.append(f"{format_rate(steps / max(1e-9, seconds))} {unit}/s")
-        details += [self._held_out] if self._held_out else []
+        details += [self._score_text] if self._score_text else []
         self._iteration_ends.append(time.monotonic())
-        remaining, left = config.iterations - iteration - 1, ""
+        remaining, time_left = config.iterations - iteration - 1, ""
         if remaining > 0 and len(self._iteration_ends) > 1:
-            first, last = self._iteration_ends[0], self._iteration_ends[-1]
-            iteration_s = (last - first) / (len(self._iteration_ends) - 1)
-            left = f"{format_duration(iteration_s * remaining)} left"
-            details.append(left)
+            oldest, newest = self._iteration_ends[0], self._iteration_ends[-1]
+            iteration_s = (newest - oldest) / (len(self._iteration_ends) - 1)
+            time_left = f"{format_duration(iteration_s * remaining)} left"
+            details.append(time_left)
         if self._bars is not None:
-            self._bars.update(self._iterations_task, completed=iteration + 1, note=left)
+            self._bars.update(self._iterations_task, completed=iteration + 1, note=time_left)
         log.info("iteration %d/%d: %s", iteration + 1, config.iterations, ", ".join(details))
 
 
@@ -268,7 +268,7 @@ class RateEstimate:
 
 
 class TrackerCallback:
-    """Forwards the metrics of each finished iteration to the configured trackers, once.
+    """Forwards the metrics of each finished iteration to the configured trackers exactly once.
 
     A digest of the metrics is written to the run first. A restarted driver, or one that rebuilds a
     damaged result, therefore does not log the same metrics twice.
@@ -277,11 +277,11 @@ class TrackerCallback:
     def __init__(self, run: Run) -> None:
         self._sinks = open_trackers(run.config.log, run.folder, run.config)
         self._file = run.folder / TRACKED_FILE
-        old = not self._file.exists() and (run.folder / METRICS_FILE).exists()
-        self._logged = set[str]() if old else _lines(self._file)
-        if old:  # an earlier version logged its metrics without recording them
+        is_unrecorded = not self._file.exists() and (run.folder / METRICS_FILE).exists()
+        self._logged = set[str]() if is_unrecorded else _read_lines(self._file)
+        if is_unrecorded:  # an earlier version logged its metrics without recording them
             for values in read_metrics(run.folder):
-                self._record(values["iteration"] + 1, _numbers(values))
+                self._record(values["iteration"] + 1, _to_floats(values))
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         for values in rows:
@@ -294,7 +294,7 @@ class TrackerCallback:
             self._log(node.iteration, {"evaluate/score": manifest.metrics["score"]})
 
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
-        self._log(iteration + 1, _numbers(metrics))
+        self._log(iteration + 1, _to_floats(metrics))
 
     def close(self) -> None:
         """Flush and close the trackers."""
@@ -310,20 +310,20 @@ class TrackerCallback:
         """Record metrics; returns whether they are new."""
         if not self._sinks:
             return False
-        mark = json_digest([step, metrics])
-        if mark in self._logged:
+        digest = json_digest([step, metrics])
+        if digest in self._logged:
             return False
-        self._logged.add(mark)
+        self._logged.add(digest)
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(f"{mark}\n")
+            file.write(f"{digest}\n")
         return True
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def _to_floats(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if name != "iteration"}
 
 
-def _lines(path: Path) -> set[str]:
+def _read_lines(path: Path) -> set[str]:
     try:
         return set(path.read_text(encoding="utf-8", errors="replace").splitlines())
     except FileNotFoundError:
@@ -341,8 +341,8 @@ def check_notify_command(command: Sequence[str]) -> None:
     """
     if command and shutil.which(command[0]) is None:
         raise ConfigError(
-            f"cluster.notify_command: no command {command[0]!r} here; give its path, then its "
-            "words: [/home/me/bin/tell, --quietly]"
+            f"cluster.notify_command: no command {command[0]!r} here; set it to a path and "
+            "arguments: [/home/me/bin/tell, --quietly]"
         )
 
 
@@ -359,16 +359,16 @@ def notify_at_end(name: str, command: Sequence[str]) -> Iterator[None]:
     except (InterruptedByUser, RunLockedError, RunStopped):
         raise
     except RequeueRequested:
-        if current_job_id() is None:  # a job is started again
-            _call(command, name, "stopped")
+        if current_job_id() is None:  # a job is requeued instead
+            _run_notify_command(command, name, "stopped")
         raise
     except Exception:
-        _call(command, name, "failed")
+        _run_notify_command(command, name, "failed")
         raise
-    _call(command, name, "finished")
+    _run_notify_command(command, name, "finished")
 
 
-def _call(command: Sequence[str], name: str, outcome: str) -> None:
+def _run_notify_command(command: Sequence[str], name: str, outcome: str) -> None:
     if not command:
         return
     try:

@@ -40,7 +40,7 @@ class DriverJobConfig(Section):
     """Null: the value of the site file."""
     sbatch: dict[str, str | int | bool] = {}
     """Further sbatch options by long name, checked by
-    :func:`slurm.sbatch_options.check_driver_options` checks."""
+    :func:`slurm.sbatch_options.check_driver_options`."""
 
     @field_validator("sbatch")
     @classmethod

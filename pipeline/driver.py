@@ -1,4 +1,5 @@
-"""The driver: walks the stage graph, starts stages, collects their results, resumes after a crash.
+"""The driver: walks the stage graph, starts stages, collects their results and resumes after a
+crash.
 
 All state is in the run directory. Only manifests decide what is finished: the key of a manifest
 must be the digest of the configuration, the code and the inputs of its stage.
@@ -37,7 +38,7 @@ from stages.layout import CONFIG_FILE
 from stages.runner import load_config
 
 DAMAGE_CHECK_INTERVAL_S = 2.0
-"""Interval between checks that the inputs of running stages are intact."""
+"""Seconds between two checks that the inputs of running stages are intact."""
 log = logging.getLogger("rlinf")
 
 
@@ -99,13 +100,13 @@ class Driver:
             except RunLockedError:
                 raise  # another driver owns the run
             except (InputError, StageError, KeyboardInterrupt):
-                keep_jobs = False  # a new attempt needs a change first
+                keep_jobs = False  # a retry is useless before something changes
                 raise
             finally:
                 self.executor.stop(keep_jobs=keep_jobs)
 
     def _recover(self) -> None:
-        self._refuse_changed()
+        self._check_config_unchanged()
         remove_orphans(self.run.folder)
         check_resumable(self._state, self.on_mismatch)
         if self._done:
@@ -117,20 +118,20 @@ class Driver:
         for callback in self.callbacks:
             callback.on_resume(rows)
 
-    def _refuse_changed(self) -> None:
+    def _check_config_unchanged(self) -> None:
         """Check that the configuration of the run did not change before this driver owned it.
 
         Raises:
             RunLockedError: another start changed it.
         """
         frozen = load_config(self.run.folder / CONFIG_FILE).semantic_values()
-        own = self.run.config.semantic_values()
+        current = self.run.config.semantic_values()
         # A start may run fewer iterations than the run has.
-        found = config_differences(own, {**frozen, "iterations": own["iterations"]})
-        if found:
+        differences = config_differences(current, {**frozen, "iterations": current["iterations"]})
+        if differences:
             raise RunLockedError(
                 f"{self.run.folder}: another start changed its configuration meanwhile "
-                f"({found[0]}); start again with the configuration that you want"
+                f"({differences[0]}); start again with the configuration that you want"
             )
 
     def _loop(self, lock: RunLock) -> None:
@@ -138,11 +139,11 @@ class Driver:
         window: list[StageNode] = []
         while True:
             window = [node for node in window if node not in self._done]
-            window += self._next(nodes, self.max_lookahead - len(window))
+            window += self._next_nodes(nodes, self.max_lookahead - len(window))
             if not window:
                 return
             for node in window:
-                if node in self._running or node in self._done or not self._ready(node):
+                if node in self._running or node in self._done or not self._is_ready(node):
                     continue
                 manifest = self._state.lookup(node)
                 if manifest is not None:
@@ -156,21 +157,19 @@ class Driver:
             if not self._running and not any(node in self._done for node in window):
                 raise StageError(f"{window[0].name}: its inputs can never be ready")
             lock.check()
-            ended = self.executor.poll()
-            self._log_requeued([n for n, o in ended.items() if o.exit_code == EXIT_REQUEUE])
-            for node, outcome in ended.items():
+            outcomes = self.executor.poll()
+            self._log_requeued([n for n, o in outcomes.items() if o.exit_code == EXIT_REQUEUE])
+            for node, outcome in outcomes.items():
                 self._running.discard(node)
                 window += self._process_outcome(node, outcome)
             window += self._damaged_inputs()
             window.sort(key=lambda node: (node.iteration, node.stage == EVALUATE))
 
-    def _next(self, nodes: Iterator[StageNode], count: int) -> list[StageNode]:
-        """Return up to ``count`` further nodes, in whole iterations for a streaming executor."""
-        found: list[StageNode] = []
-        last = self.graph.flow.publish_stage
-        while len(found) < count or (
-            self.executor.supports_streaming and found and found[-1].stage not in (last, EVALUATE)
-        ):
+    def _next_nodes(self, nodes: Iterator[StageNode], count: int) -> list[StageNode]:
+        """Return the next nodes: up to ``count``, or whole iterations for a streaming executor."""
+        selected: list[StageNode] = []
+        ends, streams = (self.graph.flow.publish_stage, EVALUATE), self.executor.supports_streaming
+        while len(selected) < count or (streams and selected and selected[-1].stage not in ends):
             node = next(nodes, None)
             if node is None:
                 break
@@ -185,19 +184,19 @@ class Driver:
                     )
                 self._has_warned = True
                 continue
-            found.append(node)
-        return found
+            selected.append(node)
+        return selected
 
-    def _ready(self, node: StageNode) -> bool:
+    def _is_ready(self, node: StageNode) -> bool:
         # An unverified result may be valid; that is decided once its inputs are committed.
-        live = self.executor.supports_streaming and node not in self._state.unverified
+        can_stream = self.executor.supports_streaming and node not in self._state.unverified
         return all(
-            source in self._done or (live and source in self._running)
+            source in self._done or (can_stream and source in self._running)
             for source in self.graph.inputs(node).values()
         )
 
     def _start(self, node: StageNode) -> None:
-        # A launcher that watches for a manifest must not see one of an attempt with other inputs.
+        # A launcher that waits for a manifest must not see that of an attempt with other inputs.
         self._state.clear_for(node)
         call = stage_call(self.run, self.graph, node)
         for callback in self.callbacks:
@@ -249,20 +248,20 @@ class Driver:
     def _damaged_inputs(self) -> list[StageNode]:
         """Return damaged inputs of running stages, which must run again.
 
-        A worker that finds damage may continue: a generator requeues its work item, and all wait
-        for the weights.
+        Damage does not always end an attempt: a generator only requeues its work item, and then all
+        workers wait for the weights.
         """
         if time.monotonic() - self._checked_at < DAMAGE_CHECK_INTERVAL_S:
             return []
         self._checked_at = time.monotonic()
-        again = []
+        damaged = []
         for node in self._running:
             sources = self._done.keys() & self.graph.inputs(node).values()
             if not all((self._folder(source) / MANIFEST).exists() for source in sources):
-                again += self._missing_inputs(node)
-        for source in again:
+                damaged += self._missing_inputs(node)
+        for source in damaged:
             log.warning("%s is damaged; rebuilding it", source.name)
-        return again
+        return damaged
 
     def _missing_inputs(self, node: StageNode) -> list[StageNode]:
         """Return the inputs of a node that are missing or damaged."""

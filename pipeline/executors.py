@@ -73,7 +73,7 @@ class InProcessExecutor:
             outcome = Outcome(0)
         except RlinfError as error:
             outcome = Outcome(error.exit_code, str(error), error)
-        except Exception as error:  # retried by policy, then raised as it is
+        except Exception as error:  # the driver retries it, then raises it unchanged
             log.warning("%s", traceback.format_exc())
             outcome = Outcome(1, str(error), error)
         self._ended[node] = outcome
@@ -87,7 +87,7 @@ class InProcessExecutor:
 
 
 def stage_call(run: Run, graph: Graph, node: StageNode) -> StageCall:
-    """The call that makes the output of a node."""
+    """Return the call that computes the output of a node."""
     inputs = {
         name: graph.output_folder(run.folder, source) for name, source in graph.inputs(node).items()
     }

@@ -1,5 +1,5 @@
-"""The stage graph: a flow (:mod:`stages.flow`) unrolled over the iterations of a run. All drivers,
-Snakemake included, walk it."""
+"""The stage graph: a flow (:mod:`stages.flow`) unrolled over the iterations of a run. The
+driver and the Snakemake workflow follow it."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ class Graph:
 
     def inputs(self, node: StageNode) -> dict[str, StageNode]:
         """Return the nodes whose outputs a node reads, by input name."""
-        found = {}
+        nodes = {}
         for name, source in self.flow.all_stages[node.stage].inputs.items():
             lag = self._staleness if source.stale else 0
-            for place in range(source.history):
-                iteration = node.iteration - source.lag - lag - place
-                key = f"{name}.{place}" if place else name
+            for age in range(source.history):
+                iteration = node.iteration - source.lag - lag - age
+                key = f"{name}.{age}" if age else name
                 if source.stage in self.flow.offline:
-                    found[key] = StageNode(source.stage, 0)
+                    nodes[key] = StageNode(source.stage, 0)
                 elif iteration >= 0:
-                    found[key] = StageNode(source.stage, iteration)
-                elif source.initial is not None and not place:
-                    found[key] = StageNode(source.initial, 0)
-        return found
+                    nodes[key] = StageNode(source.stage, iteration)
+                elif source.initial is not None and not age:
+                    nodes[key] = StageNode(source.initial, 0)
+        return nodes
 
     def edges(self) -> dict[str, set[str]]:
         """Return the names of the inputs along each edge, by edge (``rollout -> reward``)."""
-        found: dict[str, set[str]] = {}
+        inputs_by_edge: dict[str, set[str]] = {}
         for target, stage in {**self.flow.stages, EVALUATE: self.flow.evaluate}.items():
             for name, source in stage.inputs.items():
-                found.setdefault(f"{source.stage} -> {target}", set()).add(name)
-        return found
+                inputs_by_edge.setdefault(f"{source.stage} -> {target}", set()).add(name)
+        return inputs_by_edge
 
     def is_evaluated(self, version: int) -> bool:
         """Return whether a version of the weights is evaluated."""
-        ends = version in (0, self.iterations)
-        return ends or (self._every > 0 and version % self._every == 0)
+        is_first_or_last = version in (0, self.iterations)
+        return is_first_or_last or (self._every > 0 and version % self._every == 0)
 
     def offline_nodes(self) -> Iterator[StageNode]:
         """Yield the nodes before the first iteration."""

@@ -48,26 +48,26 @@ class HealthRule:
     """Whether the rule applies only to algorithms that compare the samples of a group."""
 
 
-def _is(name: str, value: float) -> Callable[[MetricsRow], bool]:
+def _equals(name: str, value: float) -> Callable[[MetricsRow], bool]:
     return lambda row: row.get(name) == value
 
 
-def _some(name: str) -> Callable[[MetricsRow], bool]:
+def _is_positive(name: str) -> Callable[[MetricsRow], bool]:
     return lambda row: row.get(name, 0) > 0
 
 
-has_equal_groups = _is("reward/group_std", 0)
+has_equal_groups = _equals("reward/group_std", 0)
 NO_LEARNING_RULES = (
     HealthRule(
         "nothing_judged",
         lambda row: row.get("reward/used_fraction") == 0 and "reward/group_std" not in row,
         "no sample has a valid reward, so none is trained on",
-        "see the log of the stage reward, which counts the causes, such as a judge that does not "
+        "see the log of the reward stage, which counts the causes, such as a judge that does not "
         "answer or samples that are too long",
     ),
     HealthRule(
         "nothing_kept",
-        _is("reward/used_fraction", 0),
+        _equals("reward/used_fraction", 0),
         "no sample is trained on, because all samples of each group score the same",
         "choose easier or harder prompts, a larger rollout.group_size or SFT",
     ),
@@ -80,37 +80,37 @@ NO_LEARNING_RULES = (
     ),
     HealthRule(
         "zero_gradient",
-        _is("train/grad_norm", 0),
+        _equals("train/grad_norm", 0),
         "the gradient is zero, so that the weights do not change",
-        "look at the rewards and the mask of the samples",
+        "check the rewards and the loss mask of the samples",
     ),
     HealthRule(
         "skipped_steps",
-        _is("train/skipped_steps", 1),
-        "every step was left out because its gradient overflowed float16, so that the weights do "
-        "not change",
-        "the loss scale is halved each time and ends this by itself where the gradient is finite; "
+        _equals("train/skipped_steps", 1),
+        "every optimizer step was skipped because its gradient overflowed float16, so that the "
+        "weights do not change",
+        "the loss scale is halved each time, which may end this without a change; "
         "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 avoids it",
     ),
 )
 """Ordered by cause: the first rule that applies to an iteration explains the later ones."""
 GRADER_RULES = tuple(
-    HealthRule(name, _some(f"reward/{name}"), what, advice, patience=1)
-    for name, what, advice in (
+    HealthRule(name, _is_positive(f"reward/{name}"), text, advice, patience=1)
+    for name, text, advice in (
         (
             "fully_masked",
-            "samples have no step that counts (their mask is 0 throughout) and teach nothing",
-            "look at the masks that the task gives",
+            "samples have a loss mask of 0 at every step, so nothing is learned from them",
+            "check the masks that the task returns",
         ),
         (
             "timeouts",
-            "answers ran into the grader's time limit and score 0",
-            "look at them in the report",
+            "answers exceeded the time limit of the grader and score 0",
+            "check them in the report",
         ),
         (
             "parse_failures",
-            "answers could not be read and score 0",
-            "look at them in the report, and at the format that the prompt requires",
+            "answers could not be parsed and score 0",
+            "check them in the report, and the format that the prompt requires",
         ),
         (
             "unfinished_thoughts",
@@ -120,7 +120,7 @@ GRADER_RULES = tuple(
         (
             "grader_deaths",
             "workers of the grader died and were replaced",
-            "give the stage reward more memory, or look at the answers they died of",
+            "give the reward stage more memory, or check the answers that crashed them",
         ),
     )
 )
@@ -136,38 +136,39 @@ def evaluate_rules(
         needs_groups: whether the algorithm compares the samples of a group.
         iterations: number of iterations of the run; a shorter run needs less patience.
     """
-    found: list[HealthWarning] = []
+    warnings: list[HealthWarning] = []
     if not rows:
-        return found
+        return warnings
     rules = [rule for rule in NO_LEARNING_RULES if needs_groups or not rule.only_groups]
     causes = [next((rule.kind for rule in rules if rule.condition(row)), "") for row in rows]
     for rule in NO_LEARNING_RULES:
         since = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
-        found += _warning(rule, rows, since)
+        warnings += _warning(rule, rows, since)
     for rule in GRADER_RULES:
-        found += _warning(rule, rows, _streak([rule.condition(row) for row in rows], rule.patience))
-    return found
+        since = _streak([rule.condition(row) for row in rows], rule.patience)
+        warnings += _warning(rule, rows, since)
+    return warnings
 
 
-def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
+def _streak(values: Sequence[bool], patience: int) -> tuple[int, int] | None:
     """Return the first and last index of the first run of at least ``patience`` true values."""
     start = 0
-    for at, value in enumerate([*holds, False]):
+    for index, value in enumerate([*values, False]):
         if not value:
-            if at - start >= patience:
-                return start, at - 1
-            start = at + 1
+            if index - start >= patience:
+                return start, index - 1
+            start = index + 1
     return None
 
 
 def _warning(
-    rule: HealthRule, rows: Sequence[MetricsRow], span: tuple[int, int] | None
+    rule: HealthRule, rows: Sequence[MetricsRow], streak: tuple[int, int] | None
 ) -> Iterator[HealthWarning]:
-    if span is None:
+    if streak is None:
         return
     # Iterations are shown starting at 1.
-    first, last = (int(rows[at]["iteration"]) + 1 for at in span)
-    if span[1] == len(rows) - 1:
+    first, last = (int(rows[index]["iteration"]) + 1 for index in streak)
+    if streak[1] == len(rows) - 1:
         when = f"since iteration {first}"
     else:
         when = f"in iteration {first}" if first == last else f"in iterations {first} to {last}"
@@ -176,11 +177,11 @@ def _warning(
 
 def run_warnings(run: Run) -> list[str]:
     """Return the warnings of a run on disk, from ``metrics.jsonl``."""
-    return [notice.text for notice in _warnings_of(run, read_metrics_rows(run))]
+    return [warning.text for warning in _evaluate_run(run, read_metrics_rows(run))]
 
 
 def read_metrics_rows(run: Run) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl``, without a line that a crash left incomplete."""
+    """Return the rows of ``metrics.jsonl``, without lines that a crash left incomplete."""
     try:
         text = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -196,15 +197,13 @@ def read_metrics_rows(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _warnings_of(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
+def _evaluate_run(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
     needs_groups = any(map(has_equal_groups, rows)) and _needs_groups(run)
     return evaluate_rules(rows, needs_groups=needs_groups, iterations=run.config.iterations)
 
 
 def _needs_groups(run: Run) -> bool:
-    from stages.factory import (
-        create_algorithm,  # brings PyTorch, which a look at a run can do without
-    )
+    from stages.factory import create_algorithm  # it imports PyTorch, so only if needed
 
     return create_algorithm(run.config).needs_groups
 
@@ -220,7 +219,7 @@ class HealthCheckCallback:
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = [*rows]
-        self._logged = {notice.kind for notice in _warnings_of(self._run, self._rows)}
+        self._logged = {warning.kind for warning in _evaluate_run(self._run, self._rows)}
 
     def on_node_start(self, node: StageNode) -> None: ...
 
@@ -228,7 +227,7 @@ class HealthCheckCallback:
 
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
         self._rows.append(metrics)
-        for notice in _warnings_of(self._run, self._rows):
-            if notice.kind not in self._logged:
-                self._logged.add(notice.kind)
-                log.warning("%s", notice.text)
+        for warning in _evaluate_run(self._run, self._rows):
+            if warning.kind not in self._logged:
+                self._logged.add(warning.kind)
+                log.warning("%s", warning.text)

@@ -26,25 +26,25 @@ def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
         PlanError: the file or the site file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.
     """
-    known = load_site(site) if site is not None else None
+    config = load_site(site) if site is not None else None
     if source is not None:
         saved = load_inventory(source)
-        return saved if known is None or site is None else _with_site(saved, known, site)
+        return saved if config is None or site is None else _with_site(saved, config, site)
     try:
         surveyed = discover_inventory(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
     except SlurmError as error:
         raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
     return (
         surveyed.with_site_settings(SiteConfig())
-        if known is None or site is None
-        else _with_site(surveyed, known, site)
+        if config is None or site is None
+        else _with_site(surveyed, config, site)
     )
 
 
-def _with_site(inventory: Inventory, known: SiteConfig, path: Path) -> Inventory:
+def _with_site(inventory: Inventory, config: SiteConfig, path: Path) -> Inventory:
     """Apply a site file to the partitions of an inventory."""
-    known.check_partitions(inventory.partitions, path)
-    return inventory.with_site_settings(known)
+    config.check_partitions(inventory.partitions, path)
+    return inventory.with_site_settings(config)
 
 
 def show_inventory(
@@ -73,31 +73,31 @@ def inventory_table(inventory: Inventory) -> Table:
     """Return a table with one row per group of equal nodes. It fits 80 columns: only names wrap."""
     surveyed = inventory.created_at.strftime("%Y-%m-%d %H:%M:%S %Z")
     title = f"Slurm {inventory.slurm_version}, {surveyed}"
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("partition", "GPUs a node"):
-        out.add_column(f"\n\n{heading}", overflow="fold")
+        table.add_column(f"\n\n{heading}", overflow="fold")
     numbers = ("nodes\nidle/\nall", "\n\ndown", "\nGPUs\nidle", "\nmem.\nGiB", "\ntime\nlimit")
     for heading in (*numbers, "\npre-\nempt", "\njobs\nwait", "\ntheir\nGPUs"):
-        out.add_column(heading, no_wrap=True, justify="right")
+        table.add_column(heading, no_wrap=True, justify="right")
     for name, partition in inventory.partitions.items():
         partition_cells = (
-            _limit(partition.time_limit_min),
+            _format_minutes(partition.time_limit_min),
             "yes" if inventory.is_preemptible(name) else "no",
             str(partition.queued_jobs),
             str(partition.queued_gpus or ""),
         )
-        first = f"{name}{'*' if partition.is_default else ''}"
-        first += "" if partition.is_available else " (closed)"
+        label = f"{name}{'*' if partition.is_default else ''}"
+        label += "" if partition.is_available else " (closed)"
         if not partition.groups:
-            out.add_row(first, "", "0/0", "", "", "", *partition_cells)
+            table.add_row(label, "", "0/0", "", "", "", *partition_cells)
         for i, group in enumerate(partition.groups):
-            out.add_row(
-                first if i == 0 else "", *_group(group), *(partition_cells if i == 0 else ())
+            table.add_row(
+                label if i == 0 else "", *_cells(group), *(partition_cells if i == 0 else ())
             )
-    return out
+    return table
 
 
-def _group(group: NodeGroup) -> tuple[str, str, str, str, str]:
+def _cells(group: NodeGroup) -> tuple[str, str, str, str, str]:
     nodes = f"{group.idle_nodes}/{group.count}"
     down = str(group.down_nodes or "")
     memory = f"{group.mem_mb_per_node / 1024:.0f}"
@@ -109,10 +109,8 @@ def _group(group: NodeGroup) -> tuple[str, str, str, str, str]:
     return gpu, nodes, down, str(group.idle_gpus), memory
 
 
-def _limit(minutes: int | None) -> str:
-    if minutes is None:
+def _format_minutes(total_min: int | None) -> str:
+    if total_min is None:
         return "none"
-    hours, rest = divmod(minutes, 60)
-    return "".join(
-        f"{value}{unit}" for value, unit in ((hours, "h"), (rest, "m")) if value or not minutes
-    )
+    parts = zip(divmod(total_min, 60), "hm", strict=True)
+    return "".join(f"{value}{unit}" for value, unit in parts if value or not total_min)

@@ -1,4 +1,4 @@
-"""Execution of stages as jobs: a launcher, the jobs of stages, and their results."""
+"""Execution of each stage as a job of a launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def create_launcher(
     """Create the configured launcher, after checking that it can run the plan.
 
     Args:
-        driver: resources of the job in which the driver runs; None: the driver is no job.
+        driver: resources of the job in which the driver runs; None if it runs in no job.
 
     Raises:
         PlanError: the plan requests more than the cluster has.
@@ -57,8 +57,8 @@ def create_launcher(
 
         load_site(cluster.site).check_partitions(partitions, cluster.site)
     jobs = plan_job_requests(plan, cluster)
-    for key, ways in jobs.items():
-        for needs in ways:
+    for key, alternatives in jobs.items():
+        for needs in alternatives:
             check_resources(needs, partitions, key)
     check_quotas(plan, jobs, quotas, driver)
     check_hetjobs(plan, cluster)
@@ -74,29 +74,29 @@ def stage_job(node: StageNode, call: StageCall, run: Path, needs: JobResources) 
 class QueueLog:
     """Logs where jobs were submitted and why a job does not start."""
 
-    shown: bool = True
+    is_enabled: bool = True
     """Whether to log at all; false without a queue."""
     _since: dict[str, float] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
 
-    def on_submit(self, name: str, identity: str, partition: str | None) -> None:
+    def on_submit(self, name: str, job_id: str, partition: str | None) -> None:
         """Log that a job was submitted."""
         self._since[name] = time.monotonic()
-        if self.shown:
-            log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
+        if self.is_enabled:
+            log.info("%s: job %s, partition %s", name, job_id, partition or "(Slurm's default)")
 
-    def on_status(self, name: str, identity: str, status: JobStatus) -> None:
+    def on_status(self, name: str, job_id: str, status: JobStatus) -> None:
         """Log the state of an active job; each reason to wait is logged once."""
-        known = self._reasons.get(name)
+        logged_reason = self._reasons.get(name)
         if status.state is JobState.PENDING:
-            late = self.shown and time.monotonic() - self._since.get(name, 0.0) > QUEUE_NOTICE_S
+            waited_s = time.monotonic() - self._since.get(name, 0.0)
             reason = status.reason or "no reason given"
-            if late and reason != known:
+            if self.is_enabled and waited_s > QUEUE_NOTICE_S and reason != logged_reason:
                 self._reasons[name] = reason
-                log.info("%s: job %s waits: %s", name, identity, reason)
-        elif known is not None:
+                log.info("%s: job %s waits: %s", name, job_id, reason)
+        elif logged_reason is not None:
             del self._reasons[name]
-            log.info("%s: job %s runs%s", name, identity, status.node and f" on {status.node}")
+            log.info("%s: job %s runs%s", name, job_id, status.node and f" on {status.node}")
 
 
 @dataclass
@@ -112,7 +112,7 @@ class JobExecutor:
     _ids: dict[StageNode, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
+        self._queue = QueueLog(is_enabled=self.cluster.launcher == "slurm")
 
     @property
     def interrupt_note(self) -> str:
@@ -123,9 +123,9 @@ class JobExecutor:
     def start(self, node: StageNode, call: StageCall) -> None:
         python = stage_interpreter(self.run.config, self.plan.flow, node.stage)
         needs = job_resources(self.plan.stage_plan(node.stage), self.cluster, python)
-        identity = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
-        self._ids[node] = identity
-        self._queue.on_submit(node.name, identity, needs.partition)
+        job_id = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+        self._ids[node] = job_id
+        self._queue.on_submit(node.name, job_id, needs.partition)
 
     def poll(self) -> dict[StageNode, Outcome]:
         """Return the outcomes of ended jobs; sleeps for one polling interval if there are none."""
@@ -133,10 +133,10 @@ class JobExecutor:
             raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         ended: dict[StageNode, Outcome] = {}
         statuses = self.launcher.poll(list(self._ids.values()))
-        for node, identity in list(self._ids.items()):
-            status = statuses[identity]
+        for node, job_id in list(self._ids.items()):
+            status = statuses[job_id]
             if status.state.is_active:
-                self._queue.on_status(node.name, identity, status)
+                self._queue.on_status(node.name, job_id, status)
                 continue
             del self._ids[node]
             code = 0 if status.state is JobState.DONE else status.exit_code or 1

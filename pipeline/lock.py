@@ -2,8 +2,8 @@
 
 The file is created atomically with ``link``. Only its owner, or the process that replaces a dead
 owner, changes it. On the same boot of the same machine the operating system tells whether the owner
-is alive; elsewhere the owner is alive as long as it touches the file. Ages are measured with the
-clock of the filesystem: a new file is created there and the two times are compared.
+is alive; elsewhere an owner counts as alive while it keeps touching the file. The age of a file is
+its time compared with that of a new file, so only the clock of the filesystem matters.
 
 The owner also removes shared memory and temporary files that killed processes of the run left.
 """
@@ -34,7 +34,7 @@ LOCK_FILE = "driver.json"
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
 ACQUIRE_TIMEOUT_S = 5.0
-"""How long to retry while other drivers start too."""
+"""Seconds to retry while other drivers start at the same time."""
 log = logging.getLogger("rlinf")
 
 
@@ -50,14 +50,14 @@ class LockOwner:
     start_ticks: int = 0
     """Start time of the process, in clock ticks since boot."""
     job: str = ""
-    """Id of the Slurm job, if the process is one."""
+    """Id of the Slurm job, if the process runs in one."""
 
     @classmethod
     def current(cls) -> LockOwner:
         """Return the description of this process."""
         token = secrets.token_hex(8)
-        place = (boot_id(), pid_namespace(), own_start_time(), current_job_id() or "")
-        return cls(socket.gethostname(), os.getpid(), token, *place)
+        process_identity = (boot_id(), pid_namespace(), own_start_time(), current_job_id() or "")
+        return cls(socket.gethostname(), os.getpid(), token, *process_identity)
 
     @classmethod
     def read(cls, path: Path) -> LockOwner:
@@ -70,14 +70,14 @@ class LockOwner:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("no table")
-        known: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
+        fields: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
         for name in ("boot_id", "pid_namespace", "start_ticks", "job"):
-            known[name] = values.get(name) or getattr(cls, name)
-        for name, value in known.items():
-            kind = int if name in ("pid", "pid_namespace", "start_ticks") else str
-            if not isinstance(value, kind) or isinstance(value, bool):
+            fields[name] = values.get(name) or getattr(cls, name)
+        for name, value in fields.items():
+            expected_type = int if name in ("pid", "pid_namespace", "start_ticks") else str
+            if not isinstance(value, expected_type) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}")
-        return cls(**known)
+        return cls(**fields)
 
 
 class RunLock:
@@ -97,7 +97,7 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Check that this process still owns the lock. It reads the file only if a heartbeat is
+        """Check that this process still owns the lock. The file is read only if a heartbeat is
         overdue.
 
         Raises:
@@ -114,8 +114,8 @@ class RunLock:
     def release(self) -> None:
         self._released.set()
         self._thread.join()
-        with contextlib.suppress(OSError), _written(self._path, self._owner) as owner_file:
-            _change(self._path, self._owner.token, owner_file, remove=True)
+        with contextlib.suppress(OSError), _owner_file(self._path, self._owner) as owner_file:
+            _swap(self._path, self._owner.token, owner_file, remove=True)
 
     def _send_heartbeats(self) -> None:
         while not self._released.wait(HEARTBEAT_S) and not self._is_lost:
@@ -131,7 +131,7 @@ class RunLock:
         self._last_beat = time.monotonic()
 
 
-def living_owner(path: Path) -> LockOwner | None:
+def find_live_owner(path: Path) -> LockOwner | None:
     """Return the owner in a lock file if its process is alive, else None; a damaged file is
     logged."""
     try:
@@ -139,86 +139,86 @@ def living_owner(path: Path) -> LockOwner | None:
     except OSError:
         return None
     except ValueError as error:
-        log.warning("%s", _damaged(path, error))
+        log.warning("%s", _damage_message(path, error))
         return None
-    return owner if _alive(path, owner) else None
+    return owner if _is_owner_alive(path, owner) else None
 
 
 def orphaned_lock_files(folder: Path) -> list[Path]:
     """Return lock files in a run folder that dead drivers left; they can be removed."""
-    found = []
+    orphaned = []
     for path in [*folder.glob(f".{LOCK_FILE}.*"), *folder.glob(f"{LOCK_FILE}.stale*")]:
         with contextlib.suppress(FileNotFoundError):
             if _is_dead(path):
-                found.append(path)
-    return found
+                orphaned.append(path)
+    return orphaned
 
 
 def file_age_s(path: Path) -> float:
-    """Return the seconds since a file was touched, by the clock of its filesystem.
+    """Return the seconds since a file was last modified, by the clock of its filesystem.
 
     Raises:
         FileNotFoundError: it does not exist.
     """
     probe = path.with_name(f".{path.name}.clock-{secrets.token_hex(4)}")
-    touched = path.stat().st_mtime
+    modified_at = path.stat().st_mtime
     try:
         probe.touch(exist_ok=False)
         try:
-            return probe.stat().st_mtime - touched
+            return probe.stat().st_mtime - modified_at
         finally:
             probe.unlink(missing_ok=True)
     except OSError:
         # The folder is not writable, for this user or at all.
-        return time.time() - touched
+        return time.time() - modified_at
 
 
 def _acquire(path: Path, new_owner: LockOwner) -> None:
     deadline = time.monotonic() + ACQUIRE_TIMEOUT_S
-    with _written(path, new_owner) as written:
-        while not _linked(written, path):
+    with _owner_file(path, new_owner) as owner_file:
+        while not _try_link(owner_file, path):
             with contextlib.suppress(FileNotFoundError):
                 # Replace only the file that was examined, not a newer one.
                 token = _damaged_token(path)
                 try:
                     owner = LockOwner.read(path)
                     token = owner.token
-                    if _alive(path, owner):
+                    if _is_owner_alive(path, owner):
                         raise RunLockedError(
                             f"{path.parent}: driven by process {owner.pid} on {owner.host}; "
                             "stop that one first (rlinf status shows what it is doing)"
                         )
                 except ValueError as error:
                     if file_age_s(path) < STALE_S:
-                        raise RunLockedError(_damaged(path, error)) from None
-                    log.warning("%s; it is replaced", _damaged(path, error))
-                if _change(path, token, written):
+                        raise RunLockedError(_damage_message(path, error)) from None
+                    log.warning("%s; it is replaced", _damage_message(path, error))
+                if _swap(path, token, owner_file):
                     return
             if time.monotonic() > deadline:
                 raise RunLockedError(f"{path}: several drivers start at once; try again")
             time.sleep(0.01)
 
 
-def _change(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
+def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
     """Replace or remove a lock file with a given token; returns False if another process was first.
 
-    A process must first create a claim file named after the token. Only one can, so of all
-    processes that saw the same dead owner one replaces it, and none replaces a new owner. A process
-    that dies on the way is replaced in the same manner.
+    A process must first create a claim file named after the token. Only one can, so only one of the
+    processes that saw the same dead owner replaces it, and none replaces a new owner. The claim of
+    a process that died meanwhile is replaced in the same way.
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
-    if not _linked(owner_file, claim):
-        other = _token(claim)
-        if not _is_dead(claim, other) or not _change(claim, other, owner_file):
+    if not _try_link(owner_file, claim):
+        claim_token = _read_token(claim)
+        if not _is_dead(claim, claim_token) or not _swap(claim, claim_token, owner_file):
             return False
     try:
-        if _token(path) != token:
+        if _read_token(path) != token:
             return False
         if remove:
             path.unlink()
         else:
             # Rename a copy: the claim is a link to the lock file, so renaming it would do nothing.
-            with _written(path, LockOwner.read(owner_file)) as new:
+            with _owner_file(path, LockOwner.read(owner_file)) as new:
                 new.replace(path)
         return True
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def _change(path: Path, token: str, owner_file: Path, *, remove: bool = False) -
 
 
 @contextlib.contextmanager
-def _written(path: Path, owner: LockOwner) -> Iterator[Path]:
+def _owner_file(path: Path, owner: LockOwner) -> Iterator[Path]:
     """Write a temporary file beside the lock that describes an owner."""
     temporary = path.with_name(f".{LOCK_FILE}.new-{secrets.token_hex(8)}")
     try:
@@ -242,7 +242,7 @@ def _written(path: Path, owner: LockOwner) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _linked(source: Path, target: Path) -> bool:
+def _try_link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:
@@ -250,7 +250,7 @@ def _linked(source: Path, target: Path) -> bool:
     return True
 
 
-def _token(path: Path) -> str:
+def _read_token(path: Path) -> str:
     """Return the token of a lock file. A damaged file gets one from its inode and time."""
     damaged = _damaged_token(path)
     try:
@@ -260,22 +260,22 @@ def _token(path: Path) -> str:
 
 
 def _damaged_token(path: Path) -> str:
-    about = path.stat()
-    return f"damaged-{about.st_ino}-{about.st_mtime_ns}"
+    stat = path.stat()
+    return f"damaged-{stat.st_ino}-{stat.st_mtime_ns}"
 
 
 def _is_dead(path: Path, token: str | None = None) -> bool:
     """Return whether the process that wrote a file (with this token, if given) is dead."""
     try:
         owner = LockOwner.read(path)
-        return token in (None, owner.token) and not _alive(path, owner)
+        return token in (None, owner.token) and not _is_owner_alive(path, owner)
     except ValueError:
         return token in (None, _damaged_token(path)) and file_age_s(path) > STALE_S
 
 
-def _alive(path: Path, owner: LockOwner) -> bool:
+def _is_owner_alive(path: Path, owner: LockOwner) -> bool:
     if owner.job and owner.job == current_job_id() and owner.pid != os.getpid():
-        return False  # Slurm started this job again: its former life is over
+        return False  # Slurm requeued this job: its earlier execution has ended
     if owner.start_ticks and (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):
         return is_alive(owner.pid, owner.start_ticks)
     try:
@@ -284,7 +284,7 @@ def _alive(path: Path, owner: LockOwner) -> bool:
         return False
 
 
-def _damaged(path: Path, error: ValueError) -> str:
+def _damage_message(path: Path, error: ValueError) -> str:
     return f"{path}: damaged ({error}); if no driver runs, remove it"
 
 
@@ -295,8 +295,8 @@ MIN_AGE_S = 600.0
 
 
 def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield files that can be removed, with their size: of this user, on this node and in these
-    runs.
+    """Yield removable files with their sizes: shared memory of this user on this node, and files of
+    these runs.
 
     Raises:
         InputError: a folder is no run directory.
@@ -340,5 +340,5 @@ def clean_up(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
         total += size
         if not dry_run:
             shared_memory.remove_orphan(path)
-    what = "would be removed" if dry_run else "removed"
-    return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {what}"]
+    outcome = "would be removed" if dry_run else "removed"
+    return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {outcome}"]

@@ -21,7 +21,7 @@ from stages.layout import CONFIG_FILE, METRICS_FILE, TIMINGS_FILE, stage_folder
 from stages.runner import read_config_values
 
 
-def iterations(run: Path) -> list[int]:
+def list_iterations(run: Path) -> list[int]:
     """Return the iterations that have a folder, ascending."""
     folder = run / "it"
     if not folder.is_dir():
@@ -50,18 +50,18 @@ def run_flow(run: Path) -> Flow:
         ConfigError: its configuration is damaged.
     """
     path = run / CONFIG_FILE
-    return _flow_in(path, path.stat().st_mtime_ns) if path.exists() else on_policy
+    return _read_flow(path, path.stat().st_mtime_ns) if path.exists() else on_policy
 
 
 @lru_cache(maxsize=8)
-def _flow_in(path: Path, mark: int) -> Flow:
+def _read_flow(path: Path, modified_ns: int) -> Flow:
     return get_flow(
         str(read_config_values(path).get("flow", RunConfig.model_fields["flow"].default))
     )
 
 
 def busy_s(run: Path, stage: str, iteration: int) -> float:
-    """Return the computing seconds of the busiest worker of a stage; 0 without a manifest."""
+    """Return the seconds that the busiest worker of a stage computed; 0 without a manifest."""
     manifest = stage_manifest(run, stage, iteration)
     seconds: dict[str, float] = defaultdict(float)
     for span in manifest.timing["spans"] if manifest is not None else ():
@@ -90,7 +90,7 @@ def metrics_row(iteration: int, manifests: Iterable[Manifest | None]) -> dict[st
 
 
 def uses_simulator(config: RunConfig) -> bool:
-    """Return whether the task steps a simulator, whose steps are actions and not tokens."""
+    """Return whether the task has a simulator, so that steps are actions and not tokens."""
     return "action" in (config.task.model_extra or {})
 
 
@@ -102,9 +102,9 @@ def step_unit(config: RunConfig) -> str:
 def headline_metrics(config: RunConfig, row: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of an iteration that show whether the run learns, by their short names.
 
-    The mean score of the samples is left out where it equals the reward. With simulators it is the
-    mean return of episodes, or the share that solved the task; ``completion_length`` is left out,
-    because a sample may have several episodes.
+    The mean score of the samples is left out if it equals the reward. With simulators the score is
+    the mean return of episodes, or the share of episodes that solved the task;
+    ``completion_length`` is left out, because a sample may have several episodes.
     """
     task, simulator, flow = config.task.model_extra or {}, uses_simulator(config), flow_of(config)
     score = "success_once" if task.get("score_by_success") else "return" if simulator else "score"
@@ -118,17 +118,17 @@ def headline_metrics(config: RunConfig, row: Mapping[str, Any]) -> dict[str, flo
         "entropy": f"{train}/entropy",
         "completion_length": f"{rollout}/completion_length",
     }
-    found = {name: row[key] for name, key in names.items() if key in row}
-    if found.get(score) == found.get("reward"):
-        found.pop(score, None)
+    metrics = {name: row[key] for name, key in names.items() if key in row}
+    if metrics.get(score) == metrics.get("reward"):
+        metrics.pop(score, None)
     if simulator:
-        found.pop("completion_length", None)
-    return found
+        metrics.pop("completion_length", None)
+    return metrics
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return one row of metrics per finished iteration."""
-    rows = (iteration_metrics(run, iteration) for iteration in iterations(run))
+    rows = (iteration_metrics(run, iteration) for iteration in list_iterations(run))
     return [values for values in rows if values is not None]
 
 
@@ -148,8 +148,8 @@ class MetricsLog:
     def rewrite(self) -> list[dict[str, Any]]:
         """Rewrite both files from the manifests; returns the rows."""
         rows = read_metrics(self._run)
-        timings = {i: self._timings(i) for i in iterations(self._run)}
-        write_atomic(self._run / METRICS_FILE, "".join(_line(values) for values in rows))
+        timings = {i: self._timings(i) for i in list_iterations(self._run)}
+        write_atomic(self._run / METRICS_FILE, "".join(_json_line(values) for values in rows))
         write_atomic(self._run / TIMINGS_FILE, "".join(timings.values()))
         self._digests = {r["iteration"]: json_digest([r, timings[r["iteration"]]]) for r in rows}
         return rows
@@ -157,27 +157,27 @@ class MetricsLog:
     def append(self, iteration: int) -> dict[str, Any] | None:
         """Append a finished iteration; returns its row, or None if the same row is written already.
 
-        A recomputed iteration, or one that is not the newest, gets its place in order.
+        For a recomputed iteration, or one that is not the newest, both files are rewritten.
         """
-        values = iteration_metrics(self._run, iteration)
-        if values is None:
+        row = iteration_metrics(self._run, iteration)
+        if row is None:
             return None
         timings = self._timings(iteration)
-        mark = json_digest([values, timings])
-        if self._digests.get(iteration) == mark:
+        digest = json_digest([row, timings])
+        if self._digests.get(iteration) == digest:
             return None
         if self._digests and iteration <= max(self._digests):
             self.rewrite()
-            return values
-        self._digests[iteration] = mark
-        for name, text in ((METRICS_FILE, _line(values)), (TIMINGS_FILE, timings)):
+            return row
+        self._digests[iteration] = digest
+        for name, text in ((METRICS_FILE, _json_line(row)), (TIMINGS_FILE, timings)):
             with (self._run / name).open("a", encoding="utf-8") as file:
                 file.write(text)
-        return values
+        return row
 
     def _timings(self, iteration: int) -> str:
         timings = (_timing(self._run, stage, iteration) for stage in run_flow(self._run).stages)
-        return "".join(_line(timing) for timing in timings if timing is not None)
+        return "".join(_json_line(timing) for timing in timings if timing is not None)
 
 
 def _timing(run: Path, stage: str, iteration: int) -> dict[str, Any] | None:
@@ -194,5 +194,5 @@ def _timing(run: Path, stage: str, iteration: int) -> dict[str, Any] | None:
     }
 
 
-def _line(values: dict[str, Any]) -> str:
+def _json_line(values: dict[str, Any]) -> str:
     return json.dumps(values, sort_keys=True) + "\n"

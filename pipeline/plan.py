@@ -81,7 +81,7 @@ def device_keys(kind: str, needs: StagePlan) -> dict[str, str | None]:
 
 
 class PoolPlan(Section):
-    """A pool: devices that several stages share, in turns, for many iterations."""
+    """A pool: devices that several stages share for many iterations, taking turns."""
 
     stages: tuple[str, ...] = Field(min_length=1)
     devices: dict[OptionText, PositiveInt] = Field(min_length=1)
@@ -214,22 +214,22 @@ class Plan(Section):
     _flow: Flow = PrivateAttr(default=on_policy)
 
     def stage_plan(self, stage: str) -> StagePlan:
-        """Return the resources of a stage: defaults, then the device of its pool, then its own
-        keys.
+        """Return the resources of a stage: the defaults, overridden by the device of its pool and
+        by its own keys.
 
         Raises:
-            PlanError: the defaults and the keys of the stage contradict each other.
+            PlanError: the combined values are invalid.
         """
-        own = self.stages.get(stage)
+        overrides = self.stages.get(stage)
         values = self.defaults.model_dump(exclude_unset=True)
         pool = next((pool for pool in self.pools if stage in pool.stages), None)
         if pool is not None:
-            place = device_keys(next(iter(pool.devices)), self.defaults)
+            device = device_keys(next(iter(pool.devices)), self.defaults)
             # With several kinds the first one names the partition; GPU types differ.
-            values |= place if len(pool.devices) == 1 else {"partition": place["partition"]}
+            values |= device if len(pool.devices) == 1 else {"partition": device["partition"]}
         if self._flow.all_stages[stage].single_process:
             values |= {"nodes": 1, "processes": 1, "speed_weights": None}
-        values |= own.model_dump(exclude_unset=True) if own else {}
+        values |= overrides.model_dump(exclude_unset=True) if overrides else {}
         if "layout" in self.defaults.model_fields_set:
             raise PlanError(
                 "plan.defaults.layout: set it per stage, as in plan.stages.train.layout"
@@ -241,9 +241,9 @@ class Plan(Section):
             raise PlanError(str(error)) from None
 
     def _layout(self, stage: str) -> ParallelLayout:
-        own, spec = self.stages.get(stage), self._flow.all_stages[stage]
-        if own is not None and "layout" in own.model_fields_set:
-            return own.layout
+        stage_plan, spec = self.stages.get(stage), self._flow.all_stages[stage]
+        if stage_plan is not None and "layout" in stage_plan.model_fields_set:
+            return stage_plan.layout
         if self.pools and spec.colocate_with and not spec.single_process:
             return self._layout(spec.colocate_with)
         return DATA_PARALLEL_ONLY
@@ -255,14 +255,14 @@ class Plan(Section):
 
     def stage_pools(self) -> dict[str, int]:
         """Return the index of the pool that runs each stage, by stage."""
-        found = {stage: i for i, pool in enumerate(self.pools) for stage in pool.stages}
+        pools = {stage: i for i, pool in enumerate(self.pools) for stage in pool.stages}
         for name, stage in self._flow.all_stages.items():
-            found.setdefault(name, found.get(stage.colocate_with or "", len(self.pools) - 1))
-        generates = self._flow.elastic_stage
-        if generates is not None and self.pools[found[generates]].workers is not None:
-            # The pool of its consumers only collects what elastic workers generate.
-            found[generates] = found[self._flow.publish_stage]
-        return found
+            pools.setdefault(name, pools.get(stage.colocate_with or "", len(self.pools) - 1))
+        elastic = self._flow.elastic_stage
+        if elastic is not None and self.pools[pools[elastic]].workers is not None:
+            # The pool of its consumers collects the samples that elastic workers generate.
+            pools[elastic] = pools[self._flow.publish_stage]
+        return pools
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which :func:`parse_plan` restores an equal plan."""
@@ -272,9 +272,9 @@ class Plan(Section):
     @model_validator(mode="after")
     def _check_stage_in_one_pool(self) -> Plan:
         placed = [stage for pool in self.pools for stage in pool.stages]
-        twice = next((stage for stage in placed if placed.count(stage) > 1), None)
-        if twice:
-            raise ValueError(f"pools: stage {twice!r} is in two pools")
+        duplicate = next((stage for stage in placed if placed.count(stage) > 1), None)
+        if duplicate:
+            raise ValueError(f"pools: stage {duplicate!r} is in two pools")
         return self
 
     @model_validator(mode="after")
@@ -298,10 +298,10 @@ class Plan(Section):
                     f"plan.transports: the flow has no edge {edge!r}{did_you_mean(edge, edges)}"
                 )
             if transport in WEIGHT_TRANSPORTS and "weights" not in edges[edge]:
-                others = ", ".join(t for t in get_args(Transport) if t not in WEIGHT_TRANSPORTS)
+                allowed = ", ".join(t for t in get_args(Transport) if t not in WEIGHT_TRANSPORTS)
                 raise PlanError(
                     f"plan.transports.{edge}: {transport} carries weights alone, but this edge has "
-                    f"{', '.join(sorted(edges[edge]))}; use one of {others}"
+                    f"{', '.join(sorted(edges[edge]))}; use one of {allowed}"
                 )
 
     @model_validator(mode="after")
@@ -345,38 +345,40 @@ def read_plan(path: Path, flow: Flow = on_policy) -> Plan:
     return parse_plan({} if values is None else values, str(path), flow)
 
 
-def parse_plan(values: Any, where: str, flow: Flow = on_policy) -> Plan:
+def parse_plan(values: Any, label: str, flow: Flow = on_policy) -> Plan:
     """Validate the content of a plan for a flow.
 
     Raises:
         PlanError: names the key.
     """
     if not isinstance(values, Mapping):
-        raise PlanError(f"{where}: expected a mapping with 'defaults' and 'stages'")
+        raise PlanError(f"{label}: expected a mapping with 'defaults' and 'stages'")
     try:
-        plan = validate(Plan, values, where)
+        plan = validate(Plan, values, label)
     except ConfigError as error:
         raise PlanError(str(error)) from None
-    named = {
+    stages_by_key = {
         "stages": tuple(plan.stages),
         **{f"pools[{i}].stages": pool.stages for i, pool in enumerate(plan.pools)},
     }
-    part = flow.policy_stage
-    if part is not None and any(part in stages for stages in named.values()):
+    policy_stage = flow.policy_stage
+    if policy_stage is not None and any(
+        policy_stage in stages for stages in stages_by_key.values()
+    ):
         flow = flow.with_separate_policy()
-    plan._flow, known = flow, [*flow.all_stages, *([part] if part else [])]
-    for key, stages in named.items():
+    plan._flow, known_stages = flow, [*flow.all_stages, *([policy_stage] if policy_stage else [])]
+    for key, stages in stages_by_key.items():
         for stage in stages:
-            if stage not in known:
-                hint = did_you_mean(stage, known)
-                if part is None and stage.endswith(POLICY_SUFFIX):
+            if stage not in known_stages:
+                hint = did_you_mean(stage, known_stages)
+                if policy_stage is None and stage.endswith(POLICY_SUFFIX):
                     hint = ": this flow collects nothing, so no simulators ask a policy"
-                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{hint}")
+                raise PlanError(f"{label}.{key}: unknown stage {stage!r}{hint}")
             plan.stage_plan(stage)
     try:
         check_pools(plan)
     except ValueError as error:
-        raise PlanError(f"{where}.{error}") from None
+        raise PlanError(f"{label}.{error}") from None
     return plan
 
 
@@ -400,18 +402,16 @@ def check_pools(plan: Plan) -> None:
     """
     flow = plan.flow
     _check_separate_policy(plan)
-    generates, elastic = (
-        flow.elastic_stage,
-        {n for n, stage in flow.all_stages.items() if stage.elastic},
-    )
-    homes = plan.stage_pools() if plan.pools else {}
+    elastic_stage = flow.elastic_stage
+    elastic_stages = {n for n, stage in flow.all_stages.items() if stage.elastic}
+    pool_by_stage = plan.stage_pools() if plan.pools else {}
     for i, pool in enumerate(plan.pools):
         if pool.stage_ranks and pool.workers:
             raise ValueError(
-                f"pools[{i}].stage_ranks: each worker is a job of one process; leave it out"
+                f"pools[{i}].stage_ranks: each worker is a job of one process; remove the key"
             )
         for stage, ranks in pool.stage_ranks.items():
-            if homes.get(stage) != i:
+            if pool_by_stage.get(stage) != i:
                 raise ValueError(
                     f"pools[{i}].stage_ranks.{stage}: this pool does not run it"
                     f"{did_you_mean(stage, flow.all_stages)}"
@@ -419,28 +419,28 @@ def check_pools(plan: Plan) -> None:
             size = sum(pool.devices.values())
             _check_ranks(plan, stage, ranks, size, f"pools[{i}].stage_ranks.{stage}")
     for i, pool in enumerate(plan.pools):
-        if pool.also_generates and generates in pool.stages:
+        if pool.also_generates and elastic_stage in pool.stages:
             raise ValueError(
-                f"pools[{i}].also_generates: this pool runs {generates}; set it on another pool"
+                f"pools[{i}].also_generates: this pool runs {elastic_stage}; set it on another pool"
             )
         if pool.workers is None:
             continue
-        if generates is None:
+        if elastic_stage is None:
             raise ValueError(
                 f"pools[{i}].workers: these rollouts need more than the weights "
-                "(rollout.max_resamples, task.carry_over_episodes); leave it out"
+                "(rollout.max_resamples, task.carry_over_episodes); remove the key"
             )
-        if not {generates} <= set(pool.stages) <= elastic:
-            names = ", and ".join(sorted(elastic - {generates}))
+        if not {elastic_stage} <= set(pool.stages) <= elastic_stages:
+            names = ", and ".join(sorted(elastic_stages - {elastic_stage}))
             raise ValueError(
-                f"pools[{i}].workers: only a pool of {generates}, and {names}, can be elastic"
+                f"pools[{i}].workers: only a pool of {elastic_stage}, and {names}, can be elastic"
             )
         for stage in pool.stages:
             needs = plan.stage_plan(stage)
             if needs.nodes * needs.processes > 1:
                 raise ValueError(
                     f"pools[{i}].workers: each is a job of one process, but stage {stage} "
-                    f"asks for {needs.nodes} x {needs.processes}"
+                    f"requests {needs.nodes} x {needs.processes}"
                 )
     placed = {stage for pool in plan.pools for stage in pool.stages}
     required = [name for name, stage in flow.stages.items() if stage.colocate_with is None]
@@ -448,16 +448,16 @@ def check_pools(plan: Plan) -> None:
     if plan.pools and missing:
         raise ValueError(f"pools: no pool holds {missing}; only other stages may be left out")
     has_elastic = any(pool.workers is not None for pool in plan.pools)
-    evaluates_elsewhere = any(
+    has_evaluation_pool = any(
         pool.workers is None and EVALUATE in pool.stages for pool in plan.pools
     )
     edge = f"{flow.publish_stage} -> {EVALUATE}"
     transport = plan.transports.get(edge, "file")
-    if has_elastic and not evaluates_elsewhere and transport != "file":
+    if has_elastic and not has_evaluation_pool and transport != "file":
         raise ValueError(
             f"transports: {edge!r} cannot be {transport} in an elastic pool: its evaluations start "
             "after the weights are committed and use the ones sent for rollouts; set it for "
-            f"'{flow.publish_stage} -> {generates}'"
+            f"'{flow.publish_stage} -> {elastic_stage}'"
         )
 
 
@@ -468,7 +468,7 @@ def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: s
         ValueError: the stage cannot use them; the message names the key.
     """
     if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
-        raise ValueError(f"{key}: {list(ranks)}; give some of 0 to {size - 1}, in order, each once")
+        raise ValueError(f"{key}: {list(ranks)}; use distinct ranks of 0 to {size - 1}, ascending")
     flow = plan.flow
     free = [n for n, s in flow.all_stages.items() if s.holds != "trainer" and n not in flow.offline]
     if stage not in free or plan.stage_plan(stage).layout.parallel_dims():
@@ -477,48 +477,47 @@ def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: s
             f"{', '.join(free)} may have some of them, where no layout splits their model"
         )
     if flow.all_stages[stage].elastic and any(pool.workers for pool in plan.pools):
-        raise ValueError(f"{key}: with an elastic pool one process gathers it; leave it out")
+        raise ValueError(f"{key}: with an elastic pool one process collects it; remove the key")
 
 
 def _check_separate_policy(plan: Plan) -> None:
     """Check the placement of a policy that runs separately from its simulators.
 
     Raises:
-        ValueError: it cannot run there; the message names the key.
+        ValueError: the policy cannot run there; the message names the key.
     """
     flow = plan.flow
-    part, acts = next(iter(flow.separate_policy), None), flow.rollout_stage
-    if part is None:
+    policy, rollout = next(iter(flow.separate_policy), None), flow.rollout_stage
+    if policy is None:
         return
-    key, homes = f"stages.{part}", {s: i for i, pool in enumerate(plan.pools) for s in pool.stages}
+    key, pools = f"stages.{policy}", {s: i for i, p in enumerate(plan.pools) for s in p.stages}
     if not plan.pools:
         raise ValueError(
             f"{key}: without pools, a stage job has its simulators and its policy in one process; "
-            f"name {part} in a pool, or leave it out"
+            f"name {policy} in a pool, or leave it out"
         )
-    if part not in homes:
+    if policy not in pools:
         raise ValueError(
-            f"{key}: no pool holds it; name it in the stages of one, or leave it out: {acts} then "
-            "has the policy too"
+            f"{key}: no pool holds it; name it in the stages of one, or leave it out: {rollout} "
+            "then has the policy too"
         )
-    if acts not in homes:
+    if rollout not in pools:
         return  # check_pools reports the missing stage
-    number, sides = homes[part], plan.pools[homes[part]].stage_ranks
+    number, ranks_by_stage = pools[policy], plan.pools[pools[policy]].stage_ranks
     for i, pool in enumerate(plan.pools):
         if pool.workers is not None:
             raise ValueError(
-                f"pools[{i}].workers: workers that come and go have the simulators and the policy "
-                f"in one process; leave workers out, or {part}"
+                f"pools[{i}].workers: elastic workers have the simulators and the policy in one "
+                f"process; remove workers, or {policy}"
             )
-    if plan.stage_plan(part).layout.parallel_dims():
-        raise ValueError(
-            f"{key}.layout: each of its processes answers with a whole model; leave it out"
-        )
-    if number == homes[acts]:
-        for name in (acts, EVALUATE):
-            own = sides.get(name, sides.get(str(acts), ()))
-            if not own or not sides.get(part) or {*own} & {*sides[part]}:
+    if plan.stage_plan(policy).layout.parallel_dims():
+        raise ValueError(f"{key}.layout: each of its processes holds a whole model; remove the key")
+    if number == pools[rollout]:
+        for name in (rollout, EVALUATE):
+            ranks = ranks_by_stage.get(name, ranks_by_stage.get(str(rollout), ()))
+            if not ranks or not ranks_by_stage.get(policy) or {*ranks} & {*ranks_by_stage[policy]}:
                 raise ValueError(
-                    f"pools[{number}].stage_ranks: {name} and {part} in one pool need processes of "
-                    f"their own, as {{{acts}: [0], {part}: [1]}}; or give {part} another pool"
+                    f"pools[{number}].stage_ranks: {name} and {policy} in one pool need processes "
+                    f"of their own, as {{{rollout}: [0], {policy}: [1]}}; or give {policy} another "
+                    "pool"
                 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slurm.job_limits import Quotas
 
 JobRequests = dict[str, list[JobResources]]
-"""Resource requests by key of the plan. With several alternatives, any one is sufficient."""
+"""Resource requests by key of the plan. If a key has several alternatives, any one suffices."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
 """The number of nodes with a feature, in a constraint."""
 
@@ -35,7 +35,7 @@ class PartitionInfo(Protocol):
 
 
 def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
-    """Return the resources of the job of a pool: the maximum over its stages, one per component.
+    """Return the resources of each component of a pool's job: the maximum over the pool's stages.
 
     The job has as many nodes as its devices fill. Several kinds of devices become components of a
     heterogeneous job, unless a constraint with node counts gets them all from one partition.
@@ -56,7 +56,7 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
     if pool.workers is not None:
         kinds = [kind for kind, size in pool.devices.items() for _ in range(size)]
         kind = kinds[(slot or 0) % len(kinds)]
-        return (needs.model_copy(update=_device(kind, stages)),)
+        return (needs.model_copy(update=_device_update(kind, stages)),)
     key, count = f"plan.pools[{number}].devices", sum(pool.devices.values())
     if needs.gpus > needs.processes:
         raise PlanError(
@@ -81,11 +81,13 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
 
 def _colocated_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
     """Return the stage plans of colocated stages, which run in a pool without being named there."""
-    named = {stage for pool in plan.pools for stage in pool.stages}
-    here = [
-        stage for stage, home in plan.stage_pools().items() if home == number and stage not in named
+    listed = {stage for pool in plan.pools for stage in pool.stages}
+    colocated = [
+        stage
+        for stage, home in plan.stage_pools().items()
+        if home == number and stage not in listed
     ]
-    return {stage: plan.stages[stage] for stage in here if stage in plan.stages}
+    return {stage: plan.stages[stage] for stage in colocated if stage in plan.stages}
 
 
 def _check_device(plan: Plan, number: int) -> None:
@@ -97,12 +99,12 @@ def _check_device(plan: Plan, number: int) -> None:
     pool, pool_key = plan.pools[number], f"pools[{number}].devices"
     kinds = [kind.partition(":") for kind in pool.devices]
     partitions, types = {name for name, _, _ in kinds}, {gpu for _, _, gpu in kinds}
-    named = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
-    for stage, own in (named | _colocated_stages(plan, number)).items():
+    listed = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
+    for stage, stage_plan in (listed | _colocated_stages(plan, number)).items():
         for key, value, available in (
-            ("partition", own.partition, partitions),
+            ("partition", stage_plan.partition, partitions),
             # A kind without a type accepts any type of a stage.
-            ("gpu_type", own.gpu_type, types - {""} if "" not in types else ()),
+            ("gpu_type", stage_plan.gpu_type, types - {""} if "" not in types else ()),
         ):
             if value is not None and available and value not in available:
                 raise PlanError(
@@ -128,14 +130,14 @@ def _maximum(stages: Mapping[str, StagePlan], colocated: Mapping[str, StagePlan]
     size = max(stage.nodes * stage.processes for stage in stages.values())
     largest = {k: stage for k, stage in stages.items() if stage.nodes * stage.processes == size}
     update = {
-        **{name: _one(name, largest) for name in ("nodes", "processes")},
+        **{name: _agreed_value(name, largest) for name in ("nodes", "processes")},
         "gpus": _largest("gpus", stages),
         **{
             name: _largest(name, {**stages, **colocated})
             for name in ("cpus", "mem_mb", "time_limit_min")
         },
-        **{name: _one(name, stages) for name in ("constraint", "speed_weights")},
-        # Each order contains the layout of its stage; engine and trainer may differ.
+        **{name: _agreed_value(name, stages) for name in ("constraint", "speed_weights")},
+        # Each StageOrder has the layout of its stage; engine and trainer may differ.
         "layout": DATA_PARALLEL_ONLY,
     }
     return next(iter(largest.values())).model_copy(update=update)
@@ -146,28 +148,28 @@ def _largest(name: str, stages: Mapping[str, StagePlan]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _one(name: str, stages: Mapping[str, StagePlan]) -> Any:
+def _agreed_value(name: str, stages: Mapping[str, StagePlan]) -> Any:
     """Return the value of a key that all stages agree on; None if none sets it."""
-    return _agreed({f"{key}.{name}": getattr(stage, name) for key, stage in stages.items()})
+    return _single_value({f"{key}.{name}": getattr(stage, name) for key, stage in stages.items()})
 
 
-def _device(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str | None]:
+def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str | None]:
     """Return :func:`device_keys` for stages that share the devices of a kind."""
     devices = {key: device_keys(kind, stage) for key, stage in stages.items()}
     types = {f"{key}.gpu_type": keys["gpu_type"] for key, keys in devices.items()}
-    return next(iter(devices.values())) | {"gpu_type": _agreed(types)}
+    return next(iter(devices.values())) | {"gpu_type": _single_value(types)}
 
 
-def _agreed(by_key: Mapping[str, Any]) -> Any:
-    values = {key: value for key, value in by_key.items() if value is not None}
-    first = next(iter(values), None)
-    other = next((key for key in values if values[key] != values[str(first)]), None)
-    if other is not None:
-        raise PlanError(
-            f"{first}: {values[str(first)]}, but {other}: {values[other]}; the stages of a pool "
-            "share one job; set both to the same value, or give them separate pools"
-        )
-    return None if first is None else values[first]
+def _single_value(by_key: Mapping[str, Any]) -> Any:
+    """Return the value on which all keys agree that set one."""
+    items = [(key, value) for key, value in by_key.items() if value is not None]
+    for key, value in items:
+        if value != items[0][1]:
+            raise PlanError(
+                f"{items[0][0]}: {items[0][1]}, but {key}: {value}; the stages of a pool share one "
+                "job; set both to the same value, or give them separate pools"
+            )
+    return items[0][1] if items else None
 
 
 def _ordinary_job(
@@ -184,13 +186,13 @@ def _ordinary_job(
     if remainder or needs.nodes not in (1, nodes):
         raise PlanError(
             f"{key}: {_format_devices(devices)}, but its stages ask for {needs.nodes} x "
-            f"{needs.processes} (nodes x processes per node); make the two agree"
+            f"{needs.processes} (nodes x processes per node); make them equal"
         )
-    of_kinds = [_device(kind, stages) for kind in devices]
+    updates = [_device_update(kind, stages) for kind in devices]
     # A request for GPUs of one type would exclude the nodes of the other kinds.
-    types = {keys["gpu_type"] for keys in of_kinds}
-    place = of_kinds[0] if len(types) == 1 else of_kinds[0] | {"gpu_type": None}
-    return needs.model_copy(update=place | {"nodes": nodes})
+    types = {keys["gpu_type"] for keys in updates}
+    update = updates[0] if len(types) == 1 else updates[0] | {"gpu_type": None}
+    return needs.model_copy(update=update | {"nodes": nodes})
 
 
 def _hetjob_components(
@@ -202,24 +204,24 @@ def _hetjob_components(
         nodes, remainder = divmod(count, processes)
         if remainder:
             raise PlanError(
-                f"{key}: {count} {kind} do not fill nodes of {needs.processes}, the processes per "
-                "node of its stages"
+                f"{key}: {count} {kind} do not fill whole nodes of {needs.processes} processes, as "
+                "its stages request"
             )
         update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
-        yield needs.model_copy(update=_device(kind, stages) | update)
+        yield needs.model_copy(update=_device_update(kind, stages) | update)
 
 
 def _check_counts(needs: StagePlan, key: str) -> None:
     """Check that the node counts of a constraint (``[h100*1&a100*1]``) match the nodes of the
     job."""
     text = needs.constraint or ""
-    counted = sum(map(int, COUNTED_FEATURE.findall(text)))
+    num_counted = sum(map(int, COUNTED_FEATURE.findall(text)))
     # Counts of alternatives (|) do not add up. Without brackets further nodes may be of any kind.
-    wrong = counted > needs.nodes or (text.startswith("[") and counted < needs.nodes)
-    if counted and wrong and "|" not in text:
+    wrong = num_counted > needs.nodes or (text.startswith("[") and num_counted < needs.nodes)
+    if num_counted and wrong and "|" not in text:
         raise PlanError(
             f"{key}: its devices fill {needs.nodes} nodes, with {needs.processes} processes on "
-            f"each, but constraint {text!r} counts {counted}; make the two agree"
+            f"each, but constraint {text!r} counts {num_counted}; make them equal"
         )
 
 
@@ -237,14 +239,14 @@ def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Pl
     for pool in plan.pools:
         parts = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
         names = [kind.partition(":")[0] for kind in pool.devices]
-        known = [partitions[name] for name in names if name in partitions]
-        if any("gpus" in part.model_fields_set for part in parts) or not known:
+        infos = [partitions[name] for name in names if name in partitions]
+        if any("gpus" in part.model_fields_set for part in parts) or not infos:
             continue
-        if all(partition.gpus for partition in known):
+        if all(partition.gpus for partition in infos):
             for name in pool.stages:
-                own = stages.get(name, StagePlan())
+                stage_plan = stages.get(name, StagePlan())
                 update = {"gpus": plan.stage_plan(name).processes}
-                stages[name] = own.model_copy(update=update)
+                stages[name] = stage_plan.model_copy(update=update)
     return plan if stages == plan.stages else plan.model_copy(update={"stages": stages})
 
 
@@ -261,11 +263,11 @@ def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) 
     unnamed = [stage for stage in plan.flow.all_stages if plan.stage_plan(stage).partition is None]
     if default is None or not unnamed:
         return plan
-    named = {
+    updated = {
         stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": default})
         for stage in unnamed
     }
-    return plan.model_copy(update={"stages": {**plan.stages, **named}})
+    return plan.model_copy(update={"stages": {**plan.stages, **updated}})
 
 
 def plan_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
@@ -279,15 +281,15 @@ def plan_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
 def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     """Return the resources of the jobs of all pools, which run at the same time.
 
-    Each component of a heterogeneous job counts as a job in Slurm's limits. An elastic pool can
-    continue with any one worker, so its different workers are alternatives.
+    Each component of a heterogeneous job counts as a job in Slurm's limits. An elastic pool can run
+    with any single worker, so its different workers are alternatives.
     """
     requests: JobRequests = {}
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
             parts = pool_resources(plan, number, slot)
-            several = zip(pool.devices, parts, strict=False)
-            named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in several]
+            by_kind = zip(pool.devices, parts, strict=False)
+            named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in by_kind]
             for suffix, part in named:
                 alternatives = requests.setdefault(f"pools[{number}]{suffix}", [])
                 needs = job_resources(part, cluster)
@@ -358,10 +360,10 @@ def job_resources(
 
 
 def base_resources(plan: StagePlan, **further: Any) -> JobResources:
-    """Return the resources of a job by the numbers of the plan alone.
+    """Return the resources of a job from the plan alone, without the site file.
 
     Args:
-        further: other fields, such as settings of the site file.
+        further: other fields, such as settings from the site file.
     """
     return JobResources(
         partition=plan.partition,
@@ -386,9 +388,9 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     interpreters: dict[str | None, str] = {}
     for stage in stages:
         entry = flow.all_stages[stage]
-        # The SFT stage depends on both; it saves the state of the trainer.
-        depends = [name for name in ("trainer", "engine") if name in entry.config_sections]
-        section = entry.holds or next(iter(depends), None)
+        # The SFT stage depends on both sections and runs under the trainer's interpreter.
+        sections = [name for name in ("trainer", "engine") if name in entry.config_sections]
+        section = entry.holds or next(iter(sections), None)
         name = None if section is None else configured_interpreter(config, section)
         if section is not None:
             path = None if name is None else resolve_interpreter(name, f"{section}.python")

@@ -1,10 +1,10 @@
 """Creation and resumption of runs, and the handling of results that no longer match.
 
-Committed results are never deleted because they no longer match. A start that differs is refused
-before anything changes, unless it has ``--redo`` or ``--keep``. ``--redo`` turns the run into what
-a fresh run of the configuration would be: matching results stay, all others are archived, together
+Committed results that no longer match are never deleted. If a start would not reproduce them, it
+fails before anything changes, unless it has ``--redo`` or ``--keep``. ``--redo`` turns the run into
+what a fresh run of the configuration would be: matching results stay, and all others are archived
 with the accepted mismatches. ``--keep`` accepts the old results; the file
-``accepted_mismatches.json`` records what differed.
+``accepted_mismatches.json`` records the differences.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INCOMPATIBLE_KEYS = {
     "trainer.lora": "state of other adapters",
     "optimizer.name": "moments of another optimizer",
 }
-"""State that a run cannot continue from, by prefix of the changed key: no trainer can load it."""
+"""State that no trainer can load after a change, by prefix of the changed key."""
 log = logging.getLogger("rlinf")
 
 
@@ -65,7 +65,7 @@ class OnMismatch(StrEnum):
 
     @classmethod
     def from_flags(cls, *, redo: bool, keep: bool) -> OnMismatch:
-        """Return the choice of two command-line flags.
+        """Return the value for the command-line flags ``--redo`` and ``--keep``.
 
         Raises:
             ConfigError: both flags are set.
@@ -75,27 +75,27 @@ class OnMismatch(StrEnum):
         return cls.RECOMPUTE if redo else cls.KEEP if keep else cls.ERROR
 
 
-def check_resumable(committed: RunState, on_mismatch: OnMismatch = OnMismatch.ERROR) -> None:
+def check_resumable(state: RunState, on_mismatch: OnMismatch = OnMismatch.ERROR) -> None:
     """Check that a run on disk can be resumed, and apply ``on_mismatch`` if it differs.
 
     Raises:
         MismatchError: ``config.yaml`` was edited, or results do not match.
         ConfigError: ``config.yaml`` cannot be read.
     """
-    folder = committed.run.folder
+    folder = state.run.folder
     changes = config_edits(folder)
-    resolve_mismatches(committed, on_mismatch, edits=changes)
+    resolve_mismatches(state, on_mismatch, edits=changes)
     if changes or on_mismatch is not OnMismatch.ERROR or not is_record_complete(folder):
         write_run_record(folder, read_config_values(folder / CONFIG_FILE))
 
 
 def resolve_mismatches(
-    committed: RunState,
+    state: RunState,
     on_mismatch: OnMismatch,
     changes: Sequence[str] = (),
     edits: Sequence[str] = (),
 ) -> None:
-    """Find all finished nodes, and handle results that this start would not reproduce.
+    """Find all finished nodes and handle results that this start would not reproduce.
 
     Args:
         changes: differences between the configuration of this start and that of the run.
@@ -104,124 +104,124 @@ def resolve_mismatches(
     Raises:
         MismatchError: some results do not match and ``on_mismatch`` is ERROR; nothing was changed.
     """
-    folder = committed.run.folder
-    before = _read_previous_code(folder)
-    committed.scan()
+    folder = state.run.folder
+    previous_code = _read_previous_code(folder)
+    state.scan()
     differences = changes = [*edits, *changes]
-    if committed.mismatched:
-        differences = differences + _code_differences(before, committed.code)
+    if state.mismatched:
+        differences = differences + _code_differences(previous_code, state.code)
     if on_mismatch is OnMismatch.RECOMPUTE:
-        _recompute(committed)
-        committed.scan()
-    elif committed.mismatched or changes:
+        _recompute(state)
+        state.scan()
+    elif state.mismatched or changes:
         if on_mismatch is OnMismatch.ERROR:
-            _refuse_other_results(committed, differences, edits)
+            _check_no_result_depends(state, differences, edits)
         else:
-            _accept(committed, differences, changes)
-        committed.scan()
-    if before != committed.code:
-        write_atomic(folder / CODE_FILE, committed.code.to_json())
+            _accept_mismatches(state, differences, changes)
+        state.scan()
+    if previous_code != state.code:
+        write_atomic(folder / CODE_FILE, state.code.to_json())
 
 
-def _refuse_other_results(
-    committed: RunState, differences: Sequence[str], edits: Sequence[str]
+def _check_no_result_depends(
+    state: RunState, differences: Sequence[str], edits: Sequence[str]
 ) -> None:
     """Accept another configuration if no existing result depends on the difference.
 
     Raises:
-        MismatchError: a result does, or the configuration of a run with results was edited.
+        MismatchError: a result depends on it, or the configuration of a run with results was
+            edited.
     """
-    folder = committed.run.folder
-    committed.scan(accept_mismatches=False)
+    folder = state.run.folder
+    state.scan(accept_mismatches=False)
     results = has_results(folder)
-    if committed.mismatched or committed.outputs_outside_graph() or (edits and results):
-        affected = committed.dependents(committed.nodes_to_redo())
-        raise MismatchError(_mismatch_message(folder, differences, affected, committed.graph.flow))
-    existing = "what is finished there is not affected" if results else "nothing was finished there"
+    if state.mismatched or state.outputs_outside_graph() or (edits and results):
+        affected = state.dependents(state.nodes_to_redo())
+        raise MismatchError(_mismatch_message(folder, differences, affected, state.graph.flow))
+    status = "what is finished there is not affected" if results else "nothing was finished there"
     log.warning(
         "%s: %s, so this start replaces the frozen configuration; it differs: %s",
         folder,
-        existing,
-        "; ".join(_shorten(differences)),
+        status,
+        "; ".join(_shorten_list(differences)),
     )
 
 
-def _recompute(committed: RunState) -> None:
-    """Archive all that a fresh run of the configuration would not have."""
-    accepted = committed.run.folder / ACCEPTED_FILE
+def _recompute(state: RunState) -> None:
+    """Archive everything that a fresh run of the configuration would not have."""
+    accepted = state.run.folder / ACCEPTED_FILE
     if accepted.exists():
-        committed.archive_path(accepted)
-    committed.scan(accept_mismatches=False)
-    redo, leftovers = committed.nodes_to_redo(), committed.outputs_outside_graph()
-    affected = committed.dependents(redo)
-    _archive_cached_answers(committed, affected)
-    for node in redo:
-        committed.archive(node)
-    for folder in leftovers:
-        committed.archive_path(folder)
-    if redo:
-        flow = committed.graph.flow
+        state.archive_path(accepted)
+    state.scan(accept_mismatches=False)
+    to_redo, outside = state.nodes_to_redo(), state.outputs_outside_graph()
+    affected = state.dependents(to_redo)
+    _archive_cached_answers(state, affected)
+    for node in to_redo:
+        state.archive(node)
+    for folder in outside:
+        state.archive_path(folder)
+    if to_redo:
+        flow = state.graph.flow
         log.info(
             "recomputing %s; the old results are in %s",
             _summarize(affected, flow),
-            committed.archive_folder,
+            state.archive_folder,
         )
-    if leftovers:
-        names = ", ".join(
-            str(path.relative_to(committed.run.folder)) for path in leftovers[:MAX_SHOWN]
-        )
-        more = f" and {len(leftovers) - MAX_SHOWN} more" if len(leftovers) > MAX_SHOWN else ""
-        log.info(
-            "no longer part of the run, now in %s: %s%s", committed.archive_folder, names, more
-        )
+    if outside:
+        names = ", ".join(str(path.relative_to(state.run.folder)) for path in outside[:MAX_SHOWN])
+        more = f" and {len(outside) - MAX_SHOWN} more" if len(outside) > MAX_SHOWN else ""
+        log.info("no longer part of the run, now in %s: %s%s", state.archive_folder, names, more)
 
 
-def _archive_cached_answers(committed: RunState, affected: Sequence[StageNode]) -> None:
-    """Archive the cached answers of a judge, and their cost, if all rewards run again.
+def _archive_cached_answers(state: RunState, affected: Sequence[StageNode]) -> None:
+    """Archive the cached answers of a judge, and their cost, if all rewards are recomputed.
 
-    If some rewards stay, their answers stay too, because they count against one budget.
+    If some rewards stay, all cached answers stay, because they share one budget.
     """
-    judging = {
+    reward_stages = {
         name
-        for name, stage in committed.graph.flow.all_stages.items()
+        for name, stage in state.graph.flow.all_stages.items()
         if "reward" in stage.config_sections
     }
-    existing = {*committed.done, *committed.unverified, *committed.mismatched}
-    rewards = {node for node in existing if node.stage in judging}
-    answers = committed.run.folder / REWARD_CACHE_FOLDER
-    if rewards and rewards <= set(affected) and answers.exists():
-        committed.archive_path(answers)
+    existing = {*state.done, *state.unverified, *state.mismatched}
+    rewards = {node for node in existing if node.stage in reward_stages}
+    cache = state.run.folder / REWARD_CACHE_FOLDER
+    if rewards and rewards <= set(affected) and cache.exists():
+        state.archive_path(cache)
 
 
-def _accept(committed: RunState, differences: Sequence[str], changes: Sequence[str]) -> None:
-    """Accept the mismatched results and record that.
+def _accept_mismatches(state: RunState, differences: Sequence[str], changes: Sequence[str]) -> None:
+    """Accept the mismatched results and record the differences.
 
     Raises:
-        MismatchError: the run cannot continue from its state.
+        MismatchError: the run cannot continue from its old state.
     """
-    folder = committed.run.folder
+    folder = state.run.folder
     keys = [change.removeprefix(f"{CONFIG_FILE}: ") for change in changes]
-    fixed = [
-        (what, key) for key in keys for of, what in INCOMPATIBLE_KEYS.items() if key.startswith(of)
+    incompatible = [
+        (description, key)
+        for key in keys
+        for prefix, description in INCOMPATIBLE_KEYS.items()
+        if key.startswith(prefix)
     ]
-    if fixed and committed.mismatched:
-        what, key = fixed[0]
+    if incompatible and state.mismatched:
+        description, key = incompatible[0]
         raise MismatchError(
-            f"{folder}: --keep cannot continue from the {what} ({key}); "
+            f"{folder}: --keep cannot continue from the {description} ({key}); "
             "--redo recomputes everything, another run.name starts another run"
         )
     entry = AcceptedMismatch(
         recorded_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         differences=tuple(differences),
-        outputs=dict(committed.manifest_keys(committed.mismatched)),
+        outputs=dict(state.manifest_keys(state.mismatched)),
     )
-    entries = (*committed.accepted.entries, entry)
-    accepted = committed.accepted.model_copy(update={"entries": entries})
+    entries = (*state.accepted.entries, entry)
+    accepted = state.accepted.model_copy(update={"entries": entries})
     write_atomic(folder / ACCEPTED_FILE, accepted.model_dump_json(indent=1))
     log.info(
         "accepted %s despite differences: %s",
-        _summarize(committed.mismatched, committed.graph.flow),
-        "; ".join(_shorten(differences)),
+        _summarize(state.mismatched, state.graph.flow),
+        "; ".join(_shorten_list(differences)),
     )
 
 
@@ -231,16 +231,16 @@ def _mismatch_message(
     return (
         f"{folder}: this start would not reproduce the results of the run; "
         f"{_summarize(affected, flow)} would be recomputed.\n"
-        f"differs: {'; '.join(_shorten(differences))}\n"
+        f"differs: {'; '.join(_shorten_list(differences))}\n"
         "--redo recomputes them and archives the old results, --keep continues with the old "
         "results and records the differences in the run\n"
         "(Snakemake: --config redo=1 or keep=1); another run.name starts another run"
     )
 
 
-def _shorten(differences: Sequence[str]) -> list[str]:
-    rest = len(differences) - MAX_SHOWN
-    return [*differences[:MAX_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
+def _shorten_list(differences: Sequence[str]) -> list[str]:
+    num_more = len(differences) - MAX_SHOWN
+    return [*differences[:MAX_SHOWN], *([f"and {num_more} more"] if num_more > 0 else [])]
 
 
 def _summarize(nodes: Sequence[StageNode], flow: Flow) -> str:
@@ -249,12 +249,8 @@ def _summarize(nodes: Sequence[StageNode], flow: Flow) -> str:
     evaluations = sum(node.stage == EVALUATE for node in nodes)
     parts = ["SFT"] if any(node.stage in flow.offline for node in nodes) else []
     if iterations:
-        span = (
-            f" ({iterations[0]} to {iterations[-1]})"
-            if len(iterations) > 1
-            else f" ({iterations[0]})"
-        )
-        parts.append(f"{len(iterations)} iteration{'s' * (len(iterations) > 1)}{span}")
+        ends = " to ".join(map(str, dict.fromkeys((iterations[0], iterations[-1]))))
+        parts.append(f"{len(iterations)} iteration{'s' * (len(iterations) > 1)} ({ends})")
     if evaluations:
         parts.append(f"{evaluations} evaluation{'s' * (evaluations > 1)}")
     return ", ".join(parts) or "nothing"
@@ -268,10 +264,10 @@ def _read_previous_code(folder: Path) -> CodeSnapshot | None:
         return None
 
 
-def _code_differences(before: CodeSnapshot | None, now: CodeSnapshot) -> list[str]:
-    if before is None:
+def _code_differences(old: CodeSnapshot | None, new: CodeSnapshot) -> list[str]:
+    if old is None:
         return ["code: the program that made it did not record its modules"]
-    return [f"code: {name}" for name in before.changed_names(now)]
+    return [f"code: {name}" for name in old.changed_names(new)]
 
 
 CHANGEABLE_KEYS = ("iterations", "checkpoint", "evaluate.every")
@@ -289,8 +285,8 @@ def create_run(
     any committed stage accepts every configuration.
 
     Args:
-        plan: content of ``plan.yaml``. An existing plan stays, unless ``config`` names one, or
-            nothing was finished under a plan that an earlier start named. None: the existing plan
+        plan: content of ``plan.yaml``. It replaces an existing plan only if ``config`` names a
+            plan, or if an earlier start named one and has no results. None: the existing plan
             stays.
 
     Raises:
@@ -301,7 +297,7 @@ def create_run(
         InputError: no permission to write there.
     """
     folder = config.run.folder
-    effective_settings(config)  # refuses what no part knows, before anything is written
+    effective_settings(config)  # rejects unknown keys before anything is written
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with Run(folder, config).lock():
@@ -324,63 +320,61 @@ def _create(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
 
 
 def _reopen(
-    folder: Path, config: RunConfig, plan: dict[str, Any] | None, choice: OnMismatch
+    folder: Path, config: RunConfig, plan: dict[str, Any] | None, on_mismatch: OnMismatch
 ) -> Run:
-    fewer = None
+    end_iteration = None
     try:
-        values, old = read_config_values(folder / CONFIG_FILE), load_config(folder / CONFIG_FILE)
+        values = read_config_values(folder / CONFIG_FILE)
+        frozen_config = load_config(folder / CONFIG_FILE)
         edits = config_edits(folder)
     except ConfigError as error:
         edits = [str(error).removesuffix(f"; {REPAIR_HINT}")]
         values = _recorded_values(folder, config)
-        old = RunConfig.model_validate(values)
-    # Without results, or with --redo, the run becomes what a fresh one would be.
-    empty = not has_results(folder)
-    fresh = empty or choice is OnMismatch.RECOMPUTE
-    span = config.iterations if fresh else _schedule_length(old, config)
-    config, derived = _with_schedule_length(config, span)
-    derived = (*derived, *_environment_keys(folder, old, config))
-    if config.iterations < old.iterations and not fresh:
-        fewer = config.iterations
-        config = config.model_copy(update={"iterations": old.iterations})
-    before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
-    frozen = _updated_values(values, before, after)
-    found = config_differences(select_semantic(before), select_semantic(after))
-    changes = [change for change in found if not change.startswith(CHANGEABLE_KEYS)]
+        frozen_config = RunConfig.model_validate(values)
+    # Without results, or with --redo, the run becomes like a fresh one.
+    is_empty = not has_results(folder)
+    starts_over = is_empty or on_mismatch is OnMismatch.RECOMPUTE
+    schedule_length = config.iterations if starts_over else _schedule_length(frozen_config, config)
+    config, derived = _with_schedule_length(config, schedule_length)
+    derived = (*derived, *_environment_keys(folder, frozen_config, config))
+    if config.iterations < frozen_config.iterations and not starts_over:
+        end_iteration = config.iterations
+        config = config.model_copy(update={"iterations": frozen_config.iterations})
+    old_values, new_values = frozen_config.model_dump(mode="json"), config.model_dump(mode="json")
+    frozen = _updated_values(values, old_values, new_values)
+    differences = config_differences(select_semantic(old_values), select_semantic(new_values))
+    changes = [change for change in differences if not change.startswith(CHANGEABLE_KEYS)]
     _check_schedule(config)
     run = Run(folder, RunConfig.model_validate(frozen))
-    committed = RunState(run, Graph(run.config))
-    resolve_mismatches(committed, choice, changes, edits)
+    state = RunState(run, Graph(run.config))
+    resolve_mismatches(state, on_mismatch, changes, edits)
     changes += edits
-    replaced = empty and bool(changes)
+    is_replaced = is_empty and bool(changes)
     # A corrected start that names no plan does not inherit the plan of a failed start.
-    failed = replaced or (empty and old.plan is not None)
-    wanted = config.plan is not None or failed or not (folder / PLAN_FILE).exists()
-    if plan is not None and wanted:
+    replaces_plan = is_replaced or (is_empty and frozen_config.plan is not None)
+    is_missing = not (folder / PLAN_FILE).exists()
+    if plan is not None and (config.plan is not None or replaces_plan or is_missing):
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
-    same = not changes and frozen == values
-    if replaced:
+    is_unchanged = not changes and frozen == values
+    if is_replaced:
         # The run gets the identity and date of this start.
         (folder / RUN_FILE).unlink(missing_ok=True)
-    if not same:
+    if not is_unchanged:
         write_run_record(folder, frozen, json_digest(select_semantic(values)), derived)
         write_atomic(folder / CONFIG_FILE, yaml.safe_dump(frozen, sort_keys=False))
-    if not same or choice is not OnMismatch.ERROR:
+    if not is_unchanged or on_mismatch is not OnMismatch.ERROR:
         write_run_record(folder, frozen, derived_keys=derived)
-    if fewer is None:
+    if end_iteration is None:
         return run
-    log.info(
-        "this start ends after %d of %d iterations; later results stay",
-        fewer,
-        run.config.iterations,
-    )
-    return Run(folder, run.config.model_copy(update={"iterations": fewer}))
+    text = "this start ends after %d of %d iterations; later results stay"
+    log.info(text, end_iteration, run.config.iterations)
+    return Run(folder, run.config.model_copy(update={"iterations": end_iteration}))
 
 
 def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[str, ...]:
     """Return the keys of the task that were read from its environment, now or at an earlier start.
 
-    Those of an earlier start count if the task is the same.
+    Those of an earlier start are included if the task is the same.
     """
     if config.environment_keys or old.task.model_dump(mode="json") != config.task.model_dump(
         mode="json"
@@ -390,30 +384,30 @@ def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[
         record = read_run_record(folder)
     except ConfigError:
         return ()
-    known = record.derived if record is not None else None
-    return tuple(key for key in known or () if key.startswith("task."))
+    derived = record.derived if record is not None else None
+    return tuple(key for key in derived or () if key.startswith("task."))
 
 
 def _recorded_values(folder: Path, config: RunConfig) -> dict[str, Any]:
     """Return the frozen configuration from ``run.json`` if ``config.yaml`` is unreadable, else
     ``config``."""
-    whole = config.model_dump(mode="json")
+    complete = config.model_dump(mode="json")
     try:
         record = read_run_record(folder)
     except ConfigError:
         record = None
     if record is None or record.config is None:
-        return whole
-    return {**{key: whole[key] for key in NON_SEMANTIC_KEYS}, **record.config}
+        return complete
+    return {**{key: complete[key] for key in NON_SEMANTIC_KEYS}, **record.config}
 
 
 def _updated_values(
     values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the frozen values with the changes applied. A missing key stays missing at its
-    default.
+    """Return the frozen values with the changes applied.
 
-    Such a key is newer than the run; adding it would change identities.
+    A missing key stays missing if its value is the default: it is newer than the run, and adding it
+    would change identities.
 
     Args:
         values: the frozen values.
@@ -434,11 +428,11 @@ def _updated_values(
 def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the configuration with the length of its learning-rate schedule, if it has one.
 
-    Also return the key of the length if the program derived it.
+    Also return the key of that length if it was derived here.
     """
     settings = config.optimizer
-    known = settings.lr_scheduler_type == "constant" or settings.lr_decay_iterations is not None
-    if known or not iterations:
+    is_known = settings.lr_scheduler_type == "constant" or settings.lr_decay_iterations is not None
+    if is_known or not iterations:
         # A run without iterations has no schedule length yet.
         return config, ()
     updated = settings.model_copy(update={"lr_decay_iterations": iterations})
@@ -446,12 +440,12 @@ def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig
 
 
 def _schedule_length(old: RunConfig, new: RunConfig) -> int:
-    """Return the schedule length with which a run was started, or that of ``new`` without a
-    schedule."""
-    before, after = old.optimizer, new.optimizer
-    if before.lr_decay_iterations is not None:
-        return before.lr_decay_iterations
-    return old.iterations if before.lr_scheduler_type == after.lr_scheduler_type else new.iterations
+    """Return the length of the schedule that a run started with; if it had none, that of
+    ``new``."""
+    if old.optimizer.lr_decay_iterations is not None:
+        return old.optimizer.lr_decay_iterations
+    is_same = old.optimizer.lr_scheduler_type == new.optimizer.lr_scheduler_type
+    return old.iterations if is_same else new.iterations
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -460,21 +454,17 @@ def _check_schedule(config: RunConfig) -> None:
     Raises:
         ConfigError: it is 0.
     """
-    span = config.optimizer.lr_decay_iterations
-    if (
-        config.optimizer.lr_scheduler_type == "constant"
-        or span is None
-        or config.iterations <= span
-    ):
+    optimizer = config.optimizer
+    length = optimizer.lr_decay_iterations
+    if optimizer.lr_scheduler_type == "constant" or length is None or config.iterations <= length:
         return
-    last = config.optimizer.learning_rate(config.iterations - 1, span)
-    if not last:
+    last_rate = optimizer.learning_rate(config.iterations - 1, length)
+    if not last_rate:
         raise ConfigError(
-            f"iterations: the schedule of the learning rate ends at 0 after {span} iterations "
-            f"(optimizer.min_lr_ratio: 0), so {config.iterations - span} more would change "
-            "nothing; start another run with more iterations, or with optimizer.min_lr_ratio "
-            "above 0"
+            f"iterations: the schedule of the learning rate ends at 0 after {length} "
+            f"iterations (optimizer.min_lr_ratio: 0), so {config.iterations - length} more would "
+            "change nothing; start another run with more iterations, or with "
+            "optimizer.min_lr_ratio above 0"
         )
-    log.info(
-        "iterations after the %d of the learning rate schedule use its last rate, %g", span, last
-    )
+    text = "iterations after the %d of the learning rate schedule use its last rate, %g"
+    log.info(text, length, last_rate)

@@ -1,4 +1,4 @@
-"""The run directory: created once; everything else is read from it."""
+"""The run directory and its frozen configuration."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Run:
     def lock(self) -> Iterator[RunLock]:
         """Own the run as its only driver.
 
-        The owner writes a heartbeat. An owner on this host is dead if its process is; on another
-        host if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
+        The owner writes a heartbeat. An owner on this host is dead if its process has ended,
+        one on another host if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
 
         Raises:
             RunLockedError: another driver owns the run.

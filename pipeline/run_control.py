@@ -1,4 +1,4 @@
-"""Control of a run: who may start it, who drives it, and whether its driver must stop."""
+"""Control of a run: the lock of starting it, its driver, and the request to stop the driver."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.lock import LOCK_FILE, RunLock, living_owner
+from pipeline.lock import LOCK_FILE, RunLock, find_live_owner
 from pipeline.run import Run, explain_write_errors
 from rlinf.errors import RunLockedError
 from slurm.jobs import JOB_FILE, current_job_id
 from stages.layout import DRIVER_JOB_FOLDER, STOP_FILE
 
-if TYPE_CHECKING:  # a run in one process does without Slurm
+if TYPE_CHECKING:  # a run in one process does not need Slurm
     from launchers.submission_queue import SubmittedJob
     from slurm.client import QueuedJob, SlurmClient
 
@@ -30,18 +30,18 @@ STOP_CHECK_INTERVAL_S = 2.0
 def start_lock(run: Run) -> Iterator[None]:
     """Lock the creation or change of a run, and the submission of its driver.
 
-    A refused process has written nothing. An empty folder of a failed start is removed.
+    Without the lock nothing is written. An empty folder of a failed start is removed.
 
     Raises:
         RunLockedError: another process has the lock, or the run has a driver.
         InputError: no permission to write there.
     """
-    at = run.folder / DRIVER_JOB_FOLDER
+    lock_folder = run.folder / DRIVER_JOB_FOLDER
     with explain_write_errors(run.folder):
-        at.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            lock = RunLock(at / START_LOCK)
-        except (RunLockedError, FileNotFoundError):  # the other one may just have removed it
+            lock = RunLock(lock_folder / START_LOCK)
+        except (RunLockedError, FileNotFoundError):  # the other process may remove the folder
             raise RunLockedError(
                 f"{run.folder}: another process is starting this run or submitting its driver; "
                 f"see rlinf status {run.folder}"
@@ -51,8 +51,8 @@ def start_lock(run: Run) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        with contextlib.suppress(OSError):  # they hold something
-            at.rmdir()
+        with contextlib.suppress(OSError):  # not empty
+            lock_folder.rmdir()
             run.folder.rmdir()
 
 
@@ -62,11 +62,11 @@ def check_not_driven(run: Run) -> None:
     Raises:
         RunLockedError: it has a driver or a driver job.
     """
-    owner = living_owner(run.folder / LOCK_FILE)
+    owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
         raise RunLockedError(
-            f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "
-            f"one first with: rlinf stop {run.folder}"
+            f"{run.folder}: already driven by process {owner.pid} on {owner.host}; stop "
+            f"it first with: rlinf stop {run.folder}"
         )
     check_no_driver_job(run)
 
@@ -77,14 +77,14 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
     Raises:
         SlurmError: a job was submitted, and Slurm does not answer.
     """
-    last = _read_driver_job(run)
-    if last is None:
+    submitted = _read_driver_job(run)
+    if submitted is None:
         return None
     if client is None:
         from slurm.client import SlurmClient
 
         client = SlurmClient()
-    ids = last.find_ids(client)
+    ids = submitted.find_ids(client)
     queue = client.queue() if ids else {}
     active = ((i, queue[i]) for i in ids if i in queue and queue[i].state.is_active)
     return next(active, None)
@@ -92,8 +92,8 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
 
 def last_driver_job_id(run: Run) -> str | None:
     """Return the id of the last submitted driver job; None if there is none, or no id yet."""
-    last = _read_driver_job(run)
-    return None if last is None else last.id or None
+    submitted = _read_driver_job(run)
+    return None if submitted is None else submitted.id or None
 
 
 def check_no_driver_job(run: Run) -> None:
@@ -102,13 +102,13 @@ def check_no_driver_job(run: Run) -> None:
     Raises:
         RunLockedError: there is one.
     """
-    last = _read_driver_job(run)
-    if last is None or last.id == current_job_id():
+    submitted = _read_driver_job(run)
+    if submitted is None or submitted.id == current_job_id():
         return
-    found = find_driver_job(run)
-    if found is not None and found[0] != current_job_id():
+    active = find_driver_job(run)
+    if active is not None and active[0] != current_job_id():
         raise RunLockedError(
-            f"{run.folder}: job {found[0]}, {found[1].state.value}, drives this run; see rlinf "
+            f"{run.folder}: job {active[0]}, {active[1].state.value}, drives this run; see rlinf "
             f"status {run.folder}, or end it with: rlinf stop {run.folder}"
         )
 
@@ -124,11 +124,11 @@ def _read_driver_job(run: Run) -> SubmittedJob | None:
 
 
 class StopRequest:
-    """A callable that tells whether this driver must stop: its job ends, or ``rlinf stop`` named
-    it."""
+    """A callable that returns whether this driver must stop, because its job is about to end or
+    because ``rlinf stop`` wrote its token to the stop file."""
 
-    def __init__(self, run: Path, ends: Callable[[], bool]) -> None:
-        self._run, self._is_job_ending = run, ends
+    def __init__(self, run: Path, is_job_ending: Callable[[], bool]) -> None:
+        self._run, self._is_job_ending = run, is_job_ending
         self._checked_at = 0.0
         self.is_requested = False
 
@@ -136,19 +136,19 @@ class StopRequest:
         if time.monotonic() - self._checked_at > STOP_CHECK_INTERVAL_S:
             self._check_file()
         if not self.is_requested and self._is_job_ending():
-            self._check_file()  # the signal may come of rlinf stop
+            self._check_file()  # the signal may come from rlinf stop
             return True
         return self.is_requested
 
     def _check_file(self) -> None:
         self._checked_at = time.monotonic()
         with contextlib.suppress(OSError):
-            named = (self._run / STOP_FILE).read_text().strip()
-            self.is_requested = bool(named) and named == driver_token(self._run)
+            token = (self._run / STOP_FILE).read_text().strip()
+            self.is_requested = bool(token) and token == driver_token(self._run)
 
 
 def driver_token(run: Path) -> str | None:
-    """Return the token of the present or last driver of a run."""
+    """Return the token of the current or last driver of a run."""
     try:
         return str(json.loads((run / LOCK_FILE).read_text())["token"])
     except (OSError, ValueError, KeyError, TypeError):

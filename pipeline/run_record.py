@@ -1,6 +1,6 @@
 """``run.json``: the frozen configuration of a run, its effective settings and its provenance.
 
-The record tells whether ``config.yaml`` was edited since it was frozen.
+The record shows whether ``config.yaml`` was edited after it was frozen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_NAMES = 4
 
 
 class RunRecord(BaseModel):
-    """The content of ``run.json``. Trackers know the run by its first ``id``."""
+    """The content of ``run.json``. Trackers identify the run by ``id``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ class RunRecord(BaseModel):
     """Digest of all other fields."""
     settings: dict[str, Any] | None = None
     """All effective settings by section, defaults included (:func:`effective_settings`). They are
-    for people, and no part of any identity."""
+    for readers only and not part of any identity."""
     non_default: tuple[str, ...] | None = None
     """Dotted keys of ``settings`` whose values are not the defaults."""
     derived: tuple[str, ...] | None = None
@@ -105,20 +105,20 @@ def write_run_record(
     """Write the frozen configuration and all effective settings to ``run.json``.
 
     Args:
-        config: all values of ``config.yaml``, as it is or is about to be.
-        previous_digest: digest of the present ``config.yaml``, if it is replaced next.
-        derived_keys: keys whose values the program chose; those recorded before by default.
+        config: all values of ``config.yaml``, which is written or about to be written.
+        previous_digest: digest of the current ``config.yaml``, if it is replaced next.
+        derived_keys: keys whose values the program chose. None keeps those of the previous record.
 
     Raises:
-        ConfigError: a component is unknown or refuses a key. Nothing was written.
+        ConfigError: a component is unknown or rejects a key. Nothing was written.
     """
     frozen = select_semantic(config)
     try:
-        known = read_run_record(folder)
+        previous = read_run_record(folder)
     except ConfigError:
-        known = None
-    if known is None:
-        known = RunRecord(
+        previous = None
+    if previous is None:
+        previous = RunRecord(
             name=folder.name,
             id=json_digest(frozen),
             created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -139,7 +139,7 @@ def write_run_record(
     }
     if derived_keys is not None:
         update["derived"] = tuple(derived_keys)
-    record = known.model_copy(update=update)
+    record = previous.model_copy(update=update)
     record = record.model_copy(update={"checksum": _checksum(record)})
     write_atomic(folder / RUN_FILE, json.dumps(record.model_dump(exclude_none=True), indent=1))
 
@@ -150,7 +150,7 @@ def config_edits(folder: Path) -> list[str]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    now = select_semantic(read_config_values(folder / CONFIG_FILE))
+    current = select_semantic(read_config_values(folder / CONFIG_FILE))
     try:
         record = read_run_record(folder)
     except ConfigError as error:
@@ -158,25 +158,25 @@ def config_edits(folder: Path) -> list[str]:
     if record is None:
         return []
     if record.config is None:
-        same = json_digest(now) == record.id
-        return [] if same else [f"{CONFIG_FILE}: edited since it was frozen"]
-    if json_digest(now) in (record.config_digest, record.previous_digest):
+        is_unchanged = json_digest(current) == record.id
+        return [] if is_unchanged else [f"{CONFIG_FILE}: edited since it was frozen"]
+    if json_digest(current) in (record.config_digest, record.previous_digest):
         return []
-    return [f"{CONFIG_FILE}: {change}" for change in config_differences(record.config, now)]
+    return [f"{CONFIG_FILE}: {change}" for change in config_differences(record.config, current)]
 
 
 def config_differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], where: str = ""
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> list[str]:
     """Return ``key: old -> new`` for every dotted key whose values differ, sorted."""
     changes = []
     for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        name = f"{where}{key}"
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            changes += config_differences(a, b, f"{name}.")
-        elif a != b:
-            changes.append(f"{name}: {_format(a)} -> {_format(b)}")
+        old_value, new_value = old.get(key), new.get(key)
+        name = f"{prefix}{key}"
+        if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+            changes += config_differences(old_value, new_value, f"{name}.")
+        elif old_value != new_value:
+            changes.append(f"{name}: {_format(old_value)} -> {_format(new_value)}")
     return changes
 
 
@@ -200,7 +200,7 @@ def effective_settings(config: RunConfig) -> tuple[dict[str, Any], tuple[str, ..
     keys and defaults are those of its ``Config`` class. Values are plain JSON values.
 
     Raises:
-        ConfigError: a component is unknown or refuses a key.
+        ConfigError: a component is unknown or rejects a key.
     """
     components: dict[str, BaseModel] = {
         section: getattr(config, section).validate_options(
@@ -213,8 +213,8 @@ def effective_settings(config: RunConfig) -> tuple[dict[str, Any], tuple[str, ..
     settings, default_settings = _dump(config), _defaults(type(config))
     for section, options in components.items():
         name = getattr(getattr(config, section), "name", None)
-        own = {} if name is None else {"name": name}
-        settings[section] = own | _dump(options)
+        selected = {} if name is None else {"name": name}
+        settings[section] = selected | _dump(options)
         default_settings[section] = _defaults(type(options))
     defaults = dict(flatten(default_settings))
     non_default = [
@@ -223,13 +223,13 @@ def effective_settings(config: RunConfig) -> tuple[dict[str, Any], tuple[str, ..
     return settings, tuple(non_default)
 
 
-def flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of every leaf; an empty table is a leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{above}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _defaults(section: type[BaseModel]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _commit() -> str:
     if not (package_paths.ROOT / ".git").exists():
         return ""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [
                 "git",
                 "-C",
@@ -284,28 +284,28 @@ def _commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def provenance_rows(
-    about: dict[str, Any], seed: int, manifests: Iterable[Manifest]
+    record: dict[str, Any], seed: int, manifests: Iterable[Manifest]
 ) -> list[tuple[str, str]]:
     """Return labels and values for the report, without those that the run did not record.
 
     Args:
-        about: content of ``run.json``.
+        record: content of ``run.json``.
         seed: seed of the run.
-        manifests: of its committed outputs; they name hosts and Slurm jobs.
+        manifests: those of committed outputs, which name hosts and Slurm jobs.
     """
-    versions = about.get("versions", {})
+    versions = record.get("versions", {})
     rows = {
-        "started": str(about.get("created", "")),
-        "started on": str(about.get("host", "")),
+        "started": str(record.get("created", "")),
+        "started on": str(record.get("host", "")),
         "seed": str(seed),
-        "identity": str(about.get("id", "")),
-        "rlinf": str(about.get("version", "")),
-        "commit": str(about.get("commit", "")),
-        "accepted mismatches": "; ".join(about.get("accepted_mismatches", ())),
+        "identity": str(record.get("id", "")),
+        "rlinf": str(record.get("version", "")),
+        "commit": str(record.get("commit", "")),
+        "accepted mismatches": "; ".join(record.get("accepted_mismatches", ())),
         **{name: str(version) for name, version in versions.items()},
     }
     if __version__ != rows["rlinf"]:

@@ -1,5 +1,5 @@
-"""The state of a run: which stages are finished. Only manifests decide it, never the memory of a
-driver."""
+"""The state of a run: which stages are finished. Only manifests decide this, never the memory of
+a driver."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def has_results(run: Path) -> bool:
     """Return whether a stage was ever committed, even if its output was withdrawn or archived
     since."""
     patterns = (f"*/{MANIFEST}*", f"it/*/*/{MANIFEST}*", f"{EVALUATE}/*/{MANIFEST}*")
-    found = (path for pattern in patterns for path in run.glob(pattern))
-    return (run / ARCHIVE).exists() or next(found, None) is not None
+    manifests = (path for pattern in patterns for path in run.glob(pattern))
+    return (run / ARCHIVE).exists() or next(manifests, None) is not None
 
 
 def is_skipped(graph: Graph, run: Path, node: StageNode) -> bool:
     """Return whether a node is an unfinished evaluation of weights that the retention policy
-    removed. Its iteration would have to run again for it."""
+    removed. Evaluating them would require running their iteration again."""
     if node.stage != EVALUATE or (graph.output_folder(run, node) / MANIFEST).exists():
         return False
     return any(
@@ -114,37 +114,38 @@ class RunState:
         outputs that other recomputed nodes need. Call :meth:`scan` without accepted mismatches
         first.
         """
-        last = RetentionPolicy(self.run.config, self.run.folder, self.graph.iterations - 1)
-        known = {*self.done, *self.unverified}
-        removed = set(self.mismatched)
-        for node in known:
-            stays = node.stage in self.graph.flow.stages and last.should_keep(*node)
-            if stays and is_pruned(self._folder(node)):
-                removed.add(node)
+        retention = RetentionPolicy(self.run.config, self.run.folder, self.graph.iterations - 1)
+        committed = {*self.done, *self.unverified}
+        to_redo = set(self.mismatched)
+        for node in committed:
+            is_retained = node.stage in self.graph.flow.stages and retention.should_keep(*node)
+            if is_retained and is_pruned(self._folder(node)):
+                to_redo.add(node)
         for node in reversed(list(self.graph.nodes())):
-            if node in known and node not in removed:
+            if node in committed and node not in to_redo:
                 continue
             sources = self.graph.inputs(node).values()
-            removed.update(s for s in sources if s in known and is_pruned(self._folder(s)))
-        return _in_order(removed)
+            to_redo.update(s for s in sources if s in committed and is_pruned(self._folder(s)))
+        return _sort_nodes(to_redo)
 
     def dependents(self, removed: Iterable[StageNode]) -> list[StageNode]:
         """Return removed nodes and all committed nodes that depend on them."""
-        found = set(removed)
+        affected = set(removed)
         for node in self.graph.nodes():
-            if node in self.unverified and not found.isdisjoint(self.graph.inputs(node).values()):
-                found.add(node)
-        return _in_order(found)
+            sources = self.graph.inputs(node).values()
+            if node in self.unverified and not affected.isdisjoint(sources):
+                affected.add(node)
+        return _sort_nodes(affected)
 
     def outputs_outside_graph(self) -> list[Path]:
         """Return the committed outputs that are not in the graph of the configuration, sorted.
 
         They belong to further iterations, other evaluations or another flow.
         """
-        run, wanted = self.run.folder, set(map(self._folder, self.graph.nodes()))
+        run, expected = self.run.folder, set(map(self._folder, self.graph.nodes()))
         patterns = (f"it/*/*/{MANIFEST}", f"{EVALUATE}/*/{MANIFEST}", f"*/{MANIFEST}")
-        found = {path.parent for pattern in patterns for path in run.glob(pattern)}
-        return sorted(found - wanted)
+        committed = {path.parent for pattern in patterns for path in run.glob(pattern)}
+        return sorted(committed - expected)
 
     def manifest_keys(self, nodes: Iterable[StageNode]) -> Iterator[tuple[str, str]]:
         """Yield names of nodes with the keys under which they were committed."""
@@ -168,10 +169,9 @@ class RunState:
                 f"{node.name}: a job with another configuration or other code committed it during "
                 "this run; it stays. Start the run again to see the differences"
             )
-        where = self.archive(node)
-        log.warning(
-            "%s was computed from other inputs than the present ones; it is in %s", node.name, where
-        )
+        target = self.archive(node)
+        text = "%s was computed from other inputs than the present ones; it is in %s"
+        log.warning(text, node.name, target)
 
     def archive(self, node: StageNode) -> Path:
         """Move the output of a node to the archive; returns its new path."""
@@ -193,7 +193,7 @@ class RunState:
         contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
         if manifest.key == self._key(node, contents):
             return True
-        # The configuration that accepted it may name other inputs than those it was computed from.
+        # The configuration that accepted it may define other inputs than it was computed from.
         return self.accepted.accepts(manifest) and (
             manifest.inputs == contents
             or set(self.done.values()).issuperset(manifest.inputs.values())
@@ -214,8 +214,8 @@ class RunState:
             if manifest is not None and any(
                 path.name == PRUNED_MARKER for path in folder.iterdir()
             ):
-                # Pools of an earlier driver still prune. The folder is listed, because network
-                # filesystems cache the absence of a file.
+                # Pools of an earlier driver still prune. List the folder: network filesystems cache
+                # that a file is absent.
                 return manifest
             log.warning("%s; it will be rebuilt", error)
             withdraw_manifest(error.manifest, error.data)
@@ -229,5 +229,5 @@ class RunState:
         return stage_key(self.run.config, node.stage, node.iteration, inputs, code)
 
 
-def _in_order(nodes: Iterable[StageNode]) -> list[StageNode]:
+def _sort_nodes(nodes: Iterable[StageNode]) -> list[StageNode]:
     return sorted(nodes, key=lambda node: (node.iteration, node.stage))

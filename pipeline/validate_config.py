@@ -99,12 +99,11 @@ def validate_config(config: RunConfig) -> None:
         set_interpreters(_site_interpreters(cluster.site))
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}", config)
-    simulates = environment.required_modules(task_options)
-    generates = engine.required_packages(engine_options)
-    check_interpreters(
-        config, cluster, simulates, generates, trainer.required_packages(trainer_options)
-    )
-    check_sft(config, generates)
+    simulator_modules = environment.required_modules(task_options)
+    engine_packages = engine.required_packages(engine_options)
+    trainer_packages = trainer.required_packages(trainer_options)
+    check_interpreters(config, cluster, simulator_modules, engine_packages, trainer_packages)
+    check_sft(config, engine_packages)
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
@@ -127,7 +126,7 @@ def validate_config(config: RunConfig) -> None:
         raise ConfigError(
             f"algorithm.minibatches: {samples} samples (rollout.batch_size "
             f"{config.rollout.batch_size} x rollout.group_size {config.rollout.group_size}) "
-            f"cannot be cut into {algorithm.minibatches} equal minibatches"
+            f"cannot be split into {algorithm.minibatches} equal minibatches"
         )
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
@@ -138,20 +137,20 @@ def validate_config(config: RunConfig) -> None:
     check_train_test_overlap(config, environment.train_test_overlap(task_options), task_options)
     processor = policy.check(model_options, spec)
     engine.check_policy(engine_options, model_options)
-    extent = environment.task_size(task_options, processor)
+    size = environment.task_size(task_options, processor)
     if processor is not None and LANGUAGE_MODEL in policy.provides:
         from rlinf.models.chat_format import ChatFormat
 
         check_stop_strings(config, ChatFormat.from_tokenizer(processor))
     positions = policy.max_model_len(model_options)
     check_context(getattr(engine_options, "max_model_len", None), positions)
-    check_sizes(config, extent, positions)
+    check_sizes(config, size, positions)
 
 
 def complete_config(config: RunConfig) -> RunConfig:
     """Return the configuration with the keys of the task that its environment provides.
 
-    Given keys are compared with the environment too, before a run directory is created.
+    Keys that are already set are compared with the environment, before a run directory is created.
 
     Raises:
         ConfigError: a key is wrong, or cannot be read here.
@@ -163,16 +162,16 @@ def complete_config(config: RunConfig) -> RunConfig:
     if (name := configured_interpreter(config, "task")) is not None:
         check_interpreter(name, "task.python", environment.required_modules(options))
     # Simulators run under the interpreter of their stages, if these have one.
-    here = (
+    can_compare = (
         configured_interpreter(config, "task") is not None
         or configured_interpreter(config, "engine") is None
     )
-    more = environment.infer_config(options, check_given=here and not _is_frozen(config))
-    return config.with_environment_keys(more) if more else config
+    values = environment.infer_config(options, check_given=can_compare and not _is_frozen(config))
+    return config.with_environment_keys(values) if values else config
 
 
 def _is_frozen(config: RunConfig) -> bool:
-    """Return whether the run exists with this very task, which was compared when it was created."""
+    """Return whether the run exists with the same task, which was checked when it was created."""
     try:
         frozen = load_config(config.run.folder / CONFIG_FILE)
     except ConfigError:  # there is none, or it is damaged
@@ -183,54 +182,55 @@ def _is_frozen(config: RunConfig) -> bool:
 def check_interpreters(
     config: RunConfig,
     cluster: ClusterConfig,
-    simulates: tuple[str, ...],
-    generates: tuple[str, ...],
-    trains: tuple[str, ...],
+    simulator_modules: tuple[str, ...],
+    engine_packages: tuple[str, ...],
+    trainer_packages: tuple[str, ...],
 ) -> None:
     """Check that configured interpreters exist and have the modules that run under them.
 
     Args:
-        simulates: modules that the simulator processes import.
-        generates: optional packages of the engine.
-        trains: optional packages of the trainer.
+        simulator_modules: modules that the simulator processes import.
+        engine_packages: optional packages of the engine.
+        trainer_packages: optional packages of the trainer.
 
     Raises:
         ConfigError: an interpreter or module is missing, or stages of the driver's process would
             need another interpreter.
         MissingPackageError: no interpreter is configured, and this one lacks an optional package.
     """
-    for section, modules in (("task", simulates), ("engine", generates), ("trainer", trains)):
-        stages = section != "task"
+    all_modules = (simulator_modules, engine_packages, trainer_packages)
+    for section, modules in zip(("task", "engine", "trainer"), all_modules, strict=True):
+        is_stage_section = section != "task"
         if (name := configured_interpreter(config, section)) is None:
-            for package in modules if stages else ():
+            for package in modules if is_stage_section else ():
                 require_package(package, package, f"{section}={getattr(config, section).name}")
             continue
         check_interpreter(
-            name, f"{section}.python", (*(STAGE_PACKAGES if stages else ()), *modules)
+            name, f"{section}.python", (*(STAGE_PACKAGES if is_stage_section else ()), *modules)
         )
-        if stages and cluster.launcher == "inprocess":
+        if is_stage_section and cluster.launcher == "inprocess":
             raise ConfigError(
                 f"{section}.python: stages run in the driver's own process with "
                 "cluster.launcher=inprocess; choose cluster=local or cluster=slurm"
             )
 
 
-def check_sft(config: RunConfig, generates: tuple[str, ...]) -> None:
+def check_sft(config: RunConfig, engine_packages: tuple[str, ...]) -> None:
     """Check that the SFT stage can generate, if its held-out samples are scored.
 
     Args:
-        generates: optional packages of the engine.
+        engine_packages: optional packages of the engine.
 
     Raises:
         ConfigError: the interpreter of the trainer lacks one.
     """
-    if not (generates and config.sft.max_steps and config.sft.eval_generation):
+    if not (engine_packages and config.sft.max_steps and config.sft.eval_generation):
         return
     name = configured_interpreter(config, "trainer")
     if name is None:
-        lacking = [package for package in generates if find_spec(package) is None]
+        lacking = [package for package in engine_packages if find_spec(package) is None]
     else:
-        lacking = missing_modules(name, "trainer.python", generates)
+        lacking = missing_modules(name, "trainer.python", engine_packages)
     if lacking:
         raise ConfigError(
             "sft.eval_generation: the process that trains generates the held-out samples, "
@@ -240,7 +240,7 @@ def check_sft(config: RunConfig, generates: tuple[str, ...]) -> None:
         )
 
 
-def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
+def check_videos(config: RunConfig, video_columns: tuple[str, ...]) -> None:
     """Check that the task has a camera, if held-out episodes are recorded.
 
     Raises:
@@ -248,7 +248,7 @@ def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
         MissingPackageError: PyAV is not installed.
     """
     if config.evaluate.videos:
-        if not films:
+        if not video_columns:
             raise ConfigError(
                 f"evaluate.videos: task {config.task.name!r} has no cameras; set task.video "
                 "({CAMERA: [HEIGHT, WIDTH]}), or evaluate.videos=0"
@@ -266,12 +266,12 @@ def check_parameter_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
         for name in getattr(config.optimizer, key):
             if name not in groups:
                 raise ConfigError(
-                    f"optimizer.{key}.{name}: {config.model.name} has no such group of parameters, "
-                    f"but {', '.join(groups)}"
+                    f"optimizer.{key}.{name}: {config.model.name} has no such parameter group; "
+                    f"available: {', '.join(groups)}"
                 )
 
 
-def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
+def check_sampling(config: RunConfig, engine_requires: frozenset[str]) -> None:
     """Check that the engine samples tokens, if sampling settings are given.
 
     Raises:
@@ -282,9 +282,9 @@ def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
         ("evaluate.sampling", config.evaluate.sampling),
     ):
         settings = [] if section is None else list(section.non_default_settings())
-        if settings and LANGUAGE_MODEL not in needs:
+        if settings and LANGUAGE_MODEL not in engine_requires:
             raise ConfigError(
-                f"{key}.{settings[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
+                f"{key}.{settings[0]}: engine {config.engine.name!r} samples no tokens; remove it"
             )
 
 
@@ -292,28 +292,28 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     """Check that engine and trainer support the parallel layouts of the plan with its processes.
 
     Raises:
-        ConfigError: they do not, or a pool would need one component in two layouts.
+        ConfigError: a layout is not supported, or a pool would need one component in two layouts.
     """
-    of = plan.stage_pools() if plan.pools else {}
-    needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
-    sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
+    pools = plan.stage_pools() if plan.pools else {}
+    pool_parts = [pool_resources(plan, number) for number in range(len(plan.pools))]
+    sizes = [sum(part.nodes * part.processes for part in parts) for parts in pool_parts]
     elastic_stages = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
         key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
         layout = job.layout
-        pool = of.get(stage)
+        pool = pools.get(stage)
         size = job.nodes * job.processes if pool is None else sizes[pool]
         size = 1 if stage in elastic_stages else size
-        loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
-        if loads is not None and of and not spec.single_process:
-            first, other = layouts.setdefault((of[stage], loads), (stage, layout))
+        component = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
+        if component is not None and pools and not spec.single_process:
+            other_stage, other = layouts.setdefault((pools[stage], component), (stage, layout))
             if other != layout:
                 raise ConfigError(
-                    f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
-                    f"pool with it, has {str(other) or 'none'}; give both the same"
+                    f"{key}: {str(layout) or 'none'}, but {other_stage}, whose {component} it uses "
+                    f"in one pool with it, has {str(other) or 'none'}; give both the same"
                 )
-        if loads == "trainer":
+        if component == "trainer":
             trainer = trainers.get(config.trainer.name)
             options = config.trainer.validate_options(trainer.Config, "trainer")
             policy, model = policy_class(config)
@@ -329,10 +329,10 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                 )
         if not layout.parallel_dims():
             continue
-        if loads is None or spec.single_process:
-            raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
-        name = getattr(config, loads).name
-        if loads == "engine":
+        if component is None or spec.single_process:
+            raise ConfigError(f"{key}: {stage} computes with no model; remove the key")
+        name = getattr(config, component).name
+        if component == "engine":
             supported = engines.get(name).supported_layouts
         else:
             supported = trainers.get(name).parallel_dims
@@ -340,9 +340,9 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             if dim not in supported:
                 dims = ", ".join(sorted(supported)) or "no way"
                 raise ConfigError(
-                    f"{key}.{dim}: {loads} {name!r} cannot split a model so; it can in {dims}"
+                    f"{key}.{dim}: {component} {name!r} does not support it; supported: {dims}"
                 )
-        if loads == "engine":
+        if component == "engine":
             engine = engines.get(name)
             options = config.engine.validate_options(engine.Config, "engine")
             engine.check_layout(options, policy_class(config)[1], layout, key)
@@ -369,30 +369,30 @@ def check_flow(flow: Flow, key: str) -> None:
     """Check that each stage has a program, and that its inputs exist when it runs.
 
     Raises:
-        ConfigError: a stage does not; the message names it.
+        ConfigError: the flow is invalid; the message names the stage.
     """
     if not flow.stages or not flow.offline:
         raise ConfigError(
-            f"{key}: a flow has stages, and an offline stage that makes the first weights"
+            f"{key}: a flow needs stages, and an offline stage that creates the initial weights"
         )
-    before = set(flow.offline)
+    earlier = set(flow.offline)
     for name, stage in flow.all_stages.items():
-        where = f"{key}: stage {name}"
+        label = f"{key}: stage {name}"
         for entry in stage.inputs.values():
             for source in filter(None, (entry.stage, entry.initial)):
                 if source not in flow.all_stages:
                     hint = did_you_mean(source, flow.all_stages)
                     raise ConfigError(
-                        f"{where} reads {source!r}, which is no stage of the flow{hint}"
+                        f"{label} reads {source!r}, which is not a stage of the flow{hint}"
                     )
-            if not entry.lag and entry.stage not in before and not entry.stale:
-                raise ConfigError(f"{where} reads {entry.stage}, which comes later; put it before")
+            if not entry.lag and entry.stage not in earlier and not entry.stale:
+                raise ConfigError(f"{label} reads {entry.stage}, which comes later; put it first")
         for section in stage.config_sections:
             if section not in RunConfig.model_fields:
                 hint = did_you_mean(section, RunConfig.model_fields)
-                raise ConfigError(f"{where} has no such section: {section!r}{hint}")
-        import_user_attribute(flow.module_of(name), "run", where)
-        before.add(name)
+                raise ConfigError(f"{label} has no such section: {section!r}{hint}")
+        import_user_attribute(flow.module_of(name), "run", label)
+        earlier.add(name)
 
 
 def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
@@ -409,7 +409,7 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
             f"rollout.max_resamples: flow {config.flow!r} has no rollout that can resample groups; "
             "choose flow=on_policy, or leave it out"
         )
-    # Groups of two samples with equal scores: usual scores, and extreme ones.
+    # Groups of two samples with equal scores, both ordinary and extreme ones.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
     if algorithm.select_samples(scores, groups).all():
         raise ConfigError(
@@ -424,7 +424,7 @@ def check_device(name: str, key: str) -> None:
     """Check that this machine has a device.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not have it.
     """
     import torch
 
@@ -432,7 +432,7 @@ def check_device(name: str, key: str) -> None:
     device_count = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "cuda" and int(number or 0) >= device_count:
         has = f"{device_count} GPUs" if device_count else "no GPU"
-        raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
+        raise ConfigError(f"{key}: {name} does not exist: this machine has {has}; use auto")
 
 
 def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
@@ -443,56 +443,56 @@ def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
     """
     for key, section in (("rollout", config.rollout), ("evaluate", config.evaluate)):
         for text in () if section.sampling is None else section.sampling.stop:
-            if (inside := chat_format.undecoded_token_in(text)) is not None:
+            if (token := chat_format.undecoded_token_in(text)) is not None:
                 raise ConfigError(
-                    f"{key}.sampling.stop: {text!r} holds the special token {inside!r} and more, "
-                    f"and would never be found; give {inside!r} alone"
+                    f"{key}.sampling.stop: {text!r} has the special token {token!r} and more text, "
+                    f"so it would never match; use {token!r} alone"
                 )
 
 
-def check_context(context: int | None, positions: int | None) -> None:
-    """Check that the engine's context does not exceed the positions of the model.
+def check_context(context: int | None, limit: int | None) -> None:
+    """Check that the context length of the engine does not exceed the positions of the model.
 
     Raises:
-        ConfigError: it does; vLLM would not start.
+        ConfigError: it does, so that vLLM would not start.
     """
-    if context is not None and positions is not None and context > positions:
+    if context is not None and limit is not None and context > limit:
         raise ConfigError(
-            f"engine.max_model_len: {context} is more than the {positions} positions of the model; "
-            f"set it to {positions} or less, or leave it out"
+            f"engine.max_model_len: {context} is more than the {limit} positions of the model; "
+            f"set it to {limit} or less, or leave it out"
         )
 
 
-def check_sizes(config: RunConfig, extent: TaskSize, positions: int | None) -> None:
+def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> None:
     """Check that there are enough problems, and that prompts and responses fit the model.
 
     Raises:
         ConfigError: there are too few problems or positions.
     """
-    held_out = config.evaluate.horizon or config.rollout.horizon
+    eval_horizon = config.evaluate.horizon or config.rollout.horizon
     for key, requested, available, file in (
-        ("rollout.batch_size", config.rollout.batch_size, extent.train, "task.train"),
-        ("evaluate.samples", config.evaluate.samples, extent.test, "task.test"),
+        ("rollout.batch_size", config.rollout.batch_size, size.train, "task.train"),
+        ("evaluate.samples", config.evaluate.samples, size.test, "task.test"),
     ):
         if available is not None and requested > available:
             raise ConfigError(
-                f"{key}: {requested} different problems are asked at once, and {file} has "
-                f"{available} that can be used; set {key}={available} or less"
+                f"{key}: {requested} different problems are needed at once, but {file} has "
+                f"only {available} usable ones; set {key}={available} or less"
             )
     horizons: Iterable[tuple[str, int]] = (
         ("rollout.horizon", config.rollout.horizon),
-        ("evaluate.horizon", held_out),
+        ("evaluate.horizon", eval_horizon),
     )
     for key, horizon in horizons:
-        if positions is not None and extent.max_prompt_tokens + horizon > positions:
+        if positions is not None and size.max_prompt_tokens + horizon > positions:
             raise ConfigError(
-                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones "
+                f"{key}: prompts of up to {size.max_prompt_tokens} tokens and {horizon} new ones "
                 f"do not fit into the {positions} positions of the model; lower it"
-                + _or_model(config.model.model_extra or {})
+                + _positions_hint(config.model.model_extra or {})
             )
 
 
-def _or_model(options: dict[str, Any]) -> str:
+def _positions_hint(options: dict[str, Any]) -> str:
     if not options.get("path"):
         return " or raise model.max_position_embeddings"
     return " or task.max_prompt_length, or raise model.max_model_len as far as config.json allows"
@@ -502,27 +502,27 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
     """Check that the task has simulators, if the plan places the policy separately from them.
 
     Raises:
-        PlanError: it has none, or a stage with simulators cannot query a policy server.
+        PlanError: the task has none, or a stage with simulators cannot query a policy server.
     """
-    acts = plan.flow.rollout_stage
-    for part in plan.flow.separate_policy if acts is not None else ():
+    rollout = plan.flow.rollout_stage
+    for policy in plan.flow.separate_policy if rollout is not None else ():
         if OBSERVATIONS not in environments.get(config.task.name).provides:
             raise PlanError(
-                f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
-                f"could be placed separately from; leave {part} out"
+                f"plan.pools: {policy}: task {config.task.name!r} has no simulators that a policy "
+                f"could be placed separately from; leave {policy} out"
             )
         import_user_attribute(
-            plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}"
+            plan.flow.module_of(str(rollout)), "policy_runner", f"plan.pools: {policy}"
         )
-        homes = plan.stage_pools()
-        if homes[EVALUATE] == homes[str(acts)]:
+        pools = plan.stage_pools()
+        if pools[EVALUATE] == pools[str(rollout)]:
             try:
                 import_user_attribute(
-                    plan.flow.module_of(EVALUATE), "policy_runner", f"plan.pools: {part}"
+                    plan.flow.module_of(EVALUATE), "policy_runner", f"plan.pools: {policy}"
                 )
             except ConfigError as error:
                 raise PlanError(
-                    f"{error}; or name {EVALUATE} in another pool than {acts}, where it has "
+                    f"{error}; or name {EVALUATE} in another pool than {rollout}, where it has "
                     "simulators and policy"
                 ) from None
 
@@ -543,7 +543,7 @@ def check_components(config: RunConfig) -> None:
     """Check that each component provides what the others require (:mod:`rlinf.registry`).
 
     Raises:
-        ConfigError: a requirement is not met; the message names alternatives that would fit.
+        ConfigError: a requirement is not met; the message names alternatives that meet it.
     """
     parts = [
         ConfigComponent("task", config.task.name, environments),
@@ -553,51 +553,52 @@ def check_components(config: RunConfig) -> None:
         ConfigComponent("algorithm", config.algorithm.name, algorithms),
     ]
     flow = flow_of(config)
-    offered = {word for part in parts for word in part.registry.get(part.name).provides}
-    offered |= flow.provides
+    provided = {word for part in parts for word in part.registry.get(part.name).provides}
+    provided |= flow.provides
     if config.rollout.group_size > 1:
-        offered.add(SAMPLE_GROUPS)
-    sources = (source for stage in flow.all_stages.values() for source in stage.inputs.values())
-    if config.rollout.staleness and any(source.stale for source in sources):
-        offered.add(STALE_ROLLOUTS)
+        provided.add(SAMPLE_GROUPS)
+    inputs = (entry for stage in flow.all_stages.values() for entry in stage.inputs.values())
+    if config.rollout.staleness and any(entry.stale for entry in inputs):
+        provided.add(STALE_ROLLOUTS)
     for part in parts:
-        missing = part.registry.get(part.name).requires - offered
+        missing = part.registry.get(part.name).requires - provided
         if missing:
-            others = [name for name in part.registry.names() if _fits(part.registry, name, offered)]
+            names = part.registry.names()
+            alternatives = [name for name in names if _fits(part.registry, name, provided)]
             raise ConfigError(
-                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
-                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
-                + (f"; here fits: {', '.join(others)}" if others else "")
+                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no component of this "
+                f"run provides ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
+                + (f"; alternatives: {', '.join(alternatives)}" if alternatives else "")
             )
-    if missing := flow.requires - offered:
+    if missing := flow.requires - provided:
         raise ConfigError(
             f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
         )
-    if config.sft.max_steps and DEMONSTRATIONS not in offered:
+    if config.sft.max_steps and DEMONSTRATIONS not in provided:
         raise ConfigError(
             f"sft.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
             "set it to 0"
         )
-    if config.sft.eval_samples and EVAL_DEMONSTRATIONS not in offered:
+    if config.sft.eval_samples and EVAL_DEMONSTRATIONS not in provided:
         raise ConfigError(
-            f"sft.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
-            "take the loss of; set it to 0"
+            f"sft.eval_samples: task {config.task.name!r} has no held-out demonstrations; "
+            "set it to 0"
         )
 
 
-def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
+def _fits(registry: Registry, name: str, provided: set[str]) -> bool:
     try:
-        needs: frozenset[str] = registry.get(name).requires
+        required: frozenset[str] = registry.get(name).requires
     except (RlinfError, ImportError):
         return False
-    return needs <= offered
+    return required <= provided
 
 
 def check_episode_carryover(config: RunConfig) -> None:
     """Check that episodes can continue across iterations, if configured.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: episodes cannot continue.
     """
     if not carries_over_episodes(config):
         return
@@ -608,32 +609,32 @@ def check_episode_carryover(config: RunConfig) -> None:
         )
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "
+            f"task.carry_over_episodes: flow={config.flow} does not read the previous rollout; "
             "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
         )
     if config.rollout.group_size > 1:
         raise ConfigError(
-            "task.carry_over_episodes: the samples of a group would begin alike in the first "
-            "iteration alone; set rollout.group_size=1, or task.carry_over_episodes=false"
+            "task.carry_over_episodes: the samples of a group would start alike only in the "
+            "first iteration; set rollout.group_size=1, or task.carry_over_episodes=false"
         )
 
 
-def check_group_starts(config: RunConfig, alike: bool) -> None:
+def check_group_starts(config: RunConfig, has_equal_starts: bool) -> None:
     """Check that the samples of a group can be compared.
 
     Args:
-        alike: whether the samples of a group start in the same state.
+        has_equal_starts: whether the samples of a group start in the same state.
 
     Raises:
         ConfigError: they start in different states.
     """
-    if config.rollout.group_size > 1 and not alike:
-        others = "; algorithm=ppo needs no groups"
+    if config.rollout.group_size > 1 and not has_equal_starts:
+        hint = "; algorithm=ppo needs no groups"
         raise ConfigError(
             f"rollout.group_size: {config.rollout.group_size}, but the samples of a group would "
-            "begin in different states and could not be compared: in this simulator a seed does "
-            "not say where an episode begins; set rollout.group_size=1"
-            + (others if algorithms.get(config.algorithm.name).requires & {SAMPLE_GROUPS} else "")
+            "start in different states and could not be compared: in this simulator a seed does "
+            "not determine the initial state; set rollout.group_size=1"
+            + (hint if algorithms.get(config.algorithm.name).requires & {SAMPLE_GROUPS} else "")
         )
 
 
@@ -642,52 +643,52 @@ def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], option
     file for both.
 
     Args:
-        overlap: number of held-out problems that are training problems, and of all held-out ones.
+        overlap: numbers of held-out problems that are training problems, and of held-out problems.
         options: options of the task; ``allow_train_test_overlap`` permits a complete overlap.
 
     Raises:
         DataError: all held-out problems are training problems, and the run trains.
     """
-    both, count = overlap
-    if not both or not (config.iterations or config.sft.max_steps):
+    num_shared, total = overlap
+    if not num_shared or not (config.iterations or config.sft.max_steps):
         return
-    if both == count and not getattr(options, "allow_train_test_overlap", False):
+    if num_shared == total and not getattr(options, "allow_train_test_overlap", False):
         raise DataError(
-            f"task.test: the same problems as in task.train: all {count} held-out ones are there, "
-            "so that their score would not measure generalization. Name other ones, or set "
+            f"task.test: the same problems as in task.train: all {total} held-out ones are there, "
+            "so that their score would not measure generalization. Use another file, or set "
             "task.allow_train_test_overlap=true"
         )
     log.warning(
-        "task.test: %d of %d held-out problems are training problems (task.train) too; their score "
-        "is of problems that were trained on",
-        both,
-        count,
+        "task.test: %d of %d held-out problems are training problems (task.train) too, so "
+        "the score does not measure generalization alone",
+        num_shared,
+        total,
     )
 
 
 def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
-    """Check that steps of a truncated episode do not count as reward 0.
+    """Check that the steps of a truncated episode do not get reward 0.
 
     Raises:
         ConfigError: rewards come only at the end of an episode, a sample contains several episodes,
             and no value function estimates the return of the last one.
     """
     rewards_at_end = EPISODE_REWARDS in rewards.get(config.reward.name).provides
-    values = algorithm.requires & {VALUE_ESTIMATES, ACTION_VALUES, TRANSITION_REPLAY}
-    if not rewards_at_end or values or config.rollout.group_size > 1:
+    has_values = algorithm.requires & {VALUE_ESTIMATES, ACTION_VALUES, TRANSITION_REPLAY}
+    if not rewards_at_end or has_values or config.rollout.group_size > 1:
         return
     if OBSERVATIONS in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
-            f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
-            "their steps would count as reward 0, beside lower or higher scores; set "
+            f"reward.name: {config.reward.name!r} scores an episode when it ends, and "
+            f"algorithm={config.algorithm.name} has no value estimates for truncated episodes: "
+            "their steps would get reward 0; set "
             "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
             "algorithm=ppo"
         )
 
 
 def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
-    """Check that turns have rewards of their own, if advantages are per turn.
+    """Check that the reward gives one value per turn, if advantages are per turn.
 
     Raises:
         ConfigError: the task has no turns, or the reward is one number per dialogue.
@@ -696,14 +697,14 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         return
     if TURNS not in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} has "
+            f"algorithm.advantage_level: turn is for dialogues, but task {config.task.name!r} has "
             "no turns; set it to trajectory"
         )
     if TURN_REWARDS not in rewards.get(config.reward.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn compares rewards of turns, and reward "
+            f"algorithm.advantage_level: turn needs a reward per turn, but reward "
             f"{config.reward.name!r} gives one number for a whole dialogue; set "
-            "reward=environment, which takes what the task gives for each message, or "
+            "reward=environment, which uses the task's reward of each message, or "
             "algorithm.advantage_level=trajectory"
         )
 
@@ -720,8 +721,8 @@ def check_eval_samples(config: RunConfig, tasks: int) -> None:
     if config.evaluate.samples % tasks:
         nearest = max(config.evaluate.samples // tasks, 1) * tasks
         raise ConfigError(
-            f"evaluate.samples: {config.evaluate.samples} starts are not as many of each of "
-            f"{tasks} tasks; set {nearest}"
+            f"evaluate.samples: {config.evaluate.samples} cannot be divided equally among "
+            f"{tasks} tasks; set it to {nearest}"
         )
 
 
@@ -734,29 +735,29 @@ def check_replay(
         options: options of the trainer.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the algorithm cannot.
     """
     if TRANSITION_REPLAY not in algorithm.requires:
         return
     if not trainer.supports_batches:
         raise ConfigError(
-            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
+            f"trainer.name: {config.trainer.name!r} does not support batches of transitions; set "
             "trainer=fsdp"
         )
-    collects = NO_ROLLOUTS not in flow_of(config).provides
-    if not collects and getattr(algorithm.config, "gradient_steps", 1) is None:
+    has_rollouts = NO_ROLLOUTS not in flow_of(config).provides
+    if not has_rollouts and getattr(algorithm.config, "gradient_steps", 1) is None:
         raise ConfigError(
             "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
             f"flow={config.flow} collects none; set the number per iteration"
         )
-    values_prior = ACTION_VALUES in algorithm.requires and bool(
+    values_prior_data = ACTION_VALUES in algorithm.requires and bool(
         getattr(algorithm.config, "offline_data", 0)
     )
-    if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
+    if values_prior_data and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(
-            "algorithm.offline_data: prior transitions have the rewards that a simulator gave "
-            f"their steps, from which reward={config.reward.name} does not come, and values would "
-            "be of two kinds; set reward=environment (reward.scale multiplies both), or leave "
+            "algorithm.offline_data: prior transitions have the rewards of the simulator, "
+            f"but new ones would have those of reward={config.reward.name}, so values would mix "
+            "both; set reward=environment (reward.scale multiplies both), or leave "
             "algorithm.offline_data out"
         )
     dtype = getattr(options, "param_dtype", "float32")
@@ -768,16 +769,16 @@ def check_replay(
 
 
 def warn_about_precision(config: RunConfig, options: Any) -> None:
-    """Log a warning if most weight updates may be rounded away.
+    """Log a warning if bfloat16 may round most weight updates away.
 
     Args:
         options: options of the trainer.
     """
-    half = getattr(config.model, "dtype", "float32") == "bfloat16"
-    if half and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
+    is_bfloat16 = getattr(config.model, "dtype", "float32") == "bfloat16"
+    if is_bfloat16 and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
         log.warning(
-            "model.dtype=bfloat16: weights and moments are trained in it, and most steps at small "
-            "rates are rounded away; trainer.param_dtype=bfloat16 computes in it alone"
+            "model.dtype=bfloat16: weights and moments are bfloat16 too, so rounding removes most "
+            "steps at small rates; trainer.param_dtype=bfloat16 only computes in bfloat16"
         )
 
 
@@ -796,13 +797,13 @@ def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, option
         and VALUE_ESTIMATES not in algorithm.requires
     ):
         raise ConfigError(
-            f"model.value_level: action is for an algorithm with values (ppo, async_ppo), and "
+            f"model.value_level: action needs an algorithm with values (ppo, async_ppo), but "
             f"{config.algorithm.name!r} has none; set it to chunk"
         )
     if VALUE_ESTIMATES in algorithm.requires and getattr(options, "lora", None) is not None:
         raise ConfigError(
-            f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
-            "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
+            f"trainer.lora: adapters do not train the value head, but {config.algorithm.name!r} "
+            "needs a trained one; set trainer.lora=null, or choose an algorithm without values"
         )
 
 

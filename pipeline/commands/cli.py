@@ -105,14 +105,12 @@ def resume(
     from pipeline.resume import OnMismatch
     from pipeline.run import Run
 
-    choice, launcher = (
-        OnMismatch.from_flags(redo=redo, keep=keep),
-        {"launcher": cluster} if cluster else None,
-    )
+    on_mismatch = OnMismatch.from_flags(redo=redo, keep=keep)
+    launcher = {"launcher": cluster} if cluster else None
     if overrides:
-        report = drive(reopen_run(folder, overrides, choice), launcher)
+        report = drive(reopen_run(folder, overrides, on_mismatch), launcher)
     else:
-        report = drive(Run.open(folder), launcher, choice)
+        report = drive(Run.open(folder), launcher, on_mismatch)
     typer.echo(f"report: {report}")
 
 
@@ -147,11 +145,11 @@ def submit(
         "mail": mail,
     }
     driver = {key: value for key, value in options.items() if value is not None}
-    choice = OnMismatch.from_flags(redo=redo, keep=keep)
+    on_mismatch = OnMismatch.from_flags(redo=redo, keep=keep)
     lines = (
         submission.write_dry_run(run_or_experiment, driver)
         if dry_run
-        else submission.submit_run(run_or_experiment, driver, choice)
+        else submission.submit_run(run_or_experiment, driver, on_mismatch)
     )
     typer.echo("\n".join(lines))
 
@@ -159,9 +157,9 @@ def submit(
 @app.command()
 def stop(folder: RunFolder) -> None:
     """Stop the driver, pools and jobs of a run. They may be on any host."""
-    from pipeline.commands.stop import stop_run as end
+    from pipeline.commands.stop import stop_run
 
-    for line in end(folder) or ["no driver, pool or job of this run is active"]:
+    for line in stop_run(folder) or ["no driver, pool or job of this run is active"]:
         typer.echo(line)
     typer.echo(f"continue with: rlinf resume {folder}, or rlinf submit {folder}")
 
@@ -299,12 +297,12 @@ def doctor(
         raise ConfigError(
             f"{overrides[0]}: overrides need --env NAME, the task that they belong to"
         )
-    found = (
+    findings = (
         doctor.check_machine(folder)
         if env is None
         else doctor.check_simulator(env, overrides or ())
     )
-    raise typer.Exit(doctor.show_findings(found))
+    raise typer.Exit(doctor.show_findings(findings))
 
 
 @app.command()
@@ -375,9 +373,9 @@ def plan(
     from pipeline.commands.experiment import load_configuration
     from pipeline.planning.planner.plan_command import run_plan
 
-    usual = Path("profile.json")
-    found = profile or (usual if usual.exists() else None)
-    sources = planning_sources(found, source, site, partition, pin)
+    default_profile = Path("profile.json")
+    profile_file = profile or (default_profile if default_profile.exists() else None)
+    sources = planning_sources(profile_file, source, site, partition, pin)
     config = load_configuration(run_or_experiment)
     run_plan(config, sources, out, objective, what_if or (), check, execution.value)
 
@@ -396,9 +394,9 @@ def clean(
 
     These are shared memory of this node and temporary files of runs.
     """
-    from pipeline.lock import clean_up as remove
+    from pipeline.lock import clean_up
 
-    for line in remove(folders or [], dry_run=dry_run):
+    for line in clean_up(folders or [], dry_run=dry_run):
         typer.echo(line)
 
 

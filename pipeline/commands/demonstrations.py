@@ -14,7 +14,7 @@ TRAJECTORY_FILES = "trajectories-*.h5"
 
 
 def extract_interventions(source: Path, to: Path) -> str:
-    """Write the episodes in which a person acted, with the executed actions
+    """Write the episodes in which a person intervened, with the executed actions
     (:mod:`rlinf.data.episodes`).
 
     Args:
@@ -26,26 +26,26 @@ def extract_interventions(source: Path, to: Path) -> str:
 
     Raises:
         InputError: the target is not empty, or the trajectories do not record interventions.
-        DataError: there are no trajectories, or a person acted in none of them.
+        DataError: there are no trajectories, or a person intervened in none of them.
     """
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
     files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(f"{source}: has no file {TRAJECTORY_FILES}")
-    found: list[Trajectory] = []
+    episodes: list[Trajectory] = []
     for trajectory in map(Trajectory.from_record, RecordFileReader(files)):
-        found += intervened_episodes(trajectory, first=len(found))
-    if not found:
+        episodes += intervened_episodes(trajectory, first=len(episodes))
+    if not episodes:
         raise DataError(f"{source}: no episode in which a person acted")
     to.mkdir(parents=True, exist_ok=True)
     writer = RecordFileWriter(to, "trajectories")
-    for episode in found:
+    for episode in episodes:
         writer.put(episode.to_record())
     writer.close()
-    steps = sum(map(len, found))
+    steps = sum(map(len, episodes))
     return (
-        f"{len(found)} episodes, {steps} steps written to {to}; "
+        f"{len(episodes)} episodes, {steps} steps written to {to}; "
         f"use them with algorithm.offline_data={to}"
     )
 
@@ -71,10 +71,10 @@ def convert_demonstrations(
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
     if lerobot.is_lerobot_dataset(source):
-        found = lerobot.LeRobotDataset(source, all_successful=solved)
+        dataset = lerobot.LeRobotDataset(source, all_successful=solved)
         to.mkdir(parents=True, exist_ok=True)
         writer = RecordFileWriter(to, "trajectories")
-        for trajectory in found.trajectories():
+        for trajectory in dataset.trajectories():
             writer.put(trajectory.to_record())
         writer.close()
         return f"{writer.count} episodes written to {to}; use them with algorithm.offline_data={to}"

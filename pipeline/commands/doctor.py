@@ -40,11 +40,11 @@ class Finding:
     detail: str
 
 
-def show_findings(found: Iterable[Finding]) -> int:
+def show_findings(findings: Iterable[Finding]) -> int:
     """Print findings; returns 0 if none is a failure, else 1."""
     table = Table(title="rlinf doctor", title_justify="left", show_header=False)
     failed = False
-    for finding in found:
+    for finding in findings:
         colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
         table.add_row(Text(finding.level, style=colour), finding.check, Text(finding.detail))
         failed |= finding.level == "fail"
@@ -95,8 +95,8 @@ def check_packages() -> Iterator[Finding]:
         if importlib.util.find_spec(package) is None:
             missing.setdefault(extra, []).append(package)
     absent = {name for names in missing.values() for name in names}
-    found = [name for name in PACKAGES if name not in absent]
-    yield Finding("ok", "packages", ", ".join(found))
+    installed = [name for name in PACKAGES if name not in absent]
+    yield Finding("ok", "packages", ", ".join(installed))
     for extra, names in missing.items():
         yield Finding("warn", "not installed", f"{', '.join(names)}: rlinf-slurm[{extra}]")
 
@@ -146,8 +146,8 @@ def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Find
 
 
 def probe_partition(name: str, probe: Path) -> Finding:
-    """Run a job on one node of a partition, which answers through the run folder."""
-    what = f"node of {name}"
+    """Run a job on one node of a partition; it writes its answer to the run folder."""
+    check = f"node of {name}"
     code = (
         "import json,os,socket,sys,time;p=sys.argv[1];"
         "json.dump({'host':socket.gethostname(),'python':sys.version.split()[0],"
@@ -164,17 +164,17 @@ def probe_partition(name: str, probe: Path) -> Finding:
             env=command_environment(),
         )
     except subprocess.TimeoutExpired:
-        return Finding("warn", what, f"no free node within {PROBE_TIMEOUT_S:.0f} s; not checked")
+        return Finding("warn", check, f"no free node within {PROBE_TIMEOUT_S:.0f} s; not checked")
     if process.returncode:
-        first = (process.stderr.strip().splitlines() or ["unknown error"])[-1]
+        reason = (process.stderr.strip().splitlines() or ["unknown error"])[-1]
         busy = "Unable to allocate" in process.stderr or "immediate" in process.stderr.lower()
-        return Finding("warn" if busy else "fail", what, first)
+        return Finding("warn" if busy else "fail", check, reason)
     finished_at = time.time()
     while not probe.exists():
         if time.time() - finished_at > RENAME_TIMEOUT_S:
             return Finding(
                 "fail",
-                what,
+                check,
                 "its files are not visible here: run.root is not on a shared filesystem",
             )
         time.sleep(0.02)
@@ -182,10 +182,10 @@ def probe_partition(name: str, probe: Path) -> Finding:
     answer = json.loads(probe.read_text())
     probe.unlink()
     if answer["python"] != sys.version.split()[0]:
-        return Finding("fail", what, f"{answer['host']} runs Python {answer['python']}")
+        return Finding("fail", check, f"{answer['host']} runs Python {answer['python']}")
     return Finding(
         "ok",
-        what,
+        check,
         f"{answer['host']}: same Python; a renamed file is visible after {delay_s:.2f} s",
     )
 
@@ -193,7 +193,7 @@ def probe_partition(name: str, probe: Path) -> Finding:
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 NVIDIA_SMI_TIMEOUT_S = 30.0
 WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B200", "GB200")
-"""Data-centre GPUs without ray-tracing cores, which NVIDIA's renderer needs."""
+"""Data-centre GPUs without the ray-tracing cores that NVIDIA's renderer needs."""
 
 
 def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
@@ -214,42 +214,42 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     assert isinstance(options, GymConfig)
     yield Finding("ok", "simulator", f"{options.simulator}, {options.id}")
     needs = get_requirements(options.simulator)
-    found = [*_packages(options, needs), *_gpu(needs)]
-    found += [Finding("fail", "files", text) for text in needs.missing_assets(options.kwargs)]
-    yield from found
-    if any(finding.level == "fail" for finding in found):
+    findings = [*_check_packages(options, needs), *_check_gpu(needs)]
+    findings += [Finding("fail", "files", text) for text in needs.missing_assets(options.kwargs)]
+    yield from findings
+    if any(finding.level == "fail" for finding in findings):
         yield Finding("warn", "episode", "not started, because of the failures above")
         return
-    yield _episode(options)
+    yield _check_episode(options)
 
 
-def _packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Finding]:
+def _check_packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Finding]:
     """Check that the interpreter exists and has the packages of the simulator."""
     name = options.python or sys.executable
     try:
         path = resolve_interpreter(name, "task.python")
         missing = missing_modules(name, "task.python", ("numpy", *needs.packages))
     except ConfigError as error:
-        further = f"; it needs: {needs.install}" if needs.install else ""
-        yield Finding("fail", "interpreter", f"{error}{further}")
+        hint = f"; it needs: {needs.install}" if needs.install else ""
+        yield Finding("fail", "interpreter", f"{error}{hint}")
         return
     yield Finding("ok", "interpreter", path)
     if missing:
-        text = f"{', '.join(missing)} not found{_install(name, needs)}"
+        text = f"{', '.join(missing)} not found{_install_hint(name, needs)}"
         yield Finding("fail", "packages", text)
     else:
         yield Finding("ok", "packages", ", ".join(needs.packages))
 
 
-def _install(name: str, needs: SimulatorRequirements) -> str:
+def _install_hint(name: str, needs: SimulatorRequirements) -> str:
     """Return how to install missing packages."""
     if needs.install:
         return f"; install them there: {needs.install}"
-    made = (package_paths.ROOT / "configs" / "environments" / f"{name}.txt").is_file()
-    return f"; make env NAME={name} installs them" if made else "; install them there"
+    has_environment = (package_paths.ROOT / "configs" / "environments" / f"{name}.txt").is_file()
+    return f"; make env NAME={name} installs them" if has_environment else "; install them there"
 
 
-def _gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
+def _check_gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
     if not needs.gpu:
         return
     try:
@@ -268,13 +268,13 @@ def _gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
         yield Finding("ok", "GPU", "; ".join(gpus))
 
 
-def _episode(options: GymConfig) -> Finding:
+def _check_episode(options: GymConfig) -> Finding:
     """Check that an episode starts as configured."""
     started_at = time.perf_counter()
     try:
-        differing = GymEnvironment.spec_mismatches(options, GymEnvironment.read_spec(options))
-        if differing:
-            return Finding("fail", "episode", "; ".join(differing))
+        mismatches = GymEnvironment.spec_mismatches(options, GymEnvironment.read_spec(options))
+        if mismatches:
+            return Finding("fail", "episode", "; ".join(mismatches))
         with contextlib.closing(create_simulator_process(options)) as simulator:
             observations = simulator.reset([0], [0])
     except RlinfError as error:
@@ -283,6 +283,6 @@ def _episode(options: GymConfig) -> Finding:
             "fail", "episode", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
         )
     shapes = ", ".join(f"{name} {list(column.shape[1:])}" for name, column in observations.items())
-    pictures = "" if options.images else "; no images configured (task.images), renderer not tested"
+    note = "" if options.images else "; no images configured (task.images), renderer not tested"
     duration_s = time.perf_counter() - started_at
-    return Finding("ok", "episode", f"starts in {duration_s:.1f} s: {shapes}{pictures}")
+    return Finding("ok", "episode", f"starts in {duration_s:.1f} s: {shapes}{note}")

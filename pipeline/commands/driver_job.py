@@ -48,23 +48,24 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
     """Return the resources of the driver's job.
 
     Raises:
-        PlanError: the cluster lacks them, or accounting does not allow them beside the plan's jobs.
+        PlanError: the cluster lacks them, or accounting does not allow them in addition to the
+            plan's jobs.
         SlurmError: Slurm is not installed or does not answer.
     """
     settings, partitions = cluster.driver, client.partitions()
     # The default partition is named, because the site file may have settings for it.
     partition = settings.partition or default_partition(partitions)
-    own = StagePlan(
+    stage_plan = StagePlan(
         partition=partition,
         cpus=settings.cpus,
         mem_mb=settings.mem_mb,
         time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
     )
-    needs = _without_large_job_settings(job_resources(own, cluster), cluster, partitions)
+    needs = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
     quotas = read_quotas(client)
-    longest = quotas.max_minutes(needs) if settings.time_limit_min is None else None
-    if longest is not None and needs.time_limit_min is not None:
-        needs = replace(needs, time_limit_min=min(needs.time_limit_min, longest[0]))
+    max_minutes = quotas.max_minutes(needs) if settings.time_limit_min is None else None
+    if max_minutes is not None and needs.time_limit_min is not None:
+        needs = replace(needs, time_limit_min=min(needs.time_limit_min, max_minutes[0]))
     try:
         check_resources(needs, partitions, "cluster.driver")
         quotas.check(needs, "cluster.driver")
@@ -80,12 +81,12 @@ def _without_large_job_settings(
 ) -> JobResources:
     """Return the resources without settings of the site file for larger jobs.
 
-    QOS, constraint and reservation stay if the site file sets them for the driver's own partition
-    and that has no GPUs; defaults may be meant for GPUs.
+    QOS, constraint and reservation stay only if the site file sets them for the driver's partition
+    and that partition has no GPUs. The defaults of the site file may be meant for GPU jobs.
     """
     settings, site = cluster.driver, PartitionSettings()
-    found = partitions.get(needs.partition or "")
-    if cluster.site is not None and found is not None and not found.gpus:
+    partition = partitions.get(needs.partition or "")
+    if cluster.site is not None and partition is not None and not partition.gpus:
         site = load_site(cluster.site).overrides_for(needs.partition)
     mail = {} if settings.mail is None else {"mail-user": settings.mail, "mail-type": "END,FAIL"}
     return replace(
@@ -100,33 +101,33 @@ def _without_large_job_settings(
 
 
 def _default_time_limit_min(partition: str | None, partitions: dict[str, Partition]) -> int:
-    """Return one day, or the limit of the partition (or of one in a list) if it is lower."""
+    """Return one day, or the lowest limit of the listed partitions if that is less."""
     names = partition_names(partition or "")
-    chosen = [p for p in partitions.values() if p.name in names]
-    limits = [p.time_limit_min for p in chosen if p.time_limit_min is not None]
+    candidates = [p for p in partitions.values() if p.name in names]
+    limits = [p.time_limit_min for p in candidates if p.time_limit_min is not None]
     return min([DEFAULT_TIME_LIMIT_MIN, *limits])
 
 
 def submit_driver_job(job: JobSpec) -> str:
     """Submit the driver of a run and return its job id. Call it within :func:`start_lock`.
 
-    The mark of the job is written first, so that the job is found even if this process ends before
+    The tag of the job is written first, so that the job is found even if this process ends before
     it has written the id.
 
     Raises:
         SlurmError: sbatch refused the job.
     """
-    mark = new_tag()
-    write_submitted_job(job, tag=mark)
+    tag = new_tag()
+    write_submitted_job(job, tag=tag)
     try:
-        identity = submit_restarting(with_tag(job, mark))
+        job_id = submit_restarting(with_tag(job, tag))
     except SlurmUnresponsiveError:
-        raise  # it may be queued, and is found by its mark
+        raise  # the job may be queued; it is found by its tag
     except SlurmError:
         (job.output_dir / JOB_FILE).unlink()
         raise
-    write_submitted_job(job, identity)
-    return identity
+    write_submitted_job(job, job_id)
+    return job_id
 
 
 def main(argv: Sequence[str] | None = None) -> int:

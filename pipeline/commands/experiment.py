@@ -1,5 +1,5 @@
-"""From overrides to a finished run: compose, validate, create or reopen, and drive. All commands
-and the Python API use these functions."""
+"""Compose, validate, create or reopen, and drive a run. All commands and the Python API use these
+functions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
     """Validate a composed configuration, and create or reopen its run directory.
 
     Args:
-        on_mismatch: handling of results that it would not reproduce.
+        on_mismatch: handling of results that this configuration would not reproduce.
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
@@ -74,7 +74,7 @@ def validate_experiment(
     """Return a composed configuration and its plan after all checks; nothing is written.
 
     Args:
-        driver: resources of the job in which the driver will run; None: the driver is no job, or
+        driver: resources of the job in which the driver will run; None if it runs in no job or
             they are unknown.
 
     Raises:
@@ -122,7 +122,7 @@ def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismat
 
 
 def open_run(words: Sequence[str]) -> Run:
-    """Open a run directory, with overrides if any follow, or prepare the run of an experiment.
+    """Open a run directory, with the overrides that follow it, or prepare the run of an experiment.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
@@ -154,7 +154,7 @@ def load_configuration(words: Sequence[str]) -> RunConfig:
 
 
 def is_run_folder(words: Sequence[str]) -> bool:
-    """Return whether words start with a run directory, which overrides may follow."""
+    """Return whether the first word is a run directory; overrides may follow it."""
     return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
 
 
@@ -196,17 +196,17 @@ def compose_from(
 
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            further = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
-            path = [f"hydra.searchpath=[{further}]"] if further else []
-            whole = hydra_compose(name, [*overrides, *path], return_hydra_config=True)
+            folders = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
+            extra = [f"hydra.searchpath=[{folders}]"] if folders else []
+            composed = hydra_compose(name, [*overrides, *extra], return_hydra_config=True)
         # Run names may contain chosen files (hydra:runtime.choices).
-        HydraConfig.instance().set_config(whole)
-        values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
-        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+        HydraConfig.instance().set_config(composed)
+        values = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        result = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise to_config_error(error) from None
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    assert isinstance(result, dict)
+    return {str(key): value for key, value in result.items()}
 
 
 def drive(
@@ -246,7 +246,7 @@ def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> Clus
     return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
 
 
-def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: bool) -> None:
+def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline: bool) -> None:
     check_no_driver_job(run)
     with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as console:
         stop = StopRequest(run.folder, flag.is_set)
@@ -267,14 +267,14 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
                 pools = PoolExecutor(run, launcher, plan, cluster, stop, console.on_stage_progress)
             executor = pools or JobExecutor(run, launcher, plan, cluster, stop)
         trackers = TrackerCallback(run)
-        listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
+        callbacks: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
         try:
-            Driver(run, executor, listeners, cluster.max_retries, offline, choice).drive()
-            idle = pools is not None and not pools.has_started
-            if idle and cluster.launcher == "slurm" and not offline:
+            Driver(run, executor, callbacks, cluster.max_retries, offline, on_mismatch).drive()
+            never_started = pools is not None and not pools.has_started
+            if never_started and cluster.launcher == "slurm" and not offline:
                 from pipeline.commands.stop import cancel_run_jobs
 
-                # Nothing was left to do, but pools of a driver that died at the end may still wait.
+                # Nothing was left to compute, but the pools of an earlier driver may still wait.
                 for line in cancel_run_jobs(run.folder):
                     log.info("remaining from an earlier driver: %s", line)
         except KeyboardInterrupt:
@@ -306,9 +306,9 @@ def reopen_run(
     """
     from pipeline.resume import create_run  # it loads algorithms, as the checks do
 
-    config, plan, chosen = validate_overrides(folder, words, current_job_resources())
+    config, plan, names_plan = validate_overrides(folder, words, current_job_resources())
     with start_lock(Run(config.run.folder, config)):
-        return create_run(config, plan.to_dict() if chosen else None, on_mismatch)
+        return create_run(config, plan.to_dict() if names_plan else None, on_mismatch)
 
 
 def validate_overrides(
@@ -316,8 +316,8 @@ def validate_overrides(
 ) -> tuple[RunConfig, Plan, bool]:
     """Return the validated configuration and plan of a run with overrides; nothing is written.
 
-    The plan is that of the run, unless an override names another one; the third value tells whether
-    one does.
+    The plan is that of the run, unless an override names another one. The third value is whether an
+    override names a plan.
 
     Args:
         driver: see :func:`validate_experiment`.
@@ -326,15 +326,15 @@ def validate_overrides(
         ConfigError, DataError, PlanError: they are invalid.
     """
     values = apply_overrides(folder, words)
-    chosen = any(_key(word) == "plan" for word in words)
-    file = Run.open(folder).folder / PLAN_FILE
-    if chosen or not file.exists():
+    names_plan = any(_key(word) == "plan" for word in words)
+    plan_file = Run.open(folder).folder / PLAN_FILE
+    if names_plan or not plan_file.exists():
         return *validate_experiment(values, driver), True
-    own = values.get("plan")
+    config_plan = values.get("plan")
     config, plan = validate_experiment(
-        {**values, "plan": yaml.safe_load(file.read_text("utf-8"))}, driver
+        {**values, "plan": yaml.safe_load(plan_file.read_text("utf-8"))}, driver
     )
-    return config.model_copy(update={"plan": own}), plan, False
+    return config.model_copy(update={"plan": config_plan}), plan, False
 
 
 def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """
     folder = Run.open(folder).folder
     for word in words:
-        if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
+        if _key(word).split(".")[0] in ("run", "hydra") or _key(word) == "experiment":
             raise ConfigError(
                 f"{word}: cannot change in a resumed run ({folder}); remove it, or start another "
                 "run with rlinf run"
@@ -356,34 +356,35 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     record = read_run_record(folder)
     for key in (record.derived if record is not None else None) or ():
         section, _, name = key.partition(".")
-        # Values from the task's environment stay with the task, which may not exist here.
+        # Values from the task's environment stay while the task does: it may not be installed here.
         if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
             values[section][name] = None
     values["run"] = {"name": folder.name, "root": str(folder.parent)}
-    groups = [word for word in words if _is_group(word)]
+    groups = [word for word in words if _is_config_group(word)]
     base = {key: value for key, value in values.items() if key not in map(_key, groups)}
-    rest = [force_add(word) for word in words if word not in groups]
-    with tempfile.TemporaryDirectory() as place:
-        text = yaml.safe_dump({"defaults": ["_self_"], **_literal(base)}, sort_keys=False)
-        Path(place, "frozen.yaml").write_text(text, encoding="utf-8")
-        further = [*(f"+{word}" for word in groups), *rest]
-        return compose_from(Path(place), "frozen", further, [str(package_paths.ROOT / "configs")])
+    value_overrides = [force_add(word) for word in words if word not in groups]
+    with tempfile.TemporaryDirectory() as scratch:
+        text = yaml.safe_dump({"defaults": ["_self_"], **_escape(base)}, sort_keys=False)
+        Path(scratch, "frozen.yaml").write_text(text, encoding="utf-8")
+        all_overrides = [*(f"+{word}" for word in groups), *value_overrides]
+        searchpath = [str(package_paths.ROOT / "configs")]
+        return compose_from(Path(scratch), "frozen", all_overrides, searchpath)
 
 
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def _is_group(word: str) -> bool:
+def _is_config_group(word: str) -> bool:
     return force_add(word) == word and (package_paths.ROOT / "configs" / _key(word)).is_dir()
 
 
-def _literal(value: Any) -> Any:
-    """Escape interpolations: frozen values were resolved before."""
+def _escape(value: Any) -> Any:
+    """Escape interpolations in a frozen value, because they were already resolved."""
     if isinstance(value, Mapping):
-        return {key: _literal(item) for key, item in value.items()}
+        return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_literal(item) for item in value]
+        return [_escape(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import metrics
-from pipeline.metrics import iterations, run_flow, stage_manifest
+from pipeline.metrics import list_iterations, run_flow, stage_manifest
 from pipeline.run import Run
 from rlinf.artifacts import is_pruned, read_manifest, verify_output
 from rlinf.channels.record_files import RecordFileReader
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class RunResults:
     """A reader of a run directory. It caches nothing, so a running run shows its latest results.
 
-    Iterations count from 0. Version 0 of the weights is that before the first iteration, version
-    ``n`` that after ``n`` iterations.
+    Iterations count from 0. Version 0 of the weights is the one before the first iteration, and
+    version ``n`` the one after ``n`` iterations.
     """
 
     folder: Path
@@ -61,8 +61,8 @@ class RunResults:
 
         ``score`` is the mean of the task's own measure over held-out samples.
         """
-        found = sorted(int(path.name) for path in (self.folder / EVALUATE).glob("[0-9]*"))
-        read = ((version, stage_manifest(self.folder, EVALUATE, version)) for version in found)
+        versions = sorted(int(path.name) for path in (self.folder / EVALUATE).glob("[0-9]*"))
+        read = ((version, stage_manifest(self.folder, EVALUATE, version)) for version in versions)
         return [{"version": n, **manifest.metrics} for n, manifest in read if manifest is not None]
 
     def trajectories(self, iteration: int | None = None) -> Iterator[Trajectory]:
@@ -88,16 +88,17 @@ class RunResults:
             ArtifactError: they are damaged on disk.
         """
         flow = run_flow(self.folder)
-        if (maker := flow.producer_of(channel)) is None:
-            known = sorted(flow.stream_channels)
-            raise InputError(f"{channel}: no stage writes this channel; available: {known}")
-        outputs = {i: stage_folder(self.folder, maker, i) for i in iterations(self.folder)}
-        there = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
-        if iteration is not None and iteration not in there:
+        if (stage := flow.producer_of(channel)) is None:
+            available = sorted(flow.stream_channels)
+            raise InputError(f"{channel}: no stage writes this channel; available: {available}")
+        outputs = {i: stage_folder(self.folder, stage, i) for i in list_iterations(self.folder)}
+        iterations = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
+        if iteration is not None and iteration not in iterations:
             raise InputError(
-                f"{self.folder}: no {channel} of iteration {iteration} on disk; available: {there}"
+                f"{self.folder}: no {channel} of iteration {iteration} on disk; available: "
+                f"{iterations}"
             )
-        return self._records(channel, [outputs[i] for i in there if iteration in (None, i)])
+        return self._records(channel, [outputs[i] for i in iterations if iteration in (None, i)])
 
     def versions(self) -> list[int]:
         """Return the versions of the weights on disk, ascending (see ``checkpoint``)."""
@@ -111,30 +112,30 @@ class RunResults:
             InputError: the version is not on disk; the message lists the versions.
             ArtifactError: it is damaged on disk.
         """
-        from stages.factory import WEIGHTS, policy_class  # it loads torch
+        from stages.factory import WEIGHTS, policy_class  # it imports torch
 
-        found = weight_versions(self.folder)
-        chosen = max(found, default=0) if version is None else version
-        if chosen not in found:
+        versions = weight_versions(self.folder)
+        selected = max(versions, default=0) if version is None else version
+        if selected not in versions:
             raise InputError(
-                f"{self.folder}: no version {chosen} of the weights on disk; available: "
-                f"{sorted(found)}"
+                f"{self.folder}: no version {selected} of the weights on disk; available: "
+                f"{sorted(versions)}"
             )
         policy, options = policy_class(self.config)
-        folder = _verified(found[chosen]) / WEIGHTS
+        folder = _verified_data_folder(versions[selected]) / WEIGHTS
         tensors: dict[str, Tensor] = policy.load(folder, options).module.state_dict()
         return tensors
 
     def _records(self, channel: str, outputs: list[Path]) -> Iterator[Record]:
         for out in outputs:
-            for record in RecordFileReader(_verified(out).glob(f"{channel}-r*.h5")):
+            for record in RecordFileReader(_verified_data_folder(out).glob(f"{channel}-r*.h5")):
                 steps = {name: to_array(column) for name, column in record.steps.items()}
                 yield replace(record, steps=steps)
 
 
-def _verified(out: Path) -> Path:
-    """Return the data folder of an output after checking that all files exist. Readers verify
-    bytes."""
+def _verified_data_folder(out: Path) -> Path:
+    """Return the data folder of an output after checking that all files exist. Readers check the
+    checksums."""
     manifest = read_manifest(out)
     assert manifest is not None, "listed as committed"
     verify_output(out, manifest, checksums=False)
@@ -174,7 +175,7 @@ def best_version(folder: Path) -> tuple[int, float]:
 
 
 def export_weights(folder: Path, to: Path, version: int | None) -> int:
-    """Copy a version's policy folder to a new place; returns the version.
+    """Copy a version's policy folder to a new folder; returns the version.
 
     Raises:
         InputError: no such version, or the target exists.
@@ -184,21 +185,21 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
     versions = weight_versions(run.folder)
     if not versions:
         raise InputError(f"{folder}: no weights yet")
-    chosen = max(versions) if version is None else version
-    if chosen not in versions:
+    selected = max(versions) if version is None else version
+    if selected not in versions:
         available = ", ".join(str(number) for number in sorted(versions))
-        raise InputError(f"--version {chosen}: not on disk; available: {available}")
+        raise InputError(f"--version {selected}: not on disk; available: {available}")
     if to.exists() and not to.is_dir():
         raise InputError(f"{to}: is a file; choose a new folder")
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
-    manifest = read_manifest(versions[chosen])
+    manifest = read_manifest(versions[selected])
     assert manifest is not None
-    verify_output(versions[chosen], manifest, checksums=False)
-    folder = versions[chosen] / manifest.data / "weights"
-    shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=_copied)
-    return chosen
+    verify_output(versions[selected], manifest, checksums=False)
+    folder = versions[selected] / manifest.data / "weights"
+    shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=_copy_verified)
+    return selected
 
 
-def _copied(source: str, target: str) -> None:
+def _copy_verified(source: str, target: str) -> None:
     copy_file(Path(source), Path(target))

@@ -18,12 +18,12 @@ from pipeline.commands.results import weight_versions
 from pipeline.console import create_console, format_duration, format_number, format_rate
 from pipeline.graph import Graph, StageNode
 from pipeline.health_checks import run_warnings
-from pipeline.lock import LOCK_FILE, living_owner
+from pipeline.lock import LOCK_FILE, find_live_owner
 from pipeline.metrics import (
     folder_manifest,
     headline_metrics,
     iteration_metrics,
-    iterations,
+    list_iterations,
     stage_manifest,
     step_unit,
 )
@@ -51,8 +51,8 @@ class RunStatus:
     """The content of the status table."""
 
     name: str
-    finished: int
-    total: int
+    iterations_done: int
+    iterations_total: int
     stage: str
     driver: str
     iteration_s: float | None
@@ -69,12 +69,17 @@ class RunStatus:
     pools: PoolsStatus | None = None
     """State of the pools, if the run uses pools and is running."""
     disk_fallbacks: dict[str, int] = field(default_factory=dict)
-    """Number of inputs of recent iterations that were read from disk instead of memory, by edge;
-    for elastic generators by work item."""
+    """Inputs that recent iterations read from disk although memory was expected, counted by edge.
+    An elastic generator counts once per work item."""
     accepted_mismatches: tuple[AcceptedMismatch, ...] = ()
-    """Accepted results of another configuration or other code."""
+    """Results accepted with ``--keep`` although configuration or code has changed since."""
     best: BestWeights | None = None
     """The weights with the best held-out score, once there is one."""
+
+    @property
+    def progress(self) -> str:
+        """Finished and total iterations, as text."""
+        return f"{self.iterations_done} of {self.iterations_total}"
 
     @property
     def reward(self) -> float | None:
@@ -83,10 +88,10 @@ class RunStatus:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last iteration at the median pace of recent iterations."""
+        """Estimated seconds until the last iteration ends, at the median pace of recent ones."""
         if self.iteration_s is None:
             return None
-        return self.iteration_s * (self.total - self.finished)
+        return self.iteration_s * (self.iterations_total - self.iterations_done)
 
 
 class CachedQueueClient(SlurmClient):
@@ -111,42 +116,43 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         ConfigError: not a run directory.
     """
     run, client = Run.open(folder), client or SlurmClient()
-    known, graph = iterations(run.folder), Graph(run.config)
-    begins, ends = next(iter(graph.flow.stages)), graph.flow.publish_stage
-    synced = [i for i in known[-50:] if stage_manifest(run.folder, ends, i) is not None]
-    finished = (max(synced) + 1) if synced else 0
-    current = min(finished, run.config.iterations - 1)
-    stage = "finished" if finished >= run.config.iterations else _current_stage(run, current)
-    spans, rates = [], []
-    for i in synced[-RECENT_ITERATIONS:]:
-        first, last = stage_manifest(run.folder, begins, i), stage_manifest(run.folder, ends, i)
-        if first and last:
-            # In pools a rollout may start long before its weights exist.
-            before = stage_manifest(run.folder, ends, i - 1) if i else None
-            start = max(first.timing["start"], before.timing["end"] if before else 0.0)
-            spans.append(last.timing["end"] - start)
-            rates.append(first.metrics.get("steps", 0.0) / max(1e-9, spans[-1]))
+    indices, graph = list_iterations(run.folder), Graph(run.config)
+    first_stage, publish_stage = next(iter(graph.flow.stages)), graph.flow.publish_stage
+    published = [i for i in indices[-50:] if stage_manifest(run.folder, publish_stage, i)]
+    iterations_done = (max(published) + 1) if published else 0
+    current = min(iterations_done, run.config.iterations - 1)
+    stage = "finished" if iterations_done >= run.config.iterations else _current_stage(run, current)
+    durations, rates = [], []
+    for i in published[-RECENT_ITERATIONS:]:
+        first_manifest = stage_manifest(run.folder, first_stage, i)
+        last_manifest = stage_manifest(run.folder, publish_stage, i)
+        if first_manifest and last_manifest:
+            # Pools may start a rollout early: count from the end of the previous iteration.
+            previous = stage_manifest(run.folder, publish_stage, i - 1) if i else None
+            start = max(first_manifest.timing["start"], previous.timing["end"] if previous else 0.0)
+            durations.append(last_manifest.timing["end"] - start)
+            rates.append(first_manifest.metrics.get("steps", 0.0) / max(1e-9, durations[-1]))
     scores = [
         m.metrics["score"]
-        for v in range(finished + 1)
+        for v in range(iterations_done + 1)
         if graph.is_evaluated(v) and (m := stage_manifest(run.folder, EVALUATE, v)) is not None
     ]
-    row = iteration_metrics(run.folder, finished - 1) if finished else None
+    row = iteration_metrics(run.folder, iterations_done - 1) if iterations_done else None
     return RunStatus(
         name=run.folder.name,
-        finished=finished,
-        total=run.config.iterations,
+        iterations_done=iterations_done,
+        iterations_total=run.config.iterations,
         stage=stage,
-        driver=_driver(run, client, finished=stage == "finished"),
-        iteration_s=statistics.median(spans) if spans else None,
+        driver=_driver(run, client, is_finished=stage == "finished"),
+        iteration_s=statistics.median(durations) if durations else None,
         steps_per_s=statistics.median(rates) if rates else None,
         step_unit=step_unit(run.config),
         score=scores[-1] if scores else None,
         metrics=headline_metrics(run.config, row or {}),
         versions=sorted(weight_versions(run.folder)),
-        jobs=_jobs(run, client, finished),
+        jobs=_jobs(run, client, iterations_done),
         warnings=run_warnings(run),
-        disk_fallbacks=_count_disk_fallbacks(run, graph, synced[-RECENT_ITERATIONS:]),
+        disk_fallbacks=_count_disk_fallbacks(run, graph, published[-RECENT_ITERATIONS:]),
         pools=read_pools_status(run.folder),
         accepted_mismatches=read_accepted_mismatches(run.folder).entries,
         best=best_weights(run.config, run.folder),
@@ -177,36 +183,37 @@ def status_view(status: RunStatus) -> Group:
 
 def status_table(status: RunStatus) -> Table:
     """Return the status as a table."""
-    out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
-    out.add_row("finished iterations", f"{status.finished} of {status.total}")
-    out.add_row("stage", status.stage)
-    out.add_row("driver", status.driver)
+    table = Table(title=f"run {status.name}", show_header=False, title_justify="left")
+    table.add_row("finished iterations", status.progress)
+    table.add_row("stage", status.stage)
+    table.add_row("driver", status.driver)
     if status.iteration_s is not None:
-        out.add_row("time per iteration", f"{status.iteration_s:.1f} s")
+        table.add_row("time per iteration", f"{status.iteration_s:.1f} s")
     if status.steps_per_s:
-        out.add_row("throughput", f"{format_rate(status.steps_per_s)} {status.step_unit}/s")
+        table.add_row("throughput", f"{format_rate(status.steps_per_s)} {status.step_unit}/s")
     if status.eta_s:
-        out.add_row("time left", format_duration(status.eta_s))
+        table.add_row("time left", format_duration(status.eta_s))
     for name, value in status.metrics.items():
-        out.add_row(name, format_number(value))
+        table.add_row(name, format_number(value))
     if status.score is not None:
-        out.add_row("held-out score", format_number(status.score))
+        table.add_row("held-out score", format_number(status.score))
     if status.best is not None:
-        out.add_row("best held-out score", format_best(status.best))
-    out.add_row("weights on disk", _versions(status.versions))
-    for notice in status.warnings:
-        out.add_row("warning", notice)
+        table.add_row("best held-out score", format_best(status.best))
+    table.add_row("weights on disk", _versions(status.versions))
+    for warning in status.warnings:
+        table.add_row("warning", warning)
     if status.disk_fallbacks:
         edges = ", ".join(f"{edge} {count}" for edge, count in status.disk_fallbacks.items())
-        out.add_row(
-            "read from disk", f"{edges} recent inputs, instead of memory; see the logs of the pools"
+        table.add_row(
+            "read from disk",
+            f"{edges} (recent inputs that were expected in memory; see the pool logs)",
         )
     for entry in status.accepted_mismatches:
-        results = f"{len(entry.outputs)} results on {entry.recorded_at}, despite differences: "
-        out.add_row("accepted (--keep)", results + "; ".join(entry.differences))
-    for identity, name, state, partition, reason in status.jobs:
-        out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
-    return out
+        results = f"{len(entry.outputs)} results on {entry.recorded_at} despite changes to: "
+        table.add_row("accepted (--keep)", results + "; ".join(entry.differences))
+    for job_id, name, state, partition, reason in status.jobs:
+        table.add_row(f"job {job_id}", f"{name}: {state} on {partition} {reason}".rstrip())
+    return table
 
 
 def _versions(versions: Sequence[int]) -> str:
@@ -215,22 +222,22 @@ def _versions(versions: Sequence[int]) -> str:
 
 def format_best(best: BestWeights) -> str:
     """Return score, version and path of the best weights, as text."""
-    where = "removed by the retention policy" if best.folder is None else str(best.folder)
-    return f"{format_number(best.score)} after iteration {best.version}: {where}"
+    location = "removed by the retention policy" if best.folder is None else str(best.folder)
+    return f"{format_number(best.score)} after iteration {best.version}: {location}"
 
 
-def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    nodes = [StageNode(stage, i) for i in iterations for stage in graph.flow.stages]
-    for node in nodes + [StageNode(EVALUATE, i + 1) for i in iterations]:
+def _count_disk_fallbacks(run: Run, graph: Graph, indices: Sequence[int]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    nodes = [StageNode(stage, i) for i in indices for stage in graph.flow.stages]
+    for node in nodes + [StageNode(EVALUATE, i + 1) for i in indices]:
         manifest = stage_manifest(run.folder, *node)
         for name in manifest.extra.get(DISK_FALLBACKS, ()) if manifest is not None else ():
             source = graph.inputs(node).get(name)
-            found[f"{source.stage if source else name} -> {node.stage}"] += 1
-    fallbacks = count_disk_fallbacks(run.folder)
-    if count := sum(fallbacks[i] for i in iterations):
-        found[f"{graph.flow.publish_stage} -> {graph.flow.elastic_stage}"] += count
-    return dict(found)
+            counts[f"{source.stage if source else name} -> {node.stage}"] += 1
+    generator_fallbacks = count_disk_fallbacks(run.folder)
+    if count := sum(generator_fallbacks[i] for i in indices):
+        counts[f"{graph.flow.publish_stage} -> {graph.flow.elastic_stage}"] += count
+    return dict(counts)
 
 
 def _current_stage(run: Run, iteration: int) -> str:
@@ -244,41 +251,41 @@ def _current_stage(run: Run, iteration: int) -> str:
     return EVALUATE
 
 
-def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
-    owner = living_owner(run.folder / LOCK_FILE)
+def _driver(run: Run, client: SlurmClient, *, is_finished: bool) -> str:
+    owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
         job = f", job {owner.job}" if owner.job else ""
         return f"process {owner.pid} on {owner.host}{job}"
     try:
-        found = find_driver_job(run, client)
+        driver_job = find_driver_job(run, client)
     except RlinfError as error:
         job = last_driver_job_id(run) or "without an id"
         return f"job {job}, state unknown ({error})"
-    if found is None:
-        return "none, the run is finished" if finished else "none (start one with rlinf resume)"
-    return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
+    if driver_job is None:
+        return "none, the run is finished" if is_finished else "none (start one with rlinf resume)"
+    return f"job {driver_job[0]}, {driver_job[1].state.value} {driver_job[1].reason}".strip()
 
 
-def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, str, str, str]]:
+def _jobs(run: Run, client: SlurmClient, iteration: int) -> list[tuple[str, str, str, str, str]]:
     """Return the jobs of unfinished outputs, with their state in the queue."""
     flow = flow_of(run.config)
     folders = [offline_folder(run.folder, stage) for stage in flow.offline]
-    folders += [stage_folder(run.folder, stage, finished) for stage in flow.stages]
+    folders += [stage_folder(run.folder, stage, iteration) for stage in flow.stages]
     folders += list((run.folder / EVALUATE).glob("*"))
-    notes = {}
+    names_by_id = {}
     for folder in folders:
         if (folder / "manifest.json").exists():
             continue
         if (job := read_submitted_job(folder)) is not None and job.id:
-            notes[job.id] = job.name
-    if not notes:
+            names_by_id[job.id] = job.name
+    if not names_by_id:
         return []
     try:
         queue = client.queue()
     except RlinfError:
         return []
     return [
-        (identity, name, status.state.value, status.partition, status.reason)
-        for identity, name in notes.items()
-        if (status := queue.get(identity)) is not None
+        (job_id, name, status.state.value, status.partition, status.reason)
+        for job_id, name in names_by_id.items()
+        if (status := queue.get(job_id)) is not None
     ]

@@ -1,7 +1,7 @@
 """``rlinf stop``: stop all processes and jobs of a run. The run can be resumed.
 
-A driver on this host gets SIGTERM, the job of a driver is cancelled, and a driver elsewhere sees a
-file with its token. Jobs are found by the files beside their outputs, with or without a driver.
+A driver on this host gets SIGTERM, the job of a driver is cancelled, and a driver on another host
+reads a stop file with its token. Jobs are found by their job files, even without a driver.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launchers.submission_queue import SubmittedJob, read_submitted_job
-from pipeline.lock import LOCK_FILE, living_owner
+from pipeline.lock import LOCK_FILE, find_live_owner
 from pipeline.run import Run
 from pipeline.run_control import driver_token, find_driver_job
 from rlinf.artifacts import MANIFEST, write_atomic
@@ -24,7 +24,7 @@ from slurm.jobs import JOB_FILE
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
 STOP_TIMEOUT_S = 75.0
-"""How long to wait for a driver: longer than the heartbeat of a dead one is valid."""
+"""Seconds to wait for a driver: longer than the heartbeat of a dead driver counts as alive."""
 KILL_AFTER_S = 30.0
 """Seconds after which a driver on this host is killed."""
 
@@ -47,17 +47,17 @@ def cancel_run_jobs(run: Path) -> list[str]:
         SlurmError: there are jobs, and Slurm does not answer.
     """
     client = SlurmClient()
-    jobs = {identity: job.name for job in _jobs(run) for identity in job.find_ids(client)}
+    jobs = {job_id: job.name for job in _unfinished_jobs(run) for job_id in job.find_ids(client)}
     queue = client.queue() if jobs else {}
     active = {i: name for i, name in jobs.items() if i in queue and queue[i].state.is_active}
     client.cancel(list(active))
     (run / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
-    return [f"job {identity} ({name}) cancelled" for identity, name in sorted(active.items())]
+    return [f"job {job_id} ({name}) cancelled" for job_id, name in sorted(active.items())]
 
 
 def _stop_driver(run: Run) -> list[str]:
     lines = []
-    owner, job = living_owner(run.folder / LOCK_FILE), find_driver_job(run)
+    owner, job = find_live_owner(run.folder / LOCK_FILE), find_driver_job(run)
     if owner is not None:
         write_atomic(run.folder / STOP_FILE, owner.token)
     if job is not None:
@@ -65,23 +65,23 @@ def _stop_driver(run: Run) -> list[str]:
         lines.append(f"job {job[0]} (driver) cancelled")
     if owner is None:
         return lines
-    what = f"driver (process {owner.pid} on {owner.host})"
-    here = owner.host == socket.gethostname() and not owner.job
-    began, killed = time.monotonic(), False
-    if here:
+    description = f"driver (process {owner.pid} on {owner.host})"
+    is_local = owner.host == socket.gethostname() and not owner.job
+    started_at, was_killed = time.monotonic(), False
+    if is_local:
         _signal(owner.pid, signal.SIGTERM)
-    while driver_token(run.folder) == owner.token and living_owner(run.folder / LOCK_FILE):
-        if here and not killed and time.monotonic() - began > KILL_AFTER_S:
+    while driver_token(run.folder) == owner.token and find_live_owner(run.folder / LOCK_FILE):
+        if is_local and not was_killed and time.monotonic() - started_at > KILL_AFTER_S:
             _signal(owner.pid, signal.SIGKILL)
-            killed = True
-        if time.monotonic() - began > STOP_TIMEOUT_S:
+            was_killed = True
+        if time.monotonic() - started_at > STOP_TIMEOUT_S:
             return [
                 *lines,
-                f"{what} does not answer; it stops once it sees {run.folder / STOP_FILE}",
+                f"{description} does not answer; it stops once it sees {run.folder / STOP_FILE}",
             ]
         time.sleep(0.1)
     (run.folder / STOP_FILE).unlink(missing_ok=True)
-    return [*lines, f"{what} {'killed' if killed else 'stopped'}"]
+    return [*lines, f"{description} {'killed' if was_killed else 'stopped'}"]
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -89,7 +89,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _jobs(run: Path) -> Iterator[SubmittedJob]:
+def _unfinished_jobs(run: Path) -> Iterator[SubmittedJob]:
     """Yield the jobs of outputs that do not exist yet."""
     for pattern in (f"{POOLS_FOLDER}/*/*", "it/*/*", "evaluate/*", "*"):
         for job_file in run.glob(f"{pattern}/{JOB_FILE}"):

@@ -1,4 +1,4 @@
-"""``rlinf submit``: run the checks here and submit the driver as a job; also dry runs."""
+"""``rlinf submit``: check a run and submit its driver as a job, or only write the job scripts."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def submit_run(
         ConfigError, DataError, PlanError, RunLockedError, MismatchError: nothing was submitted.
         SlurmError: Slurm does not answer, or refused the job.
     """
-    run, plan, chosen = _run_and_plan(words)
-    cluster = _cluster(run, driver)
+    run, plan, is_new_plan = _run_and_plan(words)
+    cluster = _cluster_with_driver(run, driver)
     needs = driver_resources(cluster, plan, SlurmClient())
     with start_lock(run):
         if is_run_folder(words) and not words[1:]:
             with run.lock():
                 check_resumable(RunState(run, Graph(run.config)), on_mismatch)
         else:
-            run = create_run(run.config, plan.to_dict() if chosen else None, on_mismatch)
-        identity = submit_job(driver_job(run, needs))
-    lines = [f"run {run.folder}: the driver is job {identity} on {needs.partition}"]
+            run = create_run(run.config, plan.to_dict() if is_new_plan else None, on_mismatch)
+        job_id = submit_job(driver_job(run, needs))
+    lines = [f"run {run.folder}: the driver is job {job_id} on {needs.partition}"]
     if cluster.launcher != "slurm":
         lines.append(
             f"cluster={cluster.launcher}: all stages run inside that job and share its resources"
@@ -80,13 +80,13 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
     each.
 
     Args:
-        driver: as for :func:`submit_run`; None: the driver would be a process here.
+        driver: as for :func:`submit_run`; None: the driver would run in this process.
 
     Raises:
         ConfigError, DataError, PlanError, SlurmError: as :func:`submit_run`.
     """
     run, plan, _ = _run_and_plan(words)
-    cluster = _cluster(run, driver or {})
+    cluster = _cluster_with_driver(run, driver or {})
     if driver is None and cluster.launcher != "slurm":
         raise ConfigError(
             f"--dry-run: cluster={cluster.launcher} submits nothing; add cluster=slurm"
@@ -98,36 +98,36 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
     if cluster.launcher == "slurm":
         jobs = _pools(run, plan, cluster) if plan.pools else _stages(run, plan, cluster)
         scripts |= {name: batch_script(parts) for name, parts in jobs}
-    to = run.folder.with_name(f"{run.folder.name}.dry-run")
-    to.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for old in to.glob("*.sh"):
-        old.unlink()
+    target = run.folder.with_name(f"{run.folder.name}.dry-run")
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old_script in target.glob("*.sh"):
+        old_script.unlink()
     config = run.config.model_dump(mode="json")
-    write_user_file(to / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
-    write_user_file(to / PLAN_FILE, yaml.safe_dump(plan.to_dict(), sort_keys=False))
+    write_user_file(target / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
+    write_user_file(target / PLAN_FILE, yaml.safe_dump(plan.to_dict(), sort_keys=False))
     for name, text in scripts.items():
-        write_user_file(to / f"{name}.sh", text)
+        write_user_file(target / f"{name}.sh", text)
     names = ", ".join(f"{name}.sh" for name in scripts)
-    return [f"{to}: {CONFIG_FILE}, {PLAN_FILE}, {names}", "nothing was submitted"]
+    return [f"{target}: {CONFIG_FILE}, {PLAN_FILE}, {names}", "nothing was submitted"]
 
 
 def _run_and_plan(words: Sequence[str]) -> tuple[Run, Plan, bool]:
-    """Return the run (its directory may not exist yet), its plan, and whether the plan is new."""
+    """Return the run, whose directory may not exist yet, its plan, and whether the plan is new."""
     if not is_run_folder(words):
         config, plan = validate_experiment(compose_words(words))
         return Run(config.run.folder, config), plan, True
     folder = Path(words[0])
     if words[1:]:
-        config, plan, chosen = validate_overrides(folder, words[1:])
-        return Run(config.run.folder, config), plan, chosen
+        config, plan, names_plan = validate_overrides(folder, words[1:])
+        return Run(config.run.folder, config), plan, names_plan
     run = Run.open(folder)
     return run, resolve_plan(Plan.from_run(run.folder), cluster_config(run)), False
 
 
-def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
+def _cluster_with_driver(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
     check_log_folder(run.folder)
-    own = run.config.cluster.get("driver") or {}
-    return cluster_config(run, {"driver": {**own, **driver}})
+    configured = run.config.cluster.get("driver") or {}
+    return cluster_config(run, {"driver": {**configured, **driver}})
 
 
 def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
@@ -156,9 +156,9 @@ def _pools(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, 
         number = state.number
         for slot in range(1, plan.pools[number].workers or 1):
             states.append(PoolState(number, (), pool_resources(plan, number, slot), slot))
-    bundle = [state for state in states if plan.hetjob and state.slot is None]
-    if bundle:
-        yield "pools", [pool_job(run, plan, cluster, state) for state in bundle]
+    components = [state for state in states if plan.hetjob and state.slot is None]
+    if components:
+        yield "pools", [pool_job(run, plan, cluster, state) for state in components]
     for state in states:
-        if state not in bundle:
+        if state not in components:
             yield f"pool-{state.name}", [pool_job(run, plan, cluster, state)]

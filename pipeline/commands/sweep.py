@@ -17,7 +17,7 @@ from pipeline.report.comparison import ComparedRun, write_comparison
 from rlinf.errors import ConfigError, InputError, RlinfError
 
 NAMING_KEYS = ("run.name", "run.suffix", "run.root", "hydra")
-"""Keys that name the run of a point or its launcher; they do not define it."""
+"""Keys that name a run or its launcher, but do not define a point of the sweep."""
 
 
 @dataclass(frozen=True)
@@ -56,60 +56,60 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
         (batch,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:
         raise ConfigError(str(error)) from None
-    keys = _varied(batch)
-    found: list[SweepPoint] = []
-    used: dict[Path, int] = {}
+    keys = _varied_keys(batch)
+    points: list[SweepPoint] = []
+    numbers: dict[Path, int] = {}
     for number, overrides in enumerate(batch):
         values = _by_key(overrides)
-        shown = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
+        varied = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
         try:
             config, _ = validate_experiment(compose(overrides, searchpath))
         except InputError as error:
-            raise ConfigError(f"point {number} of the sweep ({shown}): {error}") from None
+            raise ConfigError(f"point {number} of the sweep ({varied}): {error}") from None
         folder = config.run.folder
-        if folder in used:
+        if folder in numbers:
             raise ConfigError(
-                f"run.suffix: points {used[folder]} and {number} of the sweep would both be "
+                f"run.suffix: points {numbers[folder]} and {number} of the sweep would both be "
                 f"{folder}; put the keys that differ into run.suffix, such as "
                 "run.suffix='-${seed}'"
             )
-        used[folder] = number
-        found.append(SweepPoint(folder, shown, config.run.name))
-    return found
+        numbers[folder] = number
+        points.append(SweepPoint(folder, varied, config.run.name))
+    return points
 
 
 def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
     """Return a summary of each point: varied overrides, progress and scores."""
-    found = []
+    summaries = []
     for point in swept:
         status = _status(point.folder)
-        found.append(
+        summaries.append(
             ComparedRun(
                 point.folder,
                 point.varied,
-                "not started" if status is None else f"{status.finished} of {status.total}",
-                _number(None if status is None else status.reward),
-                _number(None if status is None else status.score),
+                "not started" if status is None else status.progress,
+                _format_score(None if status is None else status.reward),
+                _format_score(None if status is None else status.score),
             )
         )
-    return found
+    return summaries
 
 
 def show_sweep(swept: Sequence[SweepPoint]) -> None:
     """Print a table of the runs with the paths of their reports, and write the comparison page."""
     console, runs = create_console(), compare_points(swept)
-    out = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
-    out.add_column("run", justify="right")
-    out.add_column("varied", overflow="fold")
+    table = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("run", justify="right")
+    table.add_column("varied", overflow="fold")
     for name in ("iterations", "reward", "held-out"):
-        out.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for number, run in enumerate(runs):
-        out.add_row(str(number), run.varied, run.iterations, run.reward, run.score)
-    console.print(out)
+        table.add_row(str(number), run.varied, run.iterations, run.reward, run.score)
+    console.print(table)
     for number, run in enumerate(runs):
         report = run.folder / "report" / "report.html"
-        where = report if report.exists() else f"{run.folder} (no report)"
-        console.print(f"{number}: {where}", soft_wrap=True)
+        location = report if report.exists() else f"{run.folder} (no report)"
+        console.print(f"{number}: {location}", soft_wrap=True)
     started = [run for run in runs if run.folder.is_dir()]
     if started:
         page = write_comparison(swept[0].page, "Comparison of runs", started)
@@ -121,7 +121,7 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in parts}
 
 
-def _varied(batch: Sequence[Sequence[str]]) -> list[str]:
+def _varied_keys(batch: Sequence[Sequence[str]]) -> list[str]:
     """Return the keys whose values differ between points, in the given order."""
     values: dict[str, set[str]] = {}
     for overrides in batch:
@@ -141,5 +141,5 @@ def _status(folder: Path) -> RunStatus | None:
         return None
 
 
-def _number(value: float | None) -> str:
+def _format_score(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else f"{value:.3f}"

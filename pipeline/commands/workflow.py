@@ -30,10 +30,10 @@ from stages.flow import EVALUATE
 from stages.layout import CONFIG_FILE, PLAN_FILE
 
 DEFAULT_EXPERIMENT = "arithmetic_short"
-"""Experiment of a bare ``snakemake``: a few iterations, each stage a process."""
+"""Experiment of ``snakemake`` without arguments: a few iterations, each stage a process."""
 RUNS = Path("runs")
 ITERATION = "iteration"
-"""Name of the rule for all stages of an iteration, with ``jobs=iteration``."""
+"""Name of the rule that runs all stages of an iteration (``jobs=iteration``)."""
 
 log = logging.getLogger("rlinf")
 
@@ -55,50 +55,50 @@ def prepare_workflow(
         ConfigError, DataError, PlanError: nothing was written.
         RunLockedError: the run has a driver.
     """
-    chosen = dict(settings)
-    choice = OnMismatch.from_flags(
-        redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0))
+    remaining = dict(settings)
+    on_mismatch = OnMismatch.from_flags(
+        redo=bool(remaining.pop("redo", 0)), keep=bool(remaining.pop("keep", 0))
     )
-    jobs = chosen.pop("jobs", "stage")
+    jobs = remaining.pop("jobs", "stage")
     if jobs not in ("stage", ITERATION):
         raise ConfigError(f"jobs: stage or {ITERATION} (got {jobs!r})")
-    named = chosen.get("run")
-    if isinstance(named, str):
-        further = sorted(chosen.keys() - {"run"})
+    run_name = remaining.get("run")
+    if isinstance(run_name, str):
+        further = sorted(remaining.keys() - {"run"})
         if further:
             raise ConfigError(
-                f"run={named} continues that run unchanged; remove {', '.join(further)}, "
+                f"run={run_name} continues that run unchanged; remove {', '.join(further)}, "
                 "or start another run with experiment=... run__name=..."
             )
-        run = Run.open(_folder(named))
+        run = Run.open(_find_run_folder(run_name))
         if is_driver and not dry_run:
             check_no_driver_job(run)
-        return Workflow(run, choice, by_iteration=jobs == ITERATION)
-    experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
-    overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flat(chosen))]
+        return Workflow(run, on_mismatch, by_iteration=jobs == ITERATION)
+    experiment = remaining.pop("experiment", DEFAULT_EXPERIMENT)
+    overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flatten(remaining))]
     values = compose(overrides)
     config = validate(RunConfig, values)
     if dry_run and (config.run.folder / CONFIG_FILE).exists():
         run = Run(config.run.folder, config)
     elif is_driver:
-        run = prepare_run(values, choice)
+        run = prepare_run(values, on_mismatch)
     else:
         run = Run.open(config.run.folder)
-    return Workflow(run, choice, by_iteration=jobs == ITERATION)
+    return Workflow(run, on_mismatch, by_iteration=jobs == ITERATION)
 
 
-def _folder(name: str) -> Path:
+def _find_run_folder(name: str) -> Path:
     """Return the run directory of a path, or of a name in ``runs``."""
     path = Path(name).expanduser()
     return RUNS / name if not path.exists() and (RUNS / name).is_dir() else path
 
 
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield dotted overrides of nested sections."""
     for key, value in values.items():
-        dotted = above + key.replace("__", ".")
+        dotted = prefix + key.replace("__", ".")
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{dotted}.")
+            yield from _flatten(value, f"{dotted}.")
         else:
             yield f"{dotted}={'null' if value is None else value}"
 
@@ -113,8 +113,8 @@ class Workflow:
             by_iteration: one job for all stages of an iteration.
 
         Raises:
-            PlanError: a stage has several processes, which one job of one process cannot run; or
-                the plan places the policy of rollouts separately.
+            PlanError: with ``by_iteration``, a stage has several processes; or the plan places the
+                policy of rollouts separately.
         """
         self._run, self._on_mismatch = run, on_mismatch
         self._lock: RunLock | None = None
@@ -135,11 +135,11 @@ class Workflow:
         self.iteration_rules = [*self._graph.flow.stages, EVALUATE]
         if by_iteration:
             self.iteration_rules = [ITERATION, EVALUATE]
-            parts = {s: self._plan.stage_plan(s) for s in self._graph.flow.stages}
-            several = [s for s, part in parts.items() if part.nodes * part.processes > 1]
-            if several:
+            stage_plans = {s: self._plan.stage_plan(s) for s in self._graph.flow.stages}
+            parallel = [s for s, p in stage_plans.items() if p.nodes * p.processes > 1]
+            if parallel:
                 raise PlanError(
-                    f"jobs=iteration: the plan gives {several[0]} several processes; "
+                    f"jobs=iteration: the plan gives {parallel[0]} several processes; "
                     "run each stage as a job (jobs=stage)"
                 )
         self.python = shlex.quote(sys.executable)
@@ -159,12 +159,12 @@ class Workflow:
                 "the plan has pools, which Snakemake does not support: every stage becomes a job; "
                 "rlinf run uses the pools"
             )
-        committed = RunState(self._run, self._graph)
-        check_resumable(committed, self._on_mismatch)
+        state = RunState(self._run, self._graph)
+        check_resumable(state, self._on_mismatch)
         if self._on_mismatch is OnMismatch.RECOMPUTE:
             # Snakemake checks only that files exist, and would treat these as finished.
-            for node in list(committed.unverified):
-                committed.archive(node)
+            for node in list(state.unverified):
+                state.archive(node)
         if not all(Path(target).exists() for target in self.targets()):
             # Snakemake does not rebuild the inputs of an existing file.
             Path(self.report).unlink(missing_ok=True)
@@ -180,7 +180,7 @@ class Workflow:
             atexit.register(self._lock.release)
 
     def output(self, stage: str) -> str:
-        """Return the manifest of a stage, with ``{i}`` for the iteration."""
+        """Return the path of a stage's manifest, with ``{i}`` for the iteration."""
         node = StageNode(self._last if stage == ITERATION else stage, 0)
         if stage in self.offline:
             return str(self._manifest(node))
@@ -225,10 +225,10 @@ class Workflow:
     def program(self, stage: str) -> str:
         """Return the start of the shell command of a rule, before the arguments.
 
-        It is a parameter of the rule, because Snakemake evaluates commands when a job runs, after
-        the loop that defines the rules.
+        It is a parameter of the rule, because Snakemake formats the shell command when a job runs,
+        after the loop that defines the rules has ended.
         """
-        plan = self._needs(stage)
+        plan = self._rule_resources(stage)
         module = self.module(stage)
         ranks = f"-m launchers.local {plan.processes}" if plan.processes > 1 else "-m"
         ranks, shares = f"{ranks} {module}", plan.speed_weights
@@ -255,7 +255,7 @@ class Workflow:
 
     def resources(self, stage: str) -> dict[str, Any]:
         """Return the resources of a stage under the names of Snakemake and its Slurm plugin."""
-        plan = self._needs(stage)
+        plan = self._rule_resources(stage)
         kind = f"{plan.gpu_type}:" if plan.gpu_type else ""
         values = {
             "slurm_partition": plan.partition,
@@ -271,7 +271,7 @@ class Workflow:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def _needs(self, stage: str) -> StagePlan:
+    def _rule_resources(self, stage: str) -> StagePlan:
         """Return the resources of a rule's job; for an iteration, the maximum over its stages and
         their total time."""
         if stage != ITERATION:
@@ -288,10 +288,10 @@ class Workflow:
         return largest.model_copy(update=update)
 
     def targets(self) -> list[str]:
-        """Return the manifests of a finished run on which no other rule depends."""
-        last = self._graph.iterations
-        newest = StageNode(self._graph.flow.publish_stage, last - 1)
-        nodes = [StageNode(EVALUATE, v) for v in range(last + 1) if self._graph.is_evaluated(v)]
+        """Return the manifests of the finished run that no other rule reads."""
+        count = self._graph.iterations
+        newest = StageNode(self._graph.flow.publish_stage, count - 1)
+        nodes = [StageNode(EVALUATE, v) for v in range(count + 1) if self._graph.is_evaluated(v)]
         nodes = [node for node in nodes if not is_skipped(self._graph, self.folder, node)]
         return [str(self._manifest(node)) for node in [newest, *nodes]]
 

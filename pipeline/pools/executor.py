@@ -470,7 +470,7 @@ class LeaseManager:
         self._run, self._plan, self._cluster, self._launcher = run, plan, cluster, launcher
         self._pools, self._busy, self._send = pools, busy, send
         self._first_slot = next((p for p in pools if p.slot is not None), None)
-        self._queue = QueueLog(shown=cluster.launcher == "slurm")
+        self._queue = QueueLog(is_enabled=cluster.launcher == "slurm")
         self._ending: list[tuple[Lease, float]] = []
         """Abandoned leases, with the time until which they may write."""
 

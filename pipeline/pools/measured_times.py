@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.graph import Graph, StageNode
-from pipeline.metrics import busy_s, folder_manifest, iterations, stage_manifest
+from pipeline.metrics import busy_s, folder_manifest, list_iterations, stage_manifest
 from pipeline.plan import Plan
 from pipeline.pools.rollout_scheduler import read_work_spans
 from pipeline.run import Run
@@ -79,7 +79,7 @@ def measure_times(run: Run, max_iterations: int = RECENT_ITERATIONS) -> dict[str
     total: dict[str, list[float]] = {}
     running: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
-    for iteration in iterations(run.folder)[-max_iterations:]:
+    for iteration in list_iterations(run.folder)[-max_iterations:]:
         first = stage_manifest(run.folder, next(iter(graph.flow.stages)), iteration)
         if not iteration or first is None or first.timing["began"] < since:
             continue

@@ -40,10 +40,10 @@ def write_comparison(page: Path, name: str, runs: Sequence[ComparedRun]) -> Path
 def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str:
     """Return the page as text. Links to reports are relative to ``folder``."""
     rows = [{row["iteration"] + 1: row for row in read_metrics(run.folder)} for run in runs]
-    scores = [_held_out(run.folder) for run in runs]
+    scores = [_read_scores(run.folder) for run in runs]
     xs = {
         "rows": sorted({i for table in rows for i in table}),
-        "versions": sorted({version for known in scores for version in known}),
+        "versions": sorted({version for by_version in scores for version in by_version}),
     }
     labels = [run.varied or run.folder.name for run in runs]
 
@@ -53,34 +53,34 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
             {
                 "label": label,
                 "colour": f"run-{number}",
-                "y": json_numbers(values(number, at) for at in xs[x]),
+                "y": json_numbers(values(number, x_value) for x_value in xs[x]),
                 "kind": kind,
             }
             for number, label in enumerate(labels)
         ]
-        about = {"id": key.replace("/", "-"), "name": key, "title": title, "x": x}
-        return {**about, "series": series, "linked": True, **more}
+        description = {"id": key.replace("/", "-"), "name": key, "title": title, "x": x}
+        return {**description, "series": series, "linked": True, **more}
 
-    def of(key: str) -> Callable[[int, int], Any]:
-        return lambda number, at: rows[number].get(at, {}).get(key)
+    def metric_at(key: str) -> Callable[[int, int], Any]:
+        return lambda number, x_value: rows[number].get(x_value, {}).get(key)
 
     names = {name for table in rows for row in table.values() for name in row} - {"iteration"}
-    first = [name for name in HEADLINES if name in names]
-    every = [
+    headlines = [name for name in HEADLINES if name in names]
+    metric_plots = [
         plot(
             key,
             TITLES.get(key, key.partition("/")[2].replace("_", " ")),
             "rows",
-            of(key),
+            metric_at(key),
         )
-        for key in [*first, *sorted(names - {*first})]
+        for key in [*headlines, *sorted(names - {*headlines})]
     ]
     held_out = plot(
-        "evaluate/score", "Held-out score", "versions", lambda n, at: scores[n].get(at), wide=True
+        "evaluate/score", "Held-out score", "versions", lambda n, v: scores[n].get(v), wide=True
     )
     groups = [
-        {"title": "Learning", "plots": [held_out, *every[: len(first)]]},
-        {"title": "All metrics", "plots": every[len(first) :]},
+        {"title": "Learning", "plots": [held_out, *metric_plots[: len(headlines)]]},
+        {"title": "All metrics", "plots": metric_plots[len(headlines) :]},
     ]
     colours = {
         theme: {f"run-{number}": hue(number, light) for number in range(len(runs))}
@@ -90,7 +90,7 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
         {
             "name": run.folder.name,
             "colour": f"run-{number}",
-            "report": _report(folder, run.folder),
+            "report": _report_link(folder, run.folder),
             "varied": run.varied,
             "iterations": run.iterations,
             "reward": run.reward,
@@ -110,16 +110,16 @@ def hue(number: int, light: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
-def _held_out(run: Path) -> dict[int, float]:
+def _read_scores(run: Path) -> dict[int, float]:
     """Return the held-out score by version of the weights."""
-    found = {}
+    scores = {}
     for folder in sorted((run / "evaluate").glob("[0-9]*")):
         manifest = stage_manifest(run, "evaluate", int(folder.name))
         if manifest is not None and "score" in manifest.metrics:
-            found[int(folder.name)] = manifest.metrics["score"]
-    return found
+            scores[int(folder.name)] = manifest.metrics["score"]
+    return scores
 
 
-def _report(folder: Path, run: Path) -> str:
+def _report_link(folder: Path, run: Path) -> str:
     page = run / "report" / "report.html"
     return os.path.relpath(page, folder) if page.exists() else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.metrics import folder_manifest, iterations, metrics_row, stage_manifest
+from pipeline.metrics import folder_manifest, list_iterations, metrics_row, stage_manifest
 from pipeline.report.theme import stage_colours
 from pipeline.report.transcripts import TranscriptSample, iterations_on_disk, read_samples
 from pipeline.report.worker_timeline import StageSpan, TimelineSegment, timeline_segments
@@ -48,8 +48,8 @@ class ReportData:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the start of the first stage to the end of the last, interruptions
-        included."""
+        """Seconds from the start of the first stage to the end of the last one, including
+        interruptions."""
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
@@ -57,7 +57,7 @@ class ReportData:
     @property
     def busy_s(self) -> float:
         """Sum of the computing times of all stages."""
-        return sum(piece.seconds for piece in self.segments if piece.is_computing)
+        return sum(segment.seconds for segment in self.segments if segment.is_computing)
 
     @cached_property
     def uses_pools(self) -> bool:
@@ -82,13 +82,13 @@ class ReportData:
     @property
     def first_and_last_samples(self) -> dict[str, list[TranscriptSample]]:
         """Samples of the first and the last iteration on disk."""
-        chosen = dict.fromkeys([*list(self.samples)[:1], *list(self.samples)[-1:]])
-        return {f"iteration {i + 1}": self.samples[i] for i in chosen}
+        iterations = dict.fromkeys([*list(self.samples)[:1], *list(self.samples)[-1:]])
+        return {f"iteration {i + 1}": self.samples[i] for i in iterations}
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return iterations and values of a metric, where it was recorded."""
-        found = [(row["iteration"] + 1, row[name]) for row in self.rows if name in row]
-        x, y = zip(*found, strict=True) if found else ((), ())
+        points = [(row["iteration"] + 1, row[name]) for row in self.rows if name in row]
+        x, y = zip(*points, strict=True) if points else ((), ())
         return np.array(x, dtype=float), np.array(y, dtype=float)
 
 
@@ -98,11 +98,11 @@ def read_report_data(folder: Path) -> ReportData:
     data = ReportData(run)
     flow = flow_of(run.config)
     for stage in flow.offline:
-        if (before := folder_manifest(offline_folder(run.folder, stage))) is not None:
-            data.sft += before.extra.get("curve", [])
-            data.manifests.append(before)
-    known = iterations(run.folder)
-    for iteration in known:
+        if (offline_manifest := folder_manifest(offline_folder(run.folder, stage))) is not None:
+            data.sft += offline_manifest.extra.get("curve", [])
+            data.manifests.append(offline_manifest)
+    iterations = list_iterations(run.folder)
+    for iteration in iterations:
         row = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]
         data.manifests += [manifest for manifest in row if manifest is not None]
         values = metrics_row(iteration, row)
@@ -115,17 +115,18 @@ def read_report_data(folder: Path) -> ReportData:
             scores = {f"evaluate/{name}": value for name, value in manifest.metrics.items()}
             data.evaluated.append({"version": version, **scores})
             folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS_FOLDER
-            if films := sorted(folder.glob("*.mp4")):
+            if videos := sorted(folder.glob("*.mp4")):
                 page = run.folder / REPORT_FOLDER
-                data.videos[version] = [Path(os.path.relpath(film, page)) for film in films]
+                data.videos[version] = [Path(os.path.relpath(film, page)) for film in videos]
     generated: Mapping[int, list[dict[str, Any]]] = {}
     if (run.folder / POOLS_FOLDER).is_dir():
         from pipeline.pools.rollout_scheduler import read_work_spans
 
         generated = read_work_spans(run.folder)
     for manifest in data.manifests:
-        more = generated.get(manifest.iteration, []) if manifest.stage == flow.elastic_stage else []
-        spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *more]]
+        is_elastic = manifest.stage == flow.elastic_stage
+        extra = generated.get(manifest.iteration, []) if is_elastic else []
+        spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *extra]]
         data.spans += spans
         data.stages.append(
             {
@@ -138,7 +139,8 @@ def read_report_data(folder: Path) -> ReportData:
                 "usage": manifest.timing.get("usage", []),
             }
         )
-    data.samples = {i: read_samples(run.folder, i) for i in iterations_on_disk(run.folder, known)}
+    on_disk = iterations_on_disk(run.folder, iterations)
+    data.samples = {i: read_samples(run.folder, i) for i in on_disk}
     return data
 
 
@@ -155,7 +157,7 @@ def _span(manifest: Manifest, span: dict[str, Any]) -> StageSpan:
 
 
 def lane_name(span: dict[str, Any]) -> str:
-    """Return the chart lane of a span. Workers of a pool have the same lane in every lease."""
+    """Return the chart lane of a span. A worker of a pool has the same lane in every lease."""
     pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r(\d+)", span.get("worker", ""))
     if pool is None:
         return f"{span['host']} · rank {span['rank']}"
@@ -169,7 +171,7 @@ def _seconds(manifest: Manifest, spans: Iterable[StageSpan]) -> float:
     if not any(span.get("worker") for span in manifest.timing["spans"]):
         return float(manifest.timing["end"] - manifest.timing["start"])
     computed: dict[str, float] = {}
-    for piece in timeline_segments(spans):
-        if piece.is_computing:
-            computed[piece.lane] = computed.get(piece.lane, 0.0) + piece.seconds
+    for segment in timeline_segments(spans):
+        if segment.is_computing:
+            computed[segment.lane] = computed.get(segment.lane, 0.0) + segment.seconds
     return max(computed.values(), default=0.0)

@@ -74,30 +74,30 @@ def build_plots(data: ReportData) -> dict[str, Any]:
     """
     xs: dict[str, list[float]] = {"rows": [row["iteration"] + 1 for row in data.rows]}
     names = sorted({name for row in data.rows for name in row} - {"iteration"})
-    metrics = {name: _metric(data, name) for name in names}
+    metrics = {name: _metric_plot(data, name) for name in names}
     headlines = [metrics.pop(name) for name in HEADLINES if name in metrics]
     optimization = [metrics.pop(name) for name in OPTIMIZATION if name in metrics]
     groups = [
-        ("Learning", [*_learning(data, xs), *headlines]),
-        ("Supervised fine-tuning", _sft(data, xs)),
+        ("Learning", [*_score_plots(data, xs), *headlines]),
+        ("Supervised fine-tuning", _sft_plots(data, xs)),
     ]
-    for title, first, stages in (
+    for title, leading, stages in (
         ("Optimization", optimization, ("train", "inference", "sync")),
         ("Rollout and reward", [], ("rollout", "reward")),
     ):
-        names_of_group = [name for name in metrics if _of(name) in stages]
-        names_of_group.sort(key=lambda name: (stages.index(_of(name)), name))
-        groups.append((title, [*first, *(metrics.pop(name) for name in names_of_group)]))
+        names_of_group = [name for name in metrics if _stage_of(name) in stages]
+        names_of_group.sort(key=lambda name: (stages.index(_stage_of(name)), name))
+        groups.append((title, [*leading, *(metrics.pop(name) for name in names_of_group)]))
     groups.append(("More metrics", list(metrics.values())))
-    groups.append(("Evaluation", _evaluation(data, xs)))
-    groups.append(("Samples", _distributions(data, xs)))
+    groups.append(("Evaluation", _evaluation_plots(data, xs)))
+    groups.append(("Samples", _sample_histograms(data, xs)))
     groups.append(("Time", [*_stage_times(data, xs), *_throughput(data, xs)]))
-    groups.append(("Hardware", _machine(data, xs)))
+    groups.append(("Hardware", _resource_usage(data, xs)))
     constant = [plot for _, plots in groups for plot in plots if is_constant(plot)]
-    shown = [(title, [p for p in plots if p not in constant]) for title, plots in groups]
+    visible = [(title, [p for p in plots if p not in constant]) for title, plots in groups]
     return {
         "xs": xs,
-        "groups": [{"title": title, "plots": plots} for title, plots in shown if plots],
+        "groups": [{"title": title, "plots": plots} for title, plots in visible if plots],
         "constant": [{**plot, "value": plot["series"][0]["y"][0]} for plot in constant],
     }
 
@@ -113,12 +113,12 @@ def is_constant(plot: Mapping[str, Any]) -> bool:
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
     """Return values for JSON, with None for non-finite ones.
 
-    Each has six digits, or as many as separate the smallest and the largest by four digits.
+    Each value has six significant digits, or as many as resolve the range of all to four digits.
     """
-    found = [None if value is None or not math.isfinite(value) else value for value in values]
-    finite = [value for value in found if value is not None]
+    numbers = [None if value is None or not math.isfinite(value) else value for value in values]
+    finite = [value for value in numbers if value is not None]
     digits = _digits(min(finite), max(finite)) if finite else 6
-    return [None if value is None else float(f"{value:.{digits}g}") for value in found]
+    return [None if value is None else float(f"{value:.{digits}g}") for value in numbers]
 
 
 def _digits(low: float, high: float) -> int:
@@ -128,7 +128,7 @@ def _digits(low: float, high: float) -> int:
     return min(17, max(6, 4 + math.ceil(math.log10(size / spread))))
 
 
-def _of(name: str) -> str:
+def _stage_of(name: str) -> str:
     return name.partition("/")[0]
 
 
@@ -139,23 +139,23 @@ def _line(label: str, colour: str, y: Iterable[float | None], kind: str = "line"
 def _plot(
     name: str, title: str, x: str, series: Sequence[Mapping[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    about = {"id": name.replace("/", "-"), "name": name, "title": title, "x": x}
-    return {**about, "series": list(series), "linked": True, **more}
+    plot = {"id": name.replace("/", "-"), "name": name, "title": title, "x": x}
+    return {**plot, "series": list(series), "linked": True, **more}
 
 
-def _metric(data: ReportData, name: str) -> dict[str, Any]:
+def _metric_plot(data: ReportData, name: str) -> dict[str, Any]:
     title = TITLES.get(name, name.partition("/")[2].replace("_", " "))
-    line = _line(name, _of(name), (row.get(name) for row in data.rows), "metric")
+    line = _line(name, _stage_of(name), (row.get(name) for row in data.rows), "metric")
     return _plot(name, title, "rows", [line])
 
 
-def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the held-out score of each evaluated version, beside that of training samples."""
-    known = {row["iteration"] + 1: row.get("reward/score") for row in data.rows}
+def _score_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return the scores of held-out and of training samples, by version of the weights."""
+    training = {row["iteration"] + 1: row.get("reward/score") for row in data.rows}
     held_out = {row["version"]: row["evaluate/score"] for row in data.evaluated}
-    if held_out or any(value is not None for value in known.values()):
-        xs["learning"] = sorted(known.keys() | held_out.keys())
-        lines = [_line("training samples", "rollout", map(known.get, xs["learning"]), "metric")]
+    if held_out or any(value is not None for value in training.values()):
+        xs["learning"] = sorted(training.keys() | held_out.keys())
+        lines = [_line("training samples", "rollout", map(training.get, xs["learning"]), "metric")]
         if held_out:
             y = map(held_out.get, xs["learning"])
             lines.append(_line("held-out", "evaluate", y, "points"))
@@ -163,20 +163,20 @@ def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, An
     return []
 
 
-def _sft(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+def _sft_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return the held-out score and the loss of supervised fine-tuning, by step."""
-    found = []
-    warm = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
-    if warm:
-        xs["sft"] = [step for step, _ in warm]
-        line = _line("held-out", "sft", (score for _, score in warm), "points")
+    plots = []
+    points = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
+    if points:
+        xs["sft"] = [step for step, _ in points]
+        line = _line("held-out", "sft", (score for _, score in points), "points")
         title = "Held-out score, by step"
-        found.append(_plot("sft-score", title, "sft", [line], linked=False))
-    return [*found, *_fine_tuning(data, xs)]
+        plots.append(_plot("sft-score", title, "sft", [line], linked=False))
+    return [*plots, *_sft_loss_plots(data, xs)]
 
 
-def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the loss of each supervised step, and on held-out demonstrations if measured."""
+def _sft_loss_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return the training loss by SFT step, and the loss on held-out demonstrations if measured."""
     if not data.sft:
         return []
     xs["sft_losses"] = [point["step"] for point in data.sft]
@@ -188,11 +188,11 @@ def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str,
     return [_plot("sft-loss", title, "sft_losses", lines, linked=False)]
 
 
-def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+def _evaluation_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     xs["versions"] = [row["version"] for row in data.evaluated]
     # The score is in the first chart.
-    known = {name for row in data.evaluated for name in row}
-    names = sorted(known - {"version", "evaluate/score"})
+    recorded = {name for row in data.evaluated for name in row}
+    names = sorted(recorded - {"version", "evaluate/score"})
     return [
         _plot(
             name,
@@ -204,10 +204,10 @@ def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, 
     ]
 
 
-def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return histograms of scores and lengths of the first and the last samples on disk. A
-    quantity that is the same in all samples has none."""
-    found = []
+def _sample_histograms(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return histograms of scores and lengths of the first and the last samples on disk. There
+    is none for a quantity that is the same in all samples."""
+    plots = []
     unit = step_unit(data.run.config)
     for name, title in (("score", "score"), ("length", f"length ({unit})")):
         table = {
@@ -218,8 +218,8 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
         table = {label: values for label, values in table.items() if len(values)}
         if not table:
             continue
-        every = np.concatenate(list(table.values()))
-        low, high = float(every.min()), float(every.max())
+        all_values = np.concatenate(list(table.values()))
+        low, high = float(all_values.min()), float(all_values.max())
         if low == high:
             continue
         edges = bin_edges(low, high, BINS)
@@ -229,8 +229,8 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
             share = np.histogram(values, edges)[0] / len(values)
             lines.append(_line(label, colour, [*share, share[-1]], "bars"))
         more = {"linked": False, "percent": True, "zero": True, "half": True}
-        found.append(_plot(f"samples-{name}", title, f"bins-{name}", lines, **more))
-    return found
+        plots.append(_plot(f"samples-{name}", title, f"bins-{name}", lines, **more))
+    return plots
 
 
 def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
@@ -260,42 +260,42 @@ def _stage_times(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str,
 def steps_per_s(data: ReportData) -> tuple[dict[int, float], dict[int, float]]:
     """Return steps per second by iteration, of the rollout alone and of the whole iteration."""
     steps = {row["iteration"]: row["rollout/steps"] for row in data.rows if "rollout/steps" in row}
-    alone: dict[int, float] = {}
-    whole: dict[int, float] = {}
-    # Stages of pools overlap, so their times do not add up to that of the iteration.
-    lasted = {i: end - start for i, (start, end) in iteration_windows(data.spans).items()}
+    rollout: dict[int, float] = {}
+    iteration_s: dict[int, float] = {}
+    # Stages of pools overlap, so the time of an iteration is not the sum of their times.
+    window_s = {i: end - start for i, (start, end) in iteration_windows(data.spans).items()}
     for entry in data.stages:
         iteration = entry["iteration"]
         if entry["stage"] in data.stage_names and iteration in steps:
-            whole[iteration] = whole.get(iteration, 0.0) + entry["seconds"]
-            if data.uses_pools and iteration in lasted:
-                whole[iteration] = lasted[iteration]
+            iteration_s[iteration] = iteration_s.get(iteration, 0.0) + entry["seconds"]
+            if data.uses_pools and iteration in window_s:
+                iteration_s[iteration] = window_s[iteration]
             if entry["stage"] == "rollout":
-                alone[iteration] = entry["seconds"]
-    alone = {i: steps[i] / s for i, s in sorted(alone.items()) if s > 0}
-    return alone, {i: steps[i] / s for i, s in sorted(whole.items()) if s > 0}
+                rollout[iteration] = entry["seconds"]
+    rollout = {i: steps[i] / s for i, s in sorted(rollout.items()) if s > 0}
+    return rollout, {i: steps[i] / s for i, s in sorted(iteration_s.items()) if s > 0}
 
 
 def _throughput(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    alone, whole = steps_per_s(data)
-    if not alone and not whole:
+    rollout, whole_iteration = steps_per_s(data)
+    if not rollout and not whole_iteration:
         return []
-    at = [int(x) - 1 for x in xs["rows"]]
+    indices = [int(x) - 1 for x in xs["rows"]]
     lines = [
-        _line("rollout", "rollout", map(alone.get, at), "metric"),
-        _line("whole iteration", "train", map(whole.get, at), "metric"),
+        _line("rollout", "rollout", map(rollout.get, indices), "metric"),
+        _line("whole iteration", "train", map(whole_iteration.get, indices), "metric"),
     ]
     title = f"{step_unit(data.run.config).capitalize()} per second"
     return [_plot("throughput", title, "rows", lines, zero=True, half=True)]
 
 
-def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the resource usage of stages: the sum over processes, or the largest one."""
-    wanted: dict[str, tuple[str, Callable[[Usage], float | None], dict[str, Any]]] = {
-        "processors": ("CPU cores in use", lambda u: _total(_cores(e) for e in u), {}),
+def _resource_usage(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return the resource usage of stages: the sum, mean or maximum over their processes."""
+    charts: dict[str, tuple[str, Callable[[Usage], float | None], dict[str, Any]]] = {
+        "processors": ("CPU cores in use", lambda u: _sum(_cores(e) for e in u), {}),
         "memory": (
             "Memory, peak of the largest process",
-            lambda u: _most(e["memory_peak_bytes"] / GIB for e in u),
+            lambda u: _max(e["memory_peak_bytes"] / GIB for e in u),
             {"unit": "GiB"},
         ),
         "gpu": (
@@ -305,53 +305,53 @@ def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any
         ),
         "gpu-memory": (
             "GPU memory, peak of the fullest GPU",
-            lambda u: _most(e["gpu_peak_bytes"] / GIB for e in u if "gpu_peak_bytes" in e),
+            lambda u: _max(e["gpu_peak_bytes"] / GIB for e in u if "gpu_peak_bytes" in e),
             {"unit": "GiB"},
         ),
     }
-    used = {
+    usages = {
         (entry["stage"], entry["iteration"] + 1): entry["usage"]
         for entry in data.stages
         if entry["usage"] and entry["stage"] in data.stage_names
     }
-    found = []
-    for name, (title, of, more) in wanted.items():
+    plots = []
+    for name, (title, aggregate, more) in charts.items():
         lines = [
             _line(
                 stage,
                 stage,
                 (
-                    of(used[stage, int(i)]) if (stage, int(i)) in used else None
+                    aggregate(usages[stage, int(i)]) if (stage, int(i)) in usages else None
                     for i in xs["stages"]
                 ),
             )
             for stage in data.stage_names
-            if used
+            if usages
         ]
         lines = [line for line in lines if any(y is not None for y in line["y"])]
         if lines:
-            found.append(
+            plots.append(
                 _plot(f"machine-{name}", title, "stages", lines, zero=True, half=True, **more)
             )
-    return found
+    return plots
 
 
 def _cores(entry: Mapping[str, float]) -> float:
     return entry["cpu_s"] / max(entry["seconds"], 1e-3)
 
 
-def _total(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) if known else None
+def _sum(values: Iterable[float]) -> float | None:
+    numbers = list(values)
+    return sum(numbers) if numbers else None
 
 
-def _most(values: Iterable[float]) -> float | None:
+def _max(values: Iterable[float]) -> float | None:
     return max(values, default=None)
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def gantt_columns(data: ReportData) -> dict[str, Any] | None:
@@ -365,24 +365,26 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     """
     if not data.segments:
         return None
-    lanes = sort_lanes(piece.lane for piece in data.segments)
+    lanes = sort_lanes(segment.lane for segment in data.segments)
     stages = list(data.colours)
     row, number = {lane: i for i, lane in enumerate(lanes)}, {s: i for i, s in enumerate(stages)}
-    pieces = sorted(data.segments, key=lambda piece: (row[piece.lane], piece.start))
-    origin = min(piece.start for piece in pieces)
-    first = np.searchsorted([row[piece.lane] for piece in pieces], np.arange(len(lanes) + 1))
+    segments = sorted(data.segments, key=lambda segment: (row[segment.lane], segment.start))
+    origin = min(segment.start for segment in segments)
+    lane_starts = np.searchsorted(
+        [row[segment.lane] for segment in segments], np.arange(len(lanes) + 1)
+    )
     return {
         "stages": stages,
         "lanes": lanes,
         "origin": origin,
-        "first": first.tolist(),
-        "start": _packed((piece.start - origin for piece in pieces), "<f8"),
-        "length": _packed((piece.seconds for piece in pieces), "<f4"),
-        "iteration": _packed(
-            (piece.iteration + 1 if piece.stage in data.stage_names else 0 for piece in pieces),
+        "first": lane_starts.tolist(),
+        "start": _base64((segment.start - origin for segment in segments), "<f8"),
+        "length": _base64((segment.seconds for segment in segments), "<f4"),
+        "iteration": _base64(
+            (s.iteration + 1 if s.stage in data.stage_names else 0 for s in segments),
             "<u4",
         ),
-        "kind": _packed((2 * number[p.stage] + (not p.is_computing) for p in pieces), "|u1"),
+        "kind": _base64((2 * number[s.stage] + (not s.is_computing) for s in segments), "|u1"),
         "windows": [
             [i + 1, round(start - origin, 3), round(end - origin, 3)]
             for i, (start, end) in iteration_windows(data.spans).items()
@@ -390,5 +392,5 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     }
 
 
-def _packed(values: Any, dtype: str) -> str:
+def _base64(values: Any, dtype: str) -> str:
     return base64.b64encode(np.array(list(values), dtype=dtype).tobytes()).decode()

@@ -95,7 +95,7 @@ def report_html(data: ReportData) -> str:
                 data.run.config.seed,
                 data.manifests,
             ),
-            *_best(data),
+            *_best_weights_fact(data),
         ],
         settings=settings,
         num_changed=sum(changed for _, _, changed in settings),
@@ -107,30 +107,32 @@ def report_html(data: ReportData) -> str:
 def redact_yaml(config: str) -> str:
     """Return a configuration or plan (YAML) with secrets redacted; unchanged if it has none."""
     values = yaml.safe_load(config)
-    safe = redact(values)
-    return config if safe == values else yaml.safe_dump(safe, sort_keys=False, allow_unicode=True)
+    redacted = redact(values)
+    if redacted == values:
+        return config
+    return yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True)
 
 
 def render_interactive(
-    template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any
+    template: str, content: Mapping[str, Any], script_names: Sequence[str], **more: Any
 ) -> str:
     """Render a page that draws the charts of its content.
 
     Args:
         template: name of the template.
-        content: ``name``, ``xs`` and ``groups`` of :func:`build_plots`, and the further values that
-            its scripts read.
-        ours: the scripts, in the order in which they run.
+        content: ``name``, ``xs`` and ``groups`` of :func:`build_plots`, and other values that the
+            scripts read.
+        script_names: the scripts, in the order in which they run.
         more: values of the template.
     """
     library, style, licence = ((ASSETS / name).read_text(encoding="utf-8") for name in LIBRARY)
-    own = "".join((ASSETS / name).read_text(encoding="utf-8") for name in ours)
-    scripts = [library, f'"use strict";\n(() => {{\n{own}}})();\n']
+    code = "".join((ASSETS / name).read_text(encoding="utf-8") for name in script_names)
+    scripts = [library, f'"use strict";\n(() => {{\n{code}}})();\n']
     return render_template(
         template,
         name=content["name"],
         scripts=scripts,
-        policy=" ".join(f"'{_hash(script)}'" for script in scripts),
+        policy=" ".join(f"'{_csp_hash(script)}'" for script in scripts),
         styles=[style, (ASSETS / "page.css").read_text(encoding="utf-8")],
         licence=licence,
         data=script_json(content),
@@ -147,28 +149,28 @@ def script_json(content: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _hash(script: str) -> str:
-    """Return the hash of a script for the page's content security policy, which permits no
-    other."""
+def _csp_hash(script: str) -> str:
+    """Return the hash of a script for the page's content security policy, which permits only
+    these scripts."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page."""
     config = data.run.config
-    found = []
+    tiles = []
     if data.scores:
-        (_, first), (version, newest) = data.scores[0], data.scores[-1]
-        found.append((f"held-out score (iteration {version})", f"{newest:.3g}"))
+        (_, initial_score), (version, newest_score) = data.scores[0], data.scores[-1]
+        tiles.append((f"held-out score (iteration {version})", f"{newest_score:.3g}"))
         if version:
-            found.append(("held-out score at the start", f"{first:.3g}"))
+            tiles.append(("held-out score at the start", f"{initial_score:.3g}"))
     if (best := best_weights(config, data.run.folder)) is not None:
         label = f"best held-out score (iteration {best.version})"
-        found.append((label, f"{best.score:.3g}"))
+        tiles.append((label, f"{best.score:.3g}"))
     if data.rows:
         headlines = headline_metrics(config, data.rows[-1])
-        found += [(name, f"{value:.3g}") for name, value in headlines.items()]
-    found += [
+        tiles += [(name, f"{value:.3g}") for name, value in headlines.items()]
+    tiles += [
         ("iterations", f"{len(data.rows)} of {config.iterations}"),
         ("algorithm", config.algorithm.name),
         ("task", str((config.task.model_extra or {}).get("id", config.task.name))),
@@ -176,11 +178,11 @@ def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     ]
     steps = sum(row.get("rollout/steps", 0.0) for row in data.rows)
     if steps:
-        found.append((f"{step_unit(config)} generated", f"{steps:,.0f}"))
+        tiles.append((f"{step_unit(config)} generated", f"{steps:,.0f}"))
     if data.wall_s:
-        found.append(("wall time", format_duration(data.wall_s)))
-        found.append(("time in stages", format_duration(data.busy_s)))
-    return found
+        tiles.append(("wall time", format_duration(data.wall_s)))
+        tiles.append(("time in stages", format_duration(data.busy_s)))
+    return tiles
 
 
 def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
@@ -193,17 +195,17 @@ def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
     return sorted(rows, key=lambda row: not row[2])
 
 
-def _best(data: ReportData) -> list[tuple[str, str]]:
+def _best_weights_fact(data: ReportData) -> list[tuple[str, str]]:
     """Return a fact that names the weights with the best held-out score."""
     best = best_weights(data.run.config, data.run.folder)
     if best is None:
         return []
     when = f"after iteration {best.version}" if best.version else "before iteration 1"
-    where = f"{when}, held-out score {format_number(best.score)}: "
+    label = f"{when}, held-out score {format_number(best.score)}: "
     if best.folder is None:
-        return [("best weights", f"{where}removed by the retention policy")]
+        return [("best weights", f"{label}removed by the retention policy")]
     path = best.folder.relative_to(data.run.folder)
-    return [("best weights", f"{where}{path} of the run (rlinf export --best copies them)")]
+    return [("best weights", f"{label}{path} of the run (rlinf export --best copies them)")]
 
 
 def stage_table(data: ReportData) -> list[dict[str, Any]]:
@@ -227,13 +229,13 @@ def stage_table(data: ReportData) -> list[dict[str, Any]]:
             "total": f"{row['seconds']:.1f}",
             "hosts": ", ".join(sorted(row["hosts"])),
             "jobs": len(row["jobs"]),
-            **_used(row["usage"]),
+            **_usage_cells(row["usage"]),
         }
         for stage, row in table.items()
     ]
 
 
-def _used(usage: list[dict[str, Any]]) -> dict[str, str]:
+def _usage_cells(usage: list[dict[str, Any]]) -> dict[str, str]:
     """Return the resource usage of a stage's processes; empty cells if nothing was recorded."""
     seconds = sum(entry["seconds"] for entry in usage)
     gpu = [entry["gpu_share"] for entry in usage if "gpu_share" in entry]
@@ -241,11 +243,11 @@ def _used(usage: list[dict[str, Any]]) -> dict[str, str]:
         "cores": f"{sum(e['cpu_s'] for e in usage) / seconds:.2f}" if seconds else "",
         "memory": f"{max(e['memory_peak_bytes'] for e in usage) / GIB:.2f}" if usage else "",
         "gpu": f"{100 * sum(gpu) / len(gpu):.0f} %" if gpu else "",
-        "gpu_memory": _gib(max((e.get("gpu_peak_bytes", 0) for e in usage), default=0)),
+        "gpu_memory": _format_gib(max((e.get("gpu_peak_bytes", 0) for e in usage), default=0)),
     }
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / GIB:.1f}" if size else ""
 
 

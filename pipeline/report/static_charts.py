@@ -29,40 +29,40 @@ COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
 
 def learning_chart(data: ReportData) -> Figure | None:
     """Draw the held-out score in both phases: SFT steps, then iterations of RL."""
-    warm = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
-    if not warm and not data.scores and not data.rows:
+    sft_points = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
+    if not sft_points and not data.scores and not data.rows:
         return None
-    panels = 2 if warm else 1
+    panels = 2 if sft_points else 1
     figure, axes = plt.subplots(
         1, panels, figsize=(10, 3.6), sharey=True, width_ratios=[1, 2][-panels:], squeeze=False
     )
-    last = axes[0, -1]
-    if warm:
-        steps, scores = zip(*warm, strict=True)
+    rl_axis = axes[0, -1]
+    if sft_points:
+        steps, scores = zip(*sft_points, strict=True)
         axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=STAGE_COLOURS["sft"])
         axes[0, 0].set(title="SFT", xlabel="fine-tuning step", ylabel="score")
     x, y = data.column("reward/score")
     if len(x):
         style = {"lw": 0.9, "alpha": 0.55, "color": STAGE_COLOURS["rollout"]}
-        draw_line(last, x, y, label="training samples", **style)
+        draw_line(rl_axis, x, y, label="training samples", **style)
     if data.scores:
         x, y = np.array(data.scores, dtype=float).T
-        last.plot(x, y, "o-", ms=4, color=STAGE_COLOURS["train"], label="held-out")
-        last.annotate(
+        rl_axis.plot(x, y, "o-", ms=4, color=STAGE_COLOURS["train"], label="held-out")
+        rl_axis.annotate(
             f"{y[-1]:.3g}", (x[-1], y[-1]), xytext=(6, 0), textcoords="offset points", va="center"
         )
-    last.set(title="Reinforcement learning", xlabel="iteration")
-    last.margins(x=0.06)
-    set_axis_range(last)
-    if not warm:
-        last.set_ylabel("score")
-    last.legend(loc="best")
+    rl_axis.set(title="Reinforcement learning", xlabel="iteration")
+    rl_axis.margins(x=0.06)
+    set_axis_range(rl_axis)
+    if not sft_points:
+        rl_axis.set_ylabel("score")
+    rl_axis.legend(loc="best")
     return finish_chart(figure)
 
 
 def training_chart(data: ReportData) -> Figure | None:
     """Draw the metrics that show whether training is healthy."""
-    wanted = [
+    metrics = [
         ("reward/mean", "mean reward"),
         ("train/loss", "loss"),
         ("train/entropy", "entropy (nats)"),
@@ -73,7 +73,7 @@ def training_chart(data: ReportData) -> Figure | None:
         ("train/explained_variance", "explained variance"),
         ("train/rollout_logprob_diff", "|engine - trainer| log-prob"),
     ]
-    present = [(name, title) for name, title in wanted if len(data.column(name)[0])][:9]
+    present = [(name, title) for name, title in metrics if len(data.column(name)[0])][:9]
     if not present:
         return None
     rows = -(-len(present) // 3)
@@ -91,25 +91,25 @@ def training_chart(data: ReportData) -> Figure | None:
 
 
 def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-    """Draw values over iterations as a line; a value between two gaps as a point."""
+    """Draw values by iteration as a line, and a value between two gaps as a point."""
     y = np.where(np.isfinite(y), y, np.nan)
     finite = np.pad(np.isfinite(y), 1)
-    alone = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
-    axis.plot(x, y, marker="o", ms=3.5, markevery=alone.tolist(), **style)
+    isolated = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
+    axis.plot(x, y, marker="o", ms=3.5, markevery=isolated.tolist(), **style)
 
 
 def set_axis_range(axis: Axes) -> None:
     """Set a readable range, and integer iterations.
 
-    A constant lies in the middle, with its value beside it. Without a finite value the chart says
-    so.
+    A constant is drawn in the middle, with its value as text. A chart without a finite value has a
+    note.
     """
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    at = {float(x) for line in axis.lines for x in np.asarray(line.get_xdata())}
-    if len(at) == 1:
-        axis.set_xlim(min(at) - 1, max(at) + 1)
-    shown = [np.asarray(line.get_ydata(), dtype=float) for line in axis.lines]
-    values = np.concatenate([y[np.isfinite(y)] for y in shown] or [np.zeros(0)])
+    x_values = {float(x) for line in axis.lines for x in np.asarray(line.get_xdata())}
+    if len(x_values) == 1:
+        axis.set_xlim(min(x_values) - 1, max(x_values) + 1)
+    y_values = [np.asarray(line.get_ydata(), dtype=float) for line in axis.lines]
+    values = np.concatenate([y[np.isfinite(y)] for y in y_values] or [np.zeros(0)])
     if not len(values):
         axis.set(xticks=[], yticks=[])
         axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", va="center")
@@ -126,18 +126,18 @@ def stage_times_chart(data: ReportData) -> Figure | None:
     """Draw the seconds of each stage, stacked by iteration."""
     if not data.rows:
         return None
-    last = max(row["iteration"] for row in data.rows)
-    seconds = {stage: np.zeros(last + 1) for stage in data.stage_names}
+    final = max(row["iteration"] for row in data.rows)
+    seconds = {stage: np.zeros(final + 1) for stage in data.stage_names}
     for entry in data.stages:
-        if entry["stage"] in seconds and entry["iteration"] <= last:
+        if entry["stage"] in seconds and entry["iteration"] <= final:
             seconds[entry["stage"]][entry["iteration"]] = entry["seconds"]
     figure, axis = plt.subplots(figsize=(10, 3))
-    base = np.zeros(last + 1)
+    base = np.zeros(final + 1)
     for stage, values in seconds.items():
-        axis.bar(np.arange(1, last + 2), values, 1.0, base, color=data.colours[stage], label=stage)
+        axis.bar(np.arange(1, final + 2), values, 1.0, base, color=data.colours[stage], label=stage)
         base += values
-    axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, last + 1.5))
-    # One slow iteration must not flatten all others.
+    axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, final + 1.5))
+    # One slow iteration must not make all others look flat.
     axis.set_ylim(0, max(1e-3, 1.3 * float(np.quantile(base, 0.98))))
     axis.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0))
     return finish_chart(figure)
@@ -151,13 +151,13 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
         return None
     lanes = sort_lanes(span.lane for span in spans)
     origin = min(span.start for span in spans)
-    last = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
-    # Not the start of their first stage: pools generate samples ahead.
-    since, _ = iteration_windows(data.spans).get(last - newest + 1, (origin, origin))
+    final = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
+    # Do not use the start of their first stage, because pools generate samples ahead of time.
+    since, _ = iteration_windows(data.spans).get(final - newest + 1, (origin, origin))
     until = max(s.end for s in spans)
     height = max(1.2, 0.32 * len(lanes) + 0.9)
     figure, axes = plt.subplots(2, 1, figsize=(10, 2 * height + 0.4), squeeze=False)
-    titles = ("Whole run", f"Last {min(newest, last + 1)} iterations")
+    titles = ("Whole run", f"Last {min(newest, final + 1)} iterations")
     for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
         for row, lane in enumerate(lanes):
             lane_spans = [s for s in spans if s.lane == lane and s.end >= start]
@@ -174,8 +174,8 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
         axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)
     axes[1, 0].set_xlabel("seconds since the first stage")
-    shown = [stage for stage in data.colours if any(s.stage == stage for s in spans)]
-    handles = [Patch(label=stage, **_style(data.colours[stage], True)) for stage in shown]
+    stages = [stage for stage in data.colours if any(s.stage == stage for s in spans)]
+    handles = [Patch(label=stage, **_style(data.colours[stage], True)) for stage in stages]
     if not all(s.is_computing for s in spans):
         moved = any(s.name in IDLE_SPANS - {WAIT_SPAN} for s in data.spans)
         label = "waiting or moving" if moved else "waiting"
@@ -200,13 +200,13 @@ def _style(colour: str, computes: bool) -> dict[str, Any]:
 
 def throughput_chart(data: ReportData) -> Figure | None:
     """Draw the steps per second of the rollout and of the whole iteration."""
-    alone, whole = steps_per_s(data)
-    if not alone and not whole:
+    rollout, whole_iteration = steps_per_s(data)
+    if not rollout and not whole_iteration:
         return None
     figure, axis = plt.subplots(figsize=(10, 2.8))
     for label, rates, colour in (
-        ("rollout", alone, STAGE_COLOURS["rollout"]),
-        ("whole iteration", whole, STAGE_COLOURS["train"]),
+        ("rollout", rollout, STAGE_COLOURS["rollout"]),
+        ("whole iteration", whole_iteration, STAGE_COLOURS["train"]),
     ):
         x, y = np.array([i + 1 for i in rates]), np.array(list(rates.values()))
         draw_line(axis, x, y, color=colour, label=label)
@@ -218,18 +218,18 @@ def throughput_chart(data: ReportData) -> Figure | None:
 
 def distributions_chart(data: ReportData) -> Figure | None:
     """Draw histograms of scores and lengths of early and late samples."""
-    ends = {label: samples for label, samples in data.first_and_last_samples.items() if samples}
-    if not ends:
+    groups = {label: samples for label, samples in data.first_and_last_samples.items() if samples}
+    if not groups:
         return None
-    scores = {label: np.array([s.score for s in samples]) for label, samples in ends.items()}
-    lengths = {label: np.array([s.length for s in samples]) for label, samples in ends.items()}
+    scores = {label: np.array([s.score for s in samples]) for label, samples in groups.items()}
+    lengths = {label: np.array([s.length for s in samples]) for label, samples in groups.items()}
     figure, axes = plt.subplots(1, 2, figsize=(10, 2.8))
     for axis, table, title in (
         (axes[0], scores, "score"),
         (axes[1], lengths, "length (steps)"),
     ):
-        everything = np.concatenate(list(table.values()))
-        low, high = float(everything.min()), float(everything.max())
+        all_values = np.concatenate(list(table.values()))
+        low, high = float(all_values.min()), float(all_values.max())
         bins = bin_edges(low, high, BINS)
         for (label, values), colour in zip(
             table.items(), (STAGE_COLOURS["sync"], STAGE_COLOURS["train"]), strict=False

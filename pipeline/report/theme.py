@@ -45,5 +45,5 @@ EXTRA_COLOURS = ("#4aa3a2", "#8c6d46", "#7d7abc", "#b07aa1")
 
 def stage_colours(stages: Iterable[str], *, dark: bool = False) -> dict[str, str]:
     """Return a colour by stage; equal stages in equal order have equal colours."""
-    known, spare = DARK_STAGE_COLOURS if dark else STAGE_COLOURS, cycle(EXTRA_COLOURS)
-    return {stage: known.get(stage) or next(spare) for stage in stages}
+    colours, extra = DARK_STAGE_COLOURS if dark else STAGE_COLOURS, cycle(EXTRA_COLOURS)
+    return {stage: colours.get(stage) or next(extra) for stage in stages}

@@ -35,24 +35,24 @@ class TranscriptSample(NamedTuple):
     answer: str
 
 
-def iterations_on_disk(run: Path, known: Sequence[int]) -> list[int]:
-    """Return iterations with trajectories and rewards on disk, evenly thinned if there are many."""
-    found, makers = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
-    for iteration in known if all(makers) else ():
-        folders = [stage_folder(run, str(maker), iteration) for maker in makers]
+def iterations_on_disk(run: Path, iterations: Sequence[int]) -> list[int]:
+    """Return iterations with trajectories and rewards on disk, evenly spaced if there are many."""
+    complete, stages = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
+    for iteration in iterations if all(stages) else ():
+        folders = [stage_folder(run, str(maker), iteration) for maker in stages]
         if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
-            found.append(iteration)
-    if len(found) <= MAX_ITERATIONS:
-        return found
-    step = (len(found) - 1) / (MAX_ITERATIONS - 1)
-    return [found[round(i * step)] for i in range(MAX_ITERATIONS)]
+            complete.append(iteration)
+    if len(complete) <= MAX_ITERATIONS:
+        return complete
+    step = (len(complete) - 1) / (MAX_ITERATIONS - 1)
+    return [complete[round(i * step)] for i in range(MAX_ITERATIONS)]
 
 
 def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
     """Return the scored samples of an iteration, by number; empty if a file is missing or
     damaged."""
     try:
-        trajectories, scores = (_infos(run, iteration, channel) for channel in CHANNELS)
+        trajectories, scores = (_read_infos(run, iteration, channel) for channel in CHANNELS)
         return [
             TranscriptSample(
                 number=number,
@@ -70,7 +70,7 @@ def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
         return []
 
 
-def _infos(
+def _read_infos(
     run: Path, iteration: int, channel: str
 ) -> Mapping[int, tuple[int, Mapping[str, Scalar]]]:
     folder = stage_folder(run, run_flow(run).producer_of(channel) or "", iteration)
@@ -78,43 +78,44 @@ def _infos(
         return {}
     paths = sorted((folder / manifest.data).glob(f"{channel}-r*.h5"))
     rows = [row for path in paths for row in read_record_info(path)]
-    rows.sort(key=lambda row: row[0])  # of one sample the latest attempt is the last
+    rows.sort(key=lambda row: row[0])  # the latest attempt at a sample comes last and wins
     return {identity.sample: (length, info) for identity, length, info in rows}
 
 
 def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dict[str, Any]:
-    """Return transcripts as columns for the page, each prompt once, and what was left out.
+    """Return transcripts as columns for the page, with each prompt stored once.
 
-    ``unreadable`` are the iterations with damaged files.
+    ``total`` counts all samples, including those left out. ``unreadable`` lists the iterations with
+    damaged files.
     """
-    rows = {i: [s for s in found if s.text is not None] for i, found in samples.items()}
-    rows = {i: found for i, found in rows.items() if found}
-    total = sum(len(found) for found in rows.values())
-    each = max(4, MAX_SAMPLES // max(1, len(rows)))
-    room = MAX_CHARACTERS / max(1, len(rows))
+    rows = {i: [s for s in candidates if s.text is not None] for i, candidates in samples.items()}
+    rows = {i: candidates for i, candidates in rows.items() if candidates}
+    total = sum(len(candidates) for candidates in rows.values())
+    max_samples = max(4, MAX_SAMPLES // max(1, len(rows)))
+    max_characters = MAX_CHARACTERS / max(1, len(rows))
     prompts: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         name: []
         for name in ("iteration", "sample", "prompt", "text", "answer", "stop", "score", "length")
     }
-    for iteration, found in rows.items():
-        picked, used = list[TranscriptSample](), 0
-        for sample in select_samples(found, each):
+    for iteration, candidates in rows.items():
+        selected, used = list[TranscriptSample](), 0
+        for sample in select_samples(candidates, max_samples):
             used += min(len(sample.text or ""), HEAD + TAIL) + min(len(sample.prompt), HEAD + TAIL)
-            if used > room and picked:
+            if used > max_characters and selected:
                 break
-            picked.append(sample)
-        for sample in sorted(picked):
+            selected.append(sample)
+        for sample in sorted(selected):
             prompt, text = shorten(sample.prompt), shorten(sample.text or "")
             score = sample.score if math.isfinite(sample.score) else None
-            at = prompts.setdefault(prompt, len(prompts))
-            values = (iteration + 1, sample.number, at, text, shorten(sample.answer))
+            prompt_index = prompts.setdefault(prompt, len(prompts))
+            values = (iteration + 1, sample.number, prompt_index, text, shorten(sample.answer))
             for name, value in zip(
                 columns, (*values, sample.stop, score, sample.length), strict=True
             ):
                 columns[name].append(value)
     return {
-        "unreadable": [i + 1 for i, found in samples.items() if not found],
+        "unreadable": [i + 1 for i, candidates in samples.items() if not candidates],
         "prompts": list(prompts),
         "columns": columns,
         "total": total,
@@ -123,7 +124,7 @@ def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dic
 
 
 def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[TranscriptSample]:
-    """Select up to ``limit`` samples: the worst, best and truncated ones in turns, then evenly
+    """Select up to ``limit`` samples: the worst, best and truncated ones alternately, then evenly
     spaced ones."""
     by_score = sorted(samples, key=lambda sample: sample.score)
     cut = [sample for sample in samples if sample.stop == "length"]
@@ -132,9 +133,9 @@ def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[Tran
     ends = zip_longest(
         by_score[:quarter], by_score[::-1][:quarter], cut[:: max(1, len(cut) // quarter or 1)]
     )
-    telling = [sample for row in ends for sample in row if sample is not None]
-    even = [samples[int(i * step)] for i in range(min(limit, len(samples)))]
-    return list(dict.fromkeys([*telling, *even]))[:limit]
+    extremes = [sample for row in ends for sample in row if sample is not None]
+    evenly_spaced = [samples[int(i * step)] for i in range(min(limit, len(samples)))]
+    return list(dict.fromkeys([*extremes, *evenly_spaced]))[:limit]
 
 
 def shorten(text: str) -> str:

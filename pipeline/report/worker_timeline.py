@@ -59,92 +59,92 @@ def sort_lanes(lanes: Iterable[str]) -> list[str]:
 
 
 def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
-    """Return the spans of stages, split at their pauses; parts of pauses outside of a stage are
-    dropped."""
+    """Return the spans of stages, split at their pauses. The parts of a pause outside its stage are
+    ignored."""
     spans = list(spans)
     pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
     for span in spans:
         if span.name in IDLE_SPANS:
             pauses[span.stage, span.iteration, span.lane, span.work_item].append(span)
-    found = []
-    for whole in spans:
-        if whole.name != whole.stage:
+    segments = []
+    for stage_span in spans:
+        if stage_span.name != stage_span.stage:
             continue
-        where = (whole.stage, whole.iteration, whole.lane)
-        at = whole.start
-        for pause in sorted(pauses[*where, whole.work_item], key=lambda pause: pause.start):
-            start, end = max(pause.start, at), min(pause.end, whole.end)
+        key = (stage_span.stage, stage_span.iteration, stage_span.lane)
+        cursor = stage_span.start
+        for pause in sorted(pauses[*key, stage_span.work_item], key=lambda pause: pause.start):
+            start, end = max(pause.start, cursor), min(pause.end, stage_span.end)
             if end > start:
-                found += [
-                    TimelineSegment(*where, at, start, True),
-                    TimelineSegment(*where, start, end, False),
+                segments += [
+                    TimelineSegment(*key, cursor, start, True),
+                    TimelineSegment(*key, start, end, False),
                 ]
-                at = end
-        found.append(TimelineSegment(*where, at, whole.end, True))
-    return [piece for piece in found if piece.end > piece.start]
+                cursor = end
+        segments.append(TimelineSegment(*key, cursor, stage_span.end, True))
+    return [segment for segment in segments if segment.end > segment.start]
 
 
 def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, float]]:
-    """Return start and end of iterations: each ends when its weights are published."""
+    """Return start and end of each iteration, which ends when its weights are published."""
     spans = list(spans)
     ends: dict[int, float] = {}
     for span in spans:
         if span.name == span.stage == "sync":
             ends[span.iteration] = max(span.end, ends.get(span.iteration, 0.0))
     starts = [s.start for s in spans if s.name == s.stage == "rollout" and s.iteration == 0]
-    before = {iteration + 1: end for iteration, end in ends.items()}
+    begins = {iteration + 1: end for iteration, end in ends.items()}
     if starts:
-        before[0] = min(starts)
-    return {i: (before[i], end) for i, end in sorted(ends.items()) if i in before}
+        begins[0] = min(starts)
+    return {i: (begins[i], end) for i, end in sorted(ends.items()) if i in begins}
 
 
 def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
     """Return the idle time by worker. The first iteration, which loads everything, counts only if
     it is the only one."""
     spans = list(spans)
-    known = iteration_windows(spans)
-    if len(known) > 1:
-        known.pop(0, None)
-    counted = _union(known.values())
-    total_s = sum(end - start for start, end in counted)
+    windows = iteration_windows(spans)
+    if len(windows) > 1:
+        windows.pop(0, None)
+    intervals = _union(windows.values())
+    total_s = sum(end - start for start, end in intervals)
     if not total_s:
         return []
     lanes: dict[str, list[TimelineSegment]] = defaultdict(list)
-    for piece in timeline_segments(spans):
-        lanes[piece.lane].append(piece)
-    starts = [start for start, _ in counted]
+    for segment in timeline_segments(spans):
+        lanes[segment.lane].append(segment)
+    starts = [start for start, _ in intervals]
     rows = []
     for lane in sort_lanes(lanes):
         segments = lanes[lane]
         seconds: dict[str, list[float]] = {}
-        for piece in segments:
-            inside = _shared_s(piece.start, piece.end, counted, starts) / len(known)
-            if inside:
-                seconds.setdefault(piece.stage, [0.0, 0.0])[not piece.is_computing] += inside
-        computing = _union((piece.start, piece.end) for piece in segments if piece.is_computing)
-        covered = sum(_shared_s(start, end, counted, starts) for start, end in computing)
+        for segment in segments:
+            overlap_s = _overlap_s(segment.start, segment.end, intervals, starts) / len(windows)
+            if overlap_s:
+                seconds.setdefault(segment.stage, [0.0, 0.0])[not segment.is_computing] += overlap_s
+        computing = _union((s.start, s.end) for s in segments if s.is_computing)
+        computing_s = sum(_overlap_s(start, end, intervals, starts) for start, end in computing)
         stages = {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
-        rows.append(WorkerIdleTime(lane, 1 - covered / total_s, stages))
+        rows.append(WorkerIdleTime(lane, 1 - computing_s / total_s, stages))
     return rows
 
 
-def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the union of intervals, as disjoint intervals in order."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(stretches):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def _shared_s(
-    start: float, end: float, counted: Sequence[tuple[float, float]], starts: Sequence[float]
+def _overlap_s(
+    start: float, end: float, intervals: Sequence[tuple[float, float]], starts: Sequence[float]
 ) -> float:
-    """Return the length of an interval within the ``counted`` ones, which begin at ``starts``."""
-    shared, at = 0.0, max(0, bisect_right(starts, start) - 1)
-    while at < len(counted) and counted[at][0] < end:
-        shared += max(0.0, min(end, counted[at][1]) - max(start, counted[at][0]))
-        at += 1
-    return shared
+    """Return the length of an interval's overlap with ``intervals``, which begin at ``starts``."""
+    overlap, index = 0.0, max(0, bisect_right(starts, start) - 1)
+    while index < len(intervals) and intervals[index][0] < end:
+        overlap += max(0.0, min(end, intervals[index][1]) - max(start, intervals[index][0]))
+        index += 1
+    return overlap

@@ -279,7 +279,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
                     {"stages": ["rollout.generate", *LATER], "devices": {"local": 1}},
                 ],
             },
-            r"plan\.pools\[0\]\.workers: workers that come and go have .*; leave workers out",
+            r"plan\.pools\[0\]\.workers: elastic workers have .*; remove workers",
         ),
         (
             pools((BOTH, 1)),
@@ -301,7 +301,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         (
             pools((["rollout"], 1), (["rollout.generate", *LATER], 2))
             | {"stages": {"rollout.generate": {"processes": 2, "layout": {"tp": 2}}}},
-            r"plan\.stages\.rollout\.generate\.layout: each of its processes answers with a whole",
+            r"plan\.stages\.rollout\.generate\.layout: each of its processes holds a whole",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_tail_that_nobody_judged_is_not_learned_from_as_worth_nothing(prior: P
             validate(RunConfig, compose_config(algorithm, "mlp_numbered", prior, *words))
         )
 
-    with pytest.raises(ConfigError, match=r"^reward\.name: 'score' judges an episode when it ends"):
+    with pytest.raises(ConfigError, match=r"^reward\.name: 'score' scores an episode when it ends"):
         checked()
     checked("rollout.group_size=2")
     checked("reward=environment")
@@ -121,4 +121,4 @@ def test_training_in_half_precision_is_said(
     compose: Compose, caplog: pytest.LogCaptureFixture
 ) -> None:
     validate_config(validate(RunConfig, compose("model.dtype=bfloat16")))
-    assert "model.dtype=bfloat16: weights and moments are trained in it" in caplog.text
+    assert "model.dtype=bfloat16: weights and moments are bfloat16 too" in caplog.text

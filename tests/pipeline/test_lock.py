@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import lock
-from pipeline.lock import LOCK_FILE, LockOwner, RunLock, living_owner, orphaned_lock_files
+from pipeline.lock import LOCK_FILE, LockOwner, RunLock, find_live_owner, orphaned_lock_files
 from rlinf.errors import RunLockedError
 
 STARTS, ROUNDS = 8, 30
@@ -81,7 +81,7 @@ def test_a_process_that_has_the_number_of_a_dead_driver_is_none(tmp_path: Path) 
     path = note(
         tmp_path, replace(LockOwner.current(), start_ticks=LockOwner.current().start_ticks - 1)
     )
-    assert living_owner(path) is None
+    assert find_live_owner(path) is None
     RunLock(path).release()
     assert not path.exists()
 
@@ -102,7 +102,7 @@ def test_a_driver_of_another_machine_lives_while_it_touches_the_file(
 
 def test_the_same_number_in_another_space_of_numbers_is_another_process(tmp_path: Path) -> None:
     path = note(tmp_path, replace(LockOwner.current(), pid_namespace=1, start_ticks=5))
-    assert living_owner(path) is not None, "its file was just touched"
+    assert find_live_owner(path) is not None, "its file was just touched"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_damaged_lock_is_named(
 ) -> None:
     path = tmp_path / LOCK_FILE
     path.write_bytes(text)
-    assert living_owner(path) is None
+    assert find_live_owner(path) is None
     with pytest.raises(RunLockedError, match=r"driver\.json: damaged"):
         RunLock(path)
     os.utime(path, (0, 0))

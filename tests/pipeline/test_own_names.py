@@ -55,7 +55,7 @@ def test_status_and_report_say_what_they_say_of_other_flows(
     run: Path, tiny_run: Path, tmp_path: Path
 ) -> None:
     result, other = read_status(run), read_status(tiny_run)
-    assert (result.finished, result.stage) == (2, "finished")
+    assert (result.iterations_done, result.stage) == (2, "finished")
     assert result.reward == other.reward is not None
     found, known = read_report_data(run), read_report_data(tiny_run)
     assert found.sft == known.sft != []

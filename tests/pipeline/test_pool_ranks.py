@@ -59,9 +59,9 @@ def test_stages_side_by_side_end_as_in_one_process(
     [
         ({"train": [0, 1]}, r"ranks\.train: all processes .* only rollout, reward, evaluate may"),
         ({"sft": [0]}, r"ranks\.sft: all processes of the pool share the model"),
-        ({"rollout": [0, 3]}, r"ranks\.rollout: \[0, 3\]; give some of 0 to 2"),
-        ({"rollout": [1, 0]}, r"ranks\.rollout: \[1, 0\]; give some of 0 to 2, in order"),
-        ({"rollout": []}, r"ranks\.rollout: \[\]; give some"),
+        ({"rollout": [0, 3]}, r"ranks\.rollout: \[0, 3\]; use distinct ranks of 0 to 2"),
+        ({"rollout": [1, 0]}, r"ranks\.rollout: \[1, 0\]; use distinct ranks of 0 to 2, ascending"),
+        ({"rollout": []}, r"ranks\.rollout: \[\]; use distinct"),
         ({"rolout": [0]}, r"ranks\.rolout: this pool does not run it.*did you mean 'rollout'"),
         ({"rollout": [-1]}, r"ranks\.rollout\.0: .*greater than or equal to 0"),
     ],

@@ -286,12 +286,12 @@ def test_tensorboard_has_each_step_once(run: Path) -> None:
 
 def test_the_status_of_a_run(run: Path) -> None:
     status = read_status(run)
-    assert (status.finished, status.total, status.stage) == (2, 2, "finished")
+    assert (status.iterations_done, status.iterations_total, status.stage) == (2, 2, "finished")
     assert status.versions == [0, 1, 2]
     shutil.rmtree(run / "it/0001/train")
     shutil.rmtree(run / "it/0001/sync")
     status = read_status(run)
-    assert (status.finished, status.stage) == (1, "train of iteration 2")
+    assert (status.iterations_done, status.stage) == (1, "train of iteration 2")
     assert status.eta_s is not None
 
 

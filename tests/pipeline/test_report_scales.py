@@ -136,14 +136,14 @@ def test_ordinary_labels_of_the_page_are_short() -> None:
 def test_the_page_has_a_range_around_every_value() -> None:
     cases = [[min(v), max(v)] for v in map(finite, CASES.values())]
     for (least, most), (low, high) in zip(
-        cases, in_node("scales.reach(...case_, false)", cases), strict=True
+        cases, in_node("scales.yRange(...case_, false)", cases), strict=True
     ):
         assert low < least <= most < high
-    assert in_node("scales.reach(...case_, true)", [[0, 0], [2, 2]]) == [[0, 1], [0, 2.12]]
-    assert in_node("scales.reach(...case_, false)", [[None, None]]) == [[0, 1]]
-    assert in_node("scales.span(...case_)", [[3, 3], [1, 4]]) == [[2, 4], [1, 4]]
+    assert in_node("scales.yRange(...case_, true)", [[0, 0], [2, 2]]) == [[0, 1], [0, 2.12]]
+    assert in_node("scales.yRange(...case_, false)", [[None, None]]) == [[0, 1]]
+    assert in_node("scales.xRange(...case_)", [[3, 3], [1, 4]]) == [[2, 4], [1, 4]]
 
 
 def test_points_that_no_line_shows_are_found() -> None:
     cases = [[1], [1, 2], [1, None, 2, 3], [None, 1, 1], [], [None]]
-    assert in_node("scales.hasLonely(case_)", cases) == [True, False, True, False, False, False]
+    assert in_node("scales.hasIsolated(case_)", cases) == [True, False, True, False, False, False]

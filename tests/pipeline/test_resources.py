@@ -107,7 +107,7 @@ def test_a_constraint_without_counts_holds_for_every_kind() -> None:
         ({"a100": 4}, {"gpus": 4}, "4 a100, but its stages ask for 4 GPUs and 1 processes per"),
         ({"a100": 4, "h100": 4}, {"gpus": 2}, "4 a100 and 4 h100, but .* 2 GPUs and 1 processes"),
         ({"a100": 3}, {"processes": 2}, "3 a100, but its stages ask for 1 x 2"),
-        ({"a100": 3, "h100": 2}, {"processes": 2}, "3 a100 do not fill nodes of 2"),
+        ({"a100": 3, "h100": 2}, {"processes": 2}, "3 a100 do not fill whole nodes of 2"),
         (KINDS | {"gpu:h100": 8}, BOTH, "fill 5 nodes, with 2 processes on each, .* counts 2"),
         (KINDS | {"gpu:h100": 8}, {**BOTH, "nodes": 2}, "8 gpu:h100, but its stages ask for 2 x 2"),
         ({"gpu": 2}, BOTH, "fill 1 nodes, with 2 processes on each, but constraint .* counts 2"),

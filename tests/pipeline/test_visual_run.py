@@ -75,7 +75,7 @@ def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> Non
 
 def test_parts_that_do_not_see_are_refused(compose: Compose) -> None:
     for words, text in (
-        (["model=small"], "'visual_questions' needs .* images, which no part"),
+        (["model=small"], "'visual_questions' needs .* images, which no component"),
         (["engine=vllm"], "'visual_questions' needs an engine that takes images"),
     ):
         values = compose(*words, experiment="visual_grpo")

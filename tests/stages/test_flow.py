@@ -181,7 +181,7 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
     [
         (
             {"train": StageSpec({"rewards": InputSource("reward")})},
-            "stage train reads 'reward', which is no stage",
+            "stage train reads 'reward', which is not a stage",
         ),
         (
             {"train": StageSpec({"rewards": InputSource("sync")}), "sync": StageSpec()},
@@ -190,7 +190,7 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
         ({"train": StageSpec(config_sections=("modle",))}, "did you mean 'model'"),
         ({"learn": StageSpec(module="stages.learns")}, "stage learn: no module 'stages.learns'"),
         ({"learn": StageSpec(module="stages.layout")}, "layout.py has no 'run'"),
-        ({}, "a flow has stages"),
+        ({}, "a flow needs stages"),
     ],
 )
 def test_a_flow_that_cannot_run_is_refused(stages: dict[str, StageSpec], words: str) -> None:

@@ -247,7 +247,7 @@ def test_a_reward_of_another_kind_is_refused_with_prior_transitions(
         (["model=mlp"], "algorithm.name: 'sac' needs values of actions"),
         (["task=cartpole"], "model.name: mlp_q chooses vectors"),
         (["algorithm.tua=0.1"], r"algorithm.tua: unknown key.*tau"),
-        ([f"trainer.name={__name__}:Other"], "takes no batches of transitions"),
+        ([f"trainer.name={__name__}:Other"], "does not support batches of transitions"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_run(

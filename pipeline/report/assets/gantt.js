@@ -1,5 +1,5 @@
-// When every worker computed and waited. Bars narrower than a pixel are added up: then the height of
-// a colour is the share of that pixel's time.
+// Timeline of every worker. Bars narrower than a pixel are summed: the height of a colour is its
+// share of the pixel's time.
 function makeGantt() {
   const chart = data.gantt, box = byId("gantt-box");
   if (!chart) {
@@ -15,11 +15,11 @@ function makeGantt() {
   let end = 0;
   for (let i = 0; i < start.length; i += 1) end = Math.max(end, start[i] + length[i]);
   const whole = [0, end || 1];
-  // The longest bar of each lane tells how far back one may begin that is still visible.
-  const longest = chart.lanes.map((_, lane) => {
-    let most = 0;
-    for (let i = chart.first[lane]; i < chart.first[lane + 1]; i += 1) most = Math.max(most, length[i]);
-    return most;
+  // Maximum bar length of each lane: no visible bar begins earlier than that before the range.
+  const maxLengths = chart.lanes.map((_, lane) => {
+    let maxLength = 0;
+    for (let i = chart.first[lane]; i < chart.first[lane + 1]; i += 1) maxLength = Math.max(maxLength, length[i]);
+    return maxLength;
   });
   const windows = new Map(chart.windows.map(([i, from, to]) => [i, [from, to]]));
   let range = [...whole], labels = 0, frame = 0;
@@ -33,7 +33,7 @@ function makeGantt() {
   }
   if ([...used].some((k) => k % 2)) byId("gantt-legend").append(el("span", {}, "thin and pale: waiting, or moving data"));
 
-  function before(lane, time) {
+  function firstBarFrom(lane, time) {
     let low = chart.first[lane], high = chart.first[lane + 1];
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -48,40 +48,40 @@ function makeGantt() {
 
   function draw() {
     frame = 0;
-    const scale = devicePixelRatio || 1, across = canvas.clientWidth;
-    const tall = top + lanes * height + bottom;
-    canvas.style.height = tall + "px";
-    if (canvas.width !== Math.round(across * scale) || canvas.height !== Math.round(tall * scale)) {
-      canvas.width = Math.round(across * scale);
-      canvas.height = Math.round(tall * scale);
+    const scale = devicePixelRatio || 1, totalWidth = canvas.clientWidth;
+    const totalHeight = top + lanes * height + bottom;
+    canvas.style.height = totalHeight + "px";
+    if (canvas.width !== Math.round(totalWidth * scale) || canvas.height !== Math.round(totalHeight * scale)) {
+      canvas.width = Math.round(totalWidth * scale);
+      canvas.height = Math.round(totalHeight * scale);
     }
     const g = canvas.getContext("2d");
     g.setTransform(scale, 0, 0, scale, 0, 0);
-    g.clearRect(0, 0, across, tall);
+    g.clearRect(0, 0, totalWidth, totalHeight);
     g.font = "11px system-ui, sans-serif";
-    labels = Math.min(across * 0.35, 12 + Math.max(...chart.lanes.map((lane) => g.measureText(lane).width)));
+    labels = Math.min(totalWidth * 0.35, 12 + Math.max(...chart.lanes.map((lane) => g.measureText(lane).width)));
     if (width() < 20) return;
-    axes(g, tall);
+    axes(g, totalHeight);
     const perPixel = (range[1] - range[0]) / width(), pixels = Math.ceil(width());
     const shares = new Float32Array(pixels * kinds);
     for (let lane = 0; lane < lanes; lane += 1) {
       const y = top + lane * height, high = height - 3;
       shares.fill(0);
-      let some = false;
-      const wide = [];
-      const to = before(lane, range[1]);
-      for (let i = before(lane, range[0] - longest[lane]); i < to; i += 1) {
+      let hasNarrow = false;
+      const wideBars = [];
+      const to = firstBarFrom(lane, range[1]);
+      for (let i = firstBarFrom(lane, range[0] - maxLengths[lane]); i < to; i += 1) {
         const last = start[i] + length[i];
         if (last < range[0]) continue;
-        if (length[i] >= perPixel) { wide.push(i); continue; }
-        some = true;
-        // It may reach into the pixel after that in which it begins.
-        const from = (start[i] - range[0]) / perPixel, at = Math.floor(from);
-        const part = Math.min(at + 1 - from, length[i] / perPixel);
-        if (at >= 0 && at < pixels) shares[at * kinds + kind[i]] += part;
-        if (at + 1 >= 0 && at + 1 < pixels) shares[(at + 1) * kinds + kind[i]] += length[i] / perPixel - part;
+        if (length[i] >= perPixel) { wideBars.push(i); continue; }
+        hasNarrow = true;
+        // A narrow bar may extend into the next pixel.
+        const from = (start[i] - range[0]) / perPixel, pixel = Math.floor(from);
+        const part = Math.min(pixel + 1 - from, length[i] / perPixel);
+        if (pixel >= 0 && pixel < pixels) shares[pixel * kinds + kind[i]] += part;
+        if (pixel + 1 >= 0 && pixel + 1 < pixels) shares[(pixel + 1) * kinds + kind[i]] += length[i] / perPixel - part;
       }
-      if (some) {
+      if (hasNarrow) {
         for (let x = 0; x < pixels; x += 1) {
           let sum = 0;
           for (let k = 0; k < kinds; k += 2) sum += shares[x * kinds + k];
@@ -98,9 +98,9 @@ function makeGantt() {
         }
       }
       for (const waits of [1, 0]) {
-        for (const i of wide) {
+        for (const i of wideBars) {
           if (kind[i] % 2 !== waits) continue;
-          const left = Math.max(labels, toX(start[i])), right = Math.min(across, toX(start[i] + length[i]));
+          const left = Math.max(labels, toX(start[i])), right = Math.min(totalWidth, toX(start[i] + length[i]));
           if (right <= left) continue;
           g.fillStyle = colour(chart.stages[kind[i] >> 1]);
           g.globalAlpha = waits ? 0.4 : 1;
@@ -113,7 +113,7 @@ function makeGantt() {
     }
   }
 
-  function axes(g, tall) {
+  function axes(g, totalHeight) {
     const soft = colour("soft"), grid = colour("line");
     g.fillStyle = soft;
     g.textBaseline = "middle";
@@ -128,7 +128,7 @@ function makeGantt() {
       g.fillStyle = grid;
       g.fillRect(x, top, 1, lanes * height);
       g.fillStyle = soft;
-      g.fillText(clock(t, step), Math.min(x, canvas.clientWidth - 20), tall - bottom / 2);
+      g.fillText(clock(t, step), Math.min(x, canvas.clientWidth - 20), totalHeight - bottom / 2);
     }
     let free = labels;
     for (const [i, [from, to]] of windows) {
@@ -156,7 +156,7 @@ function makeGantt() {
     if (!frame) frame = requestAnimationFrame(draw);
     box.dataset.range = range.join(" ");
   }
-  const scaleBy = (factor, at = (range[0] + range[1]) / 2) => show(at - (at - range[0]) * factor, at + (range[1] - at) * factor);
+  const scaleBy = (factor, center = (range[0] + range[1]) / 2) => show(center - (center - range[0]) * factor, center + (range[1] - center) * factor);
   const moveBy = (share) => { const by = share * (range[1] - range[0]); show(range[0] + by, range[1] + by); };
   function showIterations(from, to) {
     const shown = chart.windows.filter(([i]) => i >= from && i <= to);
@@ -171,15 +171,15 @@ function makeGantt() {
   byId("go").addEventListener("change", (event) => { const i = Number(event.target.value); showIterations(i, i); });
   onZoom.push((picked) => (picked ? showIterations(...picked) : show(...whole)));
 
-  function find(x, y) {
+  function barAt(x, y) {
     const lane = Math.floor((y - top) / height);
     if (lane < 0 || lane >= lanes || x < labels) return -1;
     const time = toTime(x), near = 2 * (range[1] - range[0]) / width();
     let best = -1, distance = near;
-    for (let i = Math.min(before(lane, time + near), chart.first[lane + 1] - 1); i >= chart.first[lane]; i -= 1) {
-      if (start[i] + longest[lane] < time - near) break;
-      const away = Math.max(0, start[i] - time, time - start[i] - length[i]) + (kind[i] % 2 ? near / 4 : 0);
-      if (away < distance) { best = i; distance = away; }
+    for (let i = Math.min(firstBarFrom(lane, time + near), chart.first[lane + 1] - 1); i >= chart.first[lane]; i -= 1) {
+      if (start[i] + maxLengths[lane] < time - near) break;
+      const toBar = Math.max(0, start[i] - time, time - start[i] - length[i]) + (kind[i] % 2 ? near / 4 : 0);
+      if (toBar < distance) { best = i; distance = toBar; }
     }
     return best;
   }
@@ -196,7 +196,7 @@ function makeGantt() {
       pick.style.left = a + "px";
       pick.style.width = b - a + "px";
     }
-    const i = find(event.offsetX, event.offsetY);
+    const i = barAt(event.offsetX, event.offsetY);
     tip.hidden = i < 0;
     if (i < 0) return;
     const stage = chart.stages[kind[i] >> 1];

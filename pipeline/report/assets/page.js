@@ -1,18 +1,18 @@
-// What all parts of the page share. Text from the run becomes text nodes, never markup.
+// Functions that all scripts of the page use. Text from the run becomes text nodes, never markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 
 function el(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "style") made.style.cssText = value;
-    else if (value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
+    if (name === "style") element.style.cssText = value;
+    else if (value !== false && value !== null) element.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children);
-  return made;
+  element.append(...children);
+  return element;
 }
 
-// Colours are read from the style sheet, which knows whether the page is light or dark.
+// Colours come from the style sheet, because they depend on the theme.
 let colours = {};
 function colour(name) {
   if (!(name in colours)) {
@@ -46,7 +46,7 @@ function seconds(value) {
 
 const storage = {
   get(name) { try { return localStorage.getItem("rlinf-" + name); } catch { return null; } },
-  set(name, value) { try { localStorage.setItem("rlinf-" + name, value); } catch { /* a private window */ } },
+  set(name, value) { try { localStorage.setItem("rlinf-" + name, value); } catch { /* not allowed in private windows */ } },
 };
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -55,8 +55,8 @@ function showTheme(theme) {
   retheme();
 }
 byId("theme").addEventListener("click", () => {
-  const now = document.documentElement.dataset.theme || (dark.matches ? "dark" : "light");
-  const next = now === "dark" ? "light" : "dark";
+  const current = document.documentElement.dataset.theme || (dark.matches ? "dark" : "light");
+  const next = current === "dark" ? "light" : "dark";
   storage.set("theme", next);
   showTheme(next);
 });

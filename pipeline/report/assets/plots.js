@@ -1,9 +1,9 @@
-// Charts of uPlot: built when they come into view, zoomed and smoothed together.
+// Charts of uPlot. They are built when they come into view; zoom and smoothing apply to all of them.
 const plots = [];
 const view = { range: null, smoothing: 0.6 };
 const onZoom = [];
 
-// Exponential moving average without the bias towards its start, over the values that are there.
+// Bias-corrected exponential moving average; missing values are skipped.
 function smooth(values, weight) {
   if (!weight) return values;
   let sum = 0, total = 0;
@@ -35,26 +35,26 @@ function quantile(values, share) {
   return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : 0;
 }
 
-// One slow iteration must not flatten all others.
+// One slow iteration must not make all others look flat.
 function stackTop(u, min, max) {
   const from = u.scales.x.min ?? -Infinity, to = u.scales.x.max ?? Infinity;
-  const shown = u.data[1].filter((_, i) => u.data[0][i] >= from && u.data[0][i] <= to);
-  return [0, Math.min(max, 1.5 * quantile(shown, 0.98)) || 1];
+  const visible = u.data[1].filter((_, i) => u.data[0][i] >= from && u.data[0][i] <= to);
+  return [0, Math.min(max, 1.5 * quantile(visible, 0.98)) || 1];
 }
 
-// The indices of points between two gaps, which no line shows.
-function lonely(u, series) {
+// Indices of points between two gaps, which a line does not show.
+function isolatedIndices(u, series) {
   const y = u.data[series];
   return [...y.keys()].filter((i) => (y[i] ?? null) !== null && (y[i - 1] ?? null) === null && (y[i + 1] ?? null) === null);
 }
 
-function lines(spec) {
+function seriesOptions(spec) {
   const out = [{}];
   const series = spec.stack ? [...spec.series].reverse() : spec.series;
   for (const { colour: name, kind, y } of series) {
     const stroke = () => colour(name);
     const faint = () => colour(name) + "55";
-    const points = hasLonely(y) ? { show: true, size: 5, fill: stroke, filter: lonely } : { show: false };
+    const points = hasIsolated(y) ? { show: true, size: 5, fill: stroke, filter: isolatedIndices } : { show: false };
     if (spec.stack) out.push({ stroke, fill: stroke, width: 0.5, points: { show: false } });
     else if (kind === "points") out.push({ stroke, width: 1.6, spanGaps: true, points: { show: true, size: 5, fill: stroke } });
     else if (kind === "bars") out.push({ stroke, fill: faint, width: 1.4, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } });
@@ -66,22 +66,22 @@ function lines(spec) {
   return out;
 }
 
-// Show the value of every series at a place, or the last ones.
+// Show the value of every series at an index, or the last values.
 function showValues(plot, index) {
   const { spec, value } = plot;
   const x = data.xs[spec.x];
   value.replaceChildren();
-  let at = index;
-  if (at === null || at === undefined) {
-    at = x.length - 1;
-    while (at > 0 && spec.series.every((s) => s.y[at] === null)) at -= 1;
+  let i = index;
+  if (i === null || i === undefined) {
+    i = x.length - 1;
+    while (i > 0 && spec.series.every((s) => s.y[i] === null)) i -= 1;
   }
-  if (at < 0) return;
-  const what = { learning: "iteration", rows: "iteration", stages: "iteration", versions: "version", sft: "step", sft_losses: "step" }[spec.x];
-  if (what) value.append(what + " " + number(x[at]) + "  ");
-  else value.append("from " + number(x[at]) + "  ");
+  if (i < 0) return;
+  const unit = { learning: "iteration", rows: "iteration", stages: "iteration", versions: "version", sft: "step", sft_losses: "step" }[spec.x];
+  if (unit) value.append(unit + " " + number(x[i]) + "  ");
+  else value.append("from " + number(x[i]) + "  ");
   for (const series of spec.series) {
-    const y = series.y[at];
+    const y = series.y[i];
     if (y === null && spec.series.length > 1) continue;
     if (spec.series.length > 1) value.append(el("i", { class: "dot", style: `background: ${colour(series.colour)}; margin: 0 4px 0 8px` }));
     value.append(el("b", {}, number(y, spec.percent) + (spec.unit && y !== null ? " " + spec.unit : "")));
@@ -90,8 +90,8 @@ function showValues(plot, index) {
 
 // Iterations are whole numbers: ticks between them have no label.
 function xLabels(ticks, whole) {
-  const shown = ticks.filter((tick) => !whole || Number.isInteger(tick));
-  const labels = new Map(tickLabels(shown, number).map((label, i) => [shown[i], label]));
+  const visible = ticks.filter((tick) => !whole || Number.isInteger(tick));
+  const labels = new Map(tickLabels(visible, number).map((label, i) => [visible[i], label]));
   return ticks.map((tick) => labels.get(tick) ?? "");
 }
 
@@ -105,14 +105,14 @@ function build(plot) {
     legend: { show: false },
     padding: [8, 10, 0, 0],
     scales: {
-      x: { time: false, range: (u, min, max) => span(min, max) },
-      y: spec.stack ? { range: stackTop } : { range: (u, min, max) => reach(min, max, spec.zero) },
+      x: { time: false, range: (u, min, max) => xRange(min, max) },
+      y: spec.stack ? { range: stackTop } : { range: (u, min, max) => yRange(min, max, spec.zero) },
     },
     axes: [
       { ...axis, size: 24, gap: 3, values: (u, ticks) => xLabels(ticks, spec.linked !== false) },
       { ...axis, size: 58, gap: 4, space: 26, values: (u, ticks) => tickLabels(ticks, number) },
     ],
-    series: lines(spec),
+    series: seriesOptions(spec),
     cursor: {
       drag: { x: true, y: false, setScale: spec.linked === false },
       sync: spec.linked ? { key: "iterations", scales: ["x", null] } : undefined,
@@ -133,7 +133,7 @@ function build(plot) {
   if (spec.linked && view.range) plot.u.setScale("x", { min: view.range[0], max: view.range[1] });
 }
 
-function everything() {
+function fullRange() {
   const ends = plots.filter((p) => p.spec.linked).map((p) => data.xs[p.spec.x]).filter((x) => x.length);
   return [Math.min(...ends.map((x) => x[0])), Math.max(...ends.map((x) => x[x.length - 1]))];
 }
@@ -142,7 +142,7 @@ function everything() {
 function zoom(range) {
   if (range && !(range[1] - range[0] > 0)) return;
   view.range = range;
-  const [low, high] = range ?? everything();
+  const [low, high] = range ?? fullRange();
   for (const { u, spec } of plots) {
     if (u && spec.linked) u.setScale("x", { min: low, max: high === low ? low + 1 : high });
   }
@@ -153,10 +153,10 @@ function zoom(range) {
 
 function makePlots() {
   const host = byId("plots");
-  const seen = new IntersectionObserver((entries) => {
+  const visibilityObserver = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) build(entry.target.plot);
   }, { rootMargin: "200px" });
-  const sized = new ResizeObserver((entries) => {
+  const sizeObserver = new ResizeObserver((entries) => {
     for (const { target } of entries) {
       const { u } = target.plot;
       if (u && target.clientWidth && target.clientWidth !== u.width) u.setSize({ width: target.clientWidth, height: target.clientHeight });
@@ -181,8 +181,8 @@ function makePlots() {
       draw.plot = plot;
       plots.push(plot);
       showValues(plot, null);
-      seen.observe(draw);
-      sized.observe(draw);
+      visibilityObserver.observe(draw);
+      sizeObserver.observe(draw);
     }
   }
   data.groups.forEach((group, position) => {
@@ -193,7 +193,7 @@ function makePlots() {
   const constant = byId("constant");
   if (constant !== null) fill(constant.querySelector(".plots"), data.constant);
   if (plots.some((p) => p.spec.linked)) {
-    const [low, high] = everything();
+    const [low, high] = fullRange();
     for (const id of ["from", "to"]) {
       Object.assign(byId(id), { min: low, max: high, value: id === "from" ? low : high });
       byId(id).addEventListener("change", () => zoom([Number(byId("from").value), Number(byId("to").value)]));
@@ -211,12 +211,12 @@ function makePlots() {
     }
   });
   byId("filter").addEventListener("input", (event) => {
-    const wanted = event.target.value.toLowerCase();
-    for (const { box, spec } of plots) box.hidden = !(spec.name + " " + spec.title).toLowerCase().includes(wanted);
+    const query = event.target.value.toLowerCase();
+    for (const { box, spec } of plots) box.hidden = !(spec.name + " " + spec.title).toLowerCase().includes(query);
     for (const section of host.children) section.hidden = !section.querySelector(".plot:not([hidden])");
     if (constant !== null) {
       constant.hidden = !constant.querySelector(".plot:not([hidden])");
-      constant.open = wanted !== "" && !constant.hidden;
+      constant.open = query !== "" && !constant.hidden;
     }
   });
   onTheme.push(() => {

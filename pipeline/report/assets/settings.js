@@ -1,11 +1,11 @@
-// The table of settings shows what is searched for.
+// Search in the table of settings.
 function makeSettings() {
   const search = byId("setting");
   if (search === null) return;
   search.addEventListener("input", () => {
-    const wanted = search.value.toLowerCase();
+    const query = search.value.toLowerCase();
     for (const row of document.querySelectorAll("tr.setting")) {
-      row.hidden = !row.textContent.toLowerCase().includes(wanted);
+      row.hidden = !row.textContent.toLowerCase().includes(query);
     }
   });
 }

@@ -3,7 +3,7 @@ makePlots();
 makeGantt();
 makeTranscripts();
 makeSettings();
-// Two frames on, what is in view has been drawn.
+// After two frames everything in view is drawn.
 requestAnimationFrame(() => requestAnimationFrame(() => {
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 }));

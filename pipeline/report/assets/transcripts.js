@@ -7,12 +7,12 @@ function makeTranscripts() {
     byId("transcripts").replaceChildren(el("h2", {}, "Transcripts"), el("p", { class: "hint" }, "None: the task has no texts, or no trajectories are on disk" + damaged + "."));
     return;
   }
-  const choose = (select, all, values) => {
+  const fillSelect = (select, all, values) => {
     byId(select).append(el("option", { value: "" }, all));
     for (const value of values) byId(select).append(el("option", { value: String(value) }, String(value)));
   };
-  choose("which", "all on disk", iterations);
-  choose("ended", "any", [...new Set(columns.stop)].sort());
+  fillSelect("which", "all on disk", iterations);
+  fillSelect("ended", "any", [...new Set(columns.stop)].sort());
   for (const option of byId("ended").options) if (option.value === "length") option.textContent = "length (cut off)";
   let haystacks = null;
   const orders = {
@@ -21,26 +21,26 @@ function makeTranscripts() {
     best: (a, b) => (columns.score[b] ?? -Infinity) - (columns.score[a] ?? -Infinity),
     longest: (a, b) => columns.length[b] - columns.length[a],
   };
-  let rows = [], shown = 0;
+  let rows = [], numShown = 0;
 
-  function marked(text, wanted) {
+  function highlight(text, query) {
     const out = el("div", { class: "text" });
-    const low = wanted ? text.toLowerCase() : "";
-    let at = 0;
-    // If lower case changes the length, positions differ, so nothing is marked.
-    while (wanted && low.length === text.length) {
-      const next = low.indexOf(wanted, at);
+    const low = query ? text.toLowerCase() : "";
+    let position = 0;
+    // If lower case changes the length of the text, positions differ, so nothing is highlighted.
+    while (query && low.length === text.length) {
+      const next = low.indexOf(query, position);
       if (next < 0) break;
-      out.append(text.slice(at, next), el("mark", {}, text.slice(next, next + wanted.length)));
-      at = next + wanted.length;
+      out.append(text.slice(position, next), el("mark", {}, text.slice(next, next + query.length)));
+      position = next + query.length;
     }
-    out.append(text.slice(at));
+    out.append(text.slice(position));
     return out;
   }
 
   function more() {
-    const wanted = byId("search").value.toLowerCase();
-    for (const i of rows.slice(shown, shown + page)) {
+    const query = byId("search").value.toLowerCase();
+    for (const i of rows.slice(numShown, numShown + page)) {
       const score = columns.score[i], cut = columns.stop[i] === "length";
       byId("samples").append(el("article", { class: "sample" },
         el("div", { class: "head" },
@@ -48,38 +48,38 @@ function makeTranscripts() {
           el("span", {}, "score ", el("b", { class: score > 0.5 ? "right" : "wrong" }, number(score))),
           el("span", {}, `${number(columns.length[i])} ${data.step_unit}`),
           el("span", { class: cut ? "wrong" : "" }, cut ? "cut off at the length limit" : "stop reason: " + columns.stop[i])),
-        el("div", {}, el("small", {}, "prompt"), marked(prompts[columns.prompt[i]], wanted)),
-        el("div", {}, el("small", {}, "response"), marked(columns.text[i], wanted)),
-        el("div", {}, el("small", {}, "reference"), marked(columns.answer[i], wanted))));
+        el("div", {}, el("small", {}, "prompt"), highlight(prompts[columns.prompt[i]], query)),
+        el("div", {}, el("small", {}, "response"), highlight(columns.text[i], query)),
+        el("div", {}, el("small", {}, "reference"), highlight(columns.answer[i], query))));
     }
-    shown = Math.min(rows.length, shown + page);
-    byId("more").hidden = shown >= rows.length;
-    byId("more").textContent = `${Math.min(page, rows.length - shown)} more`;
+    numShown = Math.min(rows.length, numShown + page);
+    byId("more").hidden = numShown >= rows.length;
+    byId("more").textContent = `${Math.min(page, rows.length - numShown)} more`;
   }
 
   function select() {
-    const wanted = byId("search").value.toLowerCase(), which = byId("which").value, ended = byId("ended").value;
-    if (wanted && !haystacks) {
+    const query = byId("search").value.toLowerCase(), iteration = byId("which").value, stopReason = byId("ended").value;
+    if (query && !haystacks) {
       haystacks = columns.text.map((text, i) => (prompts[columns.prompt[i]] + "\n" + text + "\n" + columns.answer[i]).toLowerCase());
     }
     rows = [];
     for (let i = 0; i < count; i += 1) {
-      if (which && String(columns.iteration[i]) !== which) continue;
-      if (ended && columns.stop[i] !== ended) continue;
-      if (wanted && !haystacks[i].includes(wanted)) continue;
+      if (iteration && String(columns.iteration[i]) !== iteration) continue;
+      if (stopReason && columns.stop[i] !== stopReason) continue;
+      if (query && !haystacks[i].includes(query)) continue;
       rows.push(i);
     }
     rows.sort(orders[byId("order").value]);
-    shown = 0;
+    numShown = 0;
     byId("samples").replaceChildren();
-    const part = count < total ? ` (chosen from ${number(total)} on disk: the worst, the best, some that were cut off, and an even sample of the rest)` : "";
-    byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${part}, from iterations ${iterations.join(", ")}. ` +
+    const selectionNote = count < total ? ` (chosen from ${number(total)} on disk: the worst, the best, some that were cut off, and an even sample of the rest)` : "";
+    byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${selectionNote}, from iterations ${iterations.join(", ")}. ` +
       "Trajectories of other iterations were removed by the retention policy (checkpoint.keep_trajectories) or do not fit on this page" + damaged + ".";
     more();
   }
   for (const id of ["which", "ended", "order"]) byId(id).addEventListener("change", select);
-  let soon = 0;
-  byId("search").addEventListener("input", () => { clearTimeout(soon); soon = setTimeout(select, 120); });
+  let timer = 0;
+  byId("search").addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(select, 120); });
   byId("more").addEventListener("click", more);
   select();
 }

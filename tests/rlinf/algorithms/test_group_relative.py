@@ -239,7 +239,7 @@ def test_an_update_by_turns_follows_from_the_samples_alone(tmp_path: Path) -> No
             ["task.name=calculator", "task.digits=1"],
             r"advantage_level: .*'score' gives one number",
         ),
-        ([], r"advantage_level: turn is of dialogues, and task 'arithmetic'"),
+        ([], r"advantage_level: turn is for dialogues, but task 'arithmetic'"),
     ],
 )
 def test_turns_without_rewards_of_their_own_are_refused(
