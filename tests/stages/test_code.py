@@ -14,9 +14,9 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import CodeIdentityError
 from stages.identity import (
     CodeSnapshot,
+    _ast_tokens,
     _file,
     _imports,
-    _meaning,
     _module,
     _path,
     read_code_snapshot,
@@ -28,7 +28,7 @@ Compose = Callable[..., dict[str, Any]]
 
 
 def meaning(text: str) -> bytes:
-    return b"".join(_meaning(ast.parse(text)))
+    return b"".join(_ast_tokens(ast.parse(text)))
 
 
 PLAIN = "x: int = 1\ndef f(a):\n    return a + x\n"
