@@ -15,32 +15,31 @@ import numpy as np
 
 from rlinf.config import RunConfig
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.dialogue import TOOL_METRICS, DialogueConfig, is_failed
 from rlinf.errors import StageError, UserCodeError
 from stages.context import DialogueFailure, MetricReduction, StageContext
 from stages.factory import environment_class
 
 FAILED_RATIO = "failed_ratio"
+TOOL_METRICS = ("tool_errors", "tool_retries")
+"""Counts of each trajectory: rejected calls, and retried calls."""
 MergedMetric = tuple[float, float, MetricReduction]
 """Value and weight of a metric."""
 
 
 class DialogueFailures:
-    """Counts failures of the trajectories of a stage; for other tasks than dialogues, none."""
+    """Counts the failed dialogues of a stage; trajectories of other tasks are ignored."""
 
-    def __init__(self, config: RunConfig) -> None:
-        _, options = environment_class(config)
-        self._options = options if isinstance(options, DialogueConfig) else None
+    def __init__(self) -> None:
         self._samples = self._failed = self._bugs = 0
         self._error = ""
         self._counts = Counter[str]()
 
     def add(self, trajectory: Trajectory) -> None:
         """Count one trajectory."""
-        if self._options is None:
+        if trajectory.tool_errors is None:
             return
         self._samples += 1
-        if is_failed(trajectory):
+        if trajectory.is_failed:
             self._failed += 1
             self._bugs += trajectory.require("failed_in_user_code")
             self._error = trajectory.require("error")
@@ -74,10 +73,8 @@ def mean_eval_score(
     Raises:
         StageError, UserCodeError: as for :func:`check_failure_limits`.
     """
-    failures, valid_scores = (
-        DialogueFailures(config),
-        [score for score in scores if not math.isnan(score)],
-    )
+    failures = DialogueFailures()
+    valid_scores = [score for score in scores if not math.isnan(score)]
     for trajectory in trajectories:
         failures.add(trajectory)
     score = float(np.mean(valid_scores)) if valid_scores else math.nan
@@ -96,8 +93,12 @@ def check_failure_limits(
         StageError: more than ``task.max_failed_share`` of the dialogues failed, or all of them, or
             no held-out episode could be scored.
     """
-    _, options = environment_class(config)
-    if failures and isinstance(options, DialogueConfig):
+    if failures:
+        # Only tasks with dialogues need the module.
+        from rlinf.envs.dialogue import DialogueConfig
+
+        _, options = environment_class(config)
+        assert isinstance(options, DialogueConfig)
         share, samples, _ = metrics[FAILED_RATIO]
         failed, max_ratio = round(share * samples), options.max_failed_share
         if failed == samples and all(failure.is_user_bug for failure in failures):

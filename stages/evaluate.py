@@ -13,7 +13,6 @@ import numpy as np
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import VIDEO_PREFIX
 from rlinf.data.trajectory import Trajectory
-from rlinf.data.video import write_video
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment, RolloutRequest, score_trajectories
 from stages.context import StageContext
@@ -39,6 +38,9 @@ def write_videos(
         max_samples: samples with a number below this are written, if they have a step.
         fps: steps per second.
     """
+    # Only tasks with cameras need the module.
+    from rlinf.data.video import write_video
+
     count = 0
     for trajectory in trajectories:
         sample = trajectory.identity.sample
@@ -71,7 +73,7 @@ def run(ctx: StageContext) -> None:
         trajectories, scores = run_eval_episodes(
             ctx, environment, policy, starts, counts, num_videos=num_videos
         )
-    failures = DialogueFailures(ctx.config)
+    failures = DialogueFailures()
     for trajectory in trajectories:
         failures.add(trajectory)
     failures.log_metrics(ctx)

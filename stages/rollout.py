@@ -151,7 +151,7 @@ def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], to
     if carries_over_episodes(ctx.config) and ctx.world.is_primary:
         open_episodes_file = RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank)
     lengths, truncated, lags = [], 0, 0
-    failures = DialogueFailures(ctx.config)
+    failures = DialogueFailures()
     clip_ratios = list[float]()
     for trajectory in trajectories:
         episode = pop_open_episode(trajectory)

@@ -18,6 +18,9 @@ import numpy as np
 from rlinf.data.record import IMAGE_PREFIX, VIDEO_PREFIX, Record, RecordId, Scalar
 from rlinf.errors import InputError
 
+STOP_REASON_ERROR = "error"
+"""``stop_reason`` of a dialogue that an error of a tool or of the user's code ended."""
+
 
 @dataclass(kw_only=True)
 class ChannelItem:
@@ -312,6 +315,11 @@ class Trajectory(ChannelItem):
     def scalars(self) -> dict[str, Scalar]:
         """Return all numbers and texts by their names in a record, including ``extra``."""
         return dict(self._present(self.INFO)) | dict(self.extra)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether an error of a tool or of the user's code ended the dialogue."""
+        return self.stop_reason == STOP_REASON_ERROR
 
     def require(self, name: str) -> Any:
         """Return a field that must not be None.

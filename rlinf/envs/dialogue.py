@@ -30,7 +30,7 @@ from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, RecordId, Scalar
-from rlinf.data.trajectory import Trajectory, info_fields
+from rlinf.data.trajectory import STOP_REASON_ERROR, Trajectory, info_fields
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.text_environment import TextEnvironment
 from rlinf.errors import InputError, UserCodeError
@@ -42,10 +42,7 @@ from rlinf.user_code import to_user_code_error
 
 log = logging.getLogger(__name__)
 
-STOP_REASON_ERROR = "error"
 """Stop reason of a dialogue that was lost."""
-TOOL_METRICS = ("tool_errors", "tool_retries")
-"""Counts of each trajectory: rejected calls, and retried calls."""
 SLACK_S = 5.0
 TEST_SEED = 1234
 """Seed of evaluation dialogues; the run's seed does not change them."""
@@ -349,7 +346,7 @@ class DialogueEnvironment(TextEnvironment):
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         """Return the sum of each dialogue's rewards; NaN for a lost dialogue."""
         return [
-            math.nan if is_failed(t) else float(t.require("episode_return")) for t in trajectories
+            math.nan if t.is_failed else float(t.require("episode_return")) for t in trajectories
         ]
 
     def _create_state(self, request: RolloutRequest, sample: int) -> _DialogueState:
@@ -585,11 +582,6 @@ def _request(
         },
         info=settings,
     )
-
-
-def is_failed(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory is a lost dialogue."""
-    return trajectory.stop_reason == STOP_REASON_ERROR
 
 
 def _format_traceback(error: Exception) -> str:

@@ -31,7 +31,6 @@ from rlinf.envs.dialogue import (
     DialogueConfig,
     DialogueEnvironment,
     DialogueStep,
-    is_failed,
 )
 from rlinf.envs.search_corpus import (
     PACKAGE_EXTRA,
@@ -227,7 +226,7 @@ class SearchEnvironment(DialogueEnvironment):
         return SearchDialogue(question, self._opening(question), self.config, self._find)
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
-        return [math.nan if is_failed(t) else float(t.extra["exact"]) for t in trajectories]
+        return [math.nan if t.is_failed else float(t.extra["exact"]) for t in trajectories]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return dialogues of an expert that makes a question's searches and knows the answer."""

@@ -39,7 +39,7 @@ from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, worker_name
 from stages.live_store import LiveOutput, LiveStore
 from stages.rank_reports import AttemptRanks
 from stages.runner import StageAttempt, StageCall, load_config, withdraw_on_damage
-from stages.sync import WeightDeltas
+from stages.weight_deltas import WeightDeltas
 from stages.worker.messages import (
     AttemptEnded,
     CancelWork,

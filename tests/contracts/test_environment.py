@@ -18,7 +18,6 @@ from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs import environments
 from rlinf.envs.base import Environment, RolloutRequest
-from rlinf.envs.dialogue import is_failed
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM
 from rlinf.models.qwen2_5_vl import Qwen25VL
@@ -226,7 +225,7 @@ def test_a_crash_costs_one_episode(
     lost = (
         sum(counts.values())
         if OBSERVATIONS in environment.provides
-        else sum(map(is_failed, struck))
+        else sum(t.is_failed for t in struck)
     )
     assert lost == 1
     for before, after in zip(whole, struck, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,8 @@ def configured(compose: Compose, *more: str) -> RunConfig:
     return validate(RunConfig, values)
 
 
-def outages(compose: Compose, *more: str) -> DialogueFailures:
-    return DialogueFailures(configured(compose, *more))
-
-
-def test_outages_are_metrics(compose: Compose) -> None:
-    counted, ctx = outages(compose), Metrics()
+def test_outages_are_metrics() -> None:
+    counted, ctx = DialogueFailures(), Metrics()
     for record in (dialogue(0, "stop", 2, 1), dialogue(1, "error", 0, 2), dialogue(2, "length")):
         counted.add(record)
     counted.log_metrics(ctx)  # type: ignore[arg-type]
@@ -73,7 +70,7 @@ def judge(counted: DialogueFailures, config: RunConfig) -> None:
 def test_too_many_of_them_fail_the_stage(
     compose: Compose, most: float, failed: int, fails: bool
 ) -> None:
-    counted = outages(compose, f"task.max_failed_share={most}")
+    counted = DialogueFailures()
     config = configured(compose, f"task.max_failed_share={most}")
     for number in range(4):
         counted.add(dialogue(number, "error" if number < failed else "stop"))
@@ -88,7 +85,7 @@ def test_too_many_of_them_fail_the_stage(
 
 
 def test_an_error_of_the_users_ends_the_run_if_it_took_every_dialogue(compose: Compose) -> None:
-    counted, config = outages(compose), configured(compose)
+    counted, config = DialogueFailures(), configured(compose)
     counted.add(dialogue(0, "error", bug=1))
     with pytest.raises(UserCodeError, match="no 0"):
         judge(counted, config)
@@ -100,16 +97,16 @@ def test_an_error_of_the_users_ends_the_run_if_it_took_every_dialogue(compose: C
     judge(counted, config)
 
 
-def test_other_tasks_have_none(compose: Compose) -> None:
-    counted, ctx = DialogueFailures(validate(RunConfig, compose())), Metrics()
-    counted.add(dialogue(0, "error"))
+def test_trajectories_of_other_tasks_are_not_counted() -> None:
+    counted, ctx = DialogueFailures(), Metrics()
+    counted.add(replace(dialogue(0, "length"), tool_errors=None, tool_retries=None))
     counted.log_metrics(ctx)  # type: ignore[arg-type]
     assert not ctx.found
 
 
 def test_an_evaluation_without_a_score_fails(compose: Compose) -> None:
     """One process that has all of it, as several that have parts."""
-    config = validate(RunConfig, compose())
+    config = configured(compose)
     records = [dialogue(0, "stop"), dialogue(1, "error")]
     assert mean_eval_score(config, records, [0.5, math.nan]) == 0.5
     with pytest.raises(StageError, match="none of the held-out episodes could be scored"):

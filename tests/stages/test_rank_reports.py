@@ -175,7 +175,7 @@ def test_outages_are_judged_on_the_dialogues_of_all_ranks(two: Two, bug: bool) -
 
     def ended(lost: int, of: int) -> Work:
         def work(ctx: StageContext) -> None:
-            outages = DialogueFailures(ctx.config)
+            outages = DialogueFailures()
             for number in range(of):
                 reason = "error" if number < lost else "stop"
                 outages.add(

@@ -37,7 +37,6 @@ from rlinf.envs.dialogue import (
     ToolInputError,
     ToolLimits,
     convert_arguments,
-    is_failed,
 )
 from rlinf.errors import InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -159,7 +158,7 @@ def test_dialogues_that_all_fail_are_left_to_the_stage_which_knows_of_others(
     monkeypatch.setattr(Talks, "failing", frozenset(range(9)))
     task = Talks(DialogueConfig(max_turns=3, max_turn_tokens=5), HFFolder(folder).tokenizer)
     made = talked(folder, task, range(2), 40)
-    assert all(is_failed(record) for record in made)
+    assert all(record.is_failed for record in made)
     assert all("server is gone" in str(record.error) for record in made)
     assert not any(record.failed_in_user_code for record in made)
 
@@ -369,7 +368,7 @@ def test_what_is_trained_on_does_not_depend_on_an_outage(
         made = talked(folder, task, range(2), 40)
     scores = task.score(made, Counter())
     for number, (record, wanted) in enumerate(zip(made, plain, strict=True)):
-        assert is_failed(record) == np.isnan(scores[number]) == (number in lost)
+        assert record.is_failed == np.isnan(scores[number]) == (number in lost)
         if number in lost:
             assert not loss_mask(record).any()
             assert not record.rewards.any()
