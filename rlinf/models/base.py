@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,10 +22,12 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.images import ImageProcessor
 from rlinf.registry import Component
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_rows, local_shard
+
+if TYPE_CHECKING:
+    from rlinf.models.images import ImageProcessor
 
 ModelSpec = dict[str, Any]
 """Properties of an environment that a new policy needs: alphabet, observations, actions."""
