@@ -24,8 +24,7 @@ from pipeline.plan import Plan, PlanningSources
 from pipeline.planning.planner.job_planner import build_plan
 from pipeline.planning.planner.plan_command import build_request, propose_plan
 from pipeline.planning.planner.stage_options import StageOption
-from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
-from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.planning.profile.profile_pass import ProfileOptions, clone_run, profile_run
 from pipeline.pools.measured_times import measure_times
 from pipeline.run import Run
 from rlinf import package_paths

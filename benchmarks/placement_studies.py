@@ -18,7 +18,7 @@ from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import Placement, PlacementProblem
 from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import SimulationTrace, simulate
-from pipeline.planning.simulator.charts import gantt_chart
+from pipeline.planning.simulator.simulate_command import gantt_chart
 from pipeline.planning.simulator.studies import SCENARIOS, STUDIES, PlacementStudy
 from pipeline.report.theme import STAGE_COLOURS
 

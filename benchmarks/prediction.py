@@ -30,8 +30,7 @@ from pipeline.plan import Plan, PlanningSources, parse_plan
 from pipeline.planning.planner.job_planner import build_plan
 from pipeline.planning.planner.plan_command import assess_plan, build_request, propose_plan
 from pipeline.planning.planner.request import PlanRequest
-from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
-from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.planning.profile.profile_pass import ProfileOptions, clone_run, profile_run
 from pipeline.pools.measured_times import compare_with_forecast, measure_times
 from pipeline.report.chart_style import TEXT_COLOUR, finish_chart
 from pipeline.run import Run

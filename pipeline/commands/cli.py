@@ -78,7 +78,7 @@ def run(
     Hydra's options work too: -m for a sweep, --config-dir for a folder of your own configurations.
     """
     if dry_run:
-        from pipeline.commands.submit import write_dry_run as write
+        from pipeline.commands.driver_job import write_dry_run as write
 
         typer.echo("\n".join(write(overrides, None)))
         return
@@ -135,7 +135,7 @@ def submit(
     keep: Keep = False,
 ) -> None:
     """Check a run and submit its driver as a small Slurm job."""
-    from pipeline.commands import submit as submission
+    from pipeline.commands import driver_job as submission
     from pipeline.resume import OnMismatch
 
     options = {

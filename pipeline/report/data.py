@@ -1,23 +1,31 @@
-"""The data of the report, from the manifests and trajectories of a run."""
+"""The data of the report, from the manifests and trajectories of a run.
+
+It includes a timeline of each worker and a selection of samples as transcripts.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.metrics import folder_manifest, list_iterations, metrics_row, stage_manifest
+from pipeline.metrics import folder_manifest, list_iterations, metrics_row, run_flow, stage_manifest
 from pipeline.report.theme import stage_colours
-from pipeline.report.transcripts import TranscriptSample, iterations_on_disk, read_samples
-from pipeline.report.worker_timeline import StageSpan, TimelineSegment, timeline_segments
 from pipeline.run import Run
-from rlinf.artifacts import Manifest
+from rlinf.artifacts import Manifest, is_pruned
+from rlinf.channels.record_files import read_record_info
+from rlinf.data.record import Scalar
+from stages.context import IDLE_SPANS
 from stages.flow import EVALUATE, flow_of
 from stages.layout import POOLS_FOLDER, VIDEOS_FOLDER, offline_folder, stage_folder
 
@@ -175,3 +183,274 @@ def _seconds(manifest: Manifest, spans: Iterable[StageSpan]) -> float:
         if segment.is_computing:
             computed[segment.lane] = computed.get(segment.lane, 0.0) + segment.seconds
     return max(computed.values(), default=0.0)
+
+
+MAX_ITERATIONS = 40
+"""Maximum number of iterations that are read: the first, the last, and some between."""
+MAX_SAMPLES, MAX_CHARACTERS = 3000, 4_000_000
+"""Limits of one page."""
+CHANNELS = ("trajectories", "rewards")
+HEAD, TAIL = 6000, 3000
+"""Number of characters that are shown from the start and the end of a long text."""
+
+
+class TranscriptSample(NamedTuple):
+    """One trajectory; ``text`` is None for tasks without language."""
+
+    number: int
+    length: int
+    score: float
+    stop: str
+    prompt: str
+    text: str | None
+    answer: str
+
+
+def iterations_on_disk(run: Path, iterations: Sequence[int]) -> list[int]:
+    """Return iterations with trajectories and rewards on disk, evenly spaced if there are many."""
+    complete, stages = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
+    for iteration in iterations if all(stages) else ():
+        folders = [stage_folder(run, str(maker), iteration) for maker in stages]
+        if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
+            complete.append(iteration)
+    if len(complete) <= MAX_ITERATIONS:
+        return complete
+    step = (len(complete) - 1) / (MAX_ITERATIONS - 1)
+    return [complete[round(i * step)] for i in range(MAX_ITERATIONS)]
+
+
+def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
+    """Return the scored samples of an iteration, by number; empty if a file is missing or
+    damaged."""
+    try:
+        trajectories, scores = (_read_infos(run, iteration, channel) for channel in CHANNELS)
+        return [
+            TranscriptSample(
+                number=number,
+                length=length,
+                score=float(scores[number][1]["score"]),
+                stop=str(info["stop_reason"]),
+                prompt=str(info.get("prompt_text", "")),
+                text=str(info["text"]) if "text" in info else None,
+                answer=str(info.get("answer", "")),
+            )
+            for number, (length, info) in sorted(trajectories.items())
+            if number in scores
+        ]
+    except (ValueError, KeyError, OSError):
+        return []
+
+
+def _read_infos(
+    run: Path, iteration: int, channel: str
+) -> Mapping[int, tuple[int, Mapping[str, Scalar]]]:
+    folder = stage_folder(run, run_flow(run).producer_of(channel) or "", iteration)
+    if (manifest := folder_manifest(folder)) is None:
+        return {}
+    paths = sorted((folder / manifest.data).glob(f"{channel}-r*.h5"))
+    rows = [row for path in paths for row in read_record_info(path)]
+    rows.sort(key=lambda row: row[0])  # the latest attempt at a sample comes last and wins
+    return {identity.sample: (length, info) for identity, length, info in rows}
+
+
+def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dict[str, Any]:
+    """Return transcripts as columns for the page, with each prompt stored once.
+
+    ``total`` counts all samples, including those left out. ``unreadable`` lists the iterations with
+    damaged files.
+    """
+    rows = {i: [s for s in candidates if s.text is not None] for i, candidates in samples.items()}
+    rows = {i: candidates for i, candidates in rows.items() if candidates}
+    total = sum(len(candidates) for candidates in rows.values())
+    max_samples = max(4, MAX_SAMPLES // max(1, len(rows)))
+    max_characters = MAX_CHARACTERS / max(1, len(rows))
+    prompts: dict[str, int] = {}
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in ("iteration", "sample", "prompt", "text", "answer", "stop", "score", "length")
+    }
+    for iteration, candidates in rows.items():
+        selected, used = list[TranscriptSample](), 0
+        for sample in select_samples(candidates, max_samples):
+            used += min(len(sample.text or ""), HEAD + TAIL) + min(len(sample.prompt), HEAD + TAIL)
+            if used > max_characters and selected:
+                break
+            selected.append(sample)
+        for sample in sorted(selected):
+            prompt, text = shorten(sample.prompt), shorten(sample.text or "")
+            score = sample.score if math.isfinite(sample.score) else None
+            prompt_index = prompts.setdefault(prompt, len(prompts))
+            values = (iteration + 1, sample.number, prompt_index, text, shorten(sample.answer))
+            for name, value in zip(
+                columns, (*values, sample.stop, score, sample.length), strict=True
+            ):
+                columns[name].append(value)
+    return {
+        "unreadable": [i + 1 for i, candidates in samples.items() if not candidates],
+        "prompts": list(prompts),
+        "columns": columns,
+        "total": total,
+        "iterations": [i + 1 for i in rows],
+    }
+
+
+def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[TranscriptSample]:
+    """Select up to ``limit`` samples: the worst, best and truncated ones alternately, then evenly
+    spaced ones."""
+    by_score = sorted(samples, key=lambda sample: sample.score)
+    cut = [sample for sample in samples if sample.stop == "length"]
+    quarter = -(-min(limit, len(samples)) // 4)
+    step = max(1.0, len(samples) / limit)
+    ends = zip_longest(
+        by_score[:quarter], by_score[::-1][:quarter], cut[:: max(1, len(cut) // quarter or 1)]
+    )
+    extremes = [sample for row in ends for sample in row if sample is not None]
+    evenly_spaced = [samples[int(i * step)] for i in range(min(limit, len(samples)))]
+    return list(dict.fromkeys([*extremes, *evenly_spaced]))[:limit]
+
+
+def shorten(text: str) -> str:
+    """Return the start and the end of a long text."""
+    left_out = len(text) - HEAD - TAIL
+    if left_out <= 0:
+        return text
+    return f"{text[:HEAD]}\n[… {left_out:,} characters left out …]\n{text[-TAIL:]}"
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """A stage, or a part of one, on one rank."""
+
+    stage: str
+    name: str
+    iteration: int
+    lane: str
+    """Name of the worker: pool and rank, or only the rank, and the host."""
+    start: float
+    end: float
+    work_item: int | None = None
+    """Number of the work item in an elastic rollout; its worker may wait for others meanwhile."""
+
+
+@dataclass(frozen=True)
+class TimelineSegment:
+    """An interval in which a stage computed, or waited or moved data."""
+
+    stage: str
+    iteration: int
+    lane: str
+    start: float
+    end: float
+    is_computing: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class WorkerIdleTime:
+    """The idle time of one worker over all counted iterations."""
+
+    lane: str
+    idle_share: float
+    """Share of the time in which the worker computed no stage."""
+    stages: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Computing and waiting seconds per iteration, by stage."""
+
+
+def sort_lanes(lanes: Iterable[str]) -> list[str]:
+    """Return unique lanes in natural order: rank 10 after rank 9."""
+    return sorted(set(lanes), key=lambda lane: [w.zfill(6) for w in re.split(r"(\d+)", lane)])
+
+
+def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
+    """Return the spans of stages, split at their pauses. The parts of a pause outside its stage are
+    ignored."""
+    spans = list(spans)
+    pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
+    for span in spans:
+        if span.name in IDLE_SPANS:
+            pauses[span.stage, span.iteration, span.lane, span.work_item].append(span)
+    segments = []
+    for stage_span in spans:
+        if stage_span.name != stage_span.stage:
+            continue
+        key = (stage_span.stage, stage_span.iteration, stage_span.lane)
+        cursor = stage_span.start
+        for pause in sorted(pauses[*key, stage_span.work_item], key=lambda pause: pause.start):
+            start, end = max(pause.start, cursor), min(pause.end, stage_span.end)
+            if end > start:
+                segments += [
+                    TimelineSegment(*key, cursor, start, True),
+                    TimelineSegment(*key, start, end, False),
+                ]
+                cursor = end
+        segments.append(TimelineSegment(*key, cursor, stage_span.end, True))
+    return [segment for segment in segments if segment.end > segment.start]
+
+
+def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, float]]:
+    """Return start and end of each iteration, which ends when its weights are published."""
+    spans = list(spans)
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span.name == span.stage == "sync":
+            ends[span.iteration] = max(span.end, ends.get(span.iteration, 0.0))
+    starts = [s.start for s in spans if s.name == s.stage == "rollout" and s.iteration == 0]
+    begins = {iteration + 1: end for iteration, end in ends.items()}
+    if starts:
+        begins[0] = min(starts)
+    return {i: (begins[i], end) for i, end in sorted(ends.items()) if i in begins}
+
+
+def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
+    """Return the idle time by worker. The first iteration, which loads everything, counts only if
+    it is the only one."""
+    spans = list(spans)
+    windows = iteration_windows(spans)
+    if len(windows) > 1:
+        windows.pop(0, None)
+    intervals = _union(windows.values())
+    total_s = sum(end - start for start, end in intervals)
+    if not total_s:
+        return []
+    lanes: dict[str, list[TimelineSegment]] = defaultdict(list)
+    for segment in timeline_segments(spans):
+        lanes[segment.lane].append(segment)
+    starts = [start for start, _ in intervals]
+    rows = []
+    for lane in sort_lanes(lanes):
+        segments = lanes[lane]
+        seconds: dict[str, list[float]] = {}
+        for segment in segments:
+            overlap_s = _overlap_s(segment.start, segment.end, intervals, starts) / len(windows)
+            if overlap_s:
+                seconds.setdefault(segment.stage, [0.0, 0.0])[not segment.is_computing] += overlap_s
+        computing = _union((s.start, s.end) for s in segments if s.is_computing)
+        computing_s = sum(_overlap_s(start, end, intervals, starts) for start, end in computing)
+        stages = {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
+        rows.append(WorkerIdleTime(lane, 1 - computing_s / total_s, stages))
+    return rows
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the union of intervals, as disjoint intervals in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap_s(
+    start: float, end: float, intervals: Sequence[tuple[float, float]], starts: Sequence[float]
+) -> float:
+    """Return the length of an interval's overlap with ``intervals``, which begin at ``starts``."""
+    overlap, index = 0.0, max(0, bisect_right(starts, start) - 1)
+    while index < len(intervals) and intervals[index][0] < end:
+        overlap += max(0.0, min(end, intervals[index][1]) - max(start, intervals[index][0]))
+        index += 1
+    return overlap

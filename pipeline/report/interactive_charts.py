@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.metrics import step_unit
-from pipeline.report.data import ReportData
-from pipeline.report.worker_timeline import iteration_windows, sort_lanes
+from pipeline.report.data import ReportData, iteration_windows, sort_lanes
 
 TITLES = {
     "reward/mean": "mean reward",

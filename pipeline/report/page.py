@@ -14,12 +14,16 @@ import yaml
 from pipeline.console import format_duration, format_number
 from pipeline.health_checks import run_warnings
 from pipeline.metrics import headline_metrics, step_unit
-from pipeline.report.data import REPORT_FOLDER, ReportData, read_report_data
+from pipeline.report.data import (
+    REPORT_FOLDER,
+    ReportData,
+    read_report_data,
+    transcript_columns,
+    worker_idle_times,
+)
 from pipeline.report.interactive_charts import GIB, build_plots, gantt_columns
 from pipeline.report.theme import TEMPLATE_FOLDER as TEMPLATES
 from pipeline.report.theme import render_template, stage_colours
-from pipeline.report.transcripts import transcript_columns
-from pipeline.report.worker_timeline import worker_idle_times
 from pipeline.run_record import RunRecord, flatten, provenance_rows, read_run_record
 from rlinf.artifacts import write_atomic
 from rlinf.config import redact

@@ -14,10 +14,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.report.chart_style import finish_chart
-from pipeline.report.data import ReportData
+from pipeline.report.data import ReportData, iteration_windows, sort_lanes
 from pipeline.report.interactive_charts import BINS, bin_edges, steps_per_s
 from pipeline.report.theme import STAGE_COLOURS
-from pipeline.report.worker_timeline import iteration_windows, sort_lanes
 from stages.context import IDLE_SPANS, WAIT_SPAN
 
 MIN_RELATIVE_SPREAD = 1e-12

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.report.worker_timeline import (
+from pipeline.report.data import (
     StageSpan,
     iteration_windows,
     sort_lanes,

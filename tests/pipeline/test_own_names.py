@@ -14,7 +14,7 @@ from pipeline.commands.experiment import compose
 from pipeline.commands.results import export_weights
 from pipeline.commands.status import read_status
 from pipeline.plan import Plan
-from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.planning.profile.profile_pass import clone_run
 from pipeline.report.data import read_report_data
 from pipeline.run import Run
 from rlinf import api

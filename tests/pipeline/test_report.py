@@ -22,15 +22,15 @@ from pipeline.commands.experiment import prepare_run, run_experiment
 from pipeline.commands.status import read_status
 from pipeline.health_checks import run_warnings
 from pipeline.report import write_report
-from pipeline.report.data import read_report_data
-from pipeline.report.page import redact_yaml, stage_table, summary_tiles
-from pipeline.report.static_charts import CHARTS
-from pipeline.report.transcripts import (
+from pipeline.report.data import (
     TranscriptSample,
+    read_report_data,
     read_samples,
     select_samples,
     transcript_columns,
 )
+from pipeline.report.page import redact_yaml, stage_table, summary_tiles
+from pipeline.report.static_charts import CHARTS
 from pipeline.run import Run
 from rlinf import package_paths
 from rlinf.artifacts import content_digest, prune_output, read_manifest

@@ -30,13 +30,12 @@ from pipeline.planning.planner.available_devices import (
     select_devices,
     with_memory_floors,
 )
-from pipeline.planning.planner.proposal import PlanProposal, PlanRow
+from pipeline.planning.planner.recommendations import PlanProposal, PlanRow
 from pipeline.planning.planner.request import PlanRequest, parse_pins
 from pipeline.planning.planner.stage_options import SINGLE_MEASUREMENT_SPREAD, Correction
 from pipeline.planning.profile.data_sheet_profile import estimate_profile
 from pipeline.planning.profile.device_kinds import local_kind
-from pipeline.planning.profile.profile_identity import ProfileIdentity
-from pipeline.planning.profile.schema import load_profile
+from pipeline.planning.profile.schema import ProfileIdentity, load_profile
 from pipeline.pools.measured_times import (
     WORK_PART,
     ForecastComparison,

@@ -10,8 +10,7 @@ import numpy as np
 
 from pipeline.plan import Forecast, Plan, PoolPlan, StagePlan
 from pipeline.planning.planner.available_devices import describe_limits, request_for_devices
-from pipeline.planning.planner.job_planner import with_offline_stages
-from pipeline.planning.planner.job_search import NOTABLE_COST_FACTOR
+from pipeline.planning.planner.job_planner import NOTABLE_COST_FACTOR, with_offline_stages
 from pipeline.planning.planner.pool_problem import Tables, build_pool_problem
 from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
 from pipeline.planning.planner.problem import (
@@ -21,15 +20,15 @@ from pipeline.planning.planner.problem import (
     placement_from_pools,
     pools_of_stages,
 )
-from pipeline.planning.planner.proposal import (
+from pipeline.planning.planner.recommendations import (
     AlternativePlan,
     PlanProposal,
     PlanRow,
     WhatIf,
     evaluate_what_ifs,
+    recommend,
     stage_forecasts,
 )
-from pipeline.planning.planner.recommendations import recommend
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.planner.search import PlacementSolution, gpus_by_job, solve
 from pipeline.planning.planner.stage_options import q10_q90_interval

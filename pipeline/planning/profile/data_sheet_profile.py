@@ -29,13 +29,13 @@ from pipeline.planning.cost.workload import (
     Workload,
 )
 from pipeline.planning.profile.device_kinds import list_kinds, node_group_of_kind
-from pipeline.planning.profile.profile_identity import ProfileIdentity
 from pipeline.planning.profile.schema import (
     SCHEMA,
     KindProfile,
     Measurement,
     Overhead,
     Profile,
+    ProfileIdentity,
     ProfilePoint,
     ResponseLengths,
 )

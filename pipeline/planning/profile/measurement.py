@@ -126,7 +126,7 @@ class Trial(Section):
 
     schema_version: Literal[1] = SCHEMA
     key: str
-    """Key of the measured work; see :func:`pipeline.planning.profile.profile_identity.kind_key`."""
+    """Key of the measured work; see :func:`pipeline.planning.profile.schema.kind_key`."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     hosts: tuple[str, ...] = ()

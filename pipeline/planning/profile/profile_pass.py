@@ -2,17 +2,19 @@
 
 Jobs never run at the same time, because they would slow each other down. Measurements are cached
 in the folder of the runs, so an interrupted pass can continue, and a second pass for the same work
-ends at once.
+ends at once. For the execution ``jobs``, stages are also measured as separate jobs.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -21,21 +23,25 @@ from pathlib import Path
 
 from launchers.launcher import JobSpec, Launcher
 from pipeline.cluster_config import ClusterConfig
+from pipeline.driver import Driver
+from pipeline.graph import Graph
 from pipeline.inventory import load_or_survey
-from pipeline.job_executor import create_launcher
+from pipeline.job_executor import JobExecutor, create_launcher
+from pipeline.metrics import stage_manifest
 from pipeline.plan import Plan, StagePlan
-from pipeline.planning.profile import build_profile, mixed_kinds, stage_job_bench
+from pipeline.planning.profile import build_profile
+from pipeline.planning.profile.build_profile import KindPair
 from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local_kind, select_kinds
 from pipeline.planning.profile.measurement import ProfileCase, ProfileTask, load_trial
-from pipeline.planning.profile.mixed_kinds import KindPair
-from pipeline.planning.profile.profile_identity import ProfileIdentity, kind_key
 from pipeline.planning.profile.schema import (
     SCHEMA,
     MeasuredLink,
     Mixture,
     Overhead,
     Profile,
+    ProfileIdentity,
     QueueWait,
+    kind_key,
 )
 from pipeline.planning.profile.stage_bench import (
     JOB_STARTED_VARIABLE,
@@ -43,16 +49,18 @@ from pipeline.planning.profile.stage_bench import (
     RENDEZVOUS_TIMEOUT_S,
 )
 from pipeline.resources import job_resources, resolve_plan
+from pipeline.resume import create_run
 from pipeline.run import Run
-from rlinf.artifacts import MANIFEST, write_atomic
-from rlinf.config import RunConfig, json_digest, validate
-from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, StageError
+from rlinf.artifacts import MANIFEST, commit_output, read_manifest, write_atomic
+from rlinf.config import EvaluateSection, RunConfig, RunSection, json_digest, validate
+from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, RequeueRequested, StageError
 from rlinf.trainers import trainers
 from slurm.client import SlurmClient, default_partition, expected_wait_s, past_waits_s
 from slurm.jobs import JobState, JobStatus
 from slurm.site import SiteConfig, load_site
 from stages.factory import create_algorithm
 from stages.flow import Flow, flow_of
+from stages.identity import CodeSnapshot, stage_key
 from stages.layout import CONFIG_FILE, offline_folder
 
 OUT_OF_MEMORY_PATTERN = re.compile(
@@ -182,7 +190,7 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
         try:
             end = time.time() + 60 * options.minutes
             pairs = (
-                mixed_kinds.mixable_pairs(kinds, load_or_survey(None, cluster.site))
+                build_profile.mixable_pairs(kinds, load_or_survey(None, cluster.site))
                 if on_slurm
                 else []
             )
@@ -255,10 +263,10 @@ class ProfilePass:
             load_trial(task.trial)  # raise for a damaged file before anything runs
         if STAGE_JOBS_SHARE * seconds >= MIN_STAGE_JOBS_S:
             stage_plan = self.stage_plan(kind, 1, 1, time_limit_min=STAGE_JOB_LIMIT_MIN)
-            count = stage_job_bench.MEASURED_ITERATIONS
+            count = MEASURED_ITERATIONS
             log.info("%s: %d iterations with separate stage jobs", kind.name, count)
             stage_jobs_end = time.time() + STAGE_JOBS_SHARE * seconds
-            self.stage_job_overheads[kind.name] = stage_job_bench.measure_stage_jobs(
+            self.stage_job_overheads[kind.name] = measure_stage_jobs(
                 self.run, self.cluster, stage_plan, folder, stage_jobs_end
             )
         for round_index in range(MAX_ROUNDS):
@@ -438,7 +446,9 @@ class ProfilePass:
         times = [self.train_s(kind) for kind in pair.kinds]
         if None in times:
             return []
-        speeds = mixed_kinds.relative_speeds([seconds for seconds in times if seconds is not None])
+        speeds = build_profile.relative_speeds(
+            [seconds for seconds in times if seconds is not None]
+        )
         keys = [kind_key(self.identity, kind) for kind in pair.kinds]
         key = json_digest([*keys, *pair.features, *speeds])
         folder = self.cache_folder(f"mixed-{key}")
@@ -465,7 +475,9 @@ class ProfilePass:
                 log.warning("%s in one job: %s", " and ".join(task.kinds), error)
         trial = load_trial(task.trial)
         samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
-        return mixed_kinds.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
+        return (
+            build_profile.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
+        )
 
     def train_s(self, kind: DeviceKind) -> float | None:
         """Return the seconds to train on the whole batch with one process of a kind."""
@@ -570,3 +582,94 @@ def is_finished(task: ProfileTask) -> bool:
     """Return True if a task needs no more jobs."""
     trial = load_trial(task.trial)
     return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None
+
+
+MEASURED_ITERATIONS = 3
+"""Number of iterations. In the first one nothing is loaded, so only its dispatches are used."""
+QUEUED_DISPATCH_FACTOR = 3.0
+"""A dispatch that took longer than this many times the fastest one has waited for nodes."""
+
+
+def measure_stage_jobs(
+    run: Run, cluster: ClusterConfig, resources: StagePlan, folder: Path, deadline: float
+) -> list[Overhead]:
+    """Run a few iterations with each stage as a job of one process, in a separate run folder.
+
+    Finished stages of an earlier call are not repeated.
+
+    Args:
+        deadline: time to stop, in seconds since the epoch; finished stages are used.
+
+    Raises:
+        StageError: a stage failed.
+    """
+    plan = Plan(defaults=resources)
+    scratch = clone_run(run, plan, folder, "alone", MEASURED_ITERATIONS)
+
+    def is_late() -> bool:
+        return time.time() > deadline
+
+    executor = JobExecutor(scratch, create_launcher(cluster, plan), plan, cluster, is_late)
+    try:
+        Driver(scratch, executor, max_retries=cluster.max_retries).drive()
+    except RequeueRequested:
+        log.warning("time is up before all stages ran as separate jobs")
+        executor.cancel()
+    return stage_job_overheads(scratch)
+
+
+def stage_job_overheads(run: Run) -> list[Overhead]:
+    """Return the dispatch times of all stages together, and imports and work of each stage."""
+    graph = Graph(run.config)
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for node in graph.nodes():
+        manifest = stage_manifest(run.folder, *node)
+        if manifest is None or node.stage not in graph.flow.stages:
+            continue
+        began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
+        inputs = graph.inputs(node).values()
+        sources = [stage_manifest(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
+        input_ends = [source.timing["end"] for source in sources if source is not None]
+        if input_ends:
+            times["dispatch", ""].append(began - max(input_ends))
+        if node.iteration:
+            times["imports", node.stage].append(start - began)
+            times["alone", node.stage].append(end - start)
+    if times:
+        fastest = min(times["dispatch", ""])
+        on_free_nodes = [s for s in times["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * fastest]
+        times["dispatch", ""] = on_free_nodes or [fastest]
+    return [
+        Overhead.of([max(0.0, s) for s in seconds], name=name, stage=stage, nodes=1, processes=1)
+        for (name, stage), seconds in times.items()
+    ]
+
+
+def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
+    """Create a run with the same work and another plan, a finished SFT and no evaluation."""
+    config = run.config.model_copy(
+        update={
+            "run": RunSection(name=name, root=root),
+            "iterations": iterations,
+            "evaluate": EvaluateSection(every=0, samples=1),
+            "plan": None,
+        }
+    )
+    clone = create_run(config, plan.to_dict())
+    for stage in flow_of(config).offline:
+        source, target = (offline_folder(owner.folder, stage) for owner in (run, clone))
+        if target.exists():
+            continue
+        partial = target.with_name(f"{target.name}.part")
+        shutil.rmtree(partial, ignore_errors=True)
+        # Rename at the end, because the manifest must not exist before the other files.
+        shutil.copytree(source, partial, copy_function=os.link)
+        manifest = read_manifest(source)
+        if manifest is not None:
+            # The original used other evaluation settings, so give it the key of this run.
+            (partial / MANIFEST).unlink()
+            code = CodeSnapshot.from_checkout(clone.config, stage).digest(stage)
+            key = stage_key(clone.config, stage, 0, manifest.inputs, code)
+            commit_output(partial, replace(manifest, key=key))
+        partial.rename(target)
+    return clone

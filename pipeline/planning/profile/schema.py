@@ -1,4 +1,7 @@
-"""The profile file: measured costs of an experiment on each kind of device; keys contain units."""
+"""The profile file: measured costs of an experiment on each kind of device; keys contain units.
+
+A profile is valid only for one model, configuration and code (:class:`ProfileIdentity`).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AwareDatetime, Field, model_validator
 from scipy.stats import t as student
 
-from pipeline.planning.profile.profile_identity import ProfileIdentity
+from pipeline.planning.profile.device_kinds import DeviceKind
 from rlinf.artifacts import write_user_file
-from rlinf.config import Section, validate
+from rlinf.config import RunConfig, Section, json_digest, validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
+from stages.identity import program_version
 
 SCHEMA: Literal[1] = 1
 CONFIDENCE = 0.95
@@ -383,3 +387,48 @@ def validate_section(section: type[SectionT], values: Mapping[str, Any], path: P
         return validate(section, values)
     except ConfigError as error:
         raise PlanError(f"{path}: {error}; measure again with: rlinf profile --fresh") from None
+
+
+COST_SECTIONS = (
+    *("task", "model", "algorithm", "reward", "engine", "optimizer", "trainer", "rollout", "flow"),
+)
+"""Sections of the configuration on which a stage's time may depend."""
+LENGTH_SECTIONS = ("sft",)
+"""Sections that affect the lengths of responses."""
+
+
+class ProfileIdentity(Section):
+    """The digests of a profile; equal digests mean the same work."""
+
+    model: str = Field(min_length=1)
+    """Digest of the model's settings and, for a checkpoint, of its files' names and sizes."""
+    config: str = Field(min_length=1)
+    """Digest of the sections on which stages' times depend."""
+    code: str = Field(min_length=1)
+    """Version of the program and of its file formats."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ProfileIdentity:
+        """Return the identity of a run's costs."""
+        values = config.semantic_values()
+        # A run sets this value when it starts; measurements do not depend on it.
+        values["optimizer"] |= {"lr_decay_iterations": None}
+        return cls(
+            model=json_digest([values["model"], _files(values["model"])]),
+            config=json_digest({name: values[name] for name in (*COST_SECTIONS, *LENGTH_SECTIONS)}),
+            code="+".join(map(str, program_version())),
+        )
+
+
+def _files(model: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return names and sizes of a checkpoint's files, because the folder's content may change."""
+    if not model.get("path"):
+        return []
+    folder = Path(model["path"]).expanduser()
+    return sorted((p.name, p.stat().st_size) for p in folder.iterdir() if p.is_file())
+
+
+def kind_key(identity: ProfileIdentity, kind: DeviceKind) -> str:
+    """Return the digest under which the measurements of a kind are cached."""
+    hardware = [kind.name, kind.gpu_type, kind.gpu_model, kind.duty_cycle]
+    return json_digest([identity.model_dump(), hardware])

@@ -1,7 +1,7 @@
 """Measurements inside a profiling job: it runs the run's stages, iteration after iteration.
 
 The learning rate is too small to change a weight, so all repeats and all numbers of processes do
-the same work.
+the same work. Links between two processes and through the shared filesystem are measured too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.stats import t as student
 
 from pipeline.graph import Graph, StageNode
-from pipeline.planning.profile import link_bench
 from pipeline.planning.profile.measurement import (
     ProfileCase,
     ProfileTask,
@@ -32,7 +33,13 @@ from pipeline.planning.profile.measurement import (
     Trial,
     load_trial,
 )
-from pipeline.planning.profile.schema import MeasuredLink, read_json, validate_section
+from pipeline.planning.profile.schema import (
+    CONFIDENCE,
+    ConfidenceInterval,
+    MeasuredLink,
+    read_json,
+    validate_section,
+)
 from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader
@@ -305,11 +312,9 @@ class StageBench:
             paths_by_rank[per_node] = "inter_node"
         for peer, path in paths_by_rank.items():
             if self.world.rank in (0, peer):
-                links.append(
-                    link_bench.measure_peer_link(path, kinds, self.world.rank, peer, self.device)
-                )
+                links.append(measure_peer_link(path, kinds, self.world.rank, peer, self.device))
         if self.world.size == 1:
-            links += link_bench.measure_storage_links(self.scratch, kinds[0])
+            links += measure_storage_links(self.scratch, kinds[0])
         self.update_trial(links=tuple(link for link in links if link is not None))
 
     def record_imports(self) -> None:
@@ -404,9 +409,7 @@ def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
     ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous_file).init_process_group(
         device.type, RENDEZVOUS_TIMEOUT_S
     )
-    link = link_bench.measure_peer_link(
-        "inter_partition", task.kinds, task.rank, 1 - task.rank, device
-    )
+    link = measure_peer_link("inter_partition", task.kinds, task.rank, 1 - task.rank, device)
     if link is not None:
         trial = Trial(key=task.key, nodes=1, processes=1, links=(link,))
         trial.save(task.trial)
@@ -436,3 +439,134 @@ def _peak_bytes() -> int:
         return int(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(r.split()[1]) for r in status.splitlines() if r.startswith("VmHWM"))
+
+
+SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+REPEATS = 4
+"""Repeats per size; the first one is discarded."""
+MAX_BANDWIDTH_FACTOR = 100.0
+"""Maximum ratio of the bandwidth's upper confidence limit to its estimate."""
+
+
+def fit_link(
+    seconds: Sequence[Sequence[float]], sizes: Sequence[int], **fields: Any
+) -> MeasuredLink:
+    """Fit ``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
+
+    Args:
+        seconds: repeats of each size.
+
+    Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
+    2003, section 3.10). The intervals of both coefficients use Student's t.
+    """
+    rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
+    size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    design = np.stack([1 / time_s, size / time_s], axis=1)
+    # Scale the columns to the same magnitude, because sizes are large numbers.
+    scale = np.linalg.norm(design, axis=0)
+    coefficients, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
+    coefficients = coefficients / scale
+    if coefficients[0] < 0:
+        coefficients = np.array([0.0, 1 / np.mean(size / time_s)])
+    residuals = 1 - design @ coefficients
+    variance = residuals @ residuals / max(1, len(rows) - 2)
+    inverse = np.linalg.pinv((design / scale).T @ (design / scale)) / np.outer(scale, scale)
+    half_widths = float(student.ppf((1 + CONFIDENCE) / 2, max(1, len(rows) - 2))) * np.sqrt(
+        variance * np.diag(inverse)
+    )
+    latency, slope = (float(coefficient) for coefficient in coefficients)
+    slope = max(slope, 1e-15)
+    return MeasuredLink(
+        sizes_bytes=tuple(sizes),
+        median_s=tuple(float(np.median(times)) for times in seconds),
+        repeats=len(rows),
+        latency_s=ConfidenceInterval(
+            value=latency, low=max(0.0, latency - half_widths[0]), high=latency + half_widths[0]
+        ),
+        bandwidth_bytes_per_s=ConfidenceInterval(
+            value=1 / slope,
+            low=1 / (slope + half_widths[1]),
+            high=1 / max(slope - half_widths[1], slope / MAX_BANDWIDTH_FACTOR),
+        ),
+        **fields,
+    )
+
+
+def measure_peer_link(
+    path: str, between: tuple[str, ...], rank: int, other: int, device: Any
+) -> MeasuredLink | None:
+    """Measure a link of the default process group by messages between ranks 0 and ``other``.
+
+    Both ranks call this; rank 0 gets the link, the other None.
+    """
+    import torch
+    import torch.distributed as dist
+
+    seconds: list[list[float]] = []
+    for size in SIZES_BYTES:
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(REPEATS):
+            _synchronize(device)
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(buffer, other)
+                dist.recv(buffer, other)
+            else:
+                dist.recv(buffer, 0)
+                dist.send(buffer, 0)
+            _synchronize(device)
+            times.append((time.perf_counter() - start) / 2)
+        seconds.append(times[1:])
+    if rank:
+        return None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return fit_link(seconds, SIZES_BYTES, path=path, backend=backend, between=between)
+
+
+def measure_storage_links(folder: Path, kind: str) -> list[MeasuredLink]:
+    """Measure writing (synced) and reading (without page cache) in the filesystem of ``folder``."""
+    path = folder / "bandwidth"
+
+    def write(data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(data: bytes) -> None:
+        with path.open("rb") as file:
+            assert len(file.read()) == len(data)
+
+    def drop_page_cache() -> None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    writes, reads = [], []
+    for size in SIZES_BYTES:
+        data = os.urandom(size)
+        writes.append([_seconds(write, data) for _ in range(REPEATS)][1:])
+        times = []
+        for _ in range(REPEATS):
+            drop_page_cache()
+            times.append(_seconds(read, data))
+        reads.append(times[1:])
+    path.unlink()
+    fields: dict[str, Any] = {"backend": "file", "between": (kind,)}
+    return [
+        fit_link(writes, SIZES_BYTES, path="write", **fields),
+        fit_link(reads, SIZES_BYTES, path="read", **fields),
+    ]
+
+
+def _seconds(action: Callable[[bytes], None], data: bytes) -> float:
+    start = time.perf_counter()
+    action(data)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)

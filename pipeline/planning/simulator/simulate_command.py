@@ -1,10 +1,14 @@
-"""The command ``rlinf simulate``: load a placement problem, simulate it, and print a table."""
+"""The command ``rlinf simulate``: simulate a placement problem; print a table, draw charts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich.table import Table
 
 from pipeline.console import create_console
@@ -19,7 +23,10 @@ from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import studies
 from pipeline.planning.simulator.scenario import Scenario
 from pipeline.planning.simulator.simulation import simulate
-from pipeline.planning.simulator.trace import pool_table, summary
+from pipeline.planning.simulator.trace import SimulationTrace, pool_table, summary, summary_tiles
+from pipeline.report.chart_style import inline_svg
+from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
+from rlinf.artifacts import write_user_file
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
@@ -90,10 +97,104 @@ def run_simulate(
     console.print(table)
     console.print(summary(trace))
     if png is not None or page is not None:
-        from pipeline.planning.simulator import charts
-
         if png is not None:
-            charts.write_png(trace, png)
+            write_png(trace, png)
         if page is not None:
             scenario_name = scenario or "none"
-            charts.write_html(trace, page, problem_name, scenario_name, loaded_scenario, seed)
+            write_html(trace, page, problem_name, scenario_name, loaded_scenario, seed)
+
+
+OTHER_COLOURS = {
+    "switch": "#b8bfc7",
+    "sync": STAGE_COLOURS["sync"],
+    "redone": "#1c1c1c",
+    "queue": "#efe3c2",
+    "down": "#d8a0a0",
+}
+"""Colours of activities that are not stages of a language task."""
+
+
+def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
+    """Draw the spans of the last ``num_iterations``, with one row per pool."""
+    pools = len(trace.placement.pools)
+    start_s = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - num_iterations)]
+    colours = _stage_colours(trace)
+    height = 0.55 * pools + 1.3
+    figure, axis = plt.subplots(figsize=(10, height))
+    drawn: set[str] = set()
+    for pool in range(pools):
+        bars: dict[str, list[tuple[float, float]]] = {}
+        for span in trace.spans:
+            if span.pool == pool and span.end > start_s and span.kind != "transfer":
+                name = span.stage if span.kind == "work" else span.kind
+                span_start = max(span.start, start_s)
+                bars.setdefault(name, []).append((span_start - start_s, span.end - span_start))
+        for name, spans in bars.items():
+            drawn.add(name)
+            # Weights are sent while the pool does other work.
+            y, size = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
+            edge = "white" if len(spans) <= 120 else "none"
+            axis.broken_barh(spans, (y, size), facecolors=colours[name], edgecolor=edge, lw=0.3)
+    for boundary in trace.iteration_starts:
+        if boundary >= start_s:
+            axis.axvline(boundary - start_s, color="#9aa4af", lw=0.8, ls=":")
+    axis.set_yticks(range(pools), [_label(trace, pool) for pool in range(pools)], fontsize=8)
+    axis.set(
+        xlim=(0, trace.iteration_starts[-1] - start_s),
+        ylim=(pools - 0.45, -0.55),
+        xlabel="seconds",
+    )
+    axis.grid(axis="y", visible=False)
+    names = [name for name in colours if name in drawn]
+    handles = [Patch(color=colours[name], label=name) for name in names]
+    axis.legend(
+        handles=handles, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8
+    )
+    figure.tight_layout()
+    return figure
+
+
+def write_png(trace: SimulationTrace, path: Path) -> None:
+    """Write the chart as a PNG."""
+    figure = gantt_chart(trace)
+    figure.savefig(path, format="png", dpi=110)
+    plt.close(figure)
+
+
+def write_html(
+    trace: SimulationTrace, path: Path, title: str, label: str, scenario: Scenario, seed: int
+) -> None:
+    """Write an HTML page with the scenario, the statistics, the chart and the table.
+
+    Args:
+        label: the name or the file of the scenario.
+    """
+    header, *body = pool_table(trace)
+    config = scenario.model_dump(mode="json", exclude_defaults=True)
+    page = render_template(
+        "simulation.html.jinja",
+        name=f"{title}: simulation",
+        tiles=summary_tiles(trace, seed),
+        scenario_name=label,
+        scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
+        sections=[
+            {
+                "name": "gantt",
+                "title": "Last iterations",
+                "svg": inline_svg(gantt_chart(trace), "g"),
+            }
+        ],
+        header=header,
+        rows=body,
+    )
+    write_user_file(path, page)
+
+
+def _label(trace: SimulationTrace, pool: int) -> str:
+    stages, gpus = trace.label(pool)
+    return f"{stages}\n{gpus}"
+
+
+def _stage_colours(trace: SimulationTrace) -> dict[str, str]:
+    names = [stage.name for stage in trace.problem.stages]
+    return {**stage_colours(names), **OTHER_COLOURS}

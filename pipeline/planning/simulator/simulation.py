@@ -33,7 +33,6 @@ from pipeline.planning.planner.problem import (
     PlacementStage,
     pools_of_stages,
 )
-from pipeline.planning.simulator.decoding import DecodingStage, DecodingWorkers
 from pipeline.planning.simulator.scenario import (
     DecodingReplica,
     LengthDistribution,
@@ -42,7 +41,7 @@ from pipeline.planning.simulator.scenario import (
     check_scenario,
     random_generator,
 )
-from pipeline.planning.simulator.simulated_pool import SimulatedPool
+from pipeline.planning.simulator.simulated_pool import DecodingStage, DecodingWorkers, SimulatedPool
 from pipeline.planning.simulator.trace import SimulationTrace, TraceSpan
 from rlinf.errors import PlanError
 

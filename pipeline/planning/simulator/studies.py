@@ -24,7 +24,6 @@ from pipeline.planning.cost.workload import (
     Workload,
 )
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
-from pipeline.planning.simulator.decoding import relative_lengths
 from pipeline.planning.simulator.scenario import (
     DecodingReplica,
     JobInterruptions,
@@ -33,6 +32,7 @@ from pipeline.planning.simulator.scenario import (
     Scenario,
     Stragglers,
 )
+from pipeline.planning.simulator.simulated_pool import relative_lengths
 
 MODELS = {
     # The published config.json of Qwen2.5-7B; and Llama 3 70B (arXiv 2407.21783, table 3).

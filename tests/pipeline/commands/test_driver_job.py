@@ -21,12 +21,11 @@ from launchers.submission_queue import write_submitted_job
 from pipeline import resume
 from pipeline.cluster_config import ClusterConfig
 from pipeline.commands import driver_job
-from pipeline.commands import submit as submission
-from pipeline.commands.driver_job import driver_resources
+from pipeline.commands import driver_job as submission
+from pipeline.commands.driver_job import driver_resources, submit_run
 from pipeline.commands.experiment import prepare_run, reopen_run
 from pipeline.commands.status import read_status
 from pipeline.commands.stop import stop_run
-from pipeline.commands.submit import submit_run
 from pipeline.plan import parse_plan
 from pipeline.resume import create_run
 from pipeline.run import Run
@@ -237,7 +236,9 @@ def test_a_driver_whose_id_is_not_told_is_not_left_behind(run: Run, slurm: Path)
     assert "job 72" in submit_run([str(run.folder)], {})[0]
 
 
-CLIENT = "import sys; from pipeline.commands.submit import submit_run; submit_run(sys.argv[1:], {})"
+CLIENT = (
+    "import sys; from pipeline.commands.driver_job import submit_run; submit_run(sys.argv[1:], {})"
+)
 
 
 def client(run: Run) -> subprocess.Popen[str]:

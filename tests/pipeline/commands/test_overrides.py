@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from pipeline.commands import submit
+from pipeline.commands import driver_job
 from pipeline.commands.cli import app
 from pipeline.commands.experiment import apply_overrides, load_configuration, run_experiment
 from pipeline.run import Run
@@ -149,7 +149,7 @@ def test_planning_and_submitting_take_the_same_words(run: Path) -> None:
     words = [str(run), "iterations=9", "optimizer.lr=0.5"]
     expected = validate(RunConfig, apply_overrides(run, words[1:]))
     assert load_configuration(words) == expected
-    found, _, chosen = submit._run_and_plan(words)
+    found, _, chosen = driver_job._run_and_plan(words)
     assert found.folder == run
     assert (found.config.iterations, found.config.optimizer.lr) == (9, 0.5)
     assert not chosen

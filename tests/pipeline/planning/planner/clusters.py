@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from pipeline.planning.profile.profile_identity import ProfileIdentity
 from pipeline.planning.profile.schema import (
     KindProfile,
     Measurement,
     Overhead,
     Profile,
+    ProfileIdentity,
     ProfilePoint,
     QueueWait,
     ResponseLengths,

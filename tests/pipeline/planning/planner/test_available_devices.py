@@ -14,7 +14,7 @@ import yaml
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, PlanningSources, StagePlan, parse_plan
 from pipeline.planning.planner.available_devices import check_quota, select_devices, with_counts
-from pipeline.planning.planner.job_search import choose_assignments
+from pipeline.planning.planner.job_planner import choose_assignments
 from pipeline.planning.planner.plan_command import (
     assess_plan,
     build_request,

@@ -15,7 +15,7 @@ from pipeline.planning.planner.available_devices import (
     shared_capacities,
     with_counts,
 )
-from pipeline.planning.planner.job_search import choose_assignments
+from pipeline.planning.planner.job_planner import choose_assignments
 from pipeline.planning.planner.plan_command import assess_plan, propose_plan
 from pipeline.planning.planner.pool_problem import build_pool_problem
 from pipeline.planning.planner.problem import dump_problem, read_problem

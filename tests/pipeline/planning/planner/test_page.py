@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.planning.planner.plan_command import assign_lanes
-from pipeline.planning.planner.proposal import PlanRow
+from pipeline.planning.planner.recommendations import PlanRow
 
 ROWS = st.lists(
     st.builds(

@@ -13,7 +13,7 @@ import yaml
 from pipeline.commands.experiment import compose
 from pipeline.plan import Plan, parse_plan
 from pipeline.planning.planner.available_devices import select_devices, with_counts
-from pipeline.planning.planner.job_search import choose_assignments, option_cost
+from pipeline.planning.planner.job_planner import choose_assignments, option_cost
 from pipeline.planning.planner.plan_command import (
     assess_plan,
     print_proposal,
@@ -21,7 +21,7 @@ from pipeline.planning.planner.plan_command import (
     write_proposal,
 )
 from pipeline.planning.planner.pool_problem import build_pool_problem
-from pipeline.planning.planner.proposal import PlanProposal
+from pipeline.planning.planner.recommendations import PlanProposal
 from pipeline.planning.planner.request import PlanRequest, parse_pins
 from pipeline.planning.planner.stage_options import DEFAULT_MIXING_EFFICIENCY
 from pipeline.planning.profile.schema import Measurement

@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.planning.profile.measurement import ProfileCase, ProfileTask
-from pipeline.planning.profile.profile_identity import ProfileIdentity
 from pipeline.planning.profile.schema import (
     KindProfile,
     Measurement,
     Overhead,
     Profile,
+    ProfileIdentity,
     ProfilePoint,
     ResponseLengths,
 )

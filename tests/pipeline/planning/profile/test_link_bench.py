@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.profile.link_bench import SIZES_BYTES, fit_link, measure_storage_links
 from pipeline.planning.profile.measurement import load_trial
 from pipeline.planning.profile.schema import MeasuredLink
+from pipeline.planning.profile.stage_bench import SIZES_BYTES, fit_link, measure_storage_links
 
 WHICH = {"path": "intra_node", "backend": "gloo", "between": ("a",)}
 

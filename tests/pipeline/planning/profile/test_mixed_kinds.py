@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeline.plan import StagePlan
+from pipeline.planning.profile.build_profile import build_mixtures, mixable_pairs, relative_speeds
 from pipeline.planning.profile.device_kinds import list_kinds
 from pipeline.planning.profile.measurement import StageTiming, Trial
-from pipeline.planning.profile.mixed_kinds import build_mixtures, mixable_pairs, relative_speeds
 from slurm.site import SiteConfig
 from tests.pipeline.planning.planner import clusters
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.planning.profile.device_kinds import local_kind
-from pipeline.planning.profile.profile_identity import ProfileIdentity, kind_key
+from pipeline.planning.profile.schema import ProfileIdentity, kind_key
 from pipeline.resume import create_run
 from rlinf.config import RunConfig, validate
 

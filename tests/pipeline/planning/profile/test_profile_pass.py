@@ -26,7 +26,6 @@ from pipeline.planning.profile.measurement import (
     Trial,
     load_trial,
 )
-from pipeline.planning.profile.profile_identity import ProfileIdentity, kind_key
 from pipeline.planning.profile.profile_pass import (
     ProfileOptions,
     ProfilePass,
@@ -35,7 +34,7 @@ from pipeline.planning.profile.profile_pass import (
     profile_run,
     record_job_outcome,
 )
-from pipeline.planning.profile.schema import OverheadName, Profile
+from pipeline.planning.profile.schema import OverheadName, Profile, ProfileIdentity, kind_key
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
 from slurm.jobs import JobState, JobStatus
@@ -51,7 +50,7 @@ WORDS = ("cluster=local", "sft.max_steps=0")
 def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any spread will do: the machine that runs the tests is busy."""
     monkeypatch.setattr("pipeline.planning.profile.measurement.CONVERGED_SHARE", 1e9)
-    monkeypatch.setattr("pipeline.planning.profile.stage_job_bench.MEASURED_ITERATIONS", 2)
+    monkeypatch.setattr("pipeline.planning.profile.profile_pass.MEASURED_ITERATIONS", 2)
 
 
 @pytest.mark.timeout(900)
@@ -219,9 +218,7 @@ def test_a_damaged_trial_is_refused_until_fresh(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Jobs on their own have no trial.
-    monkeypatch.setattr(
-        "pipeline.planning.profile.stage_job_bench.measure_stage_jobs", lambda *_: []
-    )
+    monkeypatch.setattr("pipeline.planning.profile.profile_pass.measure_stage_jobs", lambda *_: [])
     run = prepare_run(compose(*WORDS))
     key = kind_key(ProfileIdentity.of(run.config), local_kind())
     trial = run.folder.parent / ".profiles" / key / "1x1" / "trial.json"
@@ -256,7 +253,7 @@ def test_a_pass_takes_no_longer_than_it_is_given(
         return []
 
     monkeypatch.setattr("pipeline.planning.profile.profile_pass.time.time", lambda: clock[0])
-    monkeypatch.setattr("pipeline.planning.profile.stage_job_bench.measure_stage_jobs", own_jobs)
+    monkeypatch.setattr("pipeline.planning.profile.profile_pass.measure_stage_jobs", own_jobs)
     monkeypatch.setattr(ProfilePass, "submit", submit)
     run = prepare_run(compose(*WORDS))
     plan, options = Plan.from_run(run.folder), ProfileOptions(minutes=minutes)

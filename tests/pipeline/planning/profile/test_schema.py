@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.profile.profile_identity import ProfileIdentity
-from pipeline.planning.profile.schema import Measurement, Profile, load_profile
+from pipeline.planning.profile.schema import Measurement, Profile, ProfileIdentity, load_profile
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from tests.pipeline.planning.profile.examples import IDENTITY, profile
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.commands.experiment import drive
 from pipeline.plan import Plan
-from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.planning.profile.profile_pass import clone_run
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
 

@@ -14,7 +14,6 @@ from pipeline.commands.cli import app
 from pipeline.planning.planner.problem import GpuKind, Placement, PlacementProblem, PlacementStage
 from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import Scenario, simulate
-from pipeline.planning.simulator.decoding import completion_times, relative_lengths
 from pipeline.planning.simulator.scenario import (
     DecodingReplica,
     JobInterruptions,
@@ -25,6 +24,7 @@ from pipeline.planning.simulator.scenario import (
     Walltime,
 )
 from pipeline.planning.simulator.simulate_command import load_problem
+from pipeline.planning.simulator.simulated_pool import completion_times, relative_lengths
 from pipeline.planning.simulator.simulation import fair_rates
 from pipeline.planning.simulator.studies import SCENARIOS, STUDIES
 from rlinf.config import validate
