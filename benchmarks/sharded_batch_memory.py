@@ -20,7 +20,7 @@ from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data.batch import pad_right
 from rlinf.data.record import RecordId, to_array
 from rlinf.data.trajectory import Trajectory
-from rlinf.trainers.micro_batching import split_micro_batches
+from rlinf.trainers.minibatch import split_micro_batches
 
 RANKS, EPISODES, STEPS, BUDGET = 4, 64, 200, 256
 IMAGE = (84, 84, 3)

@@ -19,8 +19,7 @@ from pipeline.graph import Graph, StageNode
 from pipeline.lock import RunLock, remove_orphans
 from pipeline.metrics import MetricsLog
 from pipeline.resume import OnMismatch, check_resumable
-from pipeline.run import Run
-from pipeline.run_record import config_differences
+from pipeline.run import Run, config_differences
 from pipeline.run_state import RunState, is_skipped
 from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (

@@ -19,11 +19,12 @@ from typing import Any
 import yaml
 
 from pipeline.graph import Graph, StageNode
-from pipeline.run import Run, explain_write_errors
-from pipeline.run_record import (
+from pipeline.run import (
+    Run,
     config_differences,
     config_edits,
     effective_settings,
+    explain_write_errors,
     is_record_complete,
     read_run_record,
     write_run_record,

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import VIDEO_PREFIX
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment, RolloutRequest, score_trajectories
 from stages.context import StageContext

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf.data.loss_mask import masked_logprobs
-from rlinf.data.trajectory import PolicyOutputs, Trajectory
+from rlinf.data.trajectory import PolicyOutputs, Trajectory, masked_logprobs
 from stages.context import StageContext
 from stages.factory import create_algorithm, get_actor, get_reference
 

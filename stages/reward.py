@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import StepRewards, Trajectory
+from rlinf.data.trajectory import StepRewards, Trajectory, loss_mask
 from rlinf.envs.base import Environment, score_trajectories
 from rlinf.rewards.base import Reward, rewards_per_step
 from stages.context import StageContext

@@ -13,9 +13,8 @@ import numpy as np
 from rlinf.channels.channel import LocalChannel
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data.episodes import OPEN_EPISODES, pop_open_episode
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.data.transitions import action_clip_ratio
 from rlinf.engines.base import NO_HOOKS, Engine, RolloutHooks
 from rlinf.envs.base import Environment, RolloutRequest

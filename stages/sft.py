@@ -22,8 +22,7 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import gather_steps, pad_right
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed

@@ -253,7 +253,7 @@ def demonstrations(
 
     A folder of trajectories can be used as algorithm.offline_data.
     """
-    from pipeline.commands.demonstrations import convert_demonstrations, extract_interventions
+    from pipeline.commands.results import convert_demonstrations, extract_interventions
 
     if intervened:
         typer.echo(extract_interventions(source, target))

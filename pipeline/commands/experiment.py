@@ -26,9 +26,8 @@ from pipeline.plan import Plan, load_plan
 from pipeline.report import write_report
 from pipeline.resources import pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
-from pipeline.run import Run
+from pipeline.run import Run, read_run_record
 from pipeline.run_control import StopRequest, check_no_driver_job, start_lock
-from pipeline.run_record import read_run_record
 from rlinf import package_paths
 from rlinf.config import RunConfig, validate
 from rlinf.errors import (

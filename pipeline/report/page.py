@@ -24,7 +24,7 @@ from pipeline.report.data import (
 from pipeline.report.interactive_charts import GIB, build_plots, gantt_columns
 from pipeline.report.theme import TEMPLATE_FOLDER as TEMPLATES
 from pipeline.report.theme import render_template, stage_colours
-from pipeline.run_record import RunRecord, flatten, provenance_rows, read_run_record
+from pipeline.run import RunRecord, flatten, provenance_rows, read_run_record
 from rlinf.artifacts import write_atomic
 from rlinf.config import redact
 from rlinf.errors import ConfigError

@@ -20,11 +20,14 @@ from torch import Tensor
 
 from rlinf.algorithms.advantages import masked_whiten
 from rlinf.algorithms.base import Algorithm
-from rlinf.algorithms.granularity import LogprobLevel, batch_at_level, flatten_to_level, mask_like
 from rlinf.algorithms.importance_sampling import (
+    LogprobLevel,
     RolloutISLevel,
     RolloutISMode,
+    batch_at_level,
+    flatten_to_level,
     interpolate_old_logprobs,
+    mask_like,
     old_logprob_interp,
     policy_lags,
     rollout_is_weights,
@@ -258,7 +261,7 @@ def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
     Its shape is ``[N, T]``, or ``[N, T, K]`` per unit. Masked units are 0.
 
     Args:
-        batch: the result of :func:`rlinf.algorithms.granularity.batch_at_level`.
+        batch: the result of :func:`rlinf.algorithms.importance_sampling.batch_at_level`.
     """
     reference = batch.require("reference_logprobs")
     return kl_estimate(batch.old_logprobs, reference, kind) * batch.require("loss_mask")
@@ -500,7 +503,7 @@ class PolicyGradient(Algorithm):
 
         ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
         micro-batches and ranks equal those of the minibatch, for any split. If a step has several
-        parts, its units replace the step (:mod:`rlinf.algorithms.granularity`).
+        parts, its units replace the step (:mod:`rlinf.algorithms.importance_sampling`).
 
         Args:
             outputs: step outputs of the policy in training, ``[B, U]`` each.

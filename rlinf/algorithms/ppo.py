@@ -14,8 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlinf.algorithms.advantages import compute_gae
-from rlinf.algorithms.granularity import mask_like
-from rlinf.algorithms.importance_sampling import RolloutISMode
+from rlinf.algorithms.importance_sampling import RolloutISMode, mask_like
 from rlinf.algorithms.losses import clipped_value_loss
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlinf.data.batch import StepBatch

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.loss_mask import action_mask, loss_mask, place_on_last_action
-from rlinf.data.trajectory import ChannelItem, PolicyOutputs, StepRewards, Trajectory
+from rlinf.data.trajectory import (
+    ChannelItem,
+    PolicyOutputs,
+    StepRewards,
+    Trajectory,
+    action_mask,
+    loss_mask,
+    place_on_last_action,
+)
 from rlinf.errors import InputError
 
 
@@ -51,7 +58,7 @@ class StepBatch:
     """``[N]`` int64, index of each sample's group (its prompt or initial state)."""
     old_logprobs: Tensor
     """``[N, T]`` under the policy before the update. If steps have several parts (tokens or
-    dimensions of an action), they have more axes: :mod:`rlinf.algorithms.granularity`."""
+    dimensions of an action), they have more axes: :mod:`rlinf.algorithms.importance_sampling`."""
     terminated: Tensor
     """``[N, T]`` 1 at the end of an episode that terminated, or that got a single reward."""
     truncated: Tensor

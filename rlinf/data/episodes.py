@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record, RecordId
-from rlinf.data.trajectory import Trajectory, info_fields, step_fields
+from rlinf.data.trajectory import Trajectory, info_fields, loss_mask, step_fields
 from rlinf.data.transitions import executed_actions
 from rlinf.errors import InputError
 

@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import IMAGE_PREFIX, RecordId
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.data.transitions import executed_actions, reject_action_chunks
 from rlinf.data.video import read_video, write_video
 from rlinf.errors import DataError, InputError, require_package

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rlinf.data.loss_mask import action_mask, loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, action_mask, loss_mask
 from rlinf.errors import InputError
 
 TRANSITION_FIELDS = (

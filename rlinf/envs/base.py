@@ -233,7 +233,7 @@ class Environment(Component, ABC):
 
         Every trajectory has ``actions`` and ``logprobs`` (of the behaviour policy), ``group``,
         ``policy_version`` and ``stop_reason``. It has ``versions`` if weights may change during a
-        sample, and ``mask`` if some steps are masked (see :mod:`rlinf.data.loss_mask`). The
+        sample, and ``mask`` if some steps are masked (see :mod:`rlinf.data.trajectory`). The
         environment closes ``observations`` after the last request. With :attr:`supports_resume`, a
         sample that the engine aborts has the stop reason :data:`UNFINISHED`; another call continues
         it from ``request.partial_samples``.

@@ -165,7 +165,7 @@ class Policy(Component, ABC):
 
         SFT maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
         tractable density, these are the negative of another loss. If some parts of a step are
-        padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.loss_mask`).
+        padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.trajectory`).
 
         Args:
             trajectory: The demonstration.

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlinf.data.batch import pad_right
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.data.transitions import transition_dtype
 from rlinf.errors import DataError
 from rlinf.models.action_encoding import ActionBox

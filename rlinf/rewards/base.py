@@ -15,13 +15,13 @@ import numpy as np
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.episodes import spans_several_episodes
-from rlinf.data.loss_mask import (
+from rlinf.data.trajectory import (
+    Trajectory,
     action_mask,
     loss_mask,
     move_rewards_to_actions,
     place_on_last_action,
 )
-from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError, RlinfError
 from rlinf.registry import Component
 

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from rlinf.config import Section
 from rlinf.data.episodes import scored_episodes
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.registry import EPISODE_REWARDS, REFERENCE_ANSWERS, STEP_REWARDS, TURN_REWARDS
 from rlinf.rewards.base import Reward, RewardResult
 

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs import environments

@@ -15,9 +15,15 @@ import torch
 from rlinf.algorithms.advantages import compute_gae, group_relative_advantages
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample, build_step_batch, join_by_identity
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import RecordId
-from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory, info_fields, step_fields
+from rlinf.data.trajectory import (
+    PolicyOutputs,
+    StepRewards,
+    Trajectory,
+    info_fields,
+    loss_mask,
+    step_fields,
+)
 from rlinf.errors import InputError
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward, RewardResources, RewardResult

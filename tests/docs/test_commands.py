@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
 from pipeline.commands.experiment import compose, run_experiment
-from pipeline.run_record import effective_settings
+from pipeline.run import effective_settings
 from rlinf.config import RunConfig, validate
 from rlinf.hydra_config import force_add
 from tests.conftest import QUIET, TINY

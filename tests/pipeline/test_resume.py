@@ -317,7 +317,7 @@ def test_a_key_that_a_later_version_knows_changes_no_identity(
     assert stage_key(earlier, "rollout", 0, {}, "") != stage_key(
         load_config(finished / CONFIG_FILE), "rollout", 0, {}, ""
     )
-    from pipeline.run_record import write_run_record
+    from pipeline.run import write_run_record
 
     shutil.copy(old, finished / CONFIG_FILE)
     write_run_record(finished, values)

@@ -15,8 +15,7 @@ import yaml
 from pipeline.commands.experiment import drive, prepare_run
 from pipeline.report.data import read_report_data
 from pipeline.report.page import report_html
-from pipeline.run import Run
-from pipeline.run_record import effective_settings, flatten, read_run_record
+from pipeline.run import Run, effective_settings, flatten, read_run_record
 from rlinf.config import RunConfig, json_digest, select_semantic, validate
 from rlinf.errors import ConfigError
 from rlinf.track.trackers import settings_of_run
@@ -70,7 +69,7 @@ def test_a_run_of_an_earlier_version_gets_its_settings_when_it_goes_on(
     run = Path(shutil.copytree(tiny_run, tmp_path / "tiny"))
     known = read_run_record(run)
     assert known is not None
-    from pipeline.run_record import _checksum
+    from pipeline.run import _checksum
 
     old = known.model_copy(update={"settings": None, "non_default": None, "derived": None})
     old = old.model_copy(update={"checksum": _checksum(old)})
@@ -107,7 +106,7 @@ def test_the_report_shows_them_with_changes_first(tiny_run: Path, tmp_path: Path
     values = yaml.safe_load((run / CONFIG_FILE).read_text())
     values["cluster"]["env"] = {"TOKEN": "secret-word"}
     (run / CONFIG_FILE).write_text(yaml.safe_dump(values))
-    from pipeline.run_record import write_run_record
+    from pipeline.run import write_run_record
 
     write_run_record(run, values)
     text = report_html(read_report_data(run))

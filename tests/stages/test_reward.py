@@ -18,9 +18,8 @@ from rlinf.artifacts import read_manifest
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import Section
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
-from rlinf.data.trajectory import StepRewards, Trajectory
+from rlinf.data.trajectory import StepRewards, Trajectory, loss_mask
 from rlinf.envs import environments
 from rlinf.models.hf_folder import HFFolder
 from rlinf.rewards.base import Reward

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from rlinf.config import Section
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.rewards.base import Reward
 
 

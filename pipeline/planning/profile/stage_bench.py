@@ -44,8 +44,7 @@ from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import StepRewards, Trajectory
+from rlinf.data.trajectory import StepRewards, Trajectory, loss_mask
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import RequeueRequested
 from rlinf.models.base import local_device

@@ -41,8 +41,12 @@ from rlinf.trainers.megatron.compatibility import (
 from rlinf.trainers.megatron.local_params import LocalParams, LocalTensors, read_part, write_part
 from rlinf.trainers.megatron.lora_layers import add_lora_layers
 from rlinf.trainers.megatron.model import MegatronNetwork
-from rlinf.trainers.micro_batching import MicroBatches
-from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig, ThreadedDataParallel
+from rlinf.trainers.minibatch import (
+    MicroBatches,
+    MinibatchTrainer,
+    MinibatchTrainerConfig,
+    ThreadedDataParallel,
+)
 from rlinf.trainers.optimizer import create_optimizer, init_optimizer_state, scale_gradients
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.pools.work_queue import MAX_IN_FLIGHT, WorkerSpeeds, WorkQueue, assign_work
+from pipeline.pools.rollout_scheduler import MAX_IN_FLIGHT, WorkerSpeeds, WorkQueue, assign_work
 
 WORKERS = ("a", "b", "c")
 

@@ -13,8 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algorithms.granularity import batch_at_level, flatten_to_level
-from rlinf.algorithms.importance_sampling import interpolate_old_logprobs, old_logprob_interp
+from rlinf.algorithms.importance_sampling import (
+    batch_at_level,
+    flatten_to_level,
+    interpolate_old_logprobs,
+    old_logprob_interp,
+)
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.ppo import PPO, AsyncPPO, AsyncPPOConfig, PPOConfig
 from rlinf.data.batch import StepBatch

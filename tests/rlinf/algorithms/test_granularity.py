@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf.algorithms.granularity import batch_at_level, mask_like
 from rlinf.algorithms.group_relative import GRPO, GRPOConfig
+from rlinf.algorithms.importance_sampling import batch_at_level, mask_like
 from rlinf.algorithms.losses import loss_agg_weights
 from rlinf.algorithms.policy_gradient import reference_kl, subtract_penalty
 from rlinf.algorithms.ppo import PPO, PPOConfig
@@ -54,7 +54,7 @@ def drawn(
     steps = (4, 5)
     mask = random.random(steps) < 0.8
     choice_mask = random.random((*steps, *choices)) < (0.7 if masked else 2)
-    # A step counts where any of its choices does, as rlinf.data.loss_mask has it.
+    # A step counts where any of its choices does, as rlinf.data.trajectory has it.
     mask &= choice_mask.reshape(*steps, -1).any(-1)
     old = random.normal(-1, 0.3, (*steps, *choices))
 

@@ -19,9 +19,8 @@ from rlinf.channels.record_files import (
     write_records,
 )
 from rlinf.data.batch import pad_right
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import LazyArray, Record, RecordId
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.errors import ArtifactError
 
 

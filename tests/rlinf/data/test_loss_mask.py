@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.loss_mask import loss_mask, move_rewards_to_actions
 from rlinf.data.record import RecordId
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask, move_rewards_to_actions
 
 PLAIN = st.integers(1, 12).flatmap(
     lambda n: st.tuples(

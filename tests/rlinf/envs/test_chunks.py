@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.algorithms.granularity import batch_at_level
+from rlinf.algorithms.importance_sampling import batch_at_level
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.config import Section, validate
 from rlinf.data.batch import TrainingSample, build_step_batch

@@ -15,9 +15,8 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.data.episodes import pop_open_episode
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.episode_runner import EPISODE_METRICS

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import read_metrics as metrics
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.calculator import (

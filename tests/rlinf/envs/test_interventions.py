@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from pipeline.commands.demonstrations import extract_interventions
+from pipeline.commands.results import extract_interventions
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data.batch import TrainingSample, build_step_batch
 from rlinf.data.lerobot import split_episodes
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.data.transitions import executed_actions, to_transitions
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest

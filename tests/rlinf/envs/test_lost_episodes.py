@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process

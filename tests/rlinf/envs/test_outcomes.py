@@ -19,8 +19,7 @@ from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlinf.config import Section
 from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch
-from rlinf.data.loss_mask import loss_mask
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.data.transitions import to_transitions
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment

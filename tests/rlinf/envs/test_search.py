@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
+from rlinf.data.trajectory import loss_mask
 from rlinf.engines import engines
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.search import (

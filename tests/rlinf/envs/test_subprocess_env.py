@@ -25,9 +25,8 @@ from rlinf.data.record import Record
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.channels.channel import ChannelClosed, LocalChannel
 from rlinf.channels.record_files import RecordFileWriter
-from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import RecordId
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.models.causal_lm import CausalLM
-from rlinf.trainers.micro_batching import MicroBatches, split_micro_batches
+from rlinf.trainers.minibatch import MicroBatches, split_micro_batches
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 20), st.lists(st.integers(1, 30), min_size=1, max_size=8)),
