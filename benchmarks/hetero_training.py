@@ -92,9 +92,9 @@ class HeteroStep:
 
     def __init__(self, root: Path) -> None:
         from launchers.submitit import SubmititLauncher
-        from pipeline.cluster_config import ClusterConfig
         from pipeline.commands.experiment import compose, prepare_run
         from pipeline.graph import Graph, StageNode
+        from pipeline.resources import ClusterConfig
         from rlinf.config import validate
         from slurm.client import SlurmClient
         from stages.layout import CONFIG_FILE

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.row import BenchmarkRow
 from benchmarks.slurm_jobs import start_dev_cluster
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import open_run, run_sft
 from pipeline.driver import Driver
 from pipeline.job_executor import JobExecutor, create_launcher
@@ -26,6 +25,7 @@ from pipeline.planning.planner.plan_command import build_request, propose_plan
 from pipeline.planning.planner.stage_options import StageOption
 from pipeline.planning.profile.profile_pass import ProfileOptions, clone_run, profile_run
 from pipeline.pools.measured_times import measure_times
+from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf import package_paths
 from rlinf.config import validate

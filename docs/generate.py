@@ -196,7 +196,7 @@ def description(section: type[BaseModel]) -> str:
 
 def configuration() -> str:
     """Return the page of the settings that every run has."""
-    from pipeline.cluster_config import ClusterConfig
+    from pipeline.resources import ClusterConfig
     from rlinf.config import RunConfig
     from rlinf.track import LogConfig
     from stages.identity import CLASS_REGISTRIES
@@ -238,7 +238,7 @@ def configuration() -> str:
 
 def known_keys() -> dict[str, set[str]]:
     """Return the keys of every section of the configuration, those of all classes together."""
-    from pipeline.cluster_config import ClusterConfig
+    from pipeline.resources import ClusterConfig
     from rlinf.config import RunConfig
     from rlinf.track import LogConfig
     from stages.identity import CLASS_REGISTRIES

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers.launcher import JobSpec, Launcher
-from pipeline.cluster_config import ClusterConfig
 from pipeline.executors import Outcome
 from pipeline.graph import StageNode
 from pipeline.plan import Plan
 from pipeline.resources import (
+    ClusterConfig,
     check_hetjobs,
     check_quotas,
     job_resources,

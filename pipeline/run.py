@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.lock import LOCK_FILE, RunLock
+from pipeline.resources import ClusterConfig
 from rlinf import __version__, package_paths
 from rlinf.artifacts import Manifest, write_atomic
 from rlinf.config import RunConfig, json_digest, select_semantic, validate

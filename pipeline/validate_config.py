@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan
-from pipeline.resources import pool_resources
+from pipeline.resources import ClusterConfig, pool_resources
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.unused_keys import reject_unused_keys

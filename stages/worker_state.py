@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # these modules import torch, which idle processes do not nee
     from rlinf.envs.base import Environment
     from rlinf.rewards.base import Reward
     from rlinf.trainers.base import Trainer
-    from stages.worker.weight_transfer import WeightDeltas
+    from stages.weight_deltas import WeightDeltas
 
 StageProgressCallback = Callable[[str, int, int, str, str], None]
 """Called with the stage, the amount done, the total, the unit, and a note such as ``loss 0.5``."""

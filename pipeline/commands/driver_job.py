@@ -20,7 +20,6 @@ import yaml
 from launchers.launcher import JobSpec
 from launchers.sbatch import batch_script, new_tag, restarting_script, submit_restarting, with_tag
 from launchers.submission_queue import write_submitted_job
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import (
     cluster_config,
     compose_words,
@@ -33,6 +32,7 @@ from pipeline.job_executor import stage_job
 from pipeline.plan import Plan, StagePlan
 from pipeline.pools.leases import PoolState, pool_job, pool_states
 from pipeline.resources import (
+    ClusterConfig,
     check_quotas,
     job_resources,
     plan_job_requests,

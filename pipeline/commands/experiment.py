@@ -17,14 +17,13 @@ from pipeline.callbacks import (
     check_notify_command,
     notify_at_end,
 )
-from pipeline.cluster_config import ClusterConfig
 from pipeline.driver import Driver, RunCallback
 from pipeline.executors import InProcessExecutor, StageExecutor
 from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
 from pipeline.plan import Plan, load_plan
 from pipeline.report import write_report
-from pipeline.resources import pool_resources, resolve_plan
+from pipeline.resources import ClusterConfig, pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
 from pipeline.run import Run, read_run_record
 from pipeline.run_control import StopRequest, check_no_driver_job, start_lock

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from launchers.launcher import JobSpec, Launcher
 from launchers.submission_queue import read_submitted_job
-from pipeline.cluster_config import ClusterConfig
 from pipeline.executors import Outcome
 from pipeline.graph import Graph, StageNode
 from pipeline.job_executor import QueueLog
@@ -27,7 +26,7 @@ from pipeline.pools.dispatcher import Send, StageDispatcher
 from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job, pool_states, rank_of
 from pipeline.pools.pool_status import write_pools_status
 from pipeline.pools.rollout_scheduler import RolloutScheduler
-from pipeline.resources import job_resources, pool_resources
+from pipeline.resources import ClusterConfig, job_resources, pool_resources
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.control_link import Controller, PeerJoined, PeerLost, PeerReport

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from launchers.launcher import JobSpec
-from pipeline.cluster_config import ClusterConfig
 from pipeline.graph import StageNode
 from pipeline.plan import Plan, StagePlan
-from pipeline.resources import job_resources, pool_resources, stage_interpreter
+from pipeline.resources import ClusterConfig, job_resources, pool_resources, stage_interpreter
 from pipeline.run import Run
 from rlinf.config import json_digest
 from rlinf.errors import PlanError

@@ -39,6 +39,7 @@ from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, worker_name
 from stages.live_store import LiveOutput, LiveStore
 from stages.rank_reports import AttemptRanks
 from stages.runner import StageAttempt, StageCall, load_config, withdraw_on_damage
+from stages.weight_deltas import WeightDeltas
 from stages.worker.messages import (
     AttemptEnded,
     CancelWork,
@@ -61,7 +62,7 @@ from stages.worker.policy_client import PolicyClients
 from stages.worker.policy_server import PolicyServer
 from stages.worker.record_transfer import RecordForwarder, RecordReceiver, RecordSender
 from stages.worker.rollout_worker import RolloutWorker
-from stages.worker.weight_transfer import WeightDeltas, WeightPublisher, WeightReceiver
+from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 from stages.worker_state import ActivityTracker, WorkerState
 
 STATUS_INTERVAL_S = 1.0

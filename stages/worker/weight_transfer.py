@@ -6,21 +6,18 @@ plan requests that (:class:`BroadcastGroups`).
 
 A worker forwards each bucket at once to its own subscribers, so that the workers form a tree. Only
 complete versions enter the live store. If a bucket is damaged or missing, the worker reads the
-committed folder instead. Of committed versions it reads only the differences to the version in
-memory, if they are smaller (:class:`WeightDeltas`).
+committed folder instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import queue
 import re
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -33,23 +30,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from rlinf.artifacts import DERIVED_PREFIX, read_manifest
 from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.curve_sockets import interface_address, local_addresses
 from rlinf.channels.process_group import GLOO_INTERFACE_VARIABLE
 from rlinf.channels.rendezvous import join_rendezvous
 from rlinf.data.record import Record, RecordId
-from rlinf.errors import ArtifactError, ConfigError, RlinfError, StageError, WeightTransferError
+from rlinf.errors import ConfigError, RlinfError, StageError, WeightTransferError
 from rlinf.models.base import local_device
 from rlinf.shared_memory import SEGMENT_NAME, new_segment_name
 from rlinf.threads import BackgroundWorker
 from rlinf.weights.broadcast import BUCKET_TIMEOUT_S, BroadcastGroup, WeightBroadcast
 from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
-from rlinf.weights.delta import WeightDelta, WeightSnapshot, apply_delta, compute_delta
 from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWriter
-from stages.context import StageContext
-from stages.factory import WEIGHTS, load_committed_weights
-from stages.layout import stage_folder
+from stages.factory import WEIGHTS
 from stages.live_store import LiveStore, evict_oldest
 from stages.worker.messages import (
     GroupClosed,
@@ -672,76 +665,3 @@ class WeightReceiver:
         log.info("weights of %s arrived", out)
         self._on_arrival(out, attempt, number)
         self._publisher.publish(out, attempt, number, output.objects)
-
-
-DELTA_FILE = f"{DERIVED_PREFIX}delta.safetensors"
-
-
-class WeightDeltas:
-    """Writes and reads deltas; keeps a snapshot of the newest weights.
-
-    Args:
-        dtype: dtype in which float32 tensors are compared and returned; None: unchanged.
-    """
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
-        self._snapshot: WeightSnapshot | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the weights are those of the trainer, not rounded to the engine's dtype."""
-        return self._dtype is None
-
-    def write(self, ctx: StageContext, tensors: Mapping[str, Tensor]) -> None:
-        """Write the difference to the previously published weights into an attempt's folder."""
-        old, self._snapshot = self._snapshot, None
-        new = WeightSnapshot.from_tensors(tensors, self._dtype)
-        if old is not None:
-            path = ctx.data_folder / DELTA_FILE
-            path.parent.mkdir()
-            compute_delta(old, new).save(path)
-        self._snapshot = new
-
-    def read(self, ctx: StageContext, name: str) -> dict[str, Tensor]:
-        """Return the weights of a committed input; equal tensors share memory with the snapshot.
-
-        Raises:
-            ArtifactError: there is no chain of deltas, and the policy folder is damaged.
-        """
-        snapshot, new = self._snapshot, None
-        if snapshot is not None:
-            new = self._apply_deltas(ctx, name, snapshot)
-            ctx.inputs[name].used_disk_fallback |= new is None
-        if new is None:
-            new = WeightSnapshot.from_tensors(load_committed_weights(ctx, name), self._dtype)
-        self._snapshot = new
-        return new.tensors
-
-    def _apply_deltas(
-        self, ctx: StageContext, name: str, snapshot: WeightSnapshot
-    ) -> WeightSnapshot | None:
-        """Apply the chain of deltas to the snapshot and return the new weights.
-
-        Returns None if there is no chain with fewer bytes than the full weights.
-        """
-        folder, manifest = ctx.inputs[name].folder, ctx.inputs[name].manifest
-        deltas: list[WeightDelta] = []
-        remaining_bytes, start = snapshot.nbytes, time.time()
-        try:
-            while (
-                file := manifest.files.get(DELTA_FILE)
-            ) is not None and file.size <= remaining_bytes:
-                remaining_bytes -= file.size
-                deltas.append(WeightDelta.load(folder / manifest.data / DELTA_FILE))
-                if deltas[-1].base_digest == snapshot.digest:
-                    new = functools.reduce(apply_delta, reversed(deltas), snapshot)
-                    ctx.add_span("delta", start)
-                    return new
-                folder = stage_folder(ctx.run_folder, manifest.stage, manifest.iteration - 1)
-                if (previous := read_manifest(folder)) is None:
-                    break
-                manifest = previous
-        except (ArtifactError, WeightTransferError, OSError) as error:
-            log.warning("%s; reading %s as a whole", error, name)
-        return None

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from launchers.submitit import SubmititLauncher
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run
 from pipeline.driver import Driver
 from pipeline.plan import Plan
 from pipeline.pools.executor import PoolExecutor
+from pipeline.resources import ClusterConfig
 from rlinf.errors import InputError
 from slurm.client import SlurmClient
 from slurm.jobs import JOB_FILE

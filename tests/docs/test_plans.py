@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import run_experiment
 from pipeline.graph import Graph
 from pipeline.plan import Plan, parse_plan
-from pipeline.resources import job_resources, pool_resources, with_default_gpus
+from pipeline.resources import ClusterConfig, job_resources, pool_resources, with_default_gpus
 from rlinf.config import RunConfig, validate
 from slurm.client import NodeType, Partition
 from tests.docs.figures import handwritten

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster_config import ClusterConfig, DriverJobConfig
 from pipeline.commands.driver_job import driver_resources
 from pipeline.commands.experiment import prepare_run
 from pipeline.job_executor import create_launcher
 from pipeline.plan import Plan, StagePlan, parse_plan
-from pipeline.resources import job_resources, pool_job_requests, resolve_plan
+from pipeline.resources import (
+    ClusterConfig,
+    DriverJobConfig,
+    job_resources,
+    pool_job_requests,
+    resolve_plan,
+)
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
 from slurm import sbatch_options as option_names

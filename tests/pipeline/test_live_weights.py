@@ -18,7 +18,7 @@ from pipeline.plan import WEIGHT_TRANSPORTS
 from rlinf.artifacts import Manifest, read_manifest
 from stages.layout import stage_folder
 from stages.runner import DISK_FALLBACKS
-from stages.worker.weight_transfer import DELTA_FILE
+from stages.weight_deltas import DELTA_FILE
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.pools.test_executor import assert_like, rows

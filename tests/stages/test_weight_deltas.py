@@ -23,7 +23,7 @@ from rlinf.errors import ArtifactError
 from stages.context import StageContext, StageInput
 from stages.factory import WEIGHTS, policy_class
 from stages.layout import stage_folder
-from stages.worker.weight_transfer import DELTA_FILE, WeightDeltas
+from stages.weight_deltas import DELTA_FILE, WeightDeltas
 from tests.conftest import QUIET
 from tests.rlinf.weights.states import same
 

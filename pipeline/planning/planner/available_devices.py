@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile.device_kinds import (
     DeviceKind,
@@ -21,7 +20,13 @@ from pipeline.planning.profile.device_kinds import (
     node_group_of_kind,
 )
 from pipeline.planning.profile.schema import KindProfile, Profile
-from pipeline.resources import base_resources, check_quotas, plan_job_requests, resolve_for
+from pipeline.resources import (
+    ClusterConfig,
+    base_resources,
+    check_quotas,
+    plan_job_requests,
+    resolve_for,
+)
 from rlinf.errors import PlanError, did_you_mean
 from slurm import gpus
 from slurm.inventory import Inventory

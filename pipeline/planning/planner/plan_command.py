@@ -19,7 +19,6 @@ from matplotlib.patches import Patch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.console import create_console
 from pipeline.inventory import load_or_survey
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
@@ -45,6 +44,7 @@ from pipeline.pools.measured_times import (
 )
 from pipeline.report.chart_style import GRID_COLOUR, finish_chart, inline_svg
 from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
+from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf.artifacts import write_user_file
 from rlinf.config import RunConfig, validate

@@ -22,7 +22,6 @@ from itertools import combinations
 from pathlib import Path
 
 from launchers.launcher import JobSpec, Launcher
-from pipeline.cluster_config import ClusterConfig
 from pipeline.driver import Driver
 from pipeline.graph import Graph
 from pipeline.inventory import load_or_survey
@@ -48,7 +47,7 @@ from pipeline.planning.profile.stage_bench import (
     RENDEZVOUS_DIR,
     RENDEZVOUS_TIMEOUT_S,
 )
-from pipeline.resources import job_resources, resolve_plan
+from pipeline.resources import ClusterConfig, job_resources, resolve_plan
 from pipeline.resume import create_run
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, commit_output, read_manifest, write_atomic

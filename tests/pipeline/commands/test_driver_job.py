@@ -19,7 +19,6 @@ from launchers.launcher import JobSpec
 from launchers.sbatch import restarting_script
 from launchers.submission_queue import write_submitted_job
 from pipeline import resume
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands import driver_job
 from pipeline.commands import driver_job as submission
 from pipeline.commands.driver_job import driver_resources, submit_run
@@ -27,6 +26,7 @@ from pipeline.commands.experiment import prepare_run, reopen_run
 from pipeline.commands.status import read_status
 from pipeline.commands.stop import stop_run
 from pipeline.plan import parse_plan
+from pipeline.resources import ClusterConfig
 from pipeline.resume import create_run
 from pipeline.run import Run
 from pipeline.run_control import (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run
 from pipeline.plan import parse_plan
 from pipeline.pools.leases import pool_job, pool_states
+from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf.config import CheckpointSection
 from stages.layout import CODE_FILE

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import zmq
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import StagePlan
-from pipeline.resources import job_resources
+from pipeline.resources import ClusterConfig, job_resources
 from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.control_link import Controller, PeerJoined
 from rlinf.channels.curve_sockets import (

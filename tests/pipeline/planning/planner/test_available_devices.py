@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, PlanningSources, StagePlan, parse_plan
 from pipeline.planning.planner.available_devices import check_quota, select_devices, with_counts
 from pipeline.planning.planner.job_planner import choose_assignments
@@ -23,6 +22,7 @@ from pipeline.planning.planner.plan_command import (
 )
 from pipeline.planning.planner.problem import IterationTime
 from pipeline.planning.planner.request import PlanRequest
+from pipeline.resources import ClusterConfig
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
 from slurm.inventory import AccountingLimits, Association, Inventory, QosLimits

@@ -14,7 +14,6 @@ from typing import Any, get_args
 import pytest
 
 from launchers.local import LocalLauncher
-from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run, run_sft
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import profile_pass
@@ -35,6 +34,7 @@ from pipeline.planning.profile.profile_pass import (
     record_job_outcome,
 )
 from pipeline.planning.profile.schema import OverheadName, Profile, ProfileIdentity, kind_key
+from pipeline.resources import ClusterConfig
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
 from slurm.jobs import JobState, JobStatus
