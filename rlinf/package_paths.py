@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-ROOT: Path = _PACKAGE / "_tree" if (_PACKAGE / "_tree").is_dir() else _PACKAGE.parent
+IS_WHEEL: bool = (_PACKAGE / "_tree").is_dir()
+"""Whether this is an installed wheel, not a checkout."""
+ROOT: Path = _PACKAGE / "_tree" if IS_WHEEL else _PACKAGE.parent
 """Folder that holds ``pipeline``, ``stages``, ``launchers``, ``slurm``, ``configs``, Snakefile."""
 
 

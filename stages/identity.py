@@ -117,9 +117,6 @@ def _read(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
         ) from None
 
 
-CODE_REVISION = 1
-"""Part of every identity. Increase it if a fixed bug of an infrastructure module has made results
-wrong."""
 CLASS_REGISTRIES: Mapping[str, Registry] = {
     "task": environments,
     "model": policies,
@@ -132,44 +129,8 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
 """Sections whose files are in the identity by content; a model folder is copied into the run."""
 FILE_PREFIX = "file:"
-SUBPROCESS_MODULES = "SUBPROCESS_MODULES"
-"""Variable of a module that lists the modules which it runs in other processes."""
-INFRASTRUCTURE = (
-    "rlinf.artifacts",
-    "rlinf.channels",
-    "rlinf.verified_io",
-    "rlinf.config",
-    "rlinf.errors",
-    "rlinf.registry",
-    "rlinf.interpreters",
-    "rlinf.shared_memory",
-    "rlinf.process_tuning",
-    "rlinf.models.checkpoint_tensors",
-    "rlinf.renamed_keys",
-    "rlinf.device_memory",
-    "rlinf.safetensors_io",
-    "rlinf.threads",
-    "rlinf.track",
-    "rlinf.transient_errors",
-    "rlinf.package_paths",
-    "rlinf.user_code",
-    "rlinf.weights",
-    "stages.worker_state",
-    "stages.live_store",
-    "stages.identity",
-    "stages.context",
-    "stages.layout",
-    "stages.timeout_retries",
-    "stages.rank_reports",
-    "stages.retention",
-    "stages.runner",
-    "stages.device_schedule",
-    "stages.resource_usage",
-    "stages.worker",
-)
-"""Packages and modules that only store, transfer, place or log results; not part of an identity."""
-FACTORY_MODULES = ("stages.factory",)
-"""Modules whose imports are ignored, because they create the components of the configuration."""
+PRODUCT_PACKAGES = ("rlinf", "stages")
+"""Packages that compute results; drivers, launchers and plans do not change a result."""
 
 
 class _Strict:
@@ -178,7 +139,7 @@ class _Strict:
 
 @dataclass(frozen=True)
 class ModuleDigest(_Strict):
-    """Digests of one module."""
+    """Digests of one module of the user."""
 
     file_digest: str
     """Digest of the bytes of its file."""
@@ -188,18 +149,21 @@ class ModuleDigest(_Strict):
 
 @dataclass(frozen=True)
 class CodeSnapshot(_Strict):
-    """The modules that each stage of a configuration depends on."""
+    """The code and the data files that each stage of a configuration depends on."""
 
+    product: dict[str, str]
+    """In a checkout: digest of each source file of rlinf, by path. Installed from a wheel: the
+    version."""
     stages: dict[str, tuple[str, ...]]
-    """Names by stage: modules, classes of the configuration (``module:attribute``) and data files
-    (``file:section.key``)."""
+    """Names by stage: classes of the configuration (``module:attribute``), modules of the user, and
+    data files (``file:section.key``)."""
     modules: dict[str, ModuleDigest]
     files: dict[str, str] = field(default_factory=dict)
     """Digest of the content of each data file that the configuration names."""
 
     @classmethod
     def from_checkout(cls, config: RunConfig, *stage_names: str) -> CodeSnapshot:
-        """Return a snapshot of this process's checkout.
+        """Return a snapshot of the code of this process.
 
         Args:
             stage_names: stages to include; all by default.
@@ -216,15 +180,15 @@ class CodeSnapshot(_Strict):
         files = {
             n: _content(_file_path(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
         }
-        return cls(stages, modules, files)
+        return cls(product_digests(), stages, modules, files)
 
     def digest(self, stage: str) -> str:
         """Return the identity of a stage's code."""
         names = self.stages[stage]
-        return json_digest([CODE_REVISION, [[name, self._digest_of(name)] for name in names]])
+        return json_digest([self.product, [[name, self._digest_of(name)] for name in names]])
 
     def changed_names(self, other: CodeSnapshot) -> list[str]:
-        """Return the names of modules, classes and files that differ, sorted."""
+        """Return the names of source files, modules, classes and data files that differ, sorted."""
         digests, other_digests = self._digests(), other._digests()
         names = digests.keys() | other_digests.keys()
         return sorted(name for name in names if digests.get(name) != other_digests.get(name))
@@ -233,7 +197,8 @@ class CodeSnapshot(_Strict):
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     def _digests(self) -> dict[str, str]:
-        return {name: self._digest_of(name) for names in self.stages.values() for name in names}
+        names = {name for names in self.stages.values() for name in names}
+        return self.product | {name: self._digest_of(name) for name in names}
 
     def _digest_of(self, name: str) -> str:
         source = self.modules.get(name)
@@ -241,6 +206,22 @@ class CodeSnapshot(_Strict):
 
 
 _ADAPTER = TypeAdapter(CodeSnapshot)
+
+
+@cache
+def product_digests() -> dict[str, str]:
+    """Return the digest of each source file in a checkout, by path; the version of a wheel."""
+    if package_paths.IS_WHEEL:
+        return {"rlinf": __version__}
+    root = package_paths.ROOT
+    files = [file for name in PRODUCT_PACKAGES for file in sorted((root / name).rglob("*.py"))]
+    try:
+        return {
+            file.relative_to(root).as_posix(): xxhash.xxh3_128_hexdigest(file.read_bytes())
+            for file in files
+        }
+    except OSError as error:
+        raise CodeIdentityError(f"{error.filename}: {error.strerror}") from None
 
 
 def read_code_snapshot(run: Path) -> CodeSnapshot | None:
@@ -284,24 +265,29 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
 
 @lru_cache(maxsize=64)
 def _recorded(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapshot:
-    """Return the code that a run's driver recorded, if this process has the same modules."""
+    """Return the code that a run's driver recorded, if this process has the same code."""
     code = read_code_snapshot(run)
     assert code is not None
-    for name in code.stages.get(stage, ()):
-        if name not in code.modules:
-            continue
-        digests = code.modules[name]
-        file_changed = _file(name) != digests.file_digest
-        if file_changed and _module(name).source.ast_digest != digests.ast_digest:
-            raise CodeIdentityError(
-                f"{stage}: {name} differs from the code with which this run was started: it was "
-                "edited, or this process is an old one. Nothing was written; start the run again"
-            )
+    current = product_digests()
+    changed = [name for name in current if current[name] != code.product.get(name)]
+    changed += sorted(code.product.keys() - current.keys())
+    changed += [
+        name
+        for name in code.stages.get(stage, ())
+        if name in code.modules
+        and _file(name) != code.modules[name].file_digest
+        and _module(name).source.ast_digest != code.modules[name].ast_digest
+    ]
+    if changed:
+        raise CodeIdentityError(
+            f"{stage}: {changed[0]} differs from the code with which this run was started: it was "
+            "edited, or this process is an old one. Nothing was written; start the run again"
+        )
     return code
 
 
 def _names(config: RunConfig, stage: str) -> set[str]:
-    """Return the modules and named classes on which a stage's results depend."""
+    """Return the classes, modules of the user and data files that a stage's results depend on."""
     flow = flow_of(config)
     targets = [
         CLASS_REGISTRIES[section].target(getattr(config, section).name)
@@ -318,19 +304,13 @@ def _names(config: RunConfig, stage: str) -> set[str]:
     packages = {name.partition(".")[0] for name in pending}
     while pending:
         name = pending.pop()
-        if name in names:
+        if name in names or name.partition(".")[0] in PRODUCT_PACKAGES:
             continue
         names.add(name)
-        if name in FACTORY_MODULES:
-            continue
-        imports = set(_module(name).imports)
-        if not _is_project(name):
-            # Importing a module also runs its parent packages.
-            imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
+        # Importing a module also runs its parent packages.
+        parents = accumulate(name.split(".")[:-1], "{}.{}".format)
         pending += [
-            other
-            for other in imports
-            if (_affects_results(other) if _is_project(other) else _is_user(other, packages, name))
+            other for other in {*_module(name).imports, *parents} if _is_user(other, packages)
         ]
     return names
 
@@ -390,27 +370,13 @@ def _file_digest(path: Path, file_state: tuple[int, ...]) -> str:
     return content.hexdigest()
 
 
-def _is_project(name: str) -> bool:
-    return name.partition(".")[0] in ("rlinf", "stages")
-
-
-@cache
-def _affects_results(name: str) -> bool:
-    """Return whether results depend on a module of the project."""
-    is_infrastructure = any(name == c or name.startswith(f"{c}.") for c in INFRASTRUCTURE)
-    # Packages contain only tables of names; the selected modules are included separately.
-    path = _path(name)
-    return not is_infrastructure and path is not None and path.name != "__init__.py"
-
-
-def _is_user(name: str, packages: set[str], importer: str) -> bool:
+def _is_user(name: str, packages: set[str]) -> bool:
     """Return whether a module is the user's: in a named package, or outside ``site-packages``.
 
     Other installed packages are not part of an identity.
     """
-    if _is_project(importer) or (path := _path(name)) is None:
-        return False
-    return name.partition(".")[0] in packages or not _is_installed(path)
+    path = _path(name)
+    return path is not None and (name.partition(".")[0] in packages or not _is_installed(path))
 
 
 def _is_installed(path: Path) -> bool:
@@ -442,7 +408,7 @@ def _module(name: str) -> _Module:
     for text in _ast_tokens(tree):
         ast_hash.update(text)
     source = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), ast_hash.hexdigest())
-    return _Module(source, frozenset([*_imports(tree, package), *_subprocess_modules(tree)]))
+    return _Module(source, frozenset(_imports(tree, package)))
 
 
 @cache
@@ -453,15 +419,8 @@ def _file(name: str) -> str:
 
 @cache
 def _path(name: str) -> Path | None:
-    """Return the file of a module; modules of the project are found without an import."""
+    """Return the file of a module, without importing it."""
     first, *rest = name.split(".")
-    if _is_project(name):
-        root = (
-            Path(package_paths.__file__).parent.parent if first == "rlinf" else package_paths.ROOT
-        )
-        path = root.joinpath(*name.split("."))
-        candidates = [path.with_suffix(".py"), path / "__init__.py"]
-        return next((file for file in candidates if file.is_file()), None)
     try:
         spec = importlib.util.find_spec(first)
         for part in rest:
@@ -487,13 +446,6 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
                 module = ".".join([*parents, *([module] if module else [])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def _subprocess_modules(parsed: ast.Module) -> Iterator[str]:
-    """Yield the modules that a module runs in subprocesses (:data:`SUBPROCESS_MODULES`)."""
-    for node in parsed.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
-            yield from ast.literal_eval(node.value)
 
 
 def _ast_tokens(node: Any) -> Iterator[bytes]:
