@@ -31,6 +31,7 @@ T = TypeVar("T")
 Item = TypeVar("Item", bound=ChannelItem)
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
+"""Seconds between two checks for the commit of an input."""
 MIN_WAIT_SPAN_S = 0.002
 """Shorter waits are not recorded. Spans of one name with a shorter gap between them may merge."""
 MERGEABLE_SPAN_S = 0.05
@@ -202,7 +203,7 @@ class StageContext:
     run_folder: Path
     output_folder: Path
     data_folder: Path
-    """The private folder of this attempt; its files are committed with the manifest."""
+    """The folder of this attempt in ``output_folder``; the manifest commits the files in it."""
     world: ProcessGroupInfo
     inputs: Mapping[str, StageInput]
     worker_state: WorkerState = field(default_factory=WorkerState)
@@ -237,9 +238,9 @@ class StageContext:
 
     @property
     def key(self) -> str:
-        """The identity of this stage instance. Saved progress is valid only for the same key.
+        """The identity of the output; waits until all inputs are committed.
 
-        Waits until all inputs are committed.
+        Saved progress is valid only for the same key.
         """
         # Not a cached_property: before Python 3.12 it locks all instances while one computes it.
         contents = {name: stage_input.manifest.content for name, stage_input in self.inputs.items()}

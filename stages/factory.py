@@ -169,7 +169,7 @@ def get_engine(
     """Return the engine with the weights of an input, loading them only if they changed.
 
     The engine is on its device. While the stage uses the engine it must not wait for an input,
-    because other stages use the device during a wait.
+    because other work may use the device during a wait.
 
     Args:
         name: the input with the weights.

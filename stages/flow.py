@@ -46,20 +46,21 @@ class StageSpec:
     inputs: Mapping[str, InputSource] = field(default_factory=dict)
     """The source of each input, by name of the input."""
     config_sections: tuple[str, ...] = ()
-    """The configuration sections that its output depends on; part of its identity."""
+    """The configuration sections on which the output depends; they are part of its identity."""
     output_stream: str | None = None
     """The channel of its output records, which are streamed while the stage runs."""
     holds: Literal["engine", "trainer"] | None = None
-    """The component with the model in each of its processes; None: neither engine nor trainer."""
+    """The component with the model in each process of the stage; None: neither of the two."""
     uses_device: bool = True
-    """Whether it computes with the model, on GPUs if there are some, in any number of processes. If
-    not, its own job has one process without a GPU."""
+    """Whether the stage computes with the model, in any number of processes, on GPUs if there are
+    some. If not, a job of the stage has one process and no GPU."""
     single_process: bool = False
-    """Whether one process computes it, even in a pool, unless the plan gives the stage more."""
+    """Whether one process computes the stage, even in a pool, unless the plan sets more."""
     elastic: bool = False
     """Whether its workers may join and leave at any time, because they keep only weights."""
     colocate_with: str | None = None
-    """The stage whose pool also runs this one if no pool of the plan lists it; None: one must."""
+    """The stage in whose pool this one runs unless the plan lists it in another pool; None: the
+    plan must list it."""
     module: str = ""
     """The module with its ``run(context)``; by default ``stages.NAME``."""
 

@@ -109,6 +109,7 @@ def read_accepted_mismatches(run: Path) -> AcceptedMismatches:
 
 @lru_cache(maxsize=8)
 def _read_accepted(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
+    """Read the file; cached as long as its state (time, inode, size) is the same."""
     try:
         return AcceptedMismatches.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
@@ -226,7 +227,7 @@ class CodeSnapshot(_Strict):
         return cls(stages, modules, files)
 
     def digest(self, stage: str) -> str:
-        """Return the identity of a stage's code."""
+        """Return the digest of a stage's code, which is part of the identity of its output."""
         names = self.stages[stage]
         return json_digest([CODE_REVISION, [[name, self._digest_of(name)] for name in names]])
 
@@ -243,6 +244,7 @@ class CodeSnapshot(_Strict):
         return {name: self._digest_of(name) for names in self.stages.values() for name in names}
 
     def _digest_of(self, name: str) -> str:
+        """Return the digest of a module or file; empty for a class, whose module has a digest."""
         module = self.modules.get(name)
         return self.files.get(name, "") if module is None else module.ast_digest
 
@@ -279,34 +281,35 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
     except FileNotFoundError:
         # A user runs the stage without a driver.
         return CodeSnapshot.from_checkout(config, stage).digest(stage)
-    code = _verified_snapshot(
+    snapshot = _verified_snapshot(
         run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size)
     )
-    for name in code.stages.get(stage, ()):
-        if name in code.files and _data_digest(_file_path(config, name)) != code.files[name]:
+    for name in snapshot.stages.get(stage, ()):
+        recorded = snapshot.files.get(name)
+        if recorded is not None and _data_digest(_file_path(config, name)) != recorded:
             raise CodeIdentityError(
                 f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} has changed since "
                 "this run was started. Nothing was written; put it back, or start the run again"
             )
-    return code.digest(stage)
+    return snapshot.digest(stage)
 
 
 @lru_cache(maxsize=64)
 def _verified_snapshot(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapshot:
     """Return the code that a run's driver recorded; raise if a module of this process differs."""
-    code = read_code_snapshot(run)
-    assert code is not None
-    for name in code.stages.get(stage, ()):
-        if name not in code.modules:
+    snapshot = read_code_snapshot(run)
+    assert snapshot is not None
+    for name in snapshot.stages.get(stage, ()):
+        if name not in snapshot.modules:
             continue
-        digests = code.modules[name]
+        digests = snapshot.modules[name]
         file_changed = _module_file_digest(name) != digests.file_digest
         if file_changed and _parse_module(name).digests.ast_digest != digests.ast_digest:
             raise CodeIdentityError(
                 f"{stage}: {name} differs from the code with which this run was started: it was "
                 "edited, or this process is an old one. Nothing was written; start the run again"
             )
-    return code
+    return snapshot
 
 
 def _dependencies(config: RunConfig, stage: str) -> set[str]:

@@ -22,10 +22,8 @@ def run(ctx: StageContext) -> None:
         rows = set[int]()
         # If the rollout has computed values, advantages use those.
         has_values = any(trajectory.values is not None for trajectory in trajectories)
-        should_recompute = algorithm.needs_old_logprobs or (
-            algorithm.needs_values and not has_values
-        )
-        if should_recompute:
+        needs_actor = algorithm.needs_old_logprobs or (algorithm.needs_values and not has_values)
+        if needs_actor:
             trainer = get_actor(ctx)
             with ctx.span("forward"):
                 for row, outputs in trainer.forward(trajectories, temperature):
@@ -43,7 +41,7 @@ def run(ctx: StageContext) -> None:
                 for row, outputs in reference.forward(trajectories, temperature):
                     results[row].reference_logprobs = outputs.logprobs.numpy()
                     rows.add(row)
-        if not should_recompute and not algorithm.needs_reference and ctx.world.rank == 0:
+        if not needs_actor and not algorithm.needs_reference and ctx.world.rank == 0:
             rows = set(range(len(trajectories)))
         for row in sorted(rows):
             output.put(results[row].to_record())

@@ -1,9 +1,10 @@
-"""Stage outputs in memory, which other stages read before they are on disk.
+"""Stage outputs in memory, which other stages read before the outputs are on disk.
 
-Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance that runs
-in the worker or sends records to it. An output has a :class:`RecordStream` per channel. A stream
-keeps all records, because several stages read them, and a stage may read them again. An output is
-dropped when it is committed and no stage of this worker will read it.
+Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance (a stage
+of one iteration) that runs in the worker or sends records to it. An output has a
+:class:`RecordStream` per channel. A stream keeps all records, because several stages read them, and
+a stage may read them again. An output is dropped when it is committed and no running stage of this
+worker reads it.
 """
 
 from __future__ import annotations

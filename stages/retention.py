@@ -18,14 +18,14 @@ SEARCH_WINDOW = 50
 
 
 class RetentionPolicy:
-    """The retention policy of a run while an iteration is being published."""
+    """The retention policy of a run while an iteration is being published.
+
+    Args:
+        iteration: the iteration that is published, counted from 0.
+    """
 
     def __init__(self, config: RunConfig, run: Path, iteration: int) -> None:
-        """
-        Args:
-            iteration: the iteration that is published, counted from 0.
-        """
-        self._policy, self._evaluate = config.checkpoint, config.evaluate
+        self._settings, self._evaluate = config.checkpoint, config.evaluate
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
         # Stages whose output is records, and stages whose output is weights or other state.
@@ -34,13 +34,13 @@ class RetentionPolicy:
         num_retained = self._flow.num_retained_outputs
         # Outputs are kept until later stages have read them. The two newest checkpoints are
         # always kept, because a damaged checkpoint is computed again from the previous one.
-        num_newest = max(2, self._policy.keep_last, *map(num_retained, self._state_stages))
+        num_newest = max(2, self._settings.keep_last, *map(num_retained, self._state_stages))
         num_read = map(num_retained, self._stream_stages)
-        self._num_trajectories = max([self._policy.keep_trajectories, *num_read])
+        self._num_trajectories = max([self._settings.keep_trajectories, *num_read])
         self._oldest_retained = iteration + 1 - num_newest - config.rollout.staleness
         self._search_range = SEARCH_WINDOW + max(num_newest, self._num_trajectories)
         self._scores = evaluation_scores(self._flow, run)
-        self._best = best_versions(self._scores, self._policy.keep_best)
+        self._best = best_versions(self._scores, self._settings.keep_best)
 
     def should_keep(self, stage: str, iteration: int) -> bool:
         """Return whether the output of a stage of this or an earlier iteration stays on disk.
@@ -53,7 +53,7 @@ class RetentionPolicy:
         version = iteration + 1
         if iteration >= self._oldest_retained or self._awaits_evaluation(version):
             return True
-        if self._policy.keep_every and version % self._policy.keep_every == 0:
+        if self._settings.keep_every and version % self._settings.keep_every == 0:
             return True
         return stage == self._flow.publish_stage and version in self._best
 

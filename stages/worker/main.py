@@ -111,7 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class PoolWorker:
-    """One resident worker of a pool; see the module docstring."""
+    """One resident worker of a pool; see the module docstring.
+
+    Args:
+        pool: the name of the pool.
+        uncast: send weights in the trainer's dtype instead of the engine's.
+        deltas: write and read weights as deltas.
+    """
 
     def __init__(
         self,
@@ -132,10 +138,13 @@ class PoolWorker:
         self._live_store, self._schedule = LiveStore(), DeviceSchedule()
         self._activity = ActivityTracker()
         self._stage_threads: dict[str, threading.Thread] = {}
+        """Threads of running stages, by node."""
         self._computed: set[str] = set()
-        """Computed stages that are not committed yet."""
+        """Nodes whose stages have computed but are not committed."""
         self._leaving_event = threading.Event()
+        """Set when the worker shuts down."""
         self._last_progress = time.monotonic()
+        """When any stage last made progress (monotonic, s)."""
         self._lock = threading.Lock()
         self._record_sender = RecordSender(
             run / CHANNELS_FOLDER, self._report_connection_lost, self._name

@@ -199,10 +199,8 @@ class PolicySession:
     def fail(self, exit_code: int, reason: str) -> None:
         """Fail the session, and report the failure to all clients."""
         with self.condition:
-            self.end_reason, self.failure = (
-                reason,
-                PolicyFailure(exit_code=exit_code, reason=reason),
-            )
+            self.end_reason = reason
+            self.failure = PolicyFailure(exit_code=exit_code, reason=reason)
             for connection in (*self.waiting_clients.values(), *self.active_clients.values()):
                 self._send_message(connection, self.failure)
 
@@ -320,6 +318,7 @@ class PolicyServer:
     """The policy server of a worker, with a thread that receives messages.
 
     Args:
+        run: the run folder.
         name: the name of this worker.
     """
 
@@ -380,7 +379,7 @@ class PolicyServer:
                 if running.order.node == order.node and not same_clients:
                     running.end("another attempt takes its place")
             self._sessions[order.attempt] = session
-            for connection in [s for s in self._connections.values() if s.attempt == order.attempt]:
+            for connection in [c for c in self._connections.values() if c.attempt == order.attempt]:
                 for record in self._early_records.pop(connection.peer, ()):
                     self._handle_record(session, connection, record)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -406,6 +405,7 @@ class PolicyServer:
 
     @staticmethod
     def _activity_key(order: ServePolicy) -> str:
+        """Return the name of the attempt in the status, such as ``rollout.generate/3``."""
         return f"{order.stage}{POLICY_SUFFIX}/{order.iteration}"
 
     def _serve_attempt(self, session: PolicySession, slot: DeviceSlot) -> None:

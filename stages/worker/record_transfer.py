@@ -48,6 +48,8 @@ class RecordReceiver:
     """A receiver of records from other workers, with a thread that adds them to the store.
 
     Args:
+        folder: the run's folder for channels.
+        name: the name of this worker.
         handlers: handlers of channels that are not record streams, by channel.
         forward: called with each record of a stream, including its end.
     """
@@ -84,8 +86,8 @@ class RecordReceiver:
         info = dict(record.info)
         try:
             target, producer = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
-            folder, separator, channel = target.rpartition(":")
-            if not (folder and separator and channel):
+            out, separator, channel = target.rpartition(":")
+            if not (out and separator and channel):
                 raise ValueError(f"no output and channel: {target[:80]!r}")
             if NUM_RANKS in info:
                 count, rank, ranks = (int(info[name]) for name in (COUNT, RANK, NUM_RANKS))
@@ -93,9 +95,9 @@ class RecordReceiver:
             self._malformed.count_dropped(error)
             return
         if channel in self._handlers:
-            self._handlers[channel](folder, replace(record, info=info))
+            self._handlers[channel](out, replace(record, info=info))
             return
-        output = self._live_store.output(folder)
+        output = self._live_store.output(out)
         if (source_attempt := info.pop(SOURCE_ATTEMPT, None)) is not None:
             output.add_source_attempt(str(source_attempt))
         stream = output.stream(channel)
@@ -119,6 +121,7 @@ class RecordSender:
     """Sends records to the live stores of other workers; one connection per worker and transport.
 
     Args:
+        folder: the run's folder for channels.
         on_connection_lost: called with the name of a worker that no longer receives records.
         name: the name of this worker.
     """

@@ -108,7 +108,7 @@ class RolloutWorker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _process_next(self) -> None:
-        """Process the queued work item of the earliest iteration once all stages wait for inputs."""
+        """Process the queued work item of the earliest iteration once all stages wait."""
         with self._schedule.idle_time():
             with self._lock:
                 if not self._queue:
