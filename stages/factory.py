@@ -88,9 +88,9 @@ def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environmen
     """Return the resident environment, created with the processor of the policy in ``folder()``."""
     worker_state = ctx.worker_state
     if worker_state.environment is None:
-        policy, policy_options = policy_class(ctx.config)
+        policy_cls, policy_options = policy_class(ctx.config)
         cls, options = environment_class(ctx.config)
-        environment: Environment = cls(options, policy.processor(folder(), policy_options))
+        environment: Environment = cls(options, policy_cls.processor(folder(), policy_options))
         worker_state.environment = environment
     return worker_state.environment
 
@@ -153,9 +153,9 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
 
         mkl_warmup.warm_up()
         cls = engines.get(ctx.config.engine.name)
-        policy, options = policy_class(ctx.config)
+        policy_cls, options = policy_class(ctx.config)
         engine: Engine = cls(
-            ctx.config.engine.validate_options(cls.Config, "engine"), policy, options
+            ctx.config.engine.validate_options(cls.Config, "engine"), policy_cls, options
         )
         engine.log_folder = ctx.run_folder / "logs" / "engine"
         ctx.worker_state.engine = engine
@@ -200,8 +200,8 @@ def get_engine(
                     tensors = worker_state.weight_deltas.read(ctx, name)
                 content_id = weights.content_id
             if tensors is not None:
-                policy = policy_class(ctx.config)[0]
-                engine.load_state(policy.engine_weights(tensors.items()), version)
+                policy_cls = policy_class(ctx.config)[0]
+                engine.load_state(policy_cls.engine_weights(tensors.items()), version)
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)
@@ -336,8 +336,8 @@ def create_trainer(
 ) -> Trainer:
     """Create a trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
-    policy, options = policy_class(ctx.config)
-    load = policy.meta_from_folder if loads_sharded(ctx) else policy.load
+    policy_cls, options = policy_class(ctx.config)
+    load = policy_cls.meta_from_folder if loads_sharded(ctx) else policy_cls.load
     trainer: Trainer = cls(
         load(folder, options),
         ctx.config.trainer.validate_options(cls.Config, "trainer"),
@@ -367,7 +367,7 @@ def load_committed_weights(ctx: StageContext, name: str) -> dict[str, Tensor]:
 
 
 def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
-    """Stream the trainer's weights into a policy folder on rank 0; all ranks take part."""
+    """Stream the trainer's weights into a new policy folder, which rank 0 writes; collective."""
     state = trainer.stream_weights()
     try:
         if ctx.world.rank == 0:

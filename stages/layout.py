@@ -22,6 +22,7 @@ DRIVER_JOB_FOLDER = "driver"
 STOP_FILE = "stop"
 """Contains the token of the driver that must stop."""
 METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
+"""One line per finished iteration with its metrics; one line per stage with its times."""
 TRACKED_FILE = "tracked.txt"
 """Digests of the metrics that trackers have received."""
 

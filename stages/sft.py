@@ -87,15 +87,15 @@ def run(ctx: StageContext) -> None:
 
 def create_initial_policy(ctx: StageContext, folder: Path) -> None:
     """Write the initial policy for this task into a new folder."""
-    environment, environment_options = environment_class(ctx.config)
-    policy, options = policy_class(ctx.config)
-    spec = environment.model_spec(environment_options)
-    environment.verify_spec(environment_options)
+    environment_cls, environment_options = environment_class(ctx.config)
+    policy_cls, options = policy_class(ctx.config)
+    spec = environment_cls.model_spec(environment_options)
+    environment_cls.verify_spec(environment_options)
     # The folder is renamed when it is complete, because other ranks wait for its name.
     with tempfile.TemporaryDirectory(dir=ctx.data_folder) as name:
         temporary = Path(name) / "policy"
         temporary.mkdir()
-        policy.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), temporary)
+        policy_cls.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), temporary)
         temporary.rename(folder)
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger("rlinf")
 
 
 class NoProgressGuard:
-    """Counts the attempts at one output that timed out without progress; then makes it fail.
+    """Counts the attempts at one output that timed out without progress; too many are an error.
 
     Args:
         out: output folder of the stage.

@@ -87,16 +87,16 @@ def send_weight_message(
     number: int,
     message: WeightMessage,
     data: np.ndarray | None = None,
-    part: int = 0,
+    bucket: int = 0,
 ) -> None:
     """Send a message about version ``number`` of the weights to workers.
 
     Args:
         data: payload of the message, uint8; None: it has none.
-        part: index of the bucket.
+        bucket: index of the bucket, if the payload is one.
     """
     context = {} if data is None else {PAYLOAD: data}
-    record = Record(RecordId(number, part), context=context, info=message.to_dict())
+    record = Record(RecordId(number, bucket), context=context, info=message.to_dict())
     sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
 
@@ -134,10 +134,10 @@ class BroadcastGroups:
         if group in self._failed_groups:
             return False
         try:
-            name, sender = self._senders.get(group) or self._form_group(group)
+            name, member = self._senders.get(group) or self._form_group(group)
             target = (self._record_sender, out, workers, number)
             send_weight_message(*target, GroupSendStarted(group=name, attempt=attempt))
-            digest = sender.broadcast.send(number, tensors, dtype=self._dtype)
+            digest = member.broadcast.send(number, tensors, dtype=self._dtype)
             send_weight_message(*target, GroupSendDone(group=name, digest=digest))
         except GROUP_ERRORS as error:
             log.warning("no %s with %s: %s", backend, ", ".join(workers), error)
@@ -210,9 +210,9 @@ class BroadcastGroups:
 
     def _drop_sender(self, group: tuple[str, ...]) -> None:
         if group in self._senders:
-            name, sender = self._senders.pop(group)
+            name, member = self._senders.pop(group)
             send_weight_message(self._record_sender, name, group[2:], 0, GroupClosed(group=name))
-            sender.close()
+            member.close()
 
 
 class _GroupMember:
