@@ -69,18 +69,21 @@ NOT_WAITING_FOR_NODES = re.compile(
 
 @dataclass(frozen=True)
 class SlurmOutput:
-    """The output of Slurm's commands."""
+    """The output of Slurm's commands, unparsed except ``version`` and ``settings``."""
 
     version: str
     nodes: str
+    """Answer to :data:`SINFO_NODES`."""
     partitions: str
     usage: str
+    """Answer to :data:`SCONTROL_NODE_USAGE`."""
     pending: str
     qos: str | None = None
     """None: the cluster has no accounting."""
     associations: str | None = None
     settings: Mapping[str, str] | None = None
-    """Values by the names of slurm.conf; None: not queried, so limits are taken as enforced."""
+    """Values by the names of slurm.conf; None: not queried, so limits are assumed to be enforced.
+    """
 
 
 class PartitionNode(NamedTuple):
@@ -89,10 +92,13 @@ class PartitionNode(NamedTuple):
     name: str
     partition: str
     state: str
+    """Slurm's text, with its flags as a suffix: ``mixed-``."""
     cpus: int
     mem_mb: int
     gres: str
+    """Slurm's text: ``gpu:a100:4``."""
     features: str
+    """Separated by commas."""
 
 
 class PendingDemand(NamedTuple):
