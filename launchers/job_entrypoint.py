@@ -133,8 +133,8 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
     job = os.environ["SLURM_JOB_ID"]
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     rank = int(os.environ.get("SLURM_PROCID", "0"))
-    size = int(os.environ.get("SLURM_NTASKS", "1"))
-    if speed_weights and size > 1:
+    world_size = int(os.environ.get("SLURM_NTASKS", "1"))
+    if speed_weights and world_size > 1:
         os.environ[SPEED_WEIGHTS_VARIABLE] = ",".join(
             map(str, rank_speeds(speed_weights, rank_hosts()))
         )
@@ -143,9 +143,9 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
     os.environ.update(
         {
             "RANK": str(rank),
-            "WORLD_SIZE": str(size),
+            "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
-            "LOCAL_WORLD_SIZE": os.environ.get("SLURM_NTASKS_PER_NODE", str(size)),
+            "LOCAL_WORLD_SIZE": os.environ.get("SLURM_NTASKS_PER_NODE", str(world_size)),
             GROUP_VARIABLE: f"{job}.{step}-{restart}",
             "RLINF_ATTEMPT": f"{job}-{restart}",
         }
@@ -198,14 +198,14 @@ def rank_speeds(
     speed_by_host: dict[str, float] = {}
     for host in dict.fromkeys(hosts):
         attributes = node_attributes(host)
-        kinds = [(kind, speed) for kind, speed in speed_weights if kind in attributes]
-        if len(kinds) != 1:
+        speeds = [speed for kind, speed in speed_weights if kind in attributes]
+        if len(speeds) != 1:
             raise PlanError(
-                f"plan: speed_weights: node {host} is {'none' if not kinds else 'several'} of "
+                f"plan: speed_weights: node {host} is {'none' if not speeds else 'several'} of "
                 f"{', '.join(kind for kind, _ in speed_weights)}; name GPUs or features that tell "
                 "the job's nodes apart"
             )
-        speed_by_host[host] = kinds[0][1]
+        speed_by_host[host] = speeds[0]
     return tuple(speed_by_host[host] for host in hosts)
 
 

@@ -374,6 +374,7 @@ def _first_components(jobs: Sequence[JobSpec]) -> list[int]:
 def _all_options(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return sbatch's options by name for the keywords of :func:`submitit_parameters`."""
     values = {
+        # Without this, a component without GPUs would inherit those of an earlier component.
         "gres": "none",
         "job-name": keywords["job_name"],
         "time": keywords["time"],

@@ -34,6 +34,7 @@ COMMAND_TIMEOUT_S = 60.0
 SINFO_PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
 # -r prints a line for each element of a pending array. The reason is last because it is free text.
 SQUEUE_JOBS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
+SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 SACCT_JOBS = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
 SLURM_ENV_PREFIXES = (
     "SLURM_",
@@ -49,7 +50,6 @@ SLURM_ENV_PREFIXES = (
 (``SLURM_MEM_PER_CPU``); users set others (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
 CONTROLLER_ENV = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """Variables that commands need to find their controller."""
-SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 _NO_ANSWER = re.compile(
     "unable to contact|socket timed out|connection (?:refused|failure|timed out|reset)"
     "|zero bytes were transmitted|in standby|slurmctld is down|not responding",
@@ -165,8 +165,8 @@ class SlurmClient:
         except SlurmError:
             return {}
         # An array element that was cancelled while pending may be listed under its array's id only.
-        keys = {i: i if i in by_id else parent_job_id(i) for i in ids}
-        return {job_id: by_id[key] for job_id, key in keys.items() if key in by_id}
+        listed_ids = {i: i if i in by_id else parent_job_id(i) for i in ids}
+        return {i: by_id[listed_id] for i, listed_id in listed_ids.items() if listed_id in by_id}
 
     def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs. Jobs that have already ended are ignored; the others are cancelled anyway.

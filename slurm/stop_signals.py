@@ -89,9 +89,9 @@ def current_job_window(
     job_id = current_job_id(environment)
     if job_id is None:
         return JobWindow(None, None)
-    end = _seconds(environment.get("SLURM_JOB_END_TIME", ""))
+    end = _epoch_seconds(environment.get("SLURM_JOB_END_TIME", ""))
     if end is not None:
-        return JobWindow(_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
+        return JobWindow(_epoch_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
     if environment.get("SLURM_PROCID", "0") != "0":
         return JobWindow(None, None)
     job_ids = current_het_components(environment) or [job_id]
@@ -113,7 +113,7 @@ def current_job_window(
 def parse_job_window(text: str) -> JobWindow:
     """Parse StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` becomes None."""
     job = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("JobId="))
-    times = {key: _seconds(value) for key, value in _FIELD.findall(job or text)}
+    times = {key: _epoch_seconds(value) for key, value in _FIELD.findall(job or text)}
     return JobWindow(times.get("StartTime"), times.get("EndTime"))
 
 
@@ -142,7 +142,7 @@ def _direction(seconds: float) -> str:
     return "ahead of" if seconds > 0 else "behind"
 
 
-def _seconds(text: str) -> float | None:
+def _epoch_seconds(text: str) -> float | None:
     """Parse a time that Slurm prints into seconds since the epoch; None for ``Unknown`` etc."""
     if text.isdigit():
         return float(text)

@@ -614,7 +614,7 @@ class MailboxPeer:
             raise ChannelFailed(reason)
 
     def _silence_error(self) -> str | None:
-        """Return the error message for a silent host; None if it is not silent or may be replaced."""
+        """Return the error for a silent host; None if it is not silent or may be replaced."""
         if self._host is None or self.silent_s <= self._host.timeout_s:
             return None
         return (
