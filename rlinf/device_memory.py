@@ -1,8 +1,9 @@
 """Device memory: which tensors are on the device, and which are offloaded to host memory.
 
 Stages that take turns on one device share its memory: the weights of an engine; the weights,
-gradients and optimizer state of a trainer; the weights of a reference. Before a stage computes, its
-memory is loaded back. The least recently used groups are offloaded, no more than necessary.
+gradients and optimizer state of a trainer; the weights of a reference. Each object divides its
+memory into groups of tensors that are used together. Before a stage computes, its groups are loaded
+back. The least recently used other groups are offloaded, no more than necessary.
 
 Each object moves its own memory, by its own means: an engine's server sleeps and wakes, for
 example. Objects that have tensors inherit :class:`OffloadableTensors`. This module does not know
@@ -44,10 +45,9 @@ class MemorySize(NamedTuple):
 
 
 class Offloadable(Protocol):
-    """An object whose device memory can be offloaded between calls, in groups that are used
-    together.
+    """An object whose device memory can be offloaded between calls, group by group.
 
-    Groups do not overlap. Memory that was offloaded comes back unchanged.
+    Groups do not overlap. Memory that was offloaded is loaded back unchanged.
     """
 
     device: torch.device

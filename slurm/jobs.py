@@ -89,7 +89,10 @@ def current_het_components(environment: Mapping[str, str] = os.environ) -> list[
 
 @dataclass(frozen=True)
 class JobResources:
-    """The resources and settings of one job; None stands for the cluster's default."""
+    """The resources and settings of one job; None stands for the cluster's default.
+
+    Fields with names of sbatch's options are these options.
+    """
 
     partition: str | None = None
     nodes: int = 1
