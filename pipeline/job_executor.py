@@ -15,7 +15,7 @@ from pipeline.plan import Plan
 from pipeline.resources import (
     ClusterConfig,
     check_hetjobs,
-    check_quotas,
+    check_job_limits,
     job_resources,
     plan_job_requests,
     stage_interpreter,
@@ -48,10 +48,10 @@ def create_launcher(
         return LocalLauncher()
     from launchers.submitit import SubmititLauncher
     from slurm.client import SlurmClient
-    from slurm.job_limits import check_resources, read_quotas
+    from slurm.job_limits import check_resources, read_cluster_limits
 
     client = SlurmClient(poll_interval_s=cluster.poll_interval_s)
-    partitions, quotas = client.partitions(), read_quotas(client)
+    partitions, cluster_limits = client.partitions(), read_cluster_limits(client)
     if cluster.site is not None:
         from slurm.site import load_site
 
@@ -60,9 +60,9 @@ def create_launcher(
     for key, alternatives in jobs.items():
         for needs in alternatives:
             check_resources(needs, partitions, key)
-    check_quotas(plan, jobs, quotas, driver)
+    check_job_limits(plan, jobs, cluster_limits, driver)
     check_hetjobs(plan, cluster)
-    return SubmititLauncher(client, quotas)
+    return SubmititLauncher(client, cluster_limits)
 
 
 def stage_job(node: StageNode, call: StageCall, run: Path, needs: JobResources) -> JobSpec:

@@ -20,7 +20,7 @@ from slurm.sbatch_options import EnvironmentVariables, OptionText, ShellText
 from stages.flow import Flow
 
 if TYPE_CHECKING:
-    from slurm.job_limits import Quotas
+    from slurm.job_limits import ClusterLimits
 
 
 JobRequests = dict[str, list[JobResources]]
@@ -302,8 +302,8 @@ def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     return requests
 
 
-def check_quotas(
-    plan: Plan, jobs: JobRequests, quotas: Quotas, driver: JobResources | None = None
+def check_job_limits(
+    plan: Plan, jobs: JobRequests, cluster_limits: ClusterLimits, driver: JobResources | None = None
 ) -> None:
     """Check that accounting allows the jobs of a plan, one by one and concurrently.
 
@@ -312,14 +312,14 @@ def check_quotas(
         driver: resources of the driver's job, which runs beside all of them.
 
     Raises:
-        PlanError: a quota is exceeded; the message names the key of the plan and the limit.
+        PlanError: a limit is exceeded; the message names the key of the plan and the limit.
     """
     for key, alternatives in jobs.items():
         for needs in alternatives:
-            quotas.check(needs, key)
+            cluster_limits.check(needs, key)
     driver_jobs = {} if driver is None else {"cluster.driver": [driver]}
     for concurrent in [jobs] if plan.pools else [{key: value} for key, value in jobs.items()]:
-        quotas.check_concurrent({**driver_jobs, **concurrent})
+        cluster_limits.check_concurrent({**driver_jobs, **concurrent})
 
 
 def check_hetjobs(plan: Plan, cluster: ClusterConfig) -> None:

@@ -33,7 +33,7 @@ from pipeline.plan import Plan, StagePlan
 from pipeline.pools.leases import PoolState, pool_job, pool_states
 from pipeline.resources import (
     ClusterConfig,
-    check_quotas,
+    check_job_limits,
     job_resources,
     plan_job_requests,
     pool_resources,
@@ -48,7 +48,7 @@ from rlinf import process_tuning
 from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError, PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import Partition, SlurmClient, default_partition, partition_names
-from slurm.job_limits import check_resources, read_quotas
+from slurm.job_limits import check_resources, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources
 from slurm.sbatch_options import check_log_folder, portable_options
 from slurm.site import PartitionSettings, load_site
@@ -88,17 +88,17 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
     )
     needs = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
-    quotas = read_quotas(client)
-    max_minutes = quotas.max_minutes(needs) if settings.time_limit_min is None else None
+    cluster_limits = read_cluster_limits(client)
+    max_minutes = cluster_limits.max_minutes(needs) if settings.time_limit_min is None else None
     if max_minutes is not None and needs.time_limit_min is not None:
         needs = replace(needs, time_limit_min=min(needs.time_limit_min, max_minutes[0]))
     try:
         check_resources(needs, partitions, "cluster.driver")
-        quotas.check(needs, "cluster.driver")
+        cluster_limits.check(needs, "cluster.driver")
     except PlanError as error:
         raise PlanError(str(error).removeprefix("plan: ")) from None
     if cluster.launcher == "slurm":
-        check_quotas(plan, plan_job_requests(plan, cluster), quotas, needs)
+        check_job_limits(plan, plan_job_requests(plan, cluster), cluster_limits, needs)
     return needs
 
 

@@ -23,14 +23,14 @@ from pipeline.planning.profile.schema import KindProfile, Profile
 from pipeline.resources import (
     ClusterConfig,
     base_resources,
-    check_quotas,
+    check_job_limits,
     plan_job_requests,
     resolve_for,
 )
 from rlinf.errors import PlanError, did_you_mean
 from slurm import gpus
 from slurm.inventory import Inventory
-from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
+from slurm.job_limits import ClusterLimits, SharedLimit, cluster_limits_from_inventory
 from slurm.jobs import JobResources
 from slurm.site import SiteConfig
 
@@ -74,7 +74,7 @@ def cpus_per_process(kind: DeviceKind) -> int:
 class JobAllowance:
     """The limits of jobs in one partition, under the account and QOS of the site file."""
 
-    quotas: Quotas = field(default_factory=Quotas)
+    cluster_limits: ClusterLimits = field(default_factory=ClusterLimits)
     account: str | None = None
     qos: str | None = None
     max_minutes: tuple[int, str] | None = None
@@ -90,7 +90,7 @@ class JobAllowance:
     def refusal_for(self, request: StagePlan, key: str) -> str:
         """Return why a job with this request will never run; "" if it may run."""
         try:
-            self.quotas.check(self._resources(request), key)
+            self.cluster_limits.check(self._resources(request), key)
         except PlanError as error:
             return str(error)
         return ""
@@ -104,12 +104,12 @@ class JobAllowance:
             reason = self.refusal_for(request_for_devices([kind], middle), f"a job on {kind.name}")
             low, high, refusal = (low, middle, reason) if reason else (middle, high, refusal)
         resources = self._resources(request_for_devices([kind], 1))
-        (shared,) = self.quotas.shared_limits(resources)
+        (shared,) = self.cluster_limits.shared_limits(resources)
         return JobAllowance(
-            self.quotas,
+            self.cluster_limits,
             self.account,
             self.qos,
-            self.quotas.max_minutes(resources),
+            self.cluster_limits.max_minutes(resources),
             low if refusal else None,
             refusal,
             shared,
@@ -121,7 +121,7 @@ class JobAllowance:
 
     def for_job(self, request: StagePlan, devices: int) -> JobAllowance:
         """Return the allowance with the amounts of shared limits that a device of this job uses."""
-        (shared,) = self.quotas.shared_limits(self._resources(request))
+        (shared,) = self.cluster_limits.shared_limits(self._resources(request))
         amounts = {limit: n if limit.key == "jobs" else n // devices for limit, n in shared.items()}
         return replace(self, shared_limits=amounts)
 
@@ -129,21 +129,25 @@ class JobAllowance:
         return base_resources(request, account=self.account, qos=self.qos)
 
 
-def check_quota(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
+def check_plan_limits(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
     """Return a plan with the cluster's settings, as ``rlinf run`` resolves it.
 
     Raises:
         PlanError: accounting does not allow the plan; the message names its key and the limit.
     """
     plan = resolve_for(plan, inventory.partitions)
-    check_quotas(plan, plan_job_requests(plan, cluster), quotas_from_inventory(inventory))
+    check_job_limits(
+        plan, plan_job_requests(plan, cluster), cluster_limits_from_inventory(inventory)
+    )
     return plan
 
 
-def job_allowance(quotas: Quotas, site: SiteConfig, kind: DeviceKind) -> JobAllowance:
+def job_allowance(
+    cluster_limits: ClusterLimits, site: SiteConfig, kind: DeviceKind
+) -> JobAllowance:
     """Return the limits of jobs on a kind of device."""
     settings = site.settings_for(kind.partition)
-    return JobAllowance(quotas, settings.account, settings.qos).for_kind(kind)
+    return JobAllowance(cluster_limits, settings.account, settings.qos).for_kind(kind)
 
 
 @dataclass(frozen=True)
@@ -277,11 +281,11 @@ def select_devices(
     _check_partitions(partitions, kinds, inventory)
     selected, missing = {}, []
     refused: dict[str, str] = {}
-    quotas = quotas_from_inventory(inventory)
+    cluster_limits = cluster_limits_from_inventory(inventory)
     for name, kind in kinds.items():
         if partitions and not {name, kind.partition} & set(partitions):
             continue
-        allowance = job_allowance(quotas, site, kind)
+        allowance = job_allowance(cluster_limits, site, kind)
         if allowance.max_devices == 0 and not is_user_plan:
             refused[name] = allowance.refusal
             continue

@@ -24,7 +24,7 @@ from pipeline.inventory import load_or_survey
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
 from pipeline.planning.planner import job_planner, pool_planner
 from pipeline.planning.planner.available_devices import (
-    check_quota,
+    check_plan_limits,
     local_devices,
     select_devices,
     with_memory_floors,
@@ -238,7 +238,7 @@ def build_request(
         )
         notes += device_notes
         cluster_at_site = cluster.model_copy(update={"site": site})
-        validator = partial(check_quota, cluster=cluster_at_site, inventory=inventory)
+        validator = partial(check_plan_limits, cluster=cluster_at_site, inventory=inventory)
         if not profile.estimated:
             # If data sheets or the model's formulas are missing, only measurements show what fits.
             with suppress(PlanError, DataError):
