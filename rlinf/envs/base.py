@@ -41,9 +41,9 @@ class RolloutRequest:
     group_ids: Sequence[int]
     """Ids of the groups (prompts or initial states) of the batch that this worker collects."""
     num_groups: int
-    """Groups that all workers together may collect in this iteration."""
+    """Number of groups that all workers together may collect in this iteration."""
     group_size: int
-    """Samples per group: sample ``group * group_size + k``."""
+    """Samples per group. Those of a group have the ids ``group * group_size + k``."""
     horizon: int
     temperature: float
     partial_samples: Mapping[int, Trajectory] | None = None
@@ -54,7 +54,7 @@ class RolloutRequest:
     samples start new episodes, and episodes that are unfinished at the end are saved. None: all
     samples start new episodes, and no episode is saved."""
     groups_per_batch: int | None = None
-    """Groups of one batch, if an iteration may draw several batches; None: ``num_groups``."""
+    """Number of groups of a batch, if an iteration may draw several; None: ``num_groups``."""
     num_videos: int = 0
     """Samples with an id below this number record :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)

@@ -189,7 +189,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         ]
 
     def _trajectory(self, spans: Sequence[tuple[np.ndarray, bool]]) -> Trajectory:
-        """Return the trajectory of spans: token ids, and whether the loss includes them."""
+        """Return the trajectory of spans, each as its token ids and whether it is in the loss."""
         (prompt, _), *rest = spans
         actions = [ids for ids, _ in rest]
         masks = [np.full(len(ids), in_loss, np.float32) for ids, in_loss in rest]

@@ -229,7 +229,7 @@ class _TrajectoryRecorder:
         self._request, self._samples = request, samples
         self.groups = samples // request.group_size
         self.columns: dict[str, np.ndarray] = {}
-        """Columns ``[n, horizon, ...]`` by their names in a trajectory."""
+        """Columns ``[n, horizon, ...]`` by their names in the record of a trajectory."""
         self.observations = Arrays()
         self.truncated_observations: list[tuple[np.ndarray, int, Arrays]] = []
         """Rows that were truncated, the time step, and the observations after that step."""

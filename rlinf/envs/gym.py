@@ -182,8 +182,8 @@ class GymConfig(Section):
     """MuJoCo's renderer: egl on a GPU (or in software by Mesa), osmesa in software."""
     action: ActionConfig | None = None
     """The action space. If ``observation`` or ``action`` is not set, it is read from the simulator
-    when a run is created, and frozen with the run. If that machine cannot build the simulator, both
-    must be set. The first stage checks them."""
+    when a run is created, and stored in its configuration. If the machine that creates the run
+    cannot build the simulator, both must be set. The first stage checks them."""
     kwargs: dict[str, Any] = {}
     """Further arguments of the simulator's factory."""
     instruction: bool | str = False
@@ -677,7 +677,7 @@ def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
 
 @contextlib.contextmanager
 def _translate_user_errors(config: GymConfig) -> Iterator[None]:
-    """Raise errors of the user's simulator in this process as a simulator process does."""
+    """Convert errors of the user's simulator in this process to SimulatorCodeError."""
     try:
         yield
     except (RlinfError, InvalidEnvConfig):

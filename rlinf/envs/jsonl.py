@@ -34,6 +34,7 @@ class JsonlConfig(ProblemSetConfig):
     prompt_field: str = "question"
     """Field that holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
+    """Field that holds the reference answer."""
     info_fields: tuple[str, ...] = ()
     """Further fields of each row that the reward receives in ``extra`` of a trajectory. Texts
     and numbers stay as they are; other values become JSON. If a field is not a number in some row

@@ -100,10 +100,10 @@ def get_instruction(env: Any) -> str | None:
 
 @functools.lru_cache(1024)
 def encode_instruction(text: str) -> np.ndarray:
-    """Return an instruction as :mod:`rlinf.data.episodes` decodes it, uint8 ``[256]``.
+    """Return an instruction in UTF-8, padded with zeros, uint8 ``[256]``.
 
     Raises:
-        InvalidEnvConfig: it is too long.
+        InvalidEnvConfig: the instruction is too long.
     """
     data = text.encode()
     if len(data) > INSTRUCTION_BYTES:

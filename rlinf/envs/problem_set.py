@@ -258,7 +258,7 @@ def _excerpt(value: Any) -> str:
 
 
 def format_transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """Return a conversation as a transcript; a single message is its text."""
+    """Return a conversation as a transcript; a single message without its role."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -311,7 +311,7 @@ class RenderedProblem(Prompt):
     """The answer for supervised fine-tuning: the assistant's message in the row, or the reference
     answer."""
     num_tokens: int
-    """Tokens of ``rendered``."""
+    """Number of tokens of ``rendered``."""
     conversation: tuple[ChatMessage, ...]
     """The messages that ``rendered`` was built from."""
     location: str
@@ -337,8 +337,8 @@ class RenderedDataset(Generic[T]):
     ) -> None:
         """
         Args:
-            render: renders items from problems, each with the index of its problem in the argument.
-                One problem may become several consecutive items.
+            render: renders problems to items, each with the index of its problem in the argument. A
+                problem may become several consecutive items.
             size: returns the number of tokens of an item.
         """
         self._problems, self.render, self._size = problems, render, size
@@ -347,9 +347,9 @@ class RenderedDataset(Generic[T]):
         """For each item within the limit: the index of its problem, and its index among the items
         of that problem, int64 ``[N, 2]``."""
         self.longest = 0
-        """Tokens of the longest item within the limit."""
+        """Number of tokens of the longest item within the limit."""
         self.total = 0
-        """Items of any length."""
+        """Number of items of any length."""
 
     def __len__(self) -> int:
         return len(self._places)

@@ -105,7 +105,7 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
         dataset = load_dataset(self.config, split)
         entry = dataset[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
         if HUGE_NUMBER.search(answer):
-            # Graders that compute it exactly would take hours, and cannot be interrupted.
+            # Graders that compute such a number would take hours, and cannot be interrupted.
             counts["parse_failures"] += 1
             return 0.0
         try:

@@ -52,7 +52,7 @@ from rlinf.seeding import generator
 CALL_PATTERN = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
 """Matches the first complete call. The text of a match contains no other tag."""
 TOKENIZE_CHUNK = 4096
-"""Questions that are tokenized at once."""
+"""Number of questions that are tokenized at once."""
 INSTRUCTION = (
     "Answer the question. You can look things up: write <search>words</search>, and what is found "
     "comes back between <information> and </information>. End with the answer alone, as "
@@ -97,8 +97,8 @@ class SearchConfig(DialogueConfig):
     """Number of training questions that precede each question, with their answers; they are not
     trained on."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
-    """Reward of a wrong answer if no message was malformed; a right answer loses this much if a
-    message was malformed (arXiv 2505.15117)."""
+    """Reward of a wrong answer if no message before it caused an error; a right answer after an
+    error (a malformed message, or a search too many) loses this much (arXiv 2505.15117)."""
     retrieval_reward: float = Field(default=0.0, ge=0, lt=1)
     """Reward of the first search whose results contain an answer (arXiv 2505.11821, section 4), in
     addition to the reward of the policy's answer."""

@@ -111,7 +111,7 @@ class VisualPrompt(Prompt):
 
     image: np.ndarray
     image_tokens: int
-    """Tokens that represent the image."""
+    """Number of tokens that represent the image."""
 
     def extra_columns(self) -> Mapping[str, np.ndarray]:
         return self._columns

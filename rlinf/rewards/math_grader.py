@@ -60,8 +60,8 @@ OUTCOME_METRICS: dict[GradeOutcome, str] = {
 CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
 """Names of the metrics: number of cross-checks, and of those with another score."""
 CROSS_CHECK_EVERY = 16
-"""Plain math-verify grades every 16th answer too. For all answers, grading would take several times
-as long."""
+"""Plain math-verify grades every 16th answer too. If it graded all answers, grading would take
+several times as long."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def count_outcomes(grades: Sequence[Grade]) -> dict[str, int]:
 
 
 class MathGrader:
-    """A few processes that compare responses with reference answers.
+    """Processes that compare responses with reference answers.
 
     Args:
         timeout_s: CPU time for one answer, rounded up to a whole second of the process's CPU time.

@@ -41,7 +41,7 @@ class MathAnswer:
     ``(]``, or ``::`` for a ratio or time; the word that joins the parts of a region (``or``,
     ``and`` or a comma) or of a list of words or letters (``or``, ``and`` or empty)."""
     items: tuple[MathAnswer, ...] = ()
-    """Parts of an answer that has parts."""
+    """Members, bounds, rows or relations; for a choice, the text of the option."""
     name: str = ""
     """Left-hand side of ``x = 5``, or ``choice`` for a letter; empty: none."""
     unit: str = ""
@@ -92,8 +92,7 @@ def _is_phrase(answer: MathAnswer) -> bool:
 
 
 def _parse_marked(text: str) -> MathAnswer:
-    """Parse a marked answer. Words around it are allowed if it has exactly one number or
-    formula."""
+    """Parse a marked answer. Words are allowed around a single number or formula."""
     if len(text) > MAX_ANSWER_CHARS:
         raise UnparsableAnswerError("too long for an answer")
     try:
