@@ -43,8 +43,7 @@ class ChatProblem:
     """A question or conversation, with a reference answer."""
 
     messages: tuple[Mapping[str, str], ...]
-    """Mappings with ``role`` and ``content``; the last message is the user's. A plain question is
-    a single message."""
+    """Roles and contents; the last message is the user's. A plain question is a single message."""
     answer: str
     location: str
     """File and line, for error messages."""
@@ -110,10 +109,6 @@ def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatPr
     """Return the conversations of a JSON-lines file, each read when it is used. The last message of
     a conversation is its answer and its demonstration.
 
-    Args:
-        field: name of the field with the messages.
-        key: configuration key that names the file, for error messages.
-
     Raises:
         DataError: as :func:`read_problems`, or a conversation does not end with a message of the
             user and one of the assistant; names the line.
@@ -150,11 +145,8 @@ def collapse_whitespace(text: str) -> str:
 
 
 def text_field(item: dict[str, Any], name: str, option: str, prefix: str) -> str:
-    """Return a field that is a text or a number, as text.
-
-    Args:
-        option: name of the key of ``task`` that sets the field's name.
-        prefix: as in :func:`read_problems`.
+    """Return a field that is a text or a number, as text. ``option`` is the key of ``task`` that
+    has the field's name; for ``prefix`` see :func:`read_problems`.
 
     Raises:
         DataError: the field is missing, empty or of another type.
@@ -225,12 +217,7 @@ def _parse_messages(value: Any, prefix: str, field: str) -> list[Mapping[str, st
 
 
 def _prepend_reasoning(message: Mapping[str, Any], content: str, prefix: str, name: str) -> str:
-    """Return the content of a message; reasoning in a field of its own is put before the content,
-    in ``<think>`` tags.
-
-    Args:
-        name: position of the message in the row, for error messages.
-    """
+    """Return a message's content, after reasoning in ``<think>`` tags if a field has it."""
     fields = [field for field in REASONING_FIELDS if message.get(field)]
     if message["role"] != "assistant" or not fields:
         return content
