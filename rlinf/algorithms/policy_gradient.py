@@ -302,9 +302,7 @@ def nearest_power_of_two(weights: Tensor) -> float:
     return 2.0 ** round(math.log2(max(1.0, total)))
 
 
-def minibatch_indices(
-    learner: Learner, count: int, epochs: int, per_epoch: int
-) -> list[list[int]]:
+def minibatch_indices(learner: Learner, count: int, epochs: int, per_epoch: int) -> list[list[int]]:
     """Return the sample indices of each optimizer step. An epoch has every sample once, in a random
     order if it has several steps.
 

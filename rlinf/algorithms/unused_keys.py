@@ -94,7 +94,6 @@ def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
     ]
 
 
-
 def _overridden_reader(cls: type[Algorithm], key: str) -> str | None:
     """Return the name of a method that reads ``key`` in a base class and that ``cls`` overrides;
     None if there is none."""
