@@ -63,7 +63,7 @@ def turn_level_advantages(
     The return of a turn is the sum of its reward and the rewards of later turns (as in GTPO, arXiv
     2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). It is compared
     only with samples that have this turn, because earlier turns decide whether the dialogue reaches
-    it. An outcome one turn later therefore has the same effect.
+    it. An outcome therefore has the same effect if a sample reaches it one turn later.
 
     Args:
         rewards, mask: ``[N, T]``.
@@ -81,8 +81,8 @@ def turn_level_advantages(
     turn_rewards = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
     turn_rewards.scatter_add_(1, turn_of_step, (rewards * mask).double())
     returns = turn_rewards.flip(1).cumsum(1).flip(1).to(rewards.dtype)
-    steps = torch.zeros_like(turn_rewards).scatter_add_(1, turn_of_step, (mask > 0).double())
-    has_turn = steps > 0
+    num_steps = torch.zeros_like(turn_rewards).scatter_add_(1, turn_of_step, (mask > 0).double())
+    has_turn = num_steps > 0
     _, index = torch.unique(groups, return_inverse=True)
     turn_groups = index[:, None] * count + torch.arange(count)
     advantages = torch.zeros_like(returns)

@@ -79,8 +79,7 @@ class Algorithm(Component, ABC):
 
     @property
     def replay_capacity(self) -> int:
-        """Maximum number of transitions in the replay buffer, which keeps the newest ones; 0:
-        unused."""
+        """Maximum number of transitions in the replay buffer, which keeps the newest; 0: none."""
         return 0
 
     @property

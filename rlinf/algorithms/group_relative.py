@@ -119,8 +119,7 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
 
     @abstractmethod
     def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        """Return the advantages ``[N]`` of scores ``[N]`` (rewards or returns) within their
-        groups."""
+        """Return advantages ``[N]`` of scores ``[N]``, rewards or returns, within their groups."""
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         if self.needs_turns:

@@ -73,8 +73,7 @@ class Learner:
         return self._trainer.supports_accumulation
 
     def rng(self, *address: int | str) -> np.random.Generator:
-        """Return a random generator that depends only on seed, iteration and ``address`` (its
-        purpose: names and numbers)."""
+        """Return a random generator that depends only on seed, iteration and ``address``."""
         return generator(self.seed, self.iteration, "train", *address)
 
     def forward(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, StepOutputs]]:
@@ -182,8 +181,7 @@ class Learner:
         return offline_data.load_offline_data(path)
 
     def intervention_transitions(self) -> Transitions:
-        """Return the run's transitions in which a person intervened. They are empty if the flow
-        does not store them."""
+        """Return the transitions in which a person intervened; none if the flow stores none."""
         return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
     def mark_dirty(self) -> None:

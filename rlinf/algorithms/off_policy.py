@@ -174,8 +174,8 @@ class OffPolicyAlgorithm(Algorithm):
             learner.report_progress(first_step + steps, count)
 
     def _policy_learns(self, step: int, count: int) -> bool:
-        """Return whether the policy learns at a step (from 0) of ``count``; at the last it always
-        does."""
+        """Return whether the policy learns at step ``step`` (from 0) of ``count``: at the last,
+        and at every ``policy_delay``-th before it."""
         return (count - 1 - step) % self.config.policy_delay == 0
 
     def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:

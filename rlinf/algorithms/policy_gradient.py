@@ -85,9 +85,9 @@ class _Update:
 
     def __init__(self, algorithm: PolicyGradient, learner: Learner) -> None:
         self._algorithm, self._learner = algorithm, learner
-        self._divisor: float | None = None
+        self._total_divisor: float | None = None
         """Sum of the divisors of the accumulated parts; see :func:`loss_agg_weights`."""
-        self._loss_scale = 1.0
+        self._loss_divisor = 1.0
         """Divisor of a loss before its gradient is computed. It is a power of two, so that division
         is exact, and near the total weight, so that float16 gets losses as small as a mean."""
 
@@ -96,16 +96,16 @@ class _Update:
         if samples:
             batch = self._with_advantages(samples)
             weights, divisor = self._loss_weights(batch.require("loss_mask"))
-            if self._divisor is None:
-                self._loss_scale = nearest_power_of_two(weights)
-            self._divisor = (self._divisor or 0.0) + divisor
+            if self._total_divisor is None:
+                self._loss_divisor = nearest_power_of_two(weights)
+            self._total_divisor = (self._total_divisor or 0.0) + divisor
             rows = list(range(len(samples)))
             self._accumulate_rows(batch, samples, rows, weights, entropy=True)
 
     def step(self) -> None:
         """Step the optimizer on the accumulated gradient."""
-        if self._divisor is not None:
-            self._step_optimizer(self._divisor)
+        if self._total_divisor is not None:
+            self._step_optimizer(self._total_divisor)
 
     def run_epochs(self, samples: list[TrainingSample]) -> None:
         """Do all optimizer steps on the whole batch."""
@@ -117,7 +117,7 @@ class _Update:
         for index, rows in enumerate(minibatches):
             weights, divisor = self._loss_weights(batch.require("loss_mask")[rows])
             entropy = self._algorithm.needs_entropy or index == 0
-            self._loss_scale = nearest_power_of_two(weights)
+            self._loss_divisor = nearest_power_of_two(weights)
             self._accumulate_rows(batch, samples, rows, weights, entropy=entropy)
             self._step_optimizer(divisor)
             learner.report_progress(index + 1, len(minibatches))
@@ -159,7 +159,7 @@ class _Update:
             entropy: whether the entropy must be computed.
         """
         learner, config = self._learner, self._algorithm.config
-        loss_scale = self._loss_scale
+        loss_divisor = self._loss_divisor
         computed, weight_share = self._rows_with_gradient(batch, rows, weights)
         rows, weights = [rows[index] for index in computed], weights[computed]
         is_first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
@@ -186,8 +186,8 @@ class _Update:
                 temperature=learner.temperature,
                 entropy=entropy,
             )
-            return value / loss_scale, {
-                name: metric if is_max_metric(name) else metric / weight_share / loss_scale
+            return value / loss_divisor, {
+                name: metric if is_max_metric(name) else metric / weight_share / loss_divisor
                 for name, metric in metrics.items()
             }
 
@@ -241,7 +241,7 @@ class _Update:
             divisor: divisor of the accumulated loss; see :func:`loss_agg_weights`.
         """
         groups = self._algorithm.trainable_groups(self._learner.iteration)
-        scale = self._loss_scale / max(1.0, divisor)
+        scale = self._loss_divisor / max(1.0, divisor)
         self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=groups)
 
     def _check_engine_mismatch(self, totals: dict[str, float]) -> None:

@@ -65,8 +65,7 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus, GroupAlgorithm):
-    """REINFORCE++-baseline: the baseline is the mean total reward of the group, KL penalties of
-    ``kl_reward_coef`` included."""
+    """REINFORCE++-baseline: the baseline is the group's mean reward, KL penalties included."""
 
     Config = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig

@@ -126,12 +126,12 @@ class LeRobotDataset:
         Raises:
             DataError: a file is missing or contradicts ``meta``.
         """
-        open_file: Path | None = None
+        table_path: Path | None = None
         table: Any = None
         videos: dict[str, _VideoReader] = {}
         for episode in self._episodes():
-            if open_file != episode.data_file:
-                open_file, table = episode.data_file, _read_table(episode.data_file)
+            if table_path != episode.data_file:
+                table_path, table = episode.data_file, _read_table(episode.data_file)
             rows = table.slice(episode.first_row, episode.length)
             if len(rows) != episode.length or not episode.length:
                 raise DataError(f"{episode.data_file}: episode {episode.index} is incomplete")
@@ -373,7 +373,7 @@ FEATURE_COLUMNS = {
 """Field of the trajectory that is written as each feature."""
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""Every how many images one is used for the statistics."""
+"""Distance between the images that are used for statistics."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -385,7 +385,7 @@ SCALAR_FEATURES = {
 
 
 def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the columns of each complete episode of a trajectory; ``done`` is 1 at its last step.
+    """Yield the columns of each episode of a trajectory; ``done`` is 1 at the step that ended it.
 
     Episodes with masked steps are left out.
 
@@ -578,7 +578,7 @@ class LeRobotWriter:
             images = [image for episode in self._buffered for image in episode[name]]
             # Image statistics are per channel, for values in [0, 1].
             for image in images[::STATISTICS_STRIDE]:
-                self._add_to_stats(_camera_feature(name), image.reshape(-1, 3) / 255, channels=True)
+                self._add_to_stats(_camera_feature(name), image.reshape(-1, 3) / 255, is_image=True)
             if self._png:
                 cells = [{"bytes": _encode_png(image), "path": None} for image in images]
                 fields = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
@@ -592,9 +592,9 @@ class LeRobotWriter:
         parquet.write_table(pyarrow.table(columns), path)
         self._buffered, self._written_frames, self._files = [], self._frames, self._files + 1
 
-    def _add_to_stats(self, name: str, values: np.ndarray, *, channels: bool = False) -> None:
+    def _add_to_stats(self, name: str, values: np.ndarray, *, is_image: bool = False) -> None:
         rows = values.reshape(len(values), -1).astype(np.float64)
-        self._stats.setdefault(name, _FeatureStats(channels)).add(rows)
+        self._stats.setdefault(name, _FeatureStats(is_image)).add(rows)
 
     def _info(self) -> dict[str, Any]:
         def numeric_feature(name: str, dtype: str) -> dict[str, Any]:
@@ -636,14 +636,9 @@ class LeRobotWriter:
 class _FeatureStats:
     """Minimum, maximum, mean and standard deviation of a feature."""
 
-    def __init__(self, channels: bool) -> None:
-        """
-        Args:
-            channels: whether the feature is an image, with statistics per channel.
-        """
-        self._channels = channels
-        self._rows, self._items = 0, 0
-        """Numbers of added rows, and of added images or vectors."""
+    def __init__(self, is_image: bool) -> None:
+        self._is_image, self._rows, self._items = is_image, 0, 0
+        # Rows: pixels of images, or vectors. Items: images, or vectors.
         self._min = self._max = self._sum = self._square_sum = np.zeros(0)
 
     def add(self, rows: np.ndarray) -> None:
@@ -656,13 +651,13 @@ class _FeatureStats:
         self._sum = self._sum + rows.sum(0)
         self._square_sum = self._square_sum + np.square(rows).sum(0)
         self._rows += len(rows)
-        self._items += 1 if self._channels else len(rows)
+        self._items += 1 if self._is_image else len(rows)
 
     def values(self) -> dict[str, Any]:
         mean = self._sum / self._rows
         deviation = np.sqrt(np.maximum(self._square_sum / self._rows - np.square(mean), 0))
         statistics = {"min": self._min, "max": self._max, "mean": mean, "std": deviation}
-        shape = (-1, 1, 1) if self._channels else (-1,)
+        shape = (-1, 1, 1) if self._is_image else (-1,)
         lists = {name: value.reshape(shape).tolist() for name, value in statistics.items()}
         return {**lists, "count": [self._items]}
 

@@ -96,8 +96,7 @@ def dtype_fields(dtype: np.dtype) -> list[list[object]]:
 
 
 def dtype_mismatch(expected: np.dtype, actual: np.dtype) -> str | None:
-    """Describe the first field that differs between two types of transitions. None: they are
-    equal."""
+    """Describe the first field that differs between two types; None if they are equal."""
     tables = [{str(f[0]): f[1:] for f in dtype_fields(dtype)} for dtype in (expected, actual)]
     for name in [*tables[0], *tables[1]]:
         if tables[0].get(name) != tables[1].get(name):
@@ -155,8 +154,7 @@ def action_clip_ratio(trajectory: Trajectory) -> float | None:
 
 
 def intervention_mask(trajectory: Trajectory) -> np.ndarray:
-    """Return in which of the ``n`` transitions of :func:`to_transitions` a person intervened, bool
-    ``[n]``."""
+    """Return for each transition of :func:`to_transitions` whether a person intervened, ``[n]``."""
     mask = loss_mask(trajectory)
     if trajectory.intervened is None:
         return np.zeros(int(mask.sum()), bool)

@@ -73,7 +73,7 @@ class ZeroOptimizer(ABC):
 
     @abstractmethod
     def fragments(self) -> Iterator[ZeroFragment]:
-        """Yield the fragments of all trained parameters."""
+        """Yield this process's fragment of each trained parameter."""
 
     @abstractmethod
     def reduce_gradients(self) -> None:
@@ -599,8 +599,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return flat.detach()[fragment.flat_start : fragment.flat_start + fragment.count]
 
     def _local_parts(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return this process's parts of tensors of the module, by name, and record their
-        placements."""
+        """Return this process's parts of these tensors, by name, and record their placements."""
         parts = {}
         for name, tensor in named:
             fragment = self._fragments.get(id(tensor))

@@ -348,8 +348,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Return the norm, over all ranks, of the gradient of those parameters in ``groups`` that
-        the step changes."""
+        """Return the norm, over all ranks, of the gradient that the step uses, in ``groups``."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:

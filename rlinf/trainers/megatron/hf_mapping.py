@@ -33,8 +33,7 @@ class RankSlice:
     first_expert: int
     """Index, in a layer, of the process's first expert."""
     query_and_kv_rows: tuple[int, int]
-    """Number of rows of a query group in the fused matrix: of its queries, and of its keys (or its
-    values)."""
+    """Numbers of rows of a query group in the fused matrix: of its queries, and of its keys."""
     tied: bool
     """Whether the head shares the weight of the embedding."""
 
@@ -77,8 +76,7 @@ class TensorPart:
     name: str
     placement: ShardPlacement
     ranges: tuple[tuple[int, int, int], ...]
-    """Where the elements are, in order: index of the fragment, offset in the fragment, and number
-    of elements."""
+    """Where the elements are, in order: index of the fragment, offset in it, and length."""
 
 
 REPLICATED_NAMES = {
@@ -215,8 +213,7 @@ def tensor_parts(
 
 
 def _slice_ranges(tensor_slice: TensorSlice, param_columns: int) -> np.ndarray:
-    """Return the ranges of a slice, ``[n, 3]``: offset in the tensor, offset in the parameter, and
-    length."""
+    """Return the ranges of a slice, ``[n, 3]``: offsets in tensor and in parameter, and length."""
     tensor_columns = tensor_slice.shape[-1] if len(tensor_slice.shape) > 1 else 1
     tensor_row, param_row = tensor_slice.first_row, tensor_slice.param_row
     num_rows = tensor_slice.num_rows

@@ -36,8 +36,7 @@ class ParamFragment:
     num_copies: int
     """Number of processes that have the same fragment."""
     is_primary: bool
-    """Whether this process writes the fragment to checkpoints; one of the processes that have it
-    does."""
+    """Whether this process, of those with the same fragment, writes it to checkpoints."""
 
     @property
     def flat(self) -> Tensor:
@@ -288,8 +287,7 @@ class LocalTensors:
         """The parts in checkpoints: of all weights, or of adapters only."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
-        """Return whether this process writes a part to checkpoints and fills it in
-        :meth:`gather`."""
+        """Return whether this process writes a part to checkpoints, and adds it in a gather."""
         return all(self._all_fragments[index].is_primary for index, *_ in part.ranges)
 
     def weights(self) -> list[Tensor]:
@@ -306,8 +304,7 @@ class LocalTensors:
             write_part(self.weights(), part, part.placement.extract(full))
 
     def gather(self, name: str, template: Tensor, device: torch.device, processes: int) -> Tensor:
-        """Return a full tensor; collective. Each process fills in its part, with zeros elsewhere,
-        and bytes are summed."""
+        """Return a full tensor; collective. The bytes of all parts are summed, padded by zeros."""
         full = torch.zeros(template.shape, dtype=template.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):

@@ -103,8 +103,7 @@ class MegatronNetwork(nn.Module):
         self._tied_weights_keys = getattr(network, "_tied_weights_keys", None)
         self.vocab_size = network.config.vocab_size
         self.padding_token = network.get_input_embeddings().padding_idx
-        """Id of the padding token, whose embedding gets no gradient in torch; None: no such
-        token."""
+        """Id of the padding token, if any; torch computes no gradient for its embedding."""
         self.tp, self.cp = layout.tp, layout.cp
         settings = transformer_config(network.config, layout, options)
         self.inner = build_gpt_model(settings, network.config, layout)
