@@ -81,7 +81,9 @@ def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Traj
                 f"{trajectory.identity}: the trajectory has no {name!r}; only some simulators "
                 "record where a person acted (docs/howto/simulators.md, Franka)"
             )
-    intervened: np.ndarray = np.asarray(trajectory.intervened).reshape(len(trajectory), -1).any(1)
+    intervened: np.ndarray = (
+        np.asarray(trajectory.intervened).reshape(len(trajectory), -1).max(1) != 0
+    )
     mask, actions = loss_mask(trajectory), executed_actions(trajectory)
     truncation_steps = np.asarray(trajectory.require("truncation_steps"), np.int64)
     final_observations = np.asarray(trajectory.require("final_observations"))

@@ -16,7 +16,7 @@ from rlinf.models.base import Policy
 from rlinf.sharded_tensors import is_sharded, local_shard
 
 GROUP_KEY = "group"
-"""Key in ``optimizer.param_groups``: the policy's parameter group. It may have several entries."""
+"""Key in ``optimizer.param_groups``: the policy's parameter group, which may have several entries."""
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names of the state tensors that each optimizer keeps per parameter, of the parameter's size."""
 
@@ -235,7 +235,7 @@ class LossScaler:
         """
         if self.value <= MIN_LOSS_SCALE:
             raise StageError(
-                f"the gradient is not finite in float16, even at loss scale {MIN_LOSS_SCALE:.1g}; "
+                f"the gradient is not finite in float16 even at loss scale {MIN_LOSS_SCALE:.1g}; "
                 "the previous weights are untouched. Set trainer.param_dtype=bfloat16, or lower "
                 "optimizer.lr"
             )

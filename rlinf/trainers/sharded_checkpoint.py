@@ -32,7 +32,6 @@ from rlinf.sharded_tensors import is_sharded, local_rows, local_shard, storage_k
 FORMAT = "rlinf-shards-2"
 OPTIONAL_TENSORS = {"loss_scale"}
 """Tensors that only some trainers have. Reading a state without them leaves them unchanged."""
-"""Format of the table; a state with another one is rejected."""
 _RANK_0_FILE = re.compile(r"rank-0-of-(\d+)\.safetensors")
 
 
