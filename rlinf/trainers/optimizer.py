@@ -16,7 +16,7 @@ from rlinf.models.base import Policy
 from rlinf.sharded_tensors import is_sharded, local_shard
 
 GROUP_KEY = "group"
-"""Key in ``optimizer.param_groups``: the policy's parameter group, which may have several entries."""
+"""Key in ``optimizer.param_groups``. Two entries may belong to one of the policy's groups."""
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names of the state tensors that each optimizer keeps per parameter, of the parameter's size."""
 
