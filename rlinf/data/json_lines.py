@@ -251,7 +251,7 @@ class _Descriptor:
         return digest.hexdigest()
 
     def broken_byte(self) -> int | None:
-        """Return the position of the first byte that is not UTF-8. None: all bytes are."""
+        """Return the position of the first byte that is not UTF-8. None: the file is UTF-8."""
         decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
         for block in itertools.chain(self._blocks(), [b""]):
             pending = len(decoder.getstate()[0])

@@ -111,7 +111,7 @@ def pack_microbatches(
 ) -> list[list[int]]:
     """Group items into few micro-batches whose size stays within ``budget``.
 
-    An item that exceeds the budget alone forms a micro-batch.
+    An item that exceeds the budget is in a micro-batch by itself.
 
     Args:
         costs: length of each row, in positions.

@@ -311,7 +311,7 @@ def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
 
 
 def _group_blocks(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
-    """Group adjacent blocks into FSDP units of at least ``min_bytes``; no unit if all are less."""
+    """Group adjacent blocks into FSDP units of ``min_bytes`` or more; none if their sum is less."""
     units: list[list[nn.Module]] = []
     size = min_bytes
     for block in blocks:

@@ -422,7 +422,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors of these, one after the other, on all processes.
+        """Yield the full tensor of each tensor in ``named``, one by one, on all processes.
 
         A trainer that overrides :meth:`stream_weights`, the only caller, need not implement it.
         """
