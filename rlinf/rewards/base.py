@@ -19,7 +19,7 @@ from rlinf.data.trajectory import (
     Trajectory,
     action_mask,
     loss_mask,
-    move_rewards_to_actions,
+    move_rewards_to_unmasked,
     place_on_last_action,
 )
 from rlinf.errors import InputError, RlinfError
@@ -239,7 +239,7 @@ class Reward(Component, ABC):
             reward = np.append(np.zeros(length - 1), reward)
         if reward.shape != mask.shape:
             reward = place_on_last_action(reward, mask)
-        return move_rewards_to_actions(reward.ravel(), mask.ravel()).reshape(mask.shape)
+        return move_rewards_to_unmasked(reward.ravel(), mask.ravel()).reshape(mask.shape)
 
     def close(self) -> None:
         """Free the device memory of the reward and end its processes."""
