@@ -131,7 +131,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{listed} and {omitted} more" if omitted > 0 else listed
 
 
-def has_own_checkpoint_names(module: Any) -> bool:
+def checkpoint_names_differ(module: Any) -> bool:
     """Return whether checkpoints of a network use other tensor names than the network."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -208,5 +208,5 @@ def check_checkpoint_tensors(folder: Path) -> None:
         raise DataError(
             f"model.path: {folder}: cannot build the network ({one_line(error)})"
         ) from None
-    if not has_own_checkpoint_names(module):
+    if not checkpoint_names_differ(module):
         check_tensors(f"model.path: {folder}", add_base_prefix(stored, module), module)

@@ -26,7 +26,7 @@ from rlinf.models.causal_lm_config import CausalLMConfig, hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
-    has_own_checkpoint_names,
+    checkpoint_names_differ,
     network_class,
     raise_tensor_mismatch,
     to_checkpoint_tensors,
@@ -90,7 +90,7 @@ def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
         if "auto_map" in read_config_json(folder):
             return None
         module = _create_on_meta(cls, settings, config)
-        if module is not None and has_own_checkpoint_names(module):
+        if module is not None and checkpoint_names_differ(module):
             return None
     if module is not None:
         freeze_rotary(
@@ -352,7 +352,7 @@ class CheckpointExporter:
         self._templates: dict[str, Tensor] = {n: tensor.to("meta") for n, tensor in state.items()}
         self._module = module.to("meta")
         untied = {name: self._templates[name] for name in self._first_names.values()}
-        self._renames = has_own_checkpoint_names(module)
+        self._renames = checkpoint_names_differ(module)
         self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
         """A tensor on ``meta`` for each name, with its shape and type."""
 

@@ -19,7 +19,7 @@ from rlinf.errors import DataError
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
-    has_own_checkpoint_names,
+    checkpoint_names_differ,
     raise_tensor_mismatch,
     stored_shapes,
 )
@@ -127,7 +127,7 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
             f"model.path: {folder} has {settings.num_labels} labels (id2label in config.json); a "
             "reward model has one"
         )
-    if not has_own_checkpoint_names(module):
+    if not checkpoint_names_differ(module):
         check_tensors(f"model.path: {folder}", stored, module)
     return module
 
