@@ -131,7 +131,7 @@ ENCODER_FAMILIES = {
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Families that are encoders unless their ``config.json`` has ``is_decoder`` true."""
-DRAFT_MODEL = "it drafts tokens from the hidden states of another model and reads no text by itself"
+DRAFT_MODEL = "it drafts tokens from the hidden states of another model and cannot be used alone"
 AUDIO_MODEL = "its tokens encode audio, several per step"
 UNSUPPORTED_FAMILIES = {
     "blt": "a second network divides its bytes into patches",
@@ -143,8 +143,8 @@ UNSUPPORTED_FAMILIES = {
     "moshi": AUDIO_MODEL,
     "musicgen": AUDIO_MODEL,
     "musicgen_melody": AUDIO_MODEL,
-    "prophetnet": "each of its positions predicts several tokens from streams of their own",
-    "reformer": "its attention draws random hashes and takes lengths of whole chunks only",
+    "prophetnet": "each of its positions predicts several tokens",
+    "reformer": "its attention draws random hashes, and lengths must be multiples of its chunks",
     "xlm": "it reads tokens in both directions",
     "xlnet": "it reads tokens in both directions",
 }

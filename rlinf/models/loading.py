@@ -1,7 +1,7 @@
 """Networks of checkpoint folders: load, create on meta, export, and convert from GGUF.
 
 :class:`CheckpointExporter` converts a network's tensors to the names and shapes of its checkpoints.
-They differ if the model library joins tensors, for example all experts of a layer.
+They differ if ``transformers`` joins tensors, for example all experts of a layer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     """
     with _checkpoint_errors(folder):
         cls, settings = _network(folder, config)
-        # Read the weights here, because the library maps files and would see later changes.
+        # Read the weights first: transformers memory-maps files and would see later changes.
         module, info = cls.from_pretrained(
             None,
             config=settings,
@@ -80,7 +80,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
 def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
     """Create the network of a folder with parameters on ``meta``, for :func:`load_weights`.
 
-    Returns None if only the library can convert the tensors in the files to those of the network.
+    Return None if only ``transformers`` can convert the tensors in the files to the network's.
 
     Raises:
         DataError: As :func:`load_module`.
@@ -128,7 +128,7 @@ def new_meta_module(config: CausalLMConfig) -> Any:
 def text_config(config: CausalLMConfig) -> Any:
     """Return the text config of a language model, from its checkpoint or from the options.
 
-    Its field names are those of transformers, independent of the family.
+    For new models it has only the numbers of attention and KV heads, named as in ``transformers``.
 
     Raises:
         DataError: As :func:`load_module`.
@@ -145,7 +145,7 @@ def text_config(config: CausalLMConfig) -> Any:
 def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
     """Return a network with the names, shapes and types of :func:`load_module`, for inspection.
 
-    It is on the ``meta`` device, unless only loading determines some of its types.
+    The network is on the ``meta`` device, unless some of its types are known only after loading.
 
     Raises:
         DataError: As :func:`load_module`.
@@ -234,7 +234,7 @@ def reload_weights(module: Any, folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _checkpoint_errors(folder: Path) -> Iterator[None]:
-    """Convert exceptions of the library to DataErrors for the folder, and silence its warnings."""
+    """Convert exceptions of ``transformers`` to DataErrors for the folder; silence its warnings."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
@@ -257,7 +257,7 @@ def _checkpoint_errors(folder: Path) -> Iterator[None]:
 
 
 def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
-    """Return the class and the configuration of a checkpoint's network."""
+    """Return the class and the ``transformers`` configuration of a checkpoint's network."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -284,9 +284,9 @@ def _create_on_meta(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
 
 
 def _attention(settings: Any) -> str | None:
-    """Return the library's attention implementation, before packing or an engine sets another.
+    """Return the attention implementation until packing or an engine sets another one.
 
-    None: torch's fused attention if all parts of the network support it, else eager attention.
+    None lets ``transformers`` choose fused attention if all parts support it, else eager attention.
     """
     return "eager" if settings.model_type in EAGER_ATTENTION_FAMILIES else None
 
@@ -302,7 +302,7 @@ def meta_parameters() -> Iterator[None]:
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta and threading.get_ident() == thread:
-            # Memory that was allocated but never written is not resident.
+            # Allocated memory uses no physical memory before the first write.
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
@@ -316,7 +316,7 @@ def meta_parameters() -> Iterator[None]:
 def disable_dropout(settings: Any) -> None:
     """Set all dropout rates of a model's configuration to zero.
 
-    Dropout would add noise to the probability ratio of an update, from an unseeded generator.
+    Dropout would add unseeded noise to the probability ratios of an update.
     """
     configs = (settings, settings.get_text_config(), getattr(settings, "vision_config", None))
     for config in filter(None, configs):
@@ -337,12 +337,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 class CheckpointExporter:
-    """Converts the tensors of a network to those of its checkpoints; the first of tied tensors."""
+    """Converts a network's tensors to its checkpoint's; uses the first of tied tensors."""
 
     def __init__(self, module: Any) -> None:
         """
         Args:
-            module: A network of the library; its memory is not referenced afterwards.
+            module: A network of ``transformers``, which is moved to ``meta``.
         """
         first_names = dict[int, str]()
         state = module.state_dict(keep_vars=True)
@@ -354,7 +354,7 @@ class CheckpointExporter:
         untied = {name: self._templates[name] for name in self._first_names.values()}
         self._renames = checkpoint_names_differ(module)
         self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
-        """A tensor on ``meta`` for each name, with its shape and type."""
+        """Each checkpoint tensor on ``meta``, with its shape and type."""
 
     def export(
         self,
@@ -368,12 +368,12 @@ class CheckpointExporter:
         Tensors are consumed one at a time, unless a checkpoint tensor consists of several tensors.
 
         Args:
-            tensors: Tensors by the network's names, in any order; of tied tensors, any one.
+            tensors: Tensors by the network's names, in any order; of tied tensors, at least one.
             device: The device of the results.
             copy: Whether to copy each tensor to new memory.
 
         Raises:
-            DataError: A name or shape does not fit; after the last one: tensors are missing.
+            DataError: A name or shape does not fit, or tensors are missing (raised at the end).
         """
         checked = self._check_each(tensors, device, copy)
         if not self._renames:

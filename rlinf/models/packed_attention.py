@@ -71,7 +71,7 @@ def enable_packed_attention(module: Any, device: torch.device, dtype: torch.dtyp
 
 
 def check_packable(family: str) -> None:
-    """Check that packed rows of a family are independent, unlike in recurrent layers, for example.
+    """Check that packed rows of a family are independent. Recurrent layers would mix them.
 
     Raises:
         ConfigError: The family does not support packing.

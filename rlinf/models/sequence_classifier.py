@@ -65,9 +65,9 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
 def load_classifier(
     folder: Path, dtype: torch.dtype, key: str, limit: int | None = None
 ) -> nn.Module:
-    """Load the network of a folder that :func:`check_classifier` accepts, on the CPU.
+    """Load the network of a classifier folder on the CPU.
 
-    It maps ``input_ids`` and ``attention_mask`` ``[B, T]`` to ``logits`` ``[B, 1]``.
+    The network maps ``input_ids`` and ``attention_mask`` ``[B, T]`` to ``logits`` ``[B, 1]``.
 
     Args:
         folder: The model folder.
@@ -80,7 +80,7 @@ def load_classifier(
     """
     with _report_under_key(folder, key):
         cls, settings = _network(folder)
-        # Read the weights here, because the library maps files and would see later changes.
+        # Read the weights first: transformers memory-maps files and would see later changes.
         module, info = cls.from_pretrained(
             None,
             config=settings,
@@ -134,9 +134,9 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _report_under_key(folder: Path, key: str) -> Iterator[None]:
-    """Report errors of the folder under its configuration key.
+    """Replace ``model.path`` in errors by the folder's configuration key, and silence warnings.
 
-    The functions for checkpoint folders use the key model.path.
+    The functions for checkpoint folders always report ``model.path``.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
