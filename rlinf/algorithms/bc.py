@@ -67,7 +67,7 @@ class BC(Algorithm):
             random = learner.rng("imitation", step)
             rows = to_tensors(policy, source.take(random.integers(len(source), size=size)))
             batch = {name: rows[name] for name in ("observations", "actions")}
-            noise = random.standard_normal((size, policy.size), dtype="float32")
+            noise = random.standard_normal((size, policy.action_size), dtype="float32")
             batch["noise"] = torch.from_numpy(noise)
             batch["uniform"] = torch.from_numpy(random.random(size, dtype="float32"))
             yield batch

@@ -95,7 +95,7 @@ class SAC(OffPolicyAlgorithm):
         }
         if config.learn_temperature:
             target = config.target_entropy
-            target = -float(policy.size) if target is None else target
+            target = -float(policy.action_size) if target is None else target
             loss = loss + temperature_loss(module.log_temperature, logprobs, target)
         return loss, metrics
 

@@ -39,7 +39,7 @@ from rlinf.models.character_tokenizer import (
     write_character_tokenizer,
 )
 from rlinf.models.checkpoint_tensors import check_tensors
-from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain, bounded_log_std, noise_fractions
+from rlinf.models.denoising import CHAIN_COLUMN, DenoisingProcess, bounded_log_std, noise_fractions
 from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
 from rlinf.models.smolvla_folder import (
     ACTION_FEATURE,
@@ -109,7 +109,7 @@ class SmolVLAPolicy(Policy):
         # Adapters do not cover the noise head.
         self.supports_lora = config.noise_method != "learned"
         self.steps = int(settings["num_steps"])
-        self._denoising = DenoisingChain(self.steps, config.noise_level, 2)
+        self._denoising = DenoisingProcess(self.steps, config.noise_level, 2)
         self._cameras = list(map_cameras(settings, config.camera_map).values())
         self._image_columns = [IMAGE_PREFIX + camera for camera in self._cameras]
         self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
