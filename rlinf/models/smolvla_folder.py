@@ -1,10 +1,10 @@
 """Policy folders of :mod:`rlinf.models.smolvla` in LeRobot's format: create, read, and check.
 
 A folder of LeRobot 0.4 has a ``config.json`` of the type ``smolvla``, ``model.safetensors``, and
-the processors ``policy_preprocessor.json`` and ``policy_postprocessor.json``. These are lists of
-steps with safetensors files that have the statistics of states and actions. The statistics belong
-to the weights and are never computed again. LeRobot loads sizes and tokenizer of the
-vision-language model by its name on a hub; here they are in the subfolder ``vlm``.
+the processors ``policy_preprocessor.json`` and ``policy_postprocessor.json``. A processor is a list
+of steps. Safetensors files of its normalization steps have the statistics of states and actions,
+which belong to the weights and are never computed again. LeRobot loads sizes and tokenizer of the
+vision-language model by its name on the Hugging Face hub; here they are in the subfolder ``vlm``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from rlinf.verified_io import read_text
 STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
+"""LeRobot's names of features, processors and normalization steps."""
 EPS = 1e-8
+"""Constant against division by zero."""
 MEAN_STD = "MEAN_STD"
 RANGE_MODES = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
 """Normalization modes that map the range between two statistics to [-1, 1]."""
@@ -63,7 +65,7 @@ class FeatureNormalizer:
             statistics: Statistics by name.
             size: Number of dimensions.
             source: Prefix of error messages.
-            eps: Constant against division by zero.
+            eps: See :data:`EPS`.
 
         Raises:
             DataError: The statistics of the mode are missing or have another size.
@@ -156,6 +158,10 @@ def read_feature_statistics(
 ) -> dict[str, dict[str, list[float]]]:
     """Read the statistics of the leading dimensions of features from a data set's ``stats.json``.
 
+    Args:
+        path: The file.
+        sizes: Number of dimensions to read, by feature.
+
     Raises:
         DataError: The file cannot be read, or lacks a feature or dimensions.
     """
@@ -177,7 +183,7 @@ def read_feature_statistics(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"model.norm_stats: {path} is no stats.json of a data set of LeRobot ({error!r}); it "
-            f"has of {' and '.join(sizes)} mean, std and the like, a list each"
+            f"must have lists such as mean and std for {' and '.join(sizes)}"
         ) from None
     return statistics
 
@@ -340,7 +346,7 @@ class SmolVLAConfig(DenoisingConfig):
     """Number of leading state dimensions that are inputs; null: all."""
 
     @model_validator(mode="after")
-    def _heads(self) -> SmolVLAConfig:
+    def _check_sizes(self) -> SmolVLAConfig:
         for key, width, heads in (
             ("heads", self.hidden, self.heads),
             ("kv_heads", self.heads, self.kv_heads),
