@@ -17,7 +17,12 @@ from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
-from rlinf.models.causal_lm_config import CausalLMConfig, check_causal, check_model_sizes, hf_config
+from rlinf.models.causal_lm_config import (
+    CausalLMConfig,
+    check_causal,
+    check_model_sizes,
+    new_hf_config,
+)
 from rlinf.models.character_tokenizer import write_character_tokenizer
 from rlinf.models.chat_format import check_template_kwargs
 from rlinf.models.checkpoint_tensors import (
@@ -82,7 +87,7 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares_prompts = False, False
-        self._ungenerated_tokens: tuple[int, ...] = ()
+        self._suppressed_token_ids: tuple[int, ...] = ()
         """Ids of tokens that the policy must not generate."""
         self.supports_packing = (
             getattr(getattr(self.network, "config", None), "model_type", "") in PACKABLE_FAMILIES
@@ -142,7 +147,7 @@ class CausalLM(Policy):
         vocabulary = write_character_tokenizer(
             spec["alphabet"], folder, spec.get("chat_template"), spec.get("special_tokens", ())
         )
-        settings = hf_config(config, len(vocabulary))
+        settings = new_hf_config(config, len(vocabulary))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -306,9 +311,9 @@ class CausalLM(Policy):
         """
 
         def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self._ungenerated_tokens:
+            if self._suppressed_token_ids:
                 full_bias = weight.new_zeros(len(weight)) if bias is None else bias
-                bias = mask_tokens(full_bias, self._ungenerated_tokens)
+                bias = mask_tokens(full_bias, self._suppressed_token_ids)
             out = head_logprobs(
                 select(hidden).flatten(0, 1),
                 weight,
@@ -341,11 +346,12 @@ class CausalLM(Policy):
         values = None if values is None else select(values[..., None])[..., 0]
         if in_chunks:
             return out[..., 0], out[..., 1] if entropy else None, values
-        logits = mask_tokens(select(out), self._ungenerated_tokens)
+        logits = mask_tokens(select(out), self._suppressed_token_ids)
         return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return logits ``[B, K, V]`` and, with a critic, values ``[B, K]``."""
+        """Return logits ``[B, K, V]`` at the positions in ``logits_to_keep`` and, with a critic,
+        values ``[B, K]``."""
         return self.module(**inputs, use_cache=False).logits, None
 
     @classmethod

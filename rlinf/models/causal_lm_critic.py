@@ -54,6 +54,7 @@ class CausalLMActorCritic(nn.Module):
         self.has_separate_critic = kind == "own"
         create = _create_separate_critic if self.has_separate_critic else _create_value_head
         self.critic: Any = create(policy)
+        """A separate network, or the value head of a shared critic."""
 
     @property
     def value_head(self) -> nn.Linear:
@@ -155,6 +156,7 @@ class CausalLMCritic(CausalLM):
             shutil.rmtree(folder / CRITIC_FOLDER)
 
     def _head_names(self) -> set[str]:
+        """Return the names of the value head's tensors in the critic."""
         head = self.module.value_head
         modules = self.module.critic.named_modules()
         prefixes = [name for name, module in modules if module is head]

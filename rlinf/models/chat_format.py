@@ -29,7 +29,7 @@ KWARGS_KEY = "model.chat_template_kwargs"
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that are never arguments."""
 ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
-"""Placeholders of an answer and of the following user message, to inspect a template."""
+"""Placeholders of an answer and of the following user message, while a template is inspected."""
 
 
 class ThinkingMarks(NamedTuple):
@@ -189,7 +189,8 @@ class ChatFormat:
     def _complete_prompt(
         self, prompt: str, rendered: str, thought: str | None, answer: str, source: str
     ) -> str:
-        """Return the text of an answer after its prompt, if the template rewrites the prompt."""
+        """Return the completion of a prompt, for templates that rewrite the prompt once the answer
+        follows."""
         shared, marks = self._shared_prefix_length(prompt, rendered), self.thinking_marks
         end, rest = _answer_end(rendered, shared, None, answer), prompt[shared:]
         if end is None:

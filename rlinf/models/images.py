@@ -32,7 +32,7 @@ class ImageProcessor:
 
     image_token_id: int
     """Id of the token that represents ``merge_size x merge_size`` patches of an image."""
-    ungenerated_token_ids: tuple[int, ...]
+    suppressed_token_ids: tuple[int, ...]
     """Ids of image and video tokens, which a policy must not generate."""
     patch_size: int = 14
     """Side of a patch, pixels."""
@@ -65,7 +65,7 @@ class ImageProcessor:
             image_token = int(settings["image_token_id"])
             return cls(
                 image_token_id=image_token,
-                ungenerated_token_ids=tuple(
+                suppressed_token_ids=tuple(
                     sorted({image_token, int(settings.get("video_token_id", image_token))})
                 ),
                 patch_size=int(values["patch_size"]),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlinf.artifacts import sync_file
 from rlinf.errors import DataError, require_package
 from rlinf.models.base import weight_mismatch
-from rlinf.models.causal_lm_config import CausalLMConfig, hf_config
+from rlinf.models.causal_lm_config import CausalLMConfig, new_hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
@@ -55,7 +55,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             has model code without permission to run it.
     """
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         # Read the weights first: transformers memory-maps files and would see later changes.
         module, info = cls.from_pretrained(
             None,
@@ -86,7 +86,7 @@ def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
         DataError: As :func:`load_module`.
     """
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         if "auto_map" in read_config_json(folder):
             return None
         module = _create_on_meta(cls, settings, config)
@@ -109,7 +109,7 @@ def check_rotary(folder: Path, config: CausalLMConfig) -> None:
     if length_scaling(read_config_json(folder)) is None:
         return
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         with meta_parameters():
             module = cls._from_config(settings)
         freeze_rotary(
@@ -122,7 +122,7 @@ def new_meta_module(config: CausalLMConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf_config(config, vocabulary=2))  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(new_hf_config(config, vocabulary=2))  # type: ignore[no-untyped-call]
 
 
 def text_config(config: CausalLMConfig) -> Any:
@@ -139,7 +139,7 @@ def text_config(config: CausalLMConfig) -> Any:
         )
     folder = config.path.expanduser()
     with _checkpoint_errors(folder):
-        return _network(folder, config)[1].get_text_config()
+        return _class_and_config(folder, config)[1].get_text_config()
 
 
 def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
@@ -151,7 +151,7 @@ def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
         DataError: As :func:`load_module`.
     """
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         module = _create_on_meta(cls, settings, config)
     return load_module(folder, config) if module is None else module
 
@@ -256,7 +256,7 @@ def _checkpoint_errors(folder: Path) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
+def _class_and_config(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
     """Return the class and the ``transformers`` configuration of a checkpoint's network."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module

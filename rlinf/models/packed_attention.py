@@ -87,8 +87,8 @@ def check_packable(family: str) -> None:
 class PackedRows:
     """The layout of packed tokens for attention, as blocks of rows of similar length.
 
-    A block has queries ``[n, r]``, padded on the right with arbitrary tokens, and keys ``[n, k]``:
-    the prompt of each row, padded on the left, followed by the row itself.
+    A block of ``n`` rows has queries ``[n, r]``, right-padded with arbitrary tokens. Its keys
+    ``[n, k]`` are the shared prompt of each row, left-padded, followed by the row itself.
     """
 
     queries: Tensor

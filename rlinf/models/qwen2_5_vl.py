@@ -76,7 +76,7 @@ class Qwen25VL(CausalLM):
         super().__init__(module, folder)
         self.supports_packing = True
         self._image_processor = self.image_processor(folder)
-        self._ungenerated_tokens = self._image_processor.ungenerated_token_ids
+        self._suppressed_token_ids = self._image_processor.suppressed_token_ids
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor:
@@ -151,7 +151,7 @@ class Qwen25VL(CausalLM):
             model_class: Any = Qwen2_5_VLForConditionalGeneration
             module = model_class._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
-        defaults = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
+        defaults = ImageProcessor(image_token_id=0, suppressed_token_ids=())
         values = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": config.patch_size,
@@ -169,7 +169,7 @@ class Qwen25VL(CausalLM):
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         for trajectory in trajectories:
-            if np.isin(trajectory.actions[:-1], self._ungenerated_tokens).any():
+            if np.isin(trajectory.actions[:-1], self._suppressed_token_ids).any():
                 raise DataError(
                     f"trajectory {tuple(trajectory.identity)}: an answer has an image token, "
                     "which engines must not generate"

@@ -54,7 +54,7 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
     with _report_under_key(folder, key):
         check_checkpoint(folder, trust_remote_code=False)
         check_weight_files(folder)
-        cls, settings = _network(folder)
+        cls, settings = _class_and_config(folder)
         module = _check_head(folder, cls, settings)
         freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
         hf_folder = HFFolder(folder)
@@ -79,7 +79,7 @@ def load_classifier(
         DataError: As :func:`check_classifier`, or tensors are missing or do not fit the network.
     """
     with _report_under_key(folder, key):
-        cls, settings = _network(folder)
+        cls, settings = _class_and_config(folder)
         # Read the weights first: transformers memory-maps files and would see later changes.
         module, info = cls.from_pretrained(
             None,
@@ -96,7 +96,7 @@ def load_classifier(
     return network
 
 
-def _network(folder: Path) -> tuple[Any, Any]:
+def _class_and_config(folder: Path) -> tuple[Any, Any]:
     """Return the class and the configuration of the network."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
