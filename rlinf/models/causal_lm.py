@@ -306,6 +306,7 @@ class CausalLM(Policy):
         """Return log-probabilities, entropies and values of tokens ``[B, T]``.
 
         Args:
+            inputs: Arguments of the network, with ``logits_to_keep``.
             select: Returns, of features at the positions in ``logits_to_keep``, those at which the
                 tokens are predicted.
         """

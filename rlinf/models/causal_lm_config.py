@@ -67,7 +67,7 @@ def check_model_sizes(config: CausalLMConfig) -> None:
         )
     if config.sliding_window is not None and config.architecture not in SLIDING_WINDOW_FAMILIES:
         raise ConfigError(
-            f"model.sliding_window: {config.architecture} has no layers with a window here; leave "
+            f"model.sliding_window: {config.architecture} has no layers with a window; leave "
             "it out, or choose model.architecture among "
             f"{', '.join(sorted(SLIDING_WINDOW_FAMILIES))}"
         )

@@ -188,7 +188,8 @@ class FlowPolicy(NormalizedVectorPolicy):
     def imitation_loss(self, batch: Batch) -> Tensor:
         """Return the conditional flow matching loss ``[...]`` (arXiv 2210.02747, eq. 14).
 
-        It is the squared error of the velocity at a uniform random time between noise and action.
+        The loss is the squared error of the velocity at a uniform random time between noise and
+        action.
         """
         action, noise = batch["actions"], batch["noise"]
         tau = 1 - batch["uniform"][..., None]

@@ -227,7 +227,7 @@ class HFFolder:
 def context_length(config: Any) -> int | None:
     """Return the context length of a model, or None if its configuration has no limit.
 
-    It is the largest length that vLLM 0.32 accepts for the model (``_get_and_verify_max_len`` in
+    This is the largest length that vLLM 0.32 accepts for the model (``_get_and_verify_max_len`` in
     ``vllm/config/model.py``). Most rotary scalings are already part of
     ``max_position_embeddings``; linear and dynamic ones multiply it by their factor.
 

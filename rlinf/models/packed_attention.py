@@ -94,7 +94,7 @@ class PackedRows:
     queries: Tensor
     """Index in the packed tokens of each query; all blocks are flattened and concatenated."""
     keys: Tensor
-    """Index in the packed tokens of each key, likewise."""
+    """Index in the packed tokens of each key, for all blocks as in ``queries``."""
     key_padding: Tensor
     """Number of left padding tokens in the keys of each row, over all blocks."""
     order: Tensor

@@ -1,6 +1,6 @@
 """Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-``transformers`` chooses such frequencies in each call, by the longest row. The results of a row
+``transformers`` chooses these frequencies in each call, by the longest row. The results of a row
 would then depend on the other rows, and an update on its micro-batches. Here the frequencies are
 chosen once, by ``model.max_model_len``, as in vLLM.
 

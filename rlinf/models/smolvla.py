@@ -143,8 +143,8 @@ class SmolVLAPolicy(Policy):
             )
         if action.get("kind") != "box":
             raise ConfigError(
-                "model.name: smolvla acts by vectors of numbers, and this task's actions are "
-                "choices; choose model.name=cnn"
+                "model.name: smolvla needs vector actions, and this task has discrete actions; "
+                "choose model.name=cnn"
             )
         if config.path is None:
             settings = new_policy_config(config, spec)

@@ -78,7 +78,7 @@ class FeatureNormalizer:
             raise DataError(f"{source}: scaled by {mode!r}; known are {modes}")
         if missing := [name for name in names if name not in statistics]:
             raise DataError(
-                f"{source}: no {', '.join(missing)}, by which it is scaled ({mode}); give "
+                f"{source}: no {', '.join(missing)} for the normalization {mode}; give "
                 "model.norm_stats, the meta/stats.json of the data set that the policy acts on"
             )
         low, high = (torch.as_tensor(statistics[name], dtype=torch.float32) for name in names)
@@ -129,9 +129,7 @@ def read_normalizer(
         steps = json.loads(read_text(path))["steps"]
         entry = next((entry for entry in steps if entry.get("registry_name") == step), None)
         if entry is None:
-            raise DataError(
-                f"model.path: {path}: no step {step}, which says how {feature} is scaled"
-            )
+            raise DataError(f"model.path: {path}: no step {step}, which normalizes {feature}")
         settings = entry["config"]
         kind = settings["features"][feature]["type"]
         mode = settings["norm_map"].get(kind, "IDENTITY")
@@ -145,8 +143,8 @@ def read_normalizer(
         )
     except FileNotFoundError as error:
         raise DataError(
-            f"model.path: no {error.filename}, which says how actions are scaled; folders of "
-            "LeRobot before 0.4 lack it: bring it up to date with LeRobot's "
+            f"model.path: no {error.filename}, which has the normalization of actions; folders of "
+            "LeRobot before 0.4 lack it: convert the folder with LeRobot's "
             "migrate_policy_normalization"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -355,7 +353,9 @@ class SmolVLAConfig(DenoisingConfig):
             if width % heads:
                 raise ValueError(f"{key}: {width} is no multiple of {heads}")
         if self.hidden // self.heads % 2:
-            raise ValueError(f"heads: of {self.hidden // self.heads} numbers each, and not even")
+            raise ValueError(
+                f"heads: of {self.hidden // self.heads} numbers each, which is not even"
+            )
         if (width := int(self.hidden * self.expert_width_multiplier)) % 2:
             raise ValueError(f"expert_width_multiplier: a width of {width} is not even")
         return self
@@ -535,7 +535,7 @@ def check_smolvla_task(
     """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: The task does not fit.
     """
     cameras, images = map_cameras(settings, {}), spec["images"]
     if unknown := sorted(config.camera_map.keys() - cameras.keys()):

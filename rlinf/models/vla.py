@@ -104,8 +104,8 @@ class VLAPolicy(Policy):
             raise ConfigError("task.images: model.name=vla reads images; name a camera and a size")
         if action.get("kind") != "box":
             raise ConfigError(
-                "model.name: vla acts by vectors of numbers, and this task's actions are choices; "
-                "choose model.name=cnn"
+                "model.name: vla needs vector actions, and this task has discrete actions; choose "
+                "model.name=cnn"
             )
         if config.path is not None:
             source = config.path.expanduser()

@@ -201,8 +201,8 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
         absent += _missing_vision_keys(settings["vision_config"], fused=is_fused)
     if absent:
         raise DataError(
-            f"{source} has no {', '.join(absent)}; model.name=vla reads folders of its own, and "
-            "published ones of two vision towers (use_fused_vision_backbone)"
+            f"{source} has no {', '.join(absent)}; model.name=vla reads folders that it wrote, and "
+            "published ones with two vision towers (use_fused_vision_backbone)"
         )
     if has_named_towers:
         settings["vision_config"] = _known_towers(source, settings)
@@ -260,7 +260,7 @@ def _add_normalization(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three "
+            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it must have mean and std of three "
             f"colours for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
@@ -356,7 +356,7 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: The task does not fit.
     """
     images, towers = spec["images"], tower_settings(settings)
     vision = towers[0]
