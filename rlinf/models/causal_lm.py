@@ -17,12 +17,7 @@ from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
-from rlinf.models.causal_lm_config import (
-    CausalLMConfig,
-    check_causal,
-    check_model_sizes,
-    new_hf_config,
-)
+from rlinf.models.causal_lm_config import CausalLMConfig, check_causal, check_model_sizes, hf_config
 from rlinf.models.character_tokenizer import write_character_tokenizer
 from rlinf.models.chat_format import check_template_kwargs
 from rlinf.models.checkpoint_tensors import (
@@ -147,7 +142,7 @@ class CausalLM(Policy):
         vocabulary = write_character_tokenizer(
             spec["alphabet"], folder, spec.get("chat_template"), spec.get("special_tokens", ())
         )
-        settings = new_hf_config(config, len(vocabulary))
+        settings = hf_config(config, len(vocabulary))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -260,9 +255,7 @@ class CausalLM(Policy):
             if (rows := PackedRows.from_batch(batch)) is not None:
                 inputs["rows"] = rows
             targets = batch["actions"].flatten()[batch["step_indices"]][None]
-            outputs = self._token_outputs(
-                inputs, lambda features: features, targets, temperature, entropy
-            )
+            outputs = self._token_outputs(inputs, lambda x: x, targets, temperature, entropy)
             logprobs, entropies, values = (
                 None if x is None else unpack(x[0], batch["step_indices"], mask) for x in outputs
             )
@@ -277,8 +270,7 @@ class CausalLM(Policy):
         # With padding on the right, causal attention needs no mask and uses its fastest path.
         first_kept = int(prompt_lengths.min()) - 1
         num_kept = tokens.shape[1] - 1 - first_kept
-        # The token at position p is predicted at p - 1. Responses of different rows start at
-        # different positions.
+        # The token at position p is predicted at p - 1. Rows have different prompt lengths.
         offsets = prompt_lengths[:, None] - 1 - first_kept
         indices = (offsets + torch.arange(length, device=tokens.device)).clamp(max=num_kept - 1)
         is_aligned = int(prompt_lengths.max()) - 1 == first_kept

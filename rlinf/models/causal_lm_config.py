@@ -85,7 +85,7 @@ def check_model_sizes(config: CausalLMConfig) -> None:
         )
 
 
-def new_hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
+def hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
     """Return the ``transformers`` configuration of a new network."""
     from transformers import AutoConfig
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlinf.artifacts import sync_file
 from rlinf.errors import DataError, require_package
 from rlinf.models.base import weight_mismatch
-from rlinf.models.causal_lm_config import CausalLMConfig, new_hf_config
+from rlinf.models.causal_lm_config import CausalLMConfig, hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
@@ -122,7 +122,7 @@ def new_meta_module(config: CausalLMConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(new_hf_config(config, vocabulary=2))  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(hf_config(config, vocabulary=2))  # type: ignore[no-untyped-call]
 
 
 def text_config(config: CausalLMConfig) -> Any:

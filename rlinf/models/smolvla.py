@@ -317,9 +317,8 @@ class SmolVLAPolicy(Policy):
         for name in [CHAIN_COLUMN] if is_sampled else ["noise", "uniform"]:
             batch[name] = pad_right([t.policy_columns[name] for t in trajectories], length)
         if CHAIN_COLUMN not in batch:
-            actions = self._action_normalizer.normalize(
-                pad_right([t.actions for t in trajectories], length)
-            )
+            actions = pad_right([t.actions for t in trajectories], length)
+            actions = self._action_normalizer.normalize(actions)
             batch["actions"] = F.pad(actions, (0, self._max_action_dim - self.action_shape[1]))
         return batch
 
@@ -328,16 +327,12 @@ class SmolVLAPolicy(Policy):
         imitation losses."""
         flat = FlatSteps(batch)
         columns = flat.columns
-        if CHAIN_COLUMN not in columns:
+        if (chain := columns.get(CHAIN_COLUMN)) is None:
             losses, values = self._imitation_loss(columns)
             return StepOutputs(flat.scatter(-losses), None, flat.scatter(values))
         tau = noise_fractions(self.steps).to(batch["mask"].device)
-        velocity, noise_outputs, values = self.module(
-            *self._inputs(columns, columns[CHAIN_COLUMN][:, :-1], tau)
-        )
-        logprobs, entropies = self._chain_logprobs(
-            columns[CHAIN_COLUMN], velocity, noise_outputs, temperature
-        )
+        velocity, noise_outputs, values = self.module(*self._inputs(columns, chain[:, :-1], tau))
+        logprobs, entropies = self._chain_logprobs(chain, velocity, noise_outputs, temperature)
         return StepOutputs(
             flat.scatter(logprobs),
             flat.scatter(entropies) if entropy else None,
@@ -393,7 +388,7 @@ class SmolVLAPolicy(Policy):
 
     def num_tokens(self, trajectory: Trajectory) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
-        patches = (self.module.image_width // vision.patch_size) ** 2 * len(self._image_columns)
+        patches = (self.module.image_size[0] // vision.patch_size) ** 2 * len(self._image_columns)
         return max(1, len(trajectory)) * (patches + self.steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:

@@ -353,9 +353,7 @@ class SmolVLAConfig(DenoisingConfig):
             if width % heads:
                 raise ValueError(f"{key}: {width} is no multiple of {heads}")
         if self.hidden // self.heads % 2:
-            raise ValueError(
-                f"heads: of {self.hidden // self.heads} numbers each, which is not even"
-            )
+            raise ValueError(f"heads: of {self.hidden // self.heads} numbers, which is not even")
         if (width := int(self.hidden * self.expert_width_multiplier)) % 2:
             raise ValueError(f"expert_width_multiplier: a width of {width} is not even")
         return self

@@ -203,7 +203,8 @@ class SmolVLANetwork(nn.Module):
         """
         super().__init__()
         self.model = VLAFlowMatching(settings, vlm)
-        self.image_width, self.image_height = settings["resize_imgs_with_padding"]
+        self.image_size: tuple[int, int] = tuple(settings["resize_imgs_with_padding"])
+        """Width and height of the vision transformer's input, pixels."""
         self._time_periods = (float(settings["min_period"]), float(settings["max_period"]))
         width = vlm["text_config"]["hidden_size"]
         expert_width = self.model.vlm_with_expert.expert_width
@@ -250,9 +251,7 @@ class SmolVLANetwork(nn.Module):
         text, dtype = vlm.text_model, self.model.state_proj.weight.dtype
         embeddings = []
         for image in images:
-            pixels = resize_with_padding(
-                image.permute(0, 3, 1, 2) / 255, self.image_width, self.image_height
-            )
+            pixels = resize_with_padding(image.permute(0, 3, 1, 2) / 255, *self.image_size)
             features = vlm.vision_model(pixel_values=(2 * pixels - 1).to(dtype)).last_hidden_state
             embeddings.append(vlm.connector(features))
         embeddings.append(text.embed_tokens(prompt).to(dtype))

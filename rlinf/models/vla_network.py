@@ -240,9 +240,7 @@ class FusedVisionBackbone(nn.Module):
         )
         self.width = sum(int(settings[tower]["hidden_size"]) for tower in TOWERS)
         self.num_patches = self.featurizer.num_patches
-        self._mean_and_std = [
-            [x for t in TOWERS for x in settings[t][name]] for name in ("mean", "std")
-        ]
+        self._mean_std = [[x for t in TOWERS for x in settings[t][n]] for n in ("mean", "std")]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -251,7 +249,7 @@ class FusedVisionBackbone(nn.Module):
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return the images, normalized for each of the two towers, float32 ``[n, 6, H, W]``."""
-        mean, std = torch.tensor(self._mean_and_std, device=images.device)[..., None, None]
+        mean, std = torch.tensor(self._mean_std, device=images.device)[..., None, None]
         return (images.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
 
     def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
