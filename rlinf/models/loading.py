@@ -196,28 +196,28 @@ def iter_weights(
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsReader(path)) for path in tensor_files(folder)]
-        stored = {name: (file, name) for file in files for name in file.shapes}
+        in_files = {name: (file, name) for file in files for name in file.shapes}
         if module is None:
             for file in files:
                 yield from file.tensors()
             return
-        by_name = add_base_prefix(stored, module)
-        shapes = {name: file.shapes[key] for name, (file, key) in by_name.items()}
+        by_name = add_base_prefix(in_files, module)
+        shapes = {name: file.shapes[stored] for name, (file, stored) in by_name.items()}
         check_tensors(source, shapes, module)
         state = module.state_dict(keep_vars=True)
         for file in files:
             names = {
-                key: name
-                for name, (source_file, key) in by_name.items()
+                stored: name
+                for name, (source_file, stored) in by_name.items()
                 if source_file is file and name in state
             }
             rows = (
                 None
                 if row_range is None
-                else {key: row_range(state[name]) for key, name in names.items()}
+                else {stored: row_range(state[name]) for stored, name in names.items()}
             )
-            for key, tensor in file.tensors(names.keys() if rows is None else rows):
-                yield names[key], tensor
+            for stored, tensor in file.tensors(names.keys() if rows is None else rows):
+                yield names[stored], tensor
 
 
 def reload_weights(module: Any, folder: Path) -> bool:

@@ -45,18 +45,18 @@ def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     lengths = (settings.get(name) for name in LENGTH_KEYS)
     max_length = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
-        kind = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
-        if kind is None or max_length is None:
+        rope_type = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
+        if rope_type is None or max_length is None:
             continue
-        if kind == "dynamic" and is_hunyuan and rope.get(HUNYUAN_FIXED_KEY):
+        if rope_type == "dynamic" and is_hunyuan and rope.get(HUNYUAN_FIXED_KEY):
             continue
         key = "original_max_position_embeddings"
         original_length = settings.get(key) or rope.get(key)
-        if kind == "longrope":
-            return LengthScaling(kind, int(original_length or max_length), max_length)
+        if rope_type == "longrope":
+            return LengthScaling(rope_type, int(original_length or max_length), max_length)
         # Up to max_position_embeddings, transformers does not scale.
         factor = max(1.0, float(rope.get("factor") or 1.0))
-        return LengthScaling(kind, max_length, int(max_length * factor))
+        return LengthScaling(rope_type, max_length, int(max_length * factor))
     return None
 
 
@@ -91,9 +91,9 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, sour
     length = limit or scaling.original_length
     has_scaling = False
     for part in module.modules():
-        kinds = getattr(part, "rope_type", None)
-        layers = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer_type in [name for name, kind in layers.items() if _depends_on_length(kind)]:
+        value = getattr(part, "rope_type", None)
+        rope_types = value if isinstance(value, dict) else {None: value}  # by layer type
+        for layer_type in [k for k, value in rope_types.items() if _depends_on_length(value)]:
             has_scaling = True
             _freeze(part, length, layer_type)
             if not _is_frozen(part, scaling, length, layer_type):
@@ -113,20 +113,21 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, sour
         )
 
 
-def _depends_on_length(kind: Any) -> bool:
-    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+def _depends_on_length(rope_type: Any) -> bool:
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
 
 
 def _freeze(part: Any, length: int, layer_type: str | None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     prefix = "" if layer_type is None else f"{layer_type}_"
-    kind = part.rope_type if layer_type is None else part.rope_type[layer_type]
+    rope_type = part.rope_type if layer_type is None else part.rope_type[layer_type]
     buffer = getattr(part, f"{prefix}inv_freq")
     if buffer.is_meta:  # the network is only inspected
         return
     options = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, None, seq_len=length, **options)
+    compute = ROPE_INIT_FUNCTIONS[rope_type]
+    frequencies, scaling = compute(part.config, None, seq_len=length, **options)
     buffer.copy_(frequencies)
     setattr(part, f"{prefix}attention_scaling", scaling)
     # For the type "default", transformers does not update the frequencies in each call.
