@@ -84,7 +84,7 @@ class CausalLMActorCritic(nn.Module):
 
 
 class CausalLMCritic(CausalLM):
-    """A causal language model with a critic. Each value depends only on earlier tokens."""
+    """A causal language model with a critic; each value depends only on earlier tokens."""
 
     Config = CausalLMCriticConfig
     provides = frozenset({LANGUAGE_MODEL, VALUE_ESTIMATES})
