@@ -159,7 +159,7 @@ class OffPolicyAlgorithm(Algorithm):
             columns = to_tensors(policy, transitions)
             noise = torch.from_numpy(
                 random.standard_normal(
-                    (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
+                    (steps, 2, self.config.batch_size, policy.action_size), dtype=np.float32
                 )
             )
             for step in range(steps):

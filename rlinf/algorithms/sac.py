@@ -98,7 +98,7 @@ class SAC(OffPolicyAlgorithm):
         }
         if config.learn_temperature:
             target_entropy = config.target_entropy
-            target_entropy = -float(policy.size) if target_entropy is None else target_entropy
+            target_entropy = -float(policy.action_size) if target_entropy is None else target_entropy
             loss = loss + temperature_loss(module.log_temperature, logprobs, target_entropy)
         return loss, metrics
 
