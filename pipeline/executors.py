@@ -24,7 +24,9 @@ class Outcome:
 
     exit_code: int
     reason: str = ""
+    """Cause of a failure."""
     error: BaseException | None = None
+    """The exception of a stage that ran in this process."""
 
 
 class StageExecutor(Protocol):

@@ -1,4 +1,4 @@
-"""Control of a run: the lock of starting it, its driver, and the request to stop the driver."""
+"""Control of a run: the lock for starting it, its driver, and the request to stop the driver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ STOP_CHECK_INTERVAL_S = 2.0
 def start_lock(run: Run) -> Iterator[None]:
     """Lock the creation or change of a run, and the submission of its driver.
 
-    Without the lock nothing is written. An empty folder of a failed start is removed.
+    Nothing is written in the run unless this process has the lock. Folders that are empty at the
+    end are removed.
 
     Raises:
         RunLockedError: another process has the lock, or the run has a driver.
@@ -91,7 +92,8 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
 
 
 def last_driver_job_id(run: Run) -> str | None:
-    """Return the id of the last submitted driver job; None if there is none, or no id yet."""
+    """Return the id of the last submitted driver job; None if none was submitted or its id is
+    unknown."""
     submitted = _read_driver_job(run)
     return None if submitted is None else submitted.id or None
 
@@ -100,7 +102,7 @@ def check_no_driver_job(run: Run) -> None:
     """Check that no other job, even a pending one, drives the run.
 
     Raises:
-        RunLockedError: there is one.
+        RunLockedError: there is such a job.
     """
     submitted = _read_driver_job(run)
     if submitted is None or submitted.id == current_job_id():

@@ -221,7 +221,7 @@ def check_sft(config: RunConfig, engine_packages: tuple[str, ...]) -> None:
         engine_packages: optional packages of the engine.
 
     Raises:
-        ConfigError: the interpreter of the trainer lacks one.
+        ConfigError: the interpreter of the trainer lacks one of these packages.
     """
     if not (engine_packages and config.sft.max_steps and config.sft.eval_generation):
         return
@@ -274,7 +274,7 @@ def check_sampling(config: RunConfig, engine_requires: frozenset[str]) -> None:
     """Check that the engine samples tokens, if sampling settings are given.
 
     Raises:
-        ConfigError: its steps are whole actions.
+        ConfigError: the engine returns whole actions, which it does not sample token by token.
     """
     for key, section in (
         ("rollout.sampling", config.rollout.sampling),
@@ -337,7 +337,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             supported = trainers.get(name).parallel_dims
         for dim in layout.parallel_dims():
             if dim not in supported:
-                dims = ", ".join(sorted(supported)) or "no way"
+                dims = ", ".join(sorted(supported)) or "none"
                 raise ConfigError(
                     f"{key}.{dim}: {component} {name!r} does not support it; supported: {dims}"
                 )
@@ -423,7 +423,7 @@ def check_device(name: str, key: str) -> None:
     """Check that this machine has a device.
 
     Raises:
-        ConfigError: it does not have it.
+        ConfigError: the machine lacks the device.
     """
     import torch
 
@@ -453,7 +453,7 @@ def check_context(context: int | None, limit: int | None) -> None:
     """Check that the context length of the engine does not exceed the positions of the model.
 
     Raises:
-        ConfigError: it does, so that vLLM would not start.
+        ConfigError: it exceeds them, so that vLLM would not start.
     """
     if context is not None and limit is not None and context > limit:
         raise ConfigError(
@@ -530,7 +530,9 @@ class ConfigComponent(NamedTuple):
     """A component of the run, with the registry of its alternatives."""
 
     section: str
+    """Section of the configuration that chooses the component."""
     name: str
+    """Chosen name, a key of the registry."""
     registry: Registry
 
     @property
@@ -563,7 +565,7 @@ def check_components(config: RunConfig) -> None:
         missing = part.registry.get(part.name).requires - provided
         if missing:
             names = part.registry.names()
-            alternatives = [name for name in names if _fits(part.registry, name, provided)]
+            alternatives = [n for n in names if _are_requirements_met(part.registry, n, provided)]
             raise ConfigError(
                 f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no component of this "
                 f"run provides ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
@@ -585,7 +587,7 @@ def check_components(config: RunConfig) -> None:
         )
 
 
-def _fits(registry: Registry, name: str, provided: set[str]) -> bool:
+def _are_requirements_met(registry: Registry, name: str, provided: set[str]) -> bool:
     try:
         required: frozenset[str] = registry.get(name).requires
     except (RlinfError, ImportError):
@@ -708,20 +710,17 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def check_eval_samples(config: RunConfig, tasks: int) -> None:
+def check_eval_samples(config: RunConfig, num_tasks: int) -> None:
     """Check that every task has the same number of held-out samples.
-
-    Args:
-        tasks: number of tasks.
 
     Raises:
         ConfigError: the samples cannot be divided equally.
     """
-    if config.evaluate.samples % tasks:
-        nearest = max(config.evaluate.samples // tasks, 1) * tasks
+    if config.evaluate.samples % num_tasks:
+        nearest = max(config.evaluate.samples // num_tasks, 1) * num_tasks
         raise ConfigError(
             f"evaluate.samples: {config.evaluate.samples} cannot be divided equally among "
-            f"{tasks} tasks; set it to {nearest}"
+            f"{num_tasks} tasks; set it to {nearest}"
         )
 
 
