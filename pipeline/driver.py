@@ -68,8 +68,8 @@ class Driver:
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """Handling of results of another configuration or other code."""
     max_lookahead: int = 16
-    """Number of unfinished nodes, in the order of the graph, among which the driver finds nodes to
-    start. Staleness raises it by as many iterations."""
+    """Number of unfinished nodes, in the order of the graph, of which the driver starts the ready
+    ones. With staleness, the stages of as many iterations are added."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
@@ -123,7 +123,7 @@ class Driver:
         """Check that the configuration of the run did not change before this driver owned the run.
 
         Raises:
-            RunLockedError: another command changed it.
+            RunLockedError: another command changed the configuration.
         """
         frozen = load_config(self.run.folder / CONFIG_FILE).semantic_values()
         current = self.run.config.semantic_values()

@@ -162,7 +162,7 @@ def file_age_s(path: Path) -> float:
     """Return the seconds since a file was last modified, by the clock of its filesystem.
 
     Raises:
-        FileNotFoundError: it does not exist.
+        FileNotFoundError: the file does not exist.
     """
     probe = path.with_name(f".{path.name}.clock-{secrets.token_hex(4)}")
     modified_at = path.stat().st_mtime
@@ -206,9 +206,9 @@ def _acquire(path: Path, new_owner: LockOwner) -> None:
 def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
     """Replace or remove a lock file with a given token; returns False if another process was first.
 
-    A process must first create a claim file named after the token. Only one can, so only one of the
-    processes that saw the same dead owner replaces it, and none replaces a new owner. The claim
-    file of a process that died meanwhile is replaced in the same way.
+    A process must first create a claim file named after the token, which only one process can. So
+    only one of the processes that saw the same dead owner replaces its lock file, and none replaces
+    that of a new owner. The claim file of a process that has died is replaced in the same way.
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
     if not _try_link(owner_file, claim):
@@ -255,7 +255,7 @@ def _try_link(source: Path, target: Path) -> bool:
 
 
 def _read_token(path: Path) -> str:
-    """Return the token of a lock file. A damaged file gets one from its inode and time."""
+    """Return the token of a lock file; for a damaged file a text with its inode and time."""
     damaged = _damaged_token(path)
     try:
         return LockOwner.read(path).token

@@ -47,7 +47,7 @@ def run_flow(run: Path) -> Flow:
     """Return the flow of a run directory; without a configuration, ``on_policy``.
 
     Raises:
-        ConfigError: its configuration is damaged.
+        ConfigError: the configuration of the run is damaged.
     """
     path = run / CONFIG_FILE
     return _read_flow(path, path.stat().st_mtime_ns) if path.exists() else on_policy

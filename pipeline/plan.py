@@ -487,7 +487,7 @@ def _check_separate_policy(plan: Plan) -> None:
     """Check the placement of a policy that runs separately from its simulators.
 
     Raises:
-        ValueError: the policy cannot run there; the message names the key.
+        ValueError: the policy cannot run where the plan places it; the message names the key.
     """
     flow = plan.flow
     policy, rollout = next(iter(flow.separate_policy), None), flow.rollout_stage

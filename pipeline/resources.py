@@ -289,7 +289,7 @@ def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     """Return the resources of the jobs of all pools, which run at the same time.
 
     Each component of a heterogeneous job counts as a job in Slurm's limits. An elastic pool can run
-    with any single worker, so its different workers are alternatives.
+    with a single worker, so workers with different resources are alternatives.
     """
     requests: JobRequests = {}
     for number, pool in enumerate(plan.pools):
@@ -390,7 +390,7 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     """Return the Python interpreter of a process that runs some stages; None means this one.
 
     Raises:
-        ConfigError: it does not exist, or the stages need different ones.
+        ConfigError: the interpreter does not exist, or the stages need different interpreters.
     """
     interpreters: dict[str | None, str] = {}
     for stage in stages:

@@ -77,7 +77,8 @@ class OnMismatch(StrEnum):
 
 
 def check_resumable(state: RunState, on_mismatch: OnMismatch = OnMismatch.ERROR) -> None:
-    """Check that a run on disk can be resumed, and apply ``on_mismatch`` if it differs.
+    """Check that the results of a run match its configuration and the code, and apply
+    ``on_mismatch`` if they do not.
 
     Raises:
         MismatchError: ``config.yaml`` was edited, or results do not match.
@@ -294,8 +295,8 @@ def create_run(
         MismatchError: the directory holds results or a configuration that do not match.
         ConfigError: a key is unknown, or iterations exceed a schedule that ends at a learning rate
             of 0.
-        RunLockedError: a driver is running there.
-        InputError: no permission to write there.
+        RunLockedError: the run has a driver.
+        InputError: no permission to write in the directory.
     """
     folder = config.run.folder
     effective_settings(config)  # rejects unknown keys before anything is written

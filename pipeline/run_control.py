@@ -35,7 +35,7 @@ def start_lock(run: Run) -> Iterator[None]:
 
     Raises:
         RunLockedError: another process has the lock, or the run has a driver.
-        InputError: no permission to write there.
+        InputError: no permission to write in the run directory.
     """
     lock_folder = run.folder / DRIVER_JOB_FOLDER
     with explain_write_errors(run.folder):
@@ -61,7 +61,7 @@ def check_not_driven(run: Run) -> None:
     """Check that a run has no driver.
 
     Raises:
-        RunLockedError: it has a driver or a driver job.
+        RunLockedError: the run has a driver or a driver job.
     """
     owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
@@ -99,10 +99,10 @@ def last_driver_job_id(run: Run) -> str | None:
 
 
 def check_no_driver_job(run: Run) -> None:
-    """Check that no other job, even a pending one, drives the run.
+    """Check that no other job drives the run or is pending to do so.
 
     Raises:
-        RunLockedError: there is such a job.
+        RunLockedError: such a job exists.
     """
     submitted = _read_driver_job(run)
     if submitted is None or submitted.id == current_job_id():
@@ -126,8 +126,8 @@ def _read_driver_job(run: Run) -> SubmittedJob | None:
 
 
 class StopRequest:
-    """A callable that returns whether this driver must stop, because its job is about to end or
-    because ``rlinf stop`` wrote its token to the stop file."""
+    """A callable that returns whether this driver must stop: its job is about to end, or
+    ``rlinf stop`` wrote the driver's token to the stop file."""
 
     def __init__(self, run: Path, is_job_ending: Callable[[], bool]) -> None:
         self._run, self._is_job_ending = run, is_job_ending

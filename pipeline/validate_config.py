@@ -147,9 +147,10 @@ def validate_config(config: RunConfig) -> None:
 
 
 def complete_config(config: RunConfig) -> RunConfig:
-    """Return the configuration with the keys of the task that its environment provides.
+    """Return the configuration, in which unset keys of the task are read from its environment.
 
-    Keys that are already set are compared with the environment, before a run directory is created.
+    Keys that are already set are compared with the environment, unless the run exists with the same
+    task.
 
     Raises:
         ConfigError: a key is wrong, or cannot be read here.
@@ -195,7 +196,8 @@ def check_interpreters(
     Raises:
         ConfigError: an interpreter or module is missing, or stages of the driver's process would
             need another interpreter.
-        MissingPackageError: no interpreter is configured, and this one lacks an optional package.
+        MissingPackageError: no interpreter is configured, and this interpreter lacks an optional
+            package.
     """
     all_modules = (simulator_modules, engine_packages, trainer_packages)
     for section, modules in zip(("task", "engine", "trainer"), all_modules, strict=True):
@@ -243,7 +245,7 @@ def check_videos(config: RunConfig, video_columns: tuple[str, ...]) -> None:
     """Check that the task has a camera, if held-out episodes are recorded.
 
     Raises:
-        ConfigError: it has no camera.
+        ConfigError: the task has no camera.
         MissingPackageError: PyAV is not installed.
     """
     if config.evaluate.videos:
@@ -288,7 +290,7 @@ def check_sampling(config: RunConfig, engine_requires: frozenset[str]) -> None:
 
 
 def check_layouts(config: RunConfig, plan: Plan) -> None:
-    """Check that engine and trainer support the parallel layouts of the plan with its processes.
+    """Check that engine and trainer support the layouts and numbers of processes in the plan.
 
     Raises:
         ConfigError: a layout is not supported, or a pool would need one component in two layouts.
@@ -353,7 +355,7 @@ def check_tracker(name: str, key: str, config: RunConfig) -> None:
 
     Raises:
         ConfigError: the tracker is unknown, or lacks a login.
-        MissingPackageError: its package is not installed.
+        MissingPackageError: the package of the tracker is not installed.
     """
     tracker = trackers.get(name, key)
     package: tuple[str, str] | None = getattr(tracker, "package", None)
@@ -463,10 +465,14 @@ def check_context(context: int | None, limit: int | None) -> None:
 
 
 def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> None:
-    """Check that there are enough problems, and that prompts and responses fit the model.
+    """Check that the task has enough problems, and that prompts and responses fit the model.
+
+    Args:
+        size: number of problems, and length of the longest prompt.
+        positions: maximum number of tokens of the model; None if unlimited.
 
     Raises:
-        ConfigError: there are too few problems or positions.
+        ConfigError: the task has too few problems, or the model too few positions.
     """
     eval_horizon = config.evaluate.horizon or config.rollout.horizon
     for key, requested, available, file in (
@@ -640,11 +646,11 @@ def check_group_starts(config: RunConfig, has_equal_starts: bool) -> None:
 
 
 def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], options: Any) -> None:
-    """Check that held-out problems are not training problems. A run that only evaluates may use one
-    file for both.
+    """Check that held-out problems are not training problems, unless the run only evaluates.
 
     Args:
-        overlap: numbers of held-out problems that are training problems, and of held-out problems.
+        overlap: number of held-out problems that are training problems too, and number of all
+            held-out problems.
         options: options of the task; ``allow_train_test_overlap`` permits a complete overlap.
 
     Raises:

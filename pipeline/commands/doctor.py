@@ -154,7 +154,7 @@ def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Find
 
 
 def probe_partition(name: str, probe: Path) -> Finding:
-    """Run a job on one node of a partition; it writes its answer to the run folder."""
+    """Run a job on one node of a partition, which writes the file ``probe`` in the run folder."""
     check = f"node of {name}"
     code = (
         "import json,os,socket,sys,time;p=sys.argv[1];"

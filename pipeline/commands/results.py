@@ -49,7 +49,7 @@ class RunResults:
         """Open a run directory.
 
         Raises:
-            ConfigError: it is no run directory, or its configuration cannot be read.
+            ConfigError: the folder is no run directory, or its configuration cannot be read.
         """
         run = Run.open(Path(folder))
         return cls(run.folder, run.config)
@@ -164,7 +164,7 @@ def best_version(folder: Path) -> tuple[int, float]:
     """Return the version of the weights with the highest held-out score, and that score.
 
     Raises:
-        InputError: no version was evaluated, or the retention policy removed the best one.
+        InputError: no version was evaluated, or the retention policy removed the best version.
     """
     run = Run.open(folder)
     best = best_weights(run.config, run.folder)

@@ -174,7 +174,7 @@ class Workflow:
         """Own the driver lock of the run until this process ends.
 
         Raises:
-            RunLockedError: another driver owns it.
+            RunLockedError: another driver owns the run.
         """
         if self._lock is None:
             self._lock = RunLock(self.folder / LOCK_FILE)

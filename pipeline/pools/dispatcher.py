@@ -35,7 +35,7 @@ Routes = dict[str, dict[str, str]]
 def route_tree(
     source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool, turn: int = 0
 ) -> Routes:
-    """Return a tree of routes from one worker to all receivers, some of which forward the data.
+    """Return a tree of routes from a worker to all receivers; some receivers forward the data.
 
     The data is sent to each node once. The first worker of a node sends it to the other workers of
     its node and to further nodes.

@@ -281,7 +281,9 @@ class PoolExecutor:
             case WorkItemEnded():
                 succeeded = self._scheduler.on_report(worker, report)
                 if owner is not None and succeeded:
-                    owner[0].failures, owner[1].num_finished = 0, owner[1].num_finished + 1
+                    pool, lease = owner
+                    pool.failures = 0
+                    lease.num_finished += 1
             case WeightsAvailable():
                 self._scheduler.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():

@@ -22,8 +22,8 @@ from stages.runner import StageCall
 from stages.timeout_retries import MAX_TIMEOUTS
 
 MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE = 300.0, 0.25
-"""Time before the end of a lease at which it is renewed: the maximum in seconds, and the share of
-the length of a short lease."""
+"""A lease is renewed this many seconds before its end, or at this share of its length before its
+end if that is less."""
 
 
 @dataclass(eq=False)
