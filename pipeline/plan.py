@@ -115,6 +115,7 @@ class StageForecast(Section):
     """The predicted times of one stage."""
 
     seconds: float = Field(ge=0)
+    """Expected time."""
     low_s: float = Field(ge=0)
     """10th percentile."""
     high_s: float = Field(ge=0)
@@ -169,11 +170,13 @@ class Forecast(Section):
     """The prediction made with the plan. An edited plan keeps it for comparison."""
 
     objective: str
+    """Name of the objective, such as ``time`` or ``gpu-hours``."""
     cost: float = Field(ge=0)
     """Value of the objective, in its unit."""
     iteration_s: float = Field(ge=0)
     low_s: float = Field(ge=0)
     high_s: float = Field(ge=0)
+    """10th (``low_s``) and 90th percentile of the time of an iteration."""
     gpu_hours: float = Field(ge=0)
     """GPU hours per iteration."""
     stages: dict[str, StageForecast] = {}

@@ -58,7 +58,7 @@ log = logging.getLogger("rlinf")
 
 
 class OnMismatch(StrEnum):
-    """Handling of results that a command would not reproduce."""
+    """Handling of results that a command would not reproduce: fail, ``--redo`` or ``--keep``."""
 
     ERROR = "error"
     RECOMPUTE = "recompute"

@@ -67,7 +67,9 @@ class RunState:
     """Results of this configuration and code whose inputs are missing or have another content. They
     become valid if the inputs are recomputed with the content that the manifests record."""
     code: CodeSnapshot = field(init=False)
+    """The code that would compute the stages now."""
     accepted: AcceptedMismatches = field(init=False)
+    """Results that an earlier ``--keep`` accepted."""
     archive_folder: Path = field(init=False)
     """Folder to which this process moves replaced results, named by the current time."""
 

@@ -128,10 +128,12 @@ class PoolState:
 
     @property
     def name(self) -> str:
+        """``2`` for pool 2, and ``2w1`` for worker 1 of the elastic pool 2."""
         return str(self.number) if self.slot is None else f"{self.number}w{self.slot}"
 
     @property
     def size(self) -> int:
+        """Number of workers of a lease."""
         return sum(part.nodes * part.processes for part in self.resources)
 
     def check_progress(self, lease: Lease) -> None:

@@ -46,6 +46,7 @@ class StageStatus:
     node: str
     """Name of the graph node, such as ``rollout/3``."""
     activity: str
+    """Current activity, such as computing, waiting for the device or committing."""
     elapsed_s: float
     done: int = 0
     total: int = 0
@@ -71,6 +72,7 @@ class WorkerStatus:
     host: str
     is_connected: bool
     is_leaving: bool
+    """Whether it was ordered to stop."""
     last_seen_s: float
     """Seconds since its last message."""
     lease_left_s: float | None

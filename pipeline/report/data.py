@@ -338,6 +338,7 @@ class StageSpan:
     """Row of the Gantt chart, named after the worker: pool and rank, or only the rank, and host."""
     start: float
     end: float
+    """Unix times."""
     work_item: int | None = None
     """Number of the work item in an elastic rollout, because work items of a worker may overlap."""
 
