@@ -121,7 +121,8 @@ class StageDispatcher:
         self.policy_pools = PolicyPools(plan, self._pool_by_stage, self._ranks_by_stage, send)
         self._after_chunks = self._stages_after_chunks()
         self._live: dict[StageNode, dict[str, StageNode]] = {}
-        """Live inputs with the nodes that produce them, by dispatched node."""
+        """Live inputs (from memory or streamed, not from disk) with the nodes that produce them, by
+        node whose sources are decided."""
         self._subscribed: dict[StageNode, set[tuple[str, str, str]]] = defaultdict(set)
         """Ordered transfers as (input, sending lease, receiving lease), by dispatched node."""
 
@@ -130,7 +131,7 @@ class StageDispatcher:
         return self._pool_by_stage[node.stage]
 
     def dispatch(self) -> None:
-        """Dispatch waiting stages, and connect their live inputs."""
+        """Send the orders of waiting stages, and order the transfers of their live inputs."""
         for pool in self._pools:
             lease = pool.active_lease
             if lease is None or not pool.waiting:
@@ -189,14 +190,15 @@ class StageDispatcher:
         late = set[str]()
         for stage, spec in self._flow.stages.items():
             earlier = list(self._flow.stages)[: self._stage_index[stage]]
-            partial = [
+            # Stages that the plan restricts to some ranks, among them ranks of this stage.
+            restricted = {
                 s
                 for pool in self._plan.pools
                 for s in pool.stage_ranks
                 if self._share_ranks(s, stage)
-            ]
-            ordered = {s for s in partial if s in self._stage_index}
-            blocks_earlier = stage not in partial and bool(ordered) and ordered <= set(earlier)
+            }
+            in_loop = restricted & self._stage_index.keys()
+            blocks_earlier = stage not in restricted and bool(in_loop) and in_loop <= set(earlier)
             depends_on_late = any(s.stage in late and not s.lag for s in spec.inputs.values())
             if blocks_earlier or depends_on_late:
                 late.add(stage)
@@ -222,7 +224,7 @@ class StageDispatcher:
         return self._plan.num_chunks
 
     def _decide_sources(self, pool: PoolState, lease: Lease, nodes: list[StageNode]) -> None:
-        """Decide where the inputs of stages come from before they are dispatched."""
+        """Decide which inputs of stages are live, before the orders of the stages are sent."""
         for node in nodes:
             if node in self._live:
                 continue
@@ -247,7 +249,7 @@ class StageDispatcher:
                     is_local = is_local and self._is_streamed(source, node)
                 is_published_weights = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
                 can_be_sent = name in self._flow.stream_channels or (
-                    is_published_weights and not self._reads_own_rows(source, node)
+                    is_published_weights and not self._reads_own_shard(source, node)
                 )
                 if is_local or (
                     can_be_sent and self._is_in_progress(source) and self._is_streamed(source, node)
@@ -314,7 +316,7 @@ class StageDispatcher:
         return [lease for pool in pools if (lease := pool.active_lease) is not None]
 
     def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
-        """Return the workers of a lease that receive an input of a stage, with their nodes."""
+        """Return the workers of a lease that receive an input of a stage, with their hosts."""
         if name == WEIGHTS and self.policy_pools.needs_policy(target.stage):
             return receiver.hosts(self.policy_pools.ranks())
         return receiver.hosts(
@@ -333,12 +335,13 @@ class StageDispatcher:
         producer: Lease,
         receivers: Mapping[str, str | None],
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Yield the producing worker, the sender, and its receivers with their transport.
+        """Yield the producing worker, a sending worker (the producer or a receiver that forwards),
+        and the transport to each of its receivers.
 
         Records come from all primary ranks of the producer, weights from its rank 0.
         """
-        records = name in self._flow.stream_channels
-        default = SOCKET if records else SHARED_MEMORY
+        are_records = name in self._flow.stream_channels
+        default = SOCKET if are_records else SHARED_MEMORY
         transport = self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
         if not receivers:
             return
@@ -350,14 +353,14 @@ class StageDispatcher:
         ranks = self._ranks(source)
         primary_ranks = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
         producers = list(producer.hosts(ranks).items())
-        for turn, rank in enumerate(primary_ranks if records else [0]):
+        for turn, rank in enumerate(primary_ranks if are_records else [0]):
             origin, host = producers[rank]
             for sender, targets in route_tree(
                 origin, host, receivers, use_shared_memory=use_shared_memory, turn=turn
             ).items():
                 yield origin, sender, targets
 
-    def _reads_own_rows(self, source: StageNode, node: StageNode) -> bool:
+    def _reads_own_shard(self, source: StageNode, node: StageNode) -> bool:
         """Return whether each process of a node reads its shard of the weights from the published
         files: the trainer has several processes and the plan names no transport."""
         is_trainer = self._flow.all_stages[node.stage].holds == "trainer"
