@@ -351,14 +351,14 @@ def _reopen(
     state = RunState(run, Graph(run.config))
     resolve_mismatches(state, on_mismatch, changes, edits)
     changes += edits
-    is_replaced = is_empty and bool(changes)
+    replaces_config = is_empty and bool(changes)
     # A command that names no plan does not inherit the plan of a failed command.
-    replaces_plan = is_replaced or (is_empty and frozen_config.plan is not None)
+    replaces_plan = replaces_config or (is_empty and frozen_config.plan is not None)
     has_no_plan = not (folder / PLAN_FILE).exists()
     if plan is not None and (config.plan is not None or replaces_plan or has_no_plan):
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
     is_unchanged = not changes and updated == values
-    if is_replaced:
+    if replaces_config:
         # The run gets a new identity and date.
         (folder / RUN_FILE).unlink(missing_ok=True)
     if not is_unchanged:
@@ -389,8 +389,8 @@ def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[
 
 
 def _recorded_values(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """Return the frozen configuration from ``run.json`` if ``config.yaml`` is unreadable, else
-    ``config``."""
+    """Return the frozen configuration in ``run.json``, for a run whose ``config.yaml`` cannot be
+    read; ``config`` if ``run.json`` cannot be read either."""
     complete = config.model_dump(mode="json")
     try:
         record = read_run_record(folder)
