@@ -378,7 +378,7 @@ class RolloutScheduler:
         if report.unfinished_starts:
             unfinished = rollout.queue.reassign(item, report.unfinished_starts, report.successor)
             partial = messages.PartialSamples(
-                work_item=number,
+                item_number=number,
                 channel=partial_samples_channel(name),
                 num_samples=report.num_partial_samples,
                 weights_attempt=assigned.attempt,
@@ -498,7 +498,7 @@ class RolloutScheduler:
         name, rollout = secrets.token_hex(6), self._rollouts[node]
         attempt, continues = None, None
         if partial is not None:
-            attempt, continues = partial.weights_attempt, partial.work_item
+            attempt, continues = partial.weights_attempt, partial.item_number
         elif not rollout.has_committed_weights:
             attempt = self._weights[rollout.weights][worker]
         self._assigned[name] = _Assigned(node, worker, item, attempt, continues)

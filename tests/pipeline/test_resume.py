@@ -50,16 +50,20 @@ def committed(run: Run) -> RunState:
 
 def edit(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """As if a line of a module had been changed."""
-    real = identity._module
+    real = identity._parse_module
 
     def changed(name: str) -> Any:
         found = real(name)
         other = identity.ModuleDigest("edited", "edited")
-        return replace(found, source=other) if name == module else found
+        return replace(found, digests=other) if name == module else found
 
-    monkeypatch.setattr(identity, "_module", changed)
-    files = identity._file
-    monkeypatch.setattr(identity, "_file", lambda name: "edited" if name == module else files(name))
+    monkeypatch.setattr(identity, "_parse_module", changed)
+    files = identity._module_file_digest
+    monkeypatch.setattr(
+        identity,
+        "_module_file_digest",
+        lambda name: "edited" if name == module else files(name),
+    )
 
 
 def test_a_changed_key_is_refused_before_anything_is_touched(

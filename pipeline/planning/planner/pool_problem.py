@@ -138,7 +138,7 @@ def build_pool_problem(
     algorithm_streams = create_algorithm(request.config).supports_streaming
     stages, generator_times = [], list[StageTimes]()
     flow = flow_of(request.config)
-    sources = flow.device_dependencies()
+    sources = flow.direct_dependencies()
     chunks = [n for n in CHUNK_CHOICES if request.config.rollout.batch_size % n == 0]
     stage_rates = {name: _stage_rates(request, name, devices) for name in sources}
     tables: Tables = {n: {k: t for k, (_, t) in row.items()} for n, row in stage_rates.items()}
