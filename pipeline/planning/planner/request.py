@@ -29,9 +29,11 @@ class PlanRequest:
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()
+    """Notes for the user, which the proposal repeats."""
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
     """Corrections that earlier runs measured, by stage and kind."""
     sources: PlanningSources | None = None
+    """Files and options of the request, with which ``rlinf replan`` repeats it."""
     plan_validator: Callable[[Plan], Plan] | None = None
     """Checks a plan and returns it with the cluster's settings; None: no check."""
 

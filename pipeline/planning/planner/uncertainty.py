@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import norm
 
-from pipeline.planning.cost.rates import RateTable
+from pipeline.planning.cost.rates import RateTable, RateTables
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import (
     Placement,
@@ -23,10 +23,9 @@ from pipeline.planning.planner.problem import (
 from rlinf.errors import PlanError
 
 Array = np.ndarray
-Tables = Mapping[str, Mapping[str, RateTable]]
-"""Rate tables from which the problem was built, by stage and kind."""
 
 DRAWS = 1024
+"""Number of samples of the speeds."""
 IMPROVEMENT = 0.1
 """Relative improvement of a quantity in the sensitivity analysis."""
 
@@ -48,11 +47,12 @@ class PlacementForecast:
     nominal_s: float
     """Seconds of an iteration with the problem's speeds."""
     mean_s: float
+    """Mean seconds of an iteration with sampled speeds; quantiles follow."""
     q10_s: float
     q50_s: float
     q90_s: float
     idle_shares: tuple[float, ...]
-    """Share of an iteration in which a GPU does no work, by job, as a mean over its GPUs."""
+    """Share of an iteration in which a GPU does no work, by job: the mean over the job's GPUs."""
     memory_bytes: tuple[Mapping[str, float], ...]
     """Maximum memory of a GPU by pool and kind; NaN if a stage's memory is unknown."""
     gpu_hours: float
@@ -61,7 +61,7 @@ class PlacementForecast:
     """Expected seconds lost to preemption and failures per iteration; not part of the other
     times."""
     sensitivities: tuple[Sensitivity, ...]
-    """Quantities with their effect, largest first."""
+    """Effects of the quantities, largest first."""
     unmeasured: tuple[str, ...]
     """Speeds that are extrapolated or from data sheets: ``train on h100: extrapolated``."""
 
@@ -69,7 +69,7 @@ class PlacementForecast:
 def forecast_placement(
     problem: PlacementProblem,
     placement: Placement,
-    tables: Tables,
+    tables: RateTables,
     *,
     draws: int = DRAWS,
     seed: int = 0,
@@ -178,7 +178,7 @@ def _used_speeds(
                 yield s, k, number
 
 
-def _rate_table(problem: PlacementProblem, tables: Tables, stage: int, kind: int) -> RateTable:
+def _rate_table(problem: PlacementProblem, tables: RateTables, stage: int, kind: int) -> RateTable:
     table = tables.get(problem.stages[stage].name, {}).get(problem.kinds[kind].name)
     if table is None:
         raise PlanError(
@@ -195,11 +195,12 @@ def _speed_name(problem: PlacementProblem, stage: int, kind: int) -> str:
 def _memory(
     problem: PlacementProblem,
     placement: Placement,
-    tables: Tables,
+    tables: RateTables,
     speeds: list[tuple[int, int, int]],
     pool: int,
 ) -> dict[str, float]:
-    """Return the memory of a GPU by kind: of all resident stages and the largest offloaded one."""
+    """Return the memory of a GPU in bytes, by kind: all resident stages and the largest offloaded
+    one."""
     resident: dict[str, float] = {}
     offloaded: dict[str, float] = {}
     for s, k, gpus in speeds:
