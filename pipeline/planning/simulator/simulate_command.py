@@ -111,7 +111,7 @@ OTHER_COLOURS = {
     "queue": "#efe3c2",
     "down": "#d8a0a0",
 }
-"""Colours of activities that are not stages of a language task."""
+"""Colours of spans other than work, by kind of span."""
 
 
 def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:

@@ -14,6 +14,7 @@ from pipeline.planning.planner.problem import Placement, PlacementProblem
 Array = np.ndarray
 SpanKind = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
 MAX_WAITS_SHOWN = 2
+"""Maximum number of causes of waits in the table, for each pool."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class JobInterruption:
     kind: str
     time: float
     while_working: bool
+    """True if the pool was working, so that work must be repeated."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class SimulationTrace:
     problem: PlacementProblem
     placement: Placement
     iteration_starts: list[float] = field(default_factory=list)
-    """Start of each iteration in seconds, followed by the end of the last one."""
+    """Start of each iteration in seconds, followed by the end of the last iteration."""
     gpu_busy: list[Array] = field(default_factory=list)
     """Seconds of useful work per GPU: an array ``[gpus]`` per pool, in the order of
     ``problem.kinds``. Repeated work counts once."""
@@ -80,7 +82,7 @@ class SimulationTrace:
         self.waits = [{} for _ in self.placement.pools]
 
     def add_wait(self, pool: int, cause: str, seconds: float) -> None:
-        """Add ``seconds`` to the waits of a pool for a cause."""
+        """Add ``seconds`` to the waits of a pool with this cause."""
         if seconds > 0:
             self.waits[pool][cause] = self.waits[pool].get(cause, 0.0) + seconds
 
