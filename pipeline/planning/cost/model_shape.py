@@ -216,7 +216,7 @@ class ModelShape:
         return (4 if self.gated else 2) * self.dtype_bytes * width
 
 
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
@@ -259,7 +259,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         expert_ffn=_size(config, "moe_intermediate_size", default=ffn) if experts else 0,
         shared_ffn=_size(config, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
         dense_layers=_dense_layers(config, layers) if experts else (),
-        dtype_bytes=_BYTES.get(str(dtype).removeprefix("torch."), 2),
+        dtype_bytes=_DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 2),
     )
 
 

@@ -78,6 +78,7 @@ class JobAllowance:
     quotas: Quotas = field(default_factory=Quotas)
     account: str | None = None
     qos: str | None = None
+    """Account and QOS of the jobs; None: Slurm's default."""
     max_minutes: tuple[int, str] | None = None
     """Maximum minutes of a job and the owner of this limit; None: no limit."""
     max_devices: int | None = None
@@ -100,7 +101,7 @@ class JobAllowance:
     def for_kind(self, kind: DeviceKind) -> JobAllowance:
         """Return the allowance for a kind of device, with the limits in numbers of devices."""
         total, refusal = kind.nodes * kind.devices_per_node, ""
-        low, high = 0, total + 1
+        low, high = 0, total + 1  # numbers of devices: allowed, and not allowed
         while high - low > 1:
             middle = (low + high) // 2
             reason = self.refusal_for(request_for_devices([kind], middle), f"a job on {kind.name}")

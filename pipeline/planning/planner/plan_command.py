@@ -486,7 +486,7 @@ def run_replan(
     name = run.folder
     hint = f"\nuse it with: rlinf replan {name} --apply, then rlinf resume {name}"
     if apply:
-        hint = f"\n{name} goes on with it: rlinf resume {name}"
+        hint = f"\ncontinue the run with it: rlinf resume {name}"
     console.print(f"plan: {out}\npage: {page}{hint}", soft_wrap=True)
 
 

@@ -110,7 +110,7 @@ class Predictor:
             chunks: chunks per iteration, one number or int ``[n]``.
             assigned_gpus: the part of ``gpus`` that is certainly assigned; all by default. Only
                 these add switching and transfers, and must be of one kind if pools do not mix. If
-                they are fewer, the prediction is a lower bound for every allocation between both.
+                fewer, the prediction is a lower bound for all allocations between both numbers.
             free: time ``[n]`` from which each pool is free, by pool; 0 by default.
             weights_s: time at which the weights arrive at the stage that loads them.
         """
@@ -301,12 +301,14 @@ class Predictor:
         return np.where(np.isfinite(total), overlapped, np.inf)
 
     def _switch_time(self, stages: Sequence[int], gpus: Array) -> Array:
+        """Return the seconds ``[n]`` in which a pool with these GPUs loads the stages."""
         total_s = self._switch_s[list(stages)].sum(0)
         return np.where(gpus > 0, total_s[:, None], 0.0).max(0)
 
     def _sync_ends(
         self, stage_pools: Mapping[int, tuple[int, ...]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the pools that send and receive the weights; None: no pool sends any."""
         if self.sync_source is None or self.problem.sync is None:
             return None
         source, target = (self._index[name] for name in self.problem.sync)

@@ -40,6 +40,7 @@ class GpuKind:
 
     name: str
     gpus: int
+    """Number of GPUs that the plan may use."""
     price: float = 1.0
     """Cost of one GPU for one hour, in any currency."""
     wait_s: float = 0.0

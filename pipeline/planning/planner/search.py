@@ -260,6 +260,8 @@ def _cost_to_beat(divisions: _Divisions, n: int) -> float:
 
 
 class _Search:
+    """The search for the best divisions of one problem's GPUs."""
+
     def __init__(self, problem: PlacementProblem, objective: Objective) -> None:
         self.problem = problem
         self.objective = objective
@@ -366,6 +368,7 @@ class _Search:
     def solution(
         self, pools: PoolStages, division: _Division, bound: float, exact: bool
     ) -> PlacementSolution:
+        """Return a division as a solution, with its prediction."""
         gpus = tuple(tuple(int(n) for n in pool) for pool in division.gpus)
         placement = Placement(pools, gpus, division.chunks)
         return PlacementSolution(
@@ -390,7 +393,7 @@ class _Search:
         self, pools: PoolStages, gpus: Sequence[Array], assigned: Sequence[Array]
     ) -> tuple[Array, Array]:
         """Return the lowest costs over all numbers of chunks ``[n]``, and the best numbers."""
-        options = self._chunks(pools)
+        options = self._chunk_choices(pools)
         num_divisions = gpus[0].shape[1]
         tiled_gpus = [np.tile(pool, len(options)) for pool in gpus]
         tiled_assigned = [np.tile(pool, len(options)) for pool in assigned]
@@ -519,7 +522,7 @@ class _Search:
     def _may_mix(self, pools: PoolStages, job: Sequence[int]) -> bool:
         return self.problem.may_mix([s for p in job for s in pools[p]])
 
-    def _chunks(self, pools: PoolStages) -> Array:
+    def _chunk_choices(self, pools: PoolStages) -> Array:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
     def _initial_divisions(self, pools: PoolStages, gpus: Array, lowest: float) -> Sequence[Array]:

@@ -207,6 +207,7 @@ class StageTimes:
         return min(self.devices.per_node, max_processes)
 
     def _overhead(self, name: schema.OverheadName, processes: int, stage: str = "") -> TimeEstimate:
+        """Return the overhead that was measured nearest to ``processes``; 0 if not measured."""
         overheads = self.devices.profile.overheads
         matching = [entry for entry in overheads if entry.name == name and entry.stage == stage]
         if not matching:

@@ -24,6 +24,8 @@ from rlinf.errors import PlanError
 
 Array = np.ndarray
 
+UsedSpeed = tuple[int, int, int]
+"""Stage, kind and number of GPUs of a speed that a placement uses."""
 DRAWS = 1024
 """Number of samples of the speeds."""
 IMPROVEMENT = 0.1
@@ -170,8 +172,8 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
 
 def _used_speeds(
     problem: PlacementProblem, placement: Placement, predictor: Predictor
-) -> Iterator[tuple[int, int, int]]:
-    """Yield stage, kind and number of GPUs of every speed that the placement uses."""
+) -> Iterator[UsedSpeed]:
+    """Yield every speed that the placement uses."""
     for s in range(len(problem.stages)):
         for k, number in enumerate(placement.gpus_of(s)):
             if predictor.tables[s][k][number] > 0:
@@ -196,7 +198,7 @@ def _memory(
     problem: PlacementProblem,
     placement: Placement,
     tables: RateTables,
-    speeds: list[tuple[int, int, int]],
+    speeds: list[UsedSpeed],
     pool: int,
 ) -> dict[str, float]:
     """Return the memory of a GPU in bytes, by kind: all resident stages and the largest offloaded
@@ -221,7 +223,7 @@ def _memory(
 def _sensitivities(
     problem: PlacementProblem,
     placement: Placement,
-    speeds: list[tuple[int, int, int]],
+    speeds: list[UsedSpeed],
     total_s: float,
 ) -> tuple[Sensitivity, ...]:
     sensitivities = []
@@ -232,7 +234,7 @@ def _sensitivities(
 
 
 def _improved_problems(
-    problem: PlacementProblem, speeds: list[tuple[int, int, int]]
+    problem: PlacementProblem, speeds: list[UsedSpeed]
 ) -> Iterator[tuple[str, PlacementProblem]]:
     """Yield every quantity that determines the placement's time, and a problem that improves it."""
     factor = 1 - IMPROVEMENT

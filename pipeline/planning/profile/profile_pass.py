@@ -74,6 +74,7 @@ INTERRUPTED_STATES = frozenset(
         JobState.VANISHED,
     }
 )
+"""States of jobs that ended for another reason than their work."""
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
@@ -271,8 +272,8 @@ class ProfilePass:
             )
         for round_index in range(MAX_ROUNDS):
             remaining = [task for task in tasks if not is_finished(task)]
-            left_s = self.measuring_s(tasks, end, max(1, len(remaining)))
-            if not remaining or (round_index and left_s < MIN_RESTART_S):
+            seconds_each = self.measuring_s(tasks, end, max(1, len(remaining)))
+            if not remaining or (round_index and seconds_each < MIN_RESTART_S):
                 break
             while remaining := self.tasks_in_time(tasks, remaining, end):
                 # Tasks of an array have equally many nodes; on one machine tasks run one by one.
@@ -289,16 +290,18 @@ class ProfilePass:
         """Return the first of the ``remaining`` tasks for which there is time; at least one if
         nothing was measured yet. The others need a pass with more time.
         """
-        first = list(remaining)
+        in_time = list(remaining)
         minimum = 0 if any(load_trial(task.trial) for task in tasks) else 1
-        while len(first) > minimum and self.measuring_s(tasks, end, len(first)) < MIN_MEASURING_S:
-            dropped = first.pop()
+        while len(in_time) > minimum and (
+            self.measuring_s(tasks, end, len(in_time)) < MIN_MEASURING_S
+        ):
+            dropped = in_time.pop()
             log.warning(
                 "%s: no time for %d processes; give more with --minutes",
                 "+".join(dropped.kinds),
                 dropped.processes,
             )
-        return first
+        return in_time
 
     def measuring_s(self, tasks: Sequence[ProfileTask], end: float, num_jobs: int) -> float:
         """Return the seconds that each of ``num_jobs`` jobs measures, without the time to start."""

@@ -224,6 +224,7 @@ class ResponseLengths(Section):
     truncated_share: float = Field(ge=0, le=1)
     """Share of responses that were truncated at the horizon."""
     horizon: int = Field(gt=0)
+    """Maximum number of steps of a response."""
 
     @model_validator(mode="after")
     def _ascending(self) -> ResponseLengths:

@@ -170,7 +170,7 @@ class StageBench:
             while True:
                 case = self.trial.next_case(self.task.cases)
                 is_late = time.time() + longest_s > deadline and self.num_iterations >= 2
-                case_index = -1
+                case_index = -1  # stop
                 if case is not None and not is_late and not stop.is_set():
                     case_index = self.task.cases.index(case)
                 case_index = self.broadcast_number(case_index)
@@ -204,13 +204,13 @@ class StageBench:
             call = StageCall(
                 stage, self.scratch / CONFIG_FILE, self.folder(node), self.trial.iterations, inputs
             )
-            _reset_peak()
+            _reset_peak_memory()
             # Begin on all ranks at the same time, although rank 0 may have written files.
             self.broadcast_number(0)
             manifest = run_stage(
                 call, config=config, worker_state=self.worker_state, should_stop=stopping
             )
-            peak_bytes = self.max_across_ranks(_peak_bytes())
+            peak_bytes = self.max_across_ranks(_peak_memory_bytes())
             if self.world.rank == 0:
                 total_s += self.record_stage(manifest, samples, limit, peak_bytes)
             self.stages_run.add(stage)
@@ -433,7 +433,7 @@ def _on_gpu() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _reset_peak() -> None:
+def _reset_peak_memory() -> None:
     if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -442,7 +442,7 @@ def _reset_peak() -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
+def _peak_memory_bytes() -> int:
     if _on_gpu():
         return int(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status").read_text()

@@ -22,10 +22,10 @@ from pipeline.planning.simulator.scenario import (
     random_generator,
 )
 from pipeline.planning.simulator.trace import (
+    Activity,
     GpuAllocation,
     JobInterruption,
     SimulationTrace,
-    SpanKind,
     TraceSpan,
 )
 from rlinf.errors import PlanError
@@ -205,13 +205,13 @@ class SimulatedPool:
         stage: str,
         iteration: int,
         chunk: int = 0,
-        kind: SpanKind | None = "work",
+        activity: Activity | None = "work",
         other_pools: Sequence[SimulatedPool] = (),
     ) -> Process:
         """Do work that takes ``seconds`` at full speed, and return its duration.
 
-        Interrupted work is repeated. If ``kind`` is None, the caller records the span. The GPUs of
-        ``other_pools`` do the same work at the same time.
+        Interrupted work is repeated. If ``activity`` is None, the caller records the span. The GPUs
+        of ``other_pools`` do the same work at the same time.
 
         Raises:
             PlanError: the work takes longer than a lease, or is interrupted too often.
@@ -244,9 +244,9 @@ class SimulatedPool:
             finally:
                 for pool in pools:
                     pool._worker = None
-            if kind is not None:
+            if activity is not None:
                 for pool in pools:
-                    pool.add_span(stage, iteration, chunk, kind, start, end)
+                    pool.add_span(stage, iteration, chunk, activity, start, end)
             return end - start
         return 0.0
 
@@ -294,11 +294,11 @@ class SimulatedPool:
                 process.interrupt(INTERRUPTED)
 
     def add_span(
-        self, stage: str, i: int, chunk: int, kind: SpanKind, start: float, end: float
+        self, stage: str, i: int, chunk: int, activity: Activity, start: float, end: float
     ) -> None:
         """Record a span, unless it is empty."""
         if end > start:
-            self._trace.spans.append(TraceSpan(self.number, stage, i, chunk, kind, start, end))
+            self._trace.spans.append(TraceSpan(self.number, stage, i, chunk, activity, start, end))
 
 
 Array = np.ndarray

@@ -264,6 +264,7 @@ class PlacementWork:
         )
 
     def _shares(self, members: tuple[int, ...], num_chunks: int) -> tuple[float, ...]:
+        """Return the duration of each chunk relative to the whole batch."""
         stage, plan_chunks = self.problem.stages[members[0]], self.placement.num_chunks
         # A stage on all pools of a job runs after all chunks of stages on some of the pools.
         pools = self.stage_pools
@@ -349,7 +350,7 @@ def simulate(
     )
     work = PlacementWork(problem, placement)
     if scenario.capacity is not None and scenario.losses is not None:
-        # A deadlock does not depend on times, and interruptions would never end.
+        # Interruptions go on during a deadlock and would hide it, so search for one without them.
         _Simulation(work, Scenario(capacity=scenario.capacity), 1, seed).run()
     return _Simulation(work, scenario, iterations, seed).run()
 
@@ -494,9 +495,8 @@ class _Simulation:
         """Run a pool's work of one iteration."""
         for g in self.work.pool_groups[p]:
             group = self.work.groups[g]
-            yield from self.pools[p].work(
-                self.work.switch_s(p, g), self.names[group.stages[0]], state.number, kind="switch"
-            )
+            switch_s, name = self.work.switch_s(p, g), self.names[group.stages[0]]
+            yield from self.pools[p].work(switch_s, name, state.number, activity="switch")
             if len(group.pools) == 1:
                 yield from self._run_group(p, group, state)
             else:
@@ -669,13 +669,13 @@ class _Simulation:
                 for s in members:
                     seconds = self.work.speeds[s].seconds / (2 * steps * group.num_chunks)
                     duration_s = yield from pool.work(
-                        seconds, self.names[s], state.number, kind=None, other_pools=partners
+                        seconds, self.names[s], state.number, activity=None, other_pools=partners
                     )
                     self._add_busy(s, duration_s)
 
     def _pay_overhead(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         name = self.names[group.stages[0]]
-        yield from self.pools[p].work(group.overhead_s, name, state.number, kind=None)
+        yield from self.pools[p].work(group.overhead_s, name, state.number, activity=None)
 
     def _deadlock_message(self) -> str:
         full = [edge for edge, senders in self.blocked_senders.items() if senders]

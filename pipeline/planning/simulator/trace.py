@@ -12,7 +12,7 @@ from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import Placement, PlacementProblem
 
 Array = np.ndarray
-SpanKind = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
+Activity = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
 MAX_WAITS_SHOWN = 2
 """Maximum number of causes of waits in the table, for each pool."""
 
@@ -25,7 +25,7 @@ class TraceSpan:
     stage: str
     iteration: int
     chunk: int
-    kind: SpanKind
+    activity: Activity
     """``work``; ``switch``: loading a stage; ``sync``: sending weights; ``transfer``: sending a
     chunk to ``pool``; ``redone``: work that was interrupted and repeated; ``queue``: waiting for
     the first start of a job; ``down``: waiting for a job to start again."""
@@ -89,8 +89,8 @@ class SimulationTrace:
     def mark_repeated(self, first: int) -> None:
         """Mark the spans of work from index ``first`` on as ``redone``."""
         for n in range(first, len(self.spans)):
-            if self.spans[n].kind in ("work", "switch", "sync", "transfer"):
-                self.spans[n] = replace(self.spans[n], kind="redone")
+            if self.spans[n].activity in ("work", "switch", "sync", "transfer"):
+                self.spans[n] = replace(self.spans[n], activity="redone")
 
     @property
     def iteration_s(self) -> Array:
