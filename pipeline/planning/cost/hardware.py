@@ -109,8 +109,8 @@ INTER_LATENCY_S = 20e-6
 INTER_BYTES_PER_S = 12.5e9
 """Bandwidth between nodes if unknown: one port of 100 Gbit/s (assumed)."""
 FLOPS_EFFICIENCY: Mapping[str, float] = MappingProxyType({"a100": 0.7})
-"""Share of the peak that large matmuls reach, by family, without communication and other kernels.
-It was tuned to LLM Foundry's tables of A100 and H100."""
+"""Share of the peak that large matmuls reach, by family, without communication and other kernels,
+tuned to LLM Foundry's tables of A100 and H100."""
 DEFAULT_FLOPS_EFFICIENCY = 0.6
 """The share that the H100 reaches; assumed for all other GPUs."""
 PCIE_BYTES_PER_S = {"h100": 63e9, "h200": 63e9, "b200": 63e9, "mi300x": 63e9, "v100": 15.75e9}

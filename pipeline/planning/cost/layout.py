@@ -18,7 +18,7 @@ from pipeline.planning.cost.workload import GenerationWorkload, TrainingWorkload
 
 Array = np.ndarray
 Count = Any
-"""A whole number, or an int64 array of them."""
+"""A whole number, or an int64 array of whole numbers."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches to try, in samples."""
@@ -122,9 +122,9 @@ def candidate_layouts(
     """Yield the useful layouts on up to ``gpus`` GPUs, in batches with the same ``pp`` and
     ``recompute``.
 
-    ``tp`` divides the heads (and the key-value heads, unless they are fewer) and is at most a node;
-    ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica has at least one
-    sample. Generation has no pipeline.
+    ``tp`` divides the heads (and the key-value heads, unless they are fewer) and is at most
+    ``gpus_per_node``; ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica
+    has at least one sample. Generation has no pipeline.
     """
     is_generation = isinstance(work, GenerationWorkload)
     for pp in [1] if is_generation else _divisors(shape.layers):

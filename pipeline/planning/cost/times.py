@@ -290,7 +290,7 @@ def _generation(
     A replica generates ``R`` responses, at most ``C`` at the same time. If ``R <= C``, all start
     together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the engine is full until
     the queue is empty. Then the remaining length of a running request is distributed as
-    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), and its mean age
+    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), and the mean age
     is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has
     ``(R E[L] - C E[residual]) / C`` steps.
     """
@@ -372,7 +372,7 @@ def _prefill(
     prompts: Any,
     device: GpuDevice,
 ) -> TimeBreakdown:
-    """Return the seconds to process prompts, in chunks that make it compute-bound."""
+    """Return the seconds to process prompts, in chunks so large that compute is the limit."""
     tokens = prompts * work.prompt_tokens
     # Only the last token of each prompt needs logits.
     flops = tokens * (shape.forward_flops(work.prompt_tokens / 2) - shape.head_flops)

@@ -42,7 +42,7 @@ def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
     """Return the request of a job with this many devices of the first kind.
 
     Args:
-        kinds: several if jobs on each of them make the same request.
+        kinds: kind of the devices; several kinds if jobs on each of them make the same request.
     """
     first, constraints = kinds[0], {kind.constraint for kind in kinds}
     nodes = -(-count // first.devices_per_node)
@@ -212,7 +212,7 @@ class PartitionDevices:
         """True if the profile measured the memory of the devices; False: that of the node.
 
         The fake GPUs of a dev cluster were measured on its CPUs. If the profile has no entry, GPUs
-        count as having their own memory, except those of a known type that the inventory lists
+        count as having their own memory, except GPUs of a known type that the inventory lists
         without a model.
         """
         kind, location = self.kind, self.profile.memory
@@ -267,12 +267,12 @@ def select_devices(
     *,
     is_user_plan: bool = False,
 ) -> tuple[dict[str, PartitionDevices], tuple[str, ...]]:
-    """Return the devices to plan with, by kind, and notes on excluded ones.
+    """Return the devices to plan with, by kind, and notes on excluded devices.
 
     Measurements of the same nodes in another partition are used too.
 
     Args:
-        partitions: use only these partitions or kinds; all measured ones by default.
+        partitions: use only these partitions or kinds; all measured kinds by default.
         is_user_plan: include devices on which the planner's jobs cannot run, because a user's plan
             may request less per device.
 

@@ -1,4 +1,4 @@
-"""Planner for the execution ``jobs``, where every stage is a job; it also assesses user plans."""
+"""Planner and forecasts of user plans for the execution ``jobs``, where every stage is a job."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ class StageAssignment:
 
     @property
     def waits_for_devices_of(self) -> dict[str, str]:
-        """By stage, the other stage for whose devices it waits although its inputs are complete."""
+        """The stage for whose devices a stage waits, although its inputs are complete; by stage."""
         return {
             stage: slot.predecessor
             for stage, slot in self._schedule.items()

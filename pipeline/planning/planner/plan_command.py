@@ -495,7 +495,7 @@ def compute_corrections(
 ) -> dict[tuple[str, str], Correction]:
     """Return the factors by which stages took longer than in the profile, by stage and kind.
 
-    Corrections of earlier runs in the plan's forecast are multiplied with the new ones.
+    Corrections of earlier runs in the plan's forecast are multiplied with the new corrections.
     """
     assert plan.forecast is not None
     corrections = {

@@ -282,7 +282,7 @@ def _chunk_parameters(
 ) -> dict[str, Any]:
     """Return ``again`` and ``lead`` of a rollout stage: see :class:`PlacementStage`."""
     lines = [t.time_line(min(point.processes for point in t.measured)) for t in stage_times]
-    # Kinds differ, so take their mean.
+    # The shares of the kinds differ, so use their mean.
     fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
     config, profile = request.config, request.profile
     max_processes = min(config.rollout.batch_size, sum(t.devices.count for t in stage_times))

@@ -202,7 +202,7 @@ class Predictor:
     def _sum_pools(
         self, pools: Sequence[int], gpus: Sequence[Array], assigned_gpus: Sequence[Array]
     ) -> tuple[Array, Array]:
-        """Return the sum of GPUs of some pools, and of those assigned, ``[kinds, n]`` each."""
+        """Return the sums of GPUs and of assigned GPUs over some pools, ``[kinds, n]`` each."""
         if len(pools) == 1:
             return gpus[pools[0]], assigned_gpus[pools[0]]
         assigned = np.sum([assigned_gpus[p] for p in pools], axis=0)

@@ -7,7 +7,7 @@ others are hybrid. If a pool has GPUs of several kinds, each kind processes a sh
 in proportion to its speed.
 
 Pools may overlap: a stage in several pools works on the GPUs of all of them. Such pools are one job
-(``pools[].stage_ranks`` of a plan); its other stages run before that stage, at the same time.
+(``pools[].stage_ranks`` of a plan); stages in only one of the pools run first, at the same time.
 """
 
 from __future__ import annotations
@@ -639,7 +639,7 @@ class IterationTime(Objective):
 class MonetaryCost(Objective):
     """The cost of one iteration: all allocated GPUs for its whole duration.
 
-    If all prices are 1, it is in GPU-hours.
+    If all prices are 1, the cost is in GPU-hours.
     """
 
     unit = "price"

@@ -54,7 +54,7 @@ class PlanRequest:
 
     def for_user_plan(self) -> PlanRequest:
         """Return the request for a user's plan. Limits of accounting apply to the plan's own
-        requests, so those for the planner's requests are removed."""
+        requests, so limits for the planner's requests are removed."""
         devices = {
             name: replace(entry, allowance=entry.allowance.without_job_limits())
             for name, entry in self.devices.items()

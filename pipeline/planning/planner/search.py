@@ -2,8 +2,8 @@
 
 Every grouping has a fast lower bound. Promising groupings are relaxed to a linear program
 (:mod:`pipeline.planning.planner.bounds`), which gives a better bound and a fractional division to
-start from. A grouping whose bound is above the cost of the best placement is skipped. From seven
-stages on, there are more groupings than can be explored. A division is improved by moving GPUs
+start from. A grouping whose bound is above the cost of the best placement is skipped. With seven
+stages or more, there are more groupings than can be explored. A division is improved by moving GPUs
 between pools. Small problems are then solved exactly by branch and bound; for others the smallest
 bound limits the distance from the optimum.
 """
@@ -190,7 +190,7 @@ EQUAL_COST_FACTOR = 1 + 1e-9
 
 @dataclass(frozen=True)
 class PlacementSolution:
-    """The best placement of one grouping, with its prediction and bound."""
+    """The best placement of one grouping, with its prediction."""
 
     placement: Placement
     prediction: PlacementPrediction
@@ -296,9 +296,9 @@ class _Search:
     ) -> tuple[_Divisions, set[PoolStages]]:
         """Explore the promising groupings and improve their ``bounds``.
 
-        The next grouping is the most promising neighbour of the best one, else the most promising
-        of all. Groupings that cannot be among the best are skipped. With many stages, the number of
-        groupings is limited.
+        The next grouping is the most promising neighbour of the best grouping, or else the most
+        promising of all. Groupings that cannot be among the best are skipped. With many stages, the
+        number of groupings is limited.
 
         Returns:
             The best division of each grouping, and the groupings that were relaxed.
@@ -453,8 +453,8 @@ class _Search:
     def enumerate_exact(self, pools: PoolStages, divisions: _Divisions) -> None:
         """Enumerate every division, kind by kind, and skip branches that cannot be better.
 
-        In a branch some kinds are divided already. In its lower bound, every pool has all GPUs of
-        the other kinds, at no cost.
+        In a branch some kinds are divided already. In the branch's lower bound, every pool has all
+        GPUs of the other kinds, at no cost.
         """
         order = np.argsort(-self._kind_gpus, kind="stable")
         empty = np.zeros((1, len(pools), len(self._kind_gpus)), np.int64)

@@ -1,7 +1,7 @@
 """The ways to run a stage as its own job, with the expected times of each.
 
 :class:`StageTimes` reads the times of a stage on a kind of device from the profile.
-:class:`StageOption` is one way to run it.
+:class:`StageOption` is one way to run a stage.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class StageTimes:
         """
         dispatch = self._overhead("dispatch", 1)
         steps = [self._overhead(name, processes) for name in ("submission", "startup")]
-        # The completion of the previous job starts this one.
+        # A job starts when the completion of the previous job is noticed.
         steps.append(self._overhead("completion", processes))
         parts = {"start": dispatch if dispatch.mean else _add_estimates(*steps)}
         parts["imports"] = self._overhead("imports", processes)

@@ -174,7 +174,7 @@ class Trial(Section):
         """Return the case with the fewest repeats of those that have not converged; None: all have.
 
         The first case is the run's own size, on which every prediction is based, so it is measured
-        first and more often. Cases at least as large as a failed one are skipped.
+        first and more often. Cases at least as large as a failed case are skipped.
         """
         failed = [r.case for r in self.repeats if r.failed]
         runnable = [c for c in cases if not any(c.covers(failed_case) for failed_case in failed)]

@@ -320,7 +320,7 @@ def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Gen
 def _lognormal_mu(sigma: float, longest: float) -> float:
     """Return ``mu`` for which ``min(lognormal(mu, sigma), longest)`` has mean 1, by bisection.
 
-    Its mean is ``exp(mu + sigma^2/2) P(z < a - sigma) + longest P(z > a)`` with ``a = (log(longest)
+    The mean is ``exp(mu + sigma^2/2) P(z < a - sigma) + longest P(z > a)`` with ``a = (log(longest)
     - mu) / sigma``.
     """
 

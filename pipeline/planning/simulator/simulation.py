@@ -2,13 +2,14 @@
 
 In every iteration a pool runs its stages in the order of the problem, one after the other. Loading
 the next stage takes ``switch_s``. A stage is divided into chunks if it streams to or from another
-pool. It starts with its first input, and each chunk costs ``chunk_s``. A cycle over several pools
-sends one chunk after the other through all its steps, in two halves that alternate. A stage in
-several pools begins when the last of them reaches it. New weights are sent as soon as they are
-trained. The next iteration begins when all stages are done and the weights have arrived.
+pool. A stage starts with its first input, and each chunk costs ``chunk_s``. A cycle over several
+pools sends one chunk after the other through all its steps, in two halves that alternate. A stage
+in several pools begins when the last of the pools reaches the stage. New weights are sent as soon
+as they are trained. The next iteration begins when all stages are done and the weights have
+arrived.
 
-The predictor evaluates a placement by formulas. This module shares none of them (only which stages
-form a cycle), so that each can verify the other.
+The predictor evaluates a placement by formulas. The simulation uses none of these formulas, only
+``lockstep_groups``, so that predictor and simulation can verify each other.
 
 Transfers share the network at max-min fair rates, computed by progressive filling (Bertsekas and
 Gallager, Data Networks, section 6.5.2): all rates grow until a link is full, the transfers on this
@@ -202,7 +203,7 @@ class PlacementWork:
                 self.sync = (source, target)
 
     def switch_s(self, pool: int, group: int) -> float:
-        """Return the seconds in which a pool loads a group's stages; 0 if it has no other stages.
+        """Return the seconds in which a pool loads a group's stages; 0 if the pool has no others.
 
         A kind of GPU loads one stage after the other; all kinds load at the same time.
         """
@@ -724,7 +725,8 @@ def _network(
 def _decoding_workers(
     lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
 ) -> list[DecodingWorkers]:
-    """Return the workers of each kind, with samples in proportion to its share of the work."""
+    """Return the workers of each kind, with samples in proportion to the kind's share of the
+    work."""
     all_workers, remaining_samples, remaining_share = [], lengths.samples, 1.0
     for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
         replica = lengths.replicas.get(kind, DecodingReplica())
