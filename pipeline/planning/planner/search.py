@@ -125,11 +125,11 @@ def gpu_moves(pools: int, sizes: Array, *, allows_idle: bool) -> Array:
         sizes: number of GPUs of each kind.
     """
     kinds = len(sizes)
-    ends = [*range(pools), *([None] if allows_idle else [])]
+    owners = [*range(pools), *([None] if allows_idle else [])]
     moves = []
     for k, max_size in enumerate(sizes):
         for size in move_sizes(int(max_size)):
-            for source, target in itertools.permutations(ends, 2):
+            for source, target in itertools.permutations(owners, 2):
                 move = np.zeros((pools, kinds), dtype=np.int64)
                 if source is not None:
                     move[source, k] = -size
@@ -221,10 +221,10 @@ def solve(
     quick_s = price_bounds(search.predictor, groupings)
     bounds = {p: search.cost_bound(float(s)) for p, s in zip(groupings, quick_s, strict=True)}
     divisions, relaxed = search.explore(bounds, max_solutions)
-    exact = search.can_enumerate(len(groupings))
-    if divisions and not exact:
+    enumerates = search.can_enumerate(len(groupings))
+    if divisions and not enumerates:
         search.split_by_kind(divisions)
-    if exact:
+    if enumerates:
         for pools in sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools)):
             if bounds[pools] <= _cost_to_beat(divisions, 1):
                 search.enumerate_exact(pools, divisions)
@@ -235,8 +235,8 @@ def solve(
         )
     best = sorted(divisions.items(), key=lambda item: (item[1].cost, len(item[0]), item[0]))
     lowest = best[0][1].cost
-    bound = lowest if exact else search.tighten_bound(bounds, relaxed, lowest)
-    return [search.solution(pools, d, bound, exact) for pools, d in best[:max_solutions]]
+    bound = lowest if enumerates else search.tighten_bound(bounds, relaxed, lowest)
+    return [search.solution(pools, d, bound, enumerates) for pools, d in best[:max_solutions]]
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,7 @@ class _Division:
     gpus: Array
     """Integers ``[pools, kinds]``."""
     chunks: int
+    """Number of chunks per iteration."""
 
 
 _Divisions = dict[PoolStages, _Division]
@@ -269,7 +270,7 @@ class _Search:
         self.relaxation = LinearRelaxation(self.predictor)
         self._kind_gpus = np.array([kind.gpus for kind in problem.kinds])
         tables = [table for row in self.predictor.tables for table in row]
-        mixable = len(problem.kinds) > 1
+        has_several_kinds = len(problem.kinds) > 1
         # If more GPUs never slow a stage down, idle GPUs help only if GPUs have a cost.
         self._allows_idle = (
             not isinstance(objective, IterationTime)
@@ -278,10 +279,12 @@ class _Search:
             or any(any(stage.switch_s.values()) for stage in problem.stages)
             or any(problem.sync_s.values())
             or any(np.any(np.diff(table) < 0) for table in tables)
-            or (mixable and (problem.mixing < 1 or any(np.any(t[1:] == 0) for t in tables)))
+            or (has_several_kinds and problem.mixing < 1)
+            or (has_several_kinds and any(np.any(table[1:] == 0) for table in tables))
         )
         self._moves: dict[int, Array] = {}
         self._counts: dict[tuple[tuple[int, ...], int, bool], Array] = {}
+        """Caches: moves by number of pools, and counts by the arguments of :meth:`counts`."""
 
     def cost_bound(self, total_s: float) -> float:
         """Return a lower bound of the cost if an iteration takes at least ``total_s`` seconds."""
@@ -366,13 +369,13 @@ class _Search:
         return [self.counts(stages, kind, whole_nodes=stages == pool) for stages, pool in pairs]
 
     def solution(
-        self, pools: PoolStages, division: _Division, bound: float, exact: bool
+        self, pools: PoolStages, division: _Division, lower_bound: float, is_optimal: bool
     ) -> PlacementSolution:
         """Return a division as a solution, with its prediction."""
         gpus = tuple(tuple(int(n) for n in pool) for pool in division.gpus)
         placement = Placement(pools, gpus, division.chunks)
         return PlacementSolution(
-            placement, self.predictor.predict(placement), division.cost, bound, exact
+            placement, self.predictor.predict(placement), division.cost, lower_bound, is_optimal
         )
 
     def costs(

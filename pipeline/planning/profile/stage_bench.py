@@ -114,7 +114,7 @@ class StageBench:
     imports_s: float = 0.0
     """Seconds of the imports before the work."""
     connect_s: float = 0.0
-    """Seconds to create the process group; 0 after the first load, which includes them."""
+    """Seconds to create the process group; 0 after they were added to a ``trainer_load``."""
     first_load_s: float = 0.0
     """Seconds to load the weights for the first time, including imports on first use."""
     num_iterations: int = 0
@@ -122,7 +122,7 @@ class StageBench:
     trajectories: list[Trajectory] = field(default_factory=list)
     """Trajectories of the last rollout."""
     trainable_keys: set[tuple[int, int]] = field(default_factory=set)
-    """Keys of the last samples that are included in training."""
+    """Keys of the last rollout's samples that are included in training."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.config)
@@ -183,7 +183,7 @@ class StageBench:
                     self.record_imports()
                     self.measure_offload()
 
-    def run_iteration(self, case: ProfileCase, stopping: Callable[[], bool]) -> None:
+    def run_iteration(self, case: ProfileCase, should_stop: Callable[[], bool]) -> None:
         """Run all stages of one iteration."""
         config = config_for_case(self.config, case)
         budget = case.token_budget
@@ -194,9 +194,11 @@ class StageBench:
         is_warm = self.stages_run.issuperset(self.graph.flow.stages)
         total_s = 0.0
         for stage in self.graph.flow.stages:
-            limit = budget if self.has_token_budget(stage) else None
+            stage_budget = budget if self.has_token_budget(stage) else None
             self.update_trial(
-                running=RunningCase(stage=stage, case=case, samples=samples, token_budget=limit),
+                running=RunningCase(
+                    stage=stage, case=case, samples=samples, token_budget=stage_budget
+                ),
             )
             node = StageNode(stage, self.num_iterations)
             inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
@@ -208,11 +210,11 @@ class StageBench:
             # Begin on all ranks at the same time, although rank 0 may have written files.
             self.broadcast_number(0)
             manifest = run_stage(
-                call, config=config, worker_state=self.worker_state, should_stop=stopping
+                call, config=config, worker_state=self.worker_state, should_stop=should_stop
             )
             peak_bytes = self.max_across_ranks(_peak_memory_bytes())
             if self.world.rank == 0:
-                total_s += self.record_stage(manifest, samples, limit, peak_bytes)
+                total_s += self.record_stage(manifest, samples, stage_budget, peak_bytes)
             self.stages_run.add(stage)
         change: dict[str, Any] = {"running": None, "iterations": self.trial.iterations + 1}
         change["memory"] = "device" if _on_gpu() else "host"
@@ -262,7 +264,7 @@ class StageBench:
         if stage == flow.publish_stage:
             self.add_overhead("publish", part_seconds["publish"])
             self.update_trial(weights_bytes=int(manifest.metrics["bytes"]))
-        sample = StageTiming(
+        timing = StageTiming(
             stage=stage,
             samples=samples,
             token_budget=budget,
@@ -272,7 +274,7 @@ class StageBench:
             parts_s=part_seconds,
             peak_memory_bytes=peak_bytes,
         )
-        self.update_trial(samples=(*self.trial.samples, sample))
+        self.update_trial(samples=(*self.trial.samples, timing))
         return seconds
 
     def has_token_budget(self, stage: str) -> bool:
@@ -290,12 +292,12 @@ class StageBench:
         if not self.has_token_budget(stage) or trainer is None:
             return 0
         policy = trainer.policy
-        records = [
+        used = [
             trajectory
             for trajectory in self.trajectories
             if stage != flow.train_stage or trajectory.identity.key in self.trainable_keys
         ]
-        return sum(map(policy.num_tokens, records))
+        return sum(map(policy.num_tokens, used))
 
     def lengths(self) -> list[int]:
         """Return the length of each response of the last rollout, without tool outputs."""

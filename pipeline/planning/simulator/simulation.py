@@ -511,7 +511,7 @@ class _Simulation:
         yield from self._get_whole_inputs(p, group, state)
         decoding = self.decoding.get(group.stages[0])
         if decoding:
-            chunk_seconds, busy = decoding.draw_iteration(
+            chunk_seconds, gpu_seconds = decoding.draw_iteration(
                 random_generator(self.seed, "lengths", i), group.num_chunks
             )
             nominal_s, elapsed_s = chunk_seconds.sum(), 0.0
@@ -530,7 +530,7 @@ class _Simulation:
                     self._add_busy(s, spent_s)
             yield from self._send_outputs(p, group, k, state)
         if decoding:
-            busy_s = busy if len(group.pools) == 1 else busy.mean()
+            busy_s = gpu_seconds if len(group.pools) == 1 else gpu_seconds.mean()
             for q, mask in self.masks[group.stages[0]].items():
                 self.trace.gpu_busy[q][mask] += busy_s * (elapsed_s / nominal_s)
         self._finish(group, state)
@@ -549,6 +549,7 @@ class _Simulation:
                 yield from self._receive(p, edge, state)
 
     def _receive(self, p: int, edge: Edge, state: _Iteration) -> Process:
+        """Wait for the next chunk of an edge, and make room in the channel."""
         start, channel = self.env.now, state.channels[edge]
         yield channel.arrived.get(1)
         if channel.room is not None:
@@ -556,6 +557,7 @@ class _Simulation:
         self.trace.add_wait(p, self.names[edge[0]], self.env.now - start)
 
     def _send_outputs(self, p: int, group: StageGroup, chunk: int, state: _Iteration) -> Process:
+        """Send a chunk to other pools, as soon as their channels have room."""
         for edge in group.outputs:
             start, channel = self.env.now, state.channels[edge]
             if channel.room is not None:
