@@ -98,7 +98,8 @@ class SAC(OffPolicyAlgorithm):
         }
         if config.learn_temperature:
             target_entropy = config.target_entropy
-            target_entropy = -float(policy.action_size) if target_entropy is None else target_entropy
+            if target_entropy is None:
+                target_entropy = -float(policy.action_size)
             loss = loss + temperature_loss(module.log_temperature, logprobs, target_entropy)
         return loss, metrics
 
