@@ -151,8 +151,8 @@ class StageLearner(Learner):
         )
         return [TrainingSample(**dict(zip(channels, row, strict=True))) for row in rows]
 
-    def _ready(self, *groups: str) -> None:
-        ensure_on_device(self._ctx, self._trainer, *groups)
+    def _move_to_device(self, *kinds: str) -> None:
+        ensure_on_device(self._ctx, self._trainer, *kinds)
 
     def _span(self) -> AbstractContextManager[Any]:
         return self._ctx.span("update")

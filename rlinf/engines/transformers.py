@@ -280,5 +280,5 @@ class TransformersEngine(OffloadableTensors, Engine):
         return (
             logits
             if self._images is None
-            else mask_tokens(logits, self._images.ungenerated_token_ids)
+            else mask_tokens(logits, self._images.suppressed_token_ids)
         )

@@ -258,7 +258,7 @@ def test_a_driver_does_not_begin_with_a_configuration_that_was_replaced(
 ) -> None:
     first = prepare_run(compose("seed=1"))
     prepare_run(compose("seed=2"))
-    with pytest.raises(RunLockedError, match=r"another start changed .* \(seed: 1 -> 2\)"):
+    with pytest.raises(RunLockedError, match=r"another command changed .* \(seed: 1 -> 2\)"):
         drive(first)
     assert not list((tmp_path / "tiny").rglob(MANIFEST))
 
