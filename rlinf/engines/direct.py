@@ -32,7 +32,7 @@ because matmuls round the rows of incomplete tiles differently."""
 
 
 class DirectConfig(Section):
-    """Options of the engine that computes an action in one forward pass."""
+    """Options of the engine with one forward pass per time step."""
 
     threads: int = Field(default=1, gt=0)
     """Torch threads; one is best for small networks."""

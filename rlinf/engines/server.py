@@ -180,7 +180,7 @@ class ServerConfig(ExternalConfig):
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """Longest start-up time of a server, seconds."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
-    """Longest time of a response, seconds; a server that needs more counts as dead."""
+    """Longest time of a response, seconds; after it the server counts as dead."""
     heartbeat_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time without a heartbeat while samples are running, seconds. One engine step, for
     example a prefill, must be shorter."""

@@ -47,6 +47,7 @@ class WandbTracker:
     """One W&B run per run directory: its id is that of ``run.json``, so a resumed run continues."""
 
     package = ("wandb", "wandb")
+    """The module to import, and the extra that installs it."""
 
     def __init__(self, run: Path, config: RunConfig) -> None:
         wandb = _package()
@@ -134,7 +135,7 @@ class MlflowConfig(Section):
 
 
 class MlflowTracker:
-    """One MLflow run per run directory, found again by the id of ``run.json``."""
+    """One MLflow run per run directory, which has the id of ``run.json`` as a tag."""
 
     package = ("mlflow", "mlflow")
 
@@ -210,9 +211,10 @@ class TensorBoardTracker:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives the metrics of one step (an iteration, counted from 1)."""
+    """A destination of metrics; a class may also have ``package`` and ``check`` (WandbTracker)."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an iteration; ``step`` counts iterations from 1."""
 
     def close(self) -> None: ...
 
@@ -236,7 +238,7 @@ def run_name_and_id(run: Path) -> tuple[str, str]:
 def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
     """Return all settings in effect that can change a result, by section, from ``run.json``.
 
-    Runs of earlier versions did not record them; for these the given settings are returned.
+    If ``run.json`` has no settings (runs of earlier versions), those of ``config`` are returned.
     Possible secrets are hidden.
     """
     try:
