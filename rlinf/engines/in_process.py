@@ -80,7 +80,8 @@ class InProcessEngine(ExternalEngine):
 
     @contextlib.contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Close the engine if the block raises, because requests may then be half processed."""
+        """Run a block eagerly on CPUs; close the engine on an error, which may leave requests half
+        processed."""
         try:
             with force_eager_on_cpu(self.device):
                 yield
@@ -100,7 +101,7 @@ class InProcessEngine(ExternalEngine):
                 with verified_temporary_copy(folder, non_weight_files(folder)) as model:
                     self._start(model)
             except BaseException:
-                self.close()  # it may be partly initialized
+                self.close()  # the backend may be partly initialized
                 self._files = {}
                 raise
             finally:

@@ -145,17 +145,13 @@ class Replicas:
             return [self._running[index] for index in sorted(self._running)]
 
     def request(
-        self,
-        tokens: Sequence[int],
-        route: str,
-        body: Any,
-        parse_tokens: Callable[[Any], Sequence[int]],
+        self, tokens: Sequence[int], route: str, body: Any, parse: Callable[[Any], Sequence[int]]
     ) -> Any:
         """Send a request to one of the servers and return its response.
 
         Args:
             tokens: The context tokens of the request, for routing.
-            parse_tokens: Returns the new tokens of a response.
+            parse: Returns the new tokens of a response.
 
         Raises:
             ServerUnavailable: The server died, or no server is running.
@@ -169,7 +165,7 @@ class Replicas:
         cached: Sequence[int] = ()
         try:
             response = process.post(route, body, check_heartbeat=True)
-            cached = [*tokens, *parse_tokens(response)]
+            cached = [*tokens, *parse(response)]
             return response
         except ServerUnavailable:
             with self._lock:

@@ -86,8 +86,8 @@ class SegmentDecoder(Protocol):
 
 
 @dataclass(eq=False)
-class SegmentedRequest:
-    """A token request with its sampling parameters and seed."""
+class ParsedRequest:
+    """A token request with its parsed sampling parameters and its seed."""
 
     request: Record
     sampling: SamplingParams
@@ -98,13 +98,14 @@ class SegmentedRequest:
 class ResumableSample:
     """One sample of a request with the tokens generated so far."""
 
-    source: SegmentedRequest
+    source: ParsedRequest
     index: int
     """Row of the sample in the request."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stopped: bool = False
+    """Whether a stop token or stop string has ended the sample."""
     server_losses: int = 0
     """Number of servers that died while they generated this sample."""
 
@@ -228,7 +229,7 @@ class ResumableGeneration:
             check_token_request(request)
             sampling = SamplingParams.from_info(request.info)
             seed = self._seed if sampling.seed is None else sampling.seed
-            source = SegmentedRequest(request, sampling, seed)
+            source = ParsedRequest(request, sampling, seed)
             self._waiting.extend(
                 ResumableSample(source, i) for i in range(len(request.steps["sample"]))
             )
@@ -269,7 +270,7 @@ class ResumableGeneration:
         self, samples: list[ResumableSample], *, unfinished: bool = False
     ) -> Iterator[Record]:
         """Yield replies with the tokens of samples, grouped by request and first version."""
-        groups: dict[tuple[SegmentedRequest, int], list[ResumableSample]] = {}
+        groups: dict[tuple[ParsedRequest, int], list[ResumableSample]] = {}
         for sample in samples:
             version = sample.versions[0] if sample.versions else self._engine.version
             groups.setdefault((sample.source, version), []).append(sample)

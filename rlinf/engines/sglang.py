@@ -282,16 +282,13 @@ class SGLangStepDecoder:
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
         with self._engine.close_on_error():
             finished = self._engine.backend.step()
-        return [
-            (self._running.pop(request_id), to_segment(request))
-            for request_id, request in finished.items()
-        ]
+        return [(self._running.pop(rid), to_segment(request)) for rid, request in finished.items()]
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
         backend, running, self._running = self._engine.backend, self._running, {}
         if running and backend is not None:
             requests = backend.rlinf_requests
-            segments = [(sample, to_segment(requests[i])) for i, sample in running.items()]
+            segments = [(sample, to_segment(requests[rid])) for rid, sample in running.items()]
             with self._engine.close_on_error():
                 backend.rlinf_abort_all()
             yield from segments

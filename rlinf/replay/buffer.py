@@ -82,6 +82,7 @@ class ReplayBuffer:
         self.folder, self.dtype = folder, dtype
         self.capacity, self.max_append = capacity, max_append
         self.slots = capacity + spare * max_append
+        """Number of rows of the ring."""
         self.appends: list[AppendedRange] = []
         """Ranges of which rows are in the ring, oldest first."""
         state = self._read_state()

@@ -51,9 +51,9 @@ def open_trackers(section: Mapping[str, Any], run: Path, config: RunConfig) -> l
     """
     opened: list[Tracker] = []
     for index, name in enumerate(validate(LogConfig, section, "log").trackers):
-        tracker = trackers.get(name, f"log.trackers.{index}")
+        tracker_class = trackers.get(name, f"log.trackers.{index}")
         try:
-            opened.append(FailSafeTracker(name, tracker(run, config)))
+            opened.append(FailSafeTracker(name, tracker_class(run, config)))
         except RlinfError:
             raise
         except Exception as error:  # for example, its server does not answer

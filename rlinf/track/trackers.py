@@ -50,7 +50,7 @@ class WandbTracker:
     """The module to import, and the extra that installs it."""
 
     def __init__(self, run: Path, config: RunConfig) -> None:
-        wandb = _package()
+        wandb = _import_wandb()
         name, run_id = run_name_and_id(run)
         options = _options(config)
         mode = options.effective_mode
@@ -86,7 +86,7 @@ class WandbTracker:
         Raises:
             ConfigError: there is no login.
         """
-        if _options(config).effective_mode == "online" and not _is_logged_in(_package()):
+        if _options(config).effective_mode == "online" and not _is_logged_in(_import_wandb()):
             raise ConfigError(
                 "log.wandb.mode: online needs a login, and there is none; run wandb login, export "
                 "WANDB_API_KEY where the run is started, or set log.wandb.mode=offline"
@@ -104,7 +104,7 @@ def _options(config: RunConfig) -> WandbConfig:
     return validate(WandbConfig, config.log.get("wandb", {}), "log.wandb")
 
 
-def _package() -> Any:
+def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError:
@@ -255,25 +255,25 @@ def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
 class FailSafeTracker:
     """A tracker that is dropped with one warning when it fails, because training matters more."""
 
-    def __init__(self, name: str, sink: Tracker) -> None:
+    def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
-        self._sink: Tracker | None = sink
+        self._tracker: Tracker | None = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call_sink(lambda sink: sink.log(step, metrics))
+        self._call_tracker(lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        self._call_sink(lambda sink: sink.close())
-        self._sink = None
+        self._call_tracker(lambda tracker: tracker.close())
+        self._tracker = None
 
-    def _call_sink(self, call: Callable[[Tracker], None]) -> None:
-        if self._sink is None:
+    def _call_tracker(self, call: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
             return
         try:
-            call(self._sink)
+            call(self._tracker)
         except Exception as error:  # a tracker may raise anything, and must not stop training
             self.warn_disabled(self._name, error)
-            self._sink = None
+            self._tracker = None
 
     @staticmethod
     def warn_disabled(name: str, error: Exception) -> None:

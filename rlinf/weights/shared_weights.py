@@ -227,6 +227,8 @@ class SharedWeightsReader:
 
 
 class _MappedSlot:
+    """A slot that a reader has mapped."""
+
     def __init__(self, name: str) -> None:
         # Not SharedMemory: it maps memory writable, and before Python 3.13 the end of the first
         # reader would remove the memory.

@@ -73,7 +73,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"LIBERO has no suite {suite!r}; there are {', '.join(SUITE_STEPS)}")
     if unknown := sorted(kwargs.keys() - {"steps", "rest", "assets"}):
         raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest and assets")
-    _find_assets(kwargs.get("assets"))
+    _check_assets(kwargs.get("assets"))
     with contextlib.redirect_stdout(io.StringIO()):  # LIBERO prints messages
         from libero.libero import benchmark, get_libero_path
 
@@ -94,7 +94,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     return LiberoEnv(str(bddl), _load_initial_states(states), spec.language, steps, rest)
 
 
-def _find_assets(configured: Any) -> None:
+def _check_assets(configured: Any) -> None:
     """Check that LIBERO finds its meshes and textures, in the configured folder if there is one.
     Call it before LIBERO's other modules are imported, because these search for the assets."""
     libero: Any = importlib.import_module("libero.libero")

@@ -72,19 +72,19 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 class MetaWorldEnv:
     """One Meta-World task; the seed of a reset selects its goal."""
 
-    def __init__(self, env: Any, tasks: Any, instruction: str, expert: Any) -> None:
-        self._env, self._tasks, self.instruction, self._expert = env, tasks, instruction, expert
+    def __init__(self, env: Any, goals: Any, instruction: str, expert: Any) -> None:
+        self._env, self._goals, self.instruction, self._expert = env, goals, instruction, expert
         self._observation: Any = None
         self.unwrapped = env.unwrapped
-        env.set_task(tasks[0])
+        env.set_task(goals[0])  # Meta-World calls a goal a task
         self.action_space = env.action_space
         self.observation_space = env.observation_space
         self._steps = self._seed = 0
 
     def reset(self, seed: int) -> Any:
         self._seed = seed
-        goal = np.random.default_rng(seed).integers(len(self._tasks))
-        self._env.set_task(self._tasks[int(goal)])
+        index = np.random.default_rng(seed).integers(len(self._goals))
+        self._env.set_task(self._goals[int(index)])
         self._steps = 0
         self._observation, info = self._env.reset(seed=seed)
         return self._observation, info
