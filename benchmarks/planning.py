@@ -71,7 +71,7 @@ def side_by_side_speedup(actor_s: float) -> float:
 def planning_seconds(problem: PlacementProblem) -> float:
     """Return the time that the planner takes."""
     start = time.perf_counter()
-    solve(problem, alternatives=3)
+    solve(problem, max_solutions=3)
     return time.perf_counter() - start
 
 

@@ -187,7 +187,7 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
         yield f"jobs, drawn {number + 1}", build_plan(random_plan, flow)
     for description, (pools, chunks) in POOLS.items():
         named_stages = {stage for stage, _ in pools}
-        rest = [stage for stage in flow.device_dependencies() if stage not in named_stages]
+        rest = [stage for stage in flow.direct_dependencies() if stage not in named_stages]
         values: dict[str, Any] = {
             "num_chunks": chunks,
             "pools": [

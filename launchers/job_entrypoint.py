@@ -40,7 +40,8 @@ class ModuleCall:
     path: tuple[str, ...]
     """Folders that are prepended to the module search path."""
     exit_code_dir: str
-    """Folder of the files with a job's exit code, for a driver without accounting."""
+    """Folder of the file ``JOB.exit`` with the job's exit code, which a driver reads if the cluster
+    has no accounting."""
     speed_weights: tuple[tuple[str, float], ...] = ()
     """Relative speeds: (kind of node, speed) pairs, or ("", speed) pairs, one per process."""
     allow_requeue: bool = True
@@ -69,8 +70,8 @@ class ModuleCall:
         sys.stdout.flush()
         sys.stderr.flush()
         if code == EXIT_REQUEUE and self.allow_requeue:
-            # The first rank that stops requeues the job, which ends the other ranks. If hundreds
-            # of ranks stop together, their requests are staggered.
+            # The first rank that stops requeues the job, which ends the other ranks. The sleep
+            # staggers the requests of hundreds of ranks that stop together.
             time.sleep(rank * REQUEUE_STAGGER_S)
             if requeue():
                 os._exit(0)
@@ -123,8 +124,8 @@ def run_module(module: str, argv: tuple[str, ...]) -> int:
 def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) -> int:
     """Set torchrun's variables from Slurm's. Returns the rank.
 
-    The name of the process group follows from job and restart. So all ranks know it without
-    communication, and a restarted job has another group than before.
+    The name of the process group contains the job, the step and the number of restarts. So all
+    ranks know it without communication, and a restarted job has a new name.
 
     Raises:
         PlanError: a node of the job is of none of the kinds in ``speed_weights``.
@@ -132,8 +133,8 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
     job = os.environ["SLURM_JOB_ID"]
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     rank = int(os.environ.get("SLURM_PROCID", "0"))
-    size = int(os.environ.get("SLURM_NTASKS", "1"))
-    if speed_weights and size > 1:
+    world_size = int(os.environ.get("SLURM_NTASKS", "1"))
+    if speed_weights and world_size > 1:
         os.environ[SPEED_WEIGHTS_VARIABLE] = ",".join(
             map(str, rank_speeds(speed_weights, rank_hosts()))
         )
@@ -142,9 +143,9 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
     os.environ.update(
         {
             "RANK": str(rank),
-            "WORLD_SIZE": str(size),
+            "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
-            "LOCAL_WORLD_SIZE": os.environ.get("SLURM_NTASKS_PER_NODE", str(size)),
+            "LOCAL_WORLD_SIZE": os.environ.get("SLURM_NTASKS_PER_NODE", str(world_size)),
             GROUP_VARIABLE: f"{job}.{step}-{restart}",
             "RLINF_ATTEMPT": f"{job}-{restart}",
         }
@@ -170,8 +171,8 @@ def rank_hosts() -> list[str]:
 def expand_hostlist(nodes: str) -> list[str]:
     """Expand a list of nodes such as ``a100-[1-3],cpu-1`` with scontrol.
 
-    A wrapper of scontrol may print more text. A host is alone on its line and begins like a part of
-    the list.
+    A wrapper of scontrol may print more text. So only lines that are one word and begin with the
+    prefix of a name in the list count as hosts.
     """
     prefixes = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _split_hostlist(nodes)}
     lines = map(str.strip, _scontrol("hostnames", nodes).splitlines())
@@ -197,14 +198,14 @@ def rank_speeds(
     speed_by_host: dict[str, float] = {}
     for host in dict.fromkeys(hosts):
         attributes = node_attributes(host)
-        kinds = [(kind, speed) for kind, speed in speed_weights if kind in attributes]
-        if len(kinds) != 1:
+        speeds = [speed for kind, speed in speed_weights if kind in attributes]
+        if len(speeds) != 1:
             raise PlanError(
-                f"plan: speed_weights: node {host} is {'none' if not kinds else 'several'} of "
+                f"plan: speed_weights: node {host} is {'none' if not speeds else 'several'} of "
                 f"{', '.join(kind for kind, _ in speed_weights)}; name GPUs or features that tell "
                 "the job's nodes apart"
             )
-        speed_by_host[host] = kinds[0][1]
+        speed_by_host[host] = speeds[0]
     return tuple(speed_by_host[host] for host in hosts)
 
 

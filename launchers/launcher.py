@@ -80,6 +80,7 @@ class Launcher(Protocol):
 ERROR_PREFIX = "error: "
 """Prefix of an error message, which is the last output of a program."""
 MAX_MESSAGE_LINES = 80
+"""Lines at the end of a log in which an error message is searched for."""
 
 
 def failure_reason(path: Path, code: int | None) -> str:

@@ -20,9 +20,11 @@ from pathlib import Path
 from launchers.launcher import JobSpec, failure_reason, log_tail
 from rlinf import process_tuning
 from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
-from rlinf.errors import PlanError
+from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
 from rlinf.package_paths import child_python_path
 from slurm.jobs import JobResources, JobState, JobStatus
+
+_DOCUMENTED_CODES = (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_REQUEUE)
 
 
 @dataclass
@@ -30,7 +32,9 @@ class _StartedJob:
     job: JobSpec
     processes: list[subprocess.Popen[bytes]]
     logs: list[Path]
+    """The log of each rank."""
     status: JobStatus | None = None
+    """The final status; None: the job has not been seen to end."""
 
 
 @dataclass
@@ -41,9 +45,9 @@ class LocalLauncher:
     _started: dict[str, _StartedJob] = field(default_factory=dict)
 
     def submit(self, job: JobSpec) -> str:
-        attempt = secrets.token_hex(6)
+        job_id = secrets.token_hex(6)
         job.log_dir.mkdir(parents=True, exist_ok=True)
-        size = sum(part.tasks for part in job.components)
+        world_size = sum(component.tasks for component in job.components)
         speed_weights = job.resources.speed_weights
         if isinstance(speed_weights, Mapping):
             raise PlanError(
@@ -51,7 +55,7 @@ class LocalLauncher:
                 "cluster=slurm; on one machine give one number per process"
             )
         processes, logs = [], []
-        for rank in range(size):
+        for rank in range(world_size):
             environment = {
                 **os.environ,
                 **process_tuning.child_environment(),
@@ -64,12 +68,12 @@ class LocalLauncher:
                 "PYTHONPATH": child_python_path(),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                GROUP_VARIABLE: attempt,
-                "RLINF_ATTEMPT": attempt,
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                GROUP_VARIABLE: job_id,
+                "RLINF_ATTEMPT": job_id,
             }
-            log = job.log_dir / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
+            log = job.log_dir / f"{job.name.replace('/', '-')}-{job_id}-r{rank}.log"
             python = job.resources.interpreter or sys.executable
             command = [*job.resources.command_prefix, python, "-m", job.module, *job.argv]
             with log.open("wb") as stream:
@@ -86,8 +90,8 @@ class LocalLauncher:
                     )
                 )
             logs.append(log)
-        self._started[attempt] = _StartedJob(job, processes, logs)
-        return attempt
+        self._started[job_id] = _StartedJob(job, processes, logs)
+        return job_id
 
     def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:
         return [self.submit(job) for job in jobs]
@@ -115,8 +119,8 @@ class LocalLauncher:
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             _kill(started.processes)
-            # A known code (requeue, bad input) of a rank explains more than crashes that it caused.
-            rank = max(failed, key=lambda r: (codes[r] in (65, 66, 75), -r))
+            # A documented exit code of one rank explains more than the crashes that it caused.
+            rank = max(failed, key=lambda r: (codes[r] in _DOCUMENTED_CODES, -r))
             code = codes[rank]
             assert code is not None
             reason = failure_reason(started.logs[rank], code)

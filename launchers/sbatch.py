@@ -65,8 +65,7 @@ done
 wait
 exit $code
 """
-
-
+"""Shell code that waits for the steps of a heterogeneous job. A failed step ends the others."""
 _RESTART_CODE = """
 code=$?
 # Killed by a signal, for example for lack of memory. After many quick kills it is not restarted.
@@ -76,11 +75,12 @@ fi
 exit $code
 """
 _NON_SBATCH_KEYWORDS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
-"""submitit's keywords that do not become sbatch options."""
+"""Keywords of submitit that do not become sbatch options."""
 TAG_PREFIX = "rlinf-"
 """Prefix of tags. The tag in the comment of jobs identifies one submission."""
 HEALTHY_RUN_S, MAX_QUICK_RESTARTS = 600, 10
-"""A killed job is restarted if it ran at least so many seconds, or has fewer restarts than this."""
+"""A killed job is requeued if it ran for ``HEALTHY_RUN_S`` or was restarted fewer than
+``MAX_QUICK_RESTARTS`` times."""
 
 
 def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
@@ -125,7 +125,7 @@ def submit_hetjob(jobs: Sequence[JobSpec]) -> list[str]:
 
 
 def submit_restarting(job: JobSpec) -> str:
-    """Submit a job of one process that is also restarted after it was killed. Returns its id.
+    """Submit a job of one process that is requeued if a signal kills it. Returns its id.
 
     Raises:
         SlurmUnresponsiveError, SlurmError: as :func:`submit_jobs`.
@@ -200,7 +200,7 @@ def _cancel_unreadable(name: str, tag: str | None, error: UnreadableSubmission) 
 def patched_slurm_executor() -> type[Any]:
     """Return submitit's Slurm executor with this project's srun options and sbatch parser.
 
-    It replaces submitit's class, which submitit uses for arrays and Hydra for sweeps
+    The first call replaces the class in submitit, so that Hydra's sweeps use it too
     (``hydra/launcher=submitit_slurm``).
     """
     from submitit.core import plugins
@@ -249,7 +249,7 @@ def _complete_sweep_keywords(keywords: Mapping[str, Any], tag: str | None) -> di
     """Return submitit's keywords, completed by the options that a sweep's configuration lacks.
 
     Args:
-        tag: see :func:`new_tag`; None: the script is not submitted.
+        tag: the submission's tag, to be added to the comment; None: the script is not submitted.
 
     Raises:
         PlanError: several options set the memory of a job, or an option does not fit into its
@@ -374,6 +374,7 @@ def _first_components(jobs: Sequence[JobSpec]) -> list[int]:
 def _all_options(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return sbatch's options by name for the keywords of :func:`submitit_parameters`."""
     values = {
+        # Without this, a component without GPUs would inherit those of an earlier component.
         "gres": "none",
         "job-name": keywords["job_name"],
         "time": keywords["time"],
@@ -419,9 +420,9 @@ def _module_call(job: JobSpec) -> ModuleCall:
 
 @contextlib.contextmanager
 def login_environment() -> Iterator[None]:
-    """Remove Slurm's variables of this job from the environment, as on a login node.
+    """Remove the variables that Slurm set in this job from the environment, as on a login node.
 
-    sbatch passes its environment on to the new job, so this also affects that job's srun.
+    sbatch passes its environment on to the new job, so they would also affect that job's srun.
     """
     from submitit.helpers import clean_env
 
@@ -447,7 +448,7 @@ def submitit_parameters(
     """
     delay_s = resources.signal_delay_s
     if resources.time_limit_min is not None:
-        # The signal kills a job before Python runs, and a short job must make progress.
+        # A signal before Python handles it would kill the job, and a short job must make progress.
         delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
         **process_tuning.child_environment(),

@@ -1,8 +1,9 @@
 """The queue of jobs that wait in this process until Slurm's limits allow their submission.
 
-Slurm would refuse a job over MaxSubmitJobs or MaxJobCount. In this queue it waits, in order, until
-an earlier job has ended. A file beside each output (``job.json``) names the submitted job, so that
-another process finds the job.
+Slurm would refuse a job over MaxSubmitJobs or MaxJobCount. Such a job waits in this queue, in
+order, until an earlier job has ended. A unit is what must be submitted together: a single job, or
+the jobs of one heterogeneous job. A file beside each output (``job.json``) names the submitted job,
+so that another process finds the job.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from launchers.sbatch import new_tag, submit_hetjob, submit_jobs, with_tag
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient
-from slurm.job_limits import Quotas, is_queue_full, read_quotas
+from slurm.job_limits import ClusterLimits, is_queue_full, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources, JobStatus, current_job_id, parent_job_id
 
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
+"""Pauses after Slurm refused a single unit because there were too many jobs; doubled each time."""
 log = logging.getLogger("rlinf")
 
 
@@ -42,7 +44,8 @@ class PendingSubmission:
     final_status: JobStatus | None = None
     """The final status, if this program and not Slurm set it."""
     stuck_since: float | None = None
-    """Time (monotonic) since when the job shows a reason that never ends by itself."""
+    """Time (monotonic) when the job first had a pending reason that never ends by itself; None: it
+    has none."""
     last_warning: str = ""
     """The last warning that was logged for the job."""
 
@@ -58,32 +61,33 @@ class SubmissionQueue:
     """Submits jobs in order, as many as Slurm's limits allow; see the module's docstring."""
 
     client: SlurmClient
-    quotas: Quotas | None = None
+    cluster_limits: ClusterLimits | None = None
     """Limits on the number of jobs; queried from Slurm before the first submission if None."""
     visibility_timeout_s: float = 30.0
-    """Seconds after an unanswered submission during which its jobs may yet appear in the queue."""
+    """Seconds after a submission that sbatch did not answer, during which its jobs may yet appear
+    in Slurm's queue."""
     _waiting: list[list[PendingSubmission]] = field(default_factory=list)
-    """Units to submit: a single job, which may join an array, or jobs that start together."""
+    """Units to submit, in order. Several units of a single job may become one array."""
     _unchecked: list[list[PendingSubmission]] = field(default_factory=list)
     """Units that an earlier process may have submitted."""
-    _queue: Mapping[str, QueuedJob] | None = None
-    """Slurm's queue at the last query; together with later submissions it gives the free places."""
+    _slurm_queue: Mapping[str, QueuedJob] | None = None
+    """Slurm's queue at the last query."""
     _submitted_since: list[JobResources] = field(default_factory=list)
+    """The jobs submitted since that query."""
     _unanswered_tag: str | None = None
-    """Tag of jobs that may have been submitted."""
+    """Tag of the submission that sbatch did not answer: its jobs may exist."""
     _cancelled_tags: set[str] = field(default_factory=set)
     """Tags of unfinished submissions of an earlier process, which were cancelled."""
     _pause_s: float = MIN_RETRY_PAUSE_S
+    """The next pause."""
     _retry_at: float = 0.0
+    """Time (monotonic) before which nothing is submitted."""
 
     def add(self, units: Collection[list[PendingSubmission]]) -> None:
-        """Append jobs to the queue, and submit as many as limits allow.
+        """Append units to the queue, and submit as many as limits allow.
 
-        Pending or running jobs of an earlier process are found by the files beside their outputs.
-        Jobs that start together are adopted only if all of them exist.
-
-        Args:
-            units: single jobs, or lists of jobs that start together.
+        Pending or running jobs of an earlier process are found by the files beside their outputs,
+        and adopted. The jobs of a unit are adopted only if all of them exist.
 
         Raises:
             SlurmUnresponsiveError: Slurm does not answer; the jobs stay in this queue.
@@ -93,12 +97,12 @@ class SubmissionQueue:
         self.submit_ready()
 
     def discard(self, entries: Collection[PendingSubmission]) -> None:
-        """Remove waiting jobs, and those that would start together with them."""
+        """Remove waiting jobs with their whole units."""
         for units in (self._waiting, self._unchecked):
             units[:] = [unit for unit in units if not any(e in entries for e in unit)]
 
     def submit_ready(self, queue: Mapping[str, QueuedJob] | None = None) -> None:
-        """Submit waiting jobs in order, as many as limits allow; see :meth:`add`.
+        """Submit waiting units in order, as many as limits allow; see :meth:`add`.
 
         Args:
             queue: Slurm's queue, if the caller has just queried it.
@@ -106,15 +110,15 @@ class SubmissionQueue:
         may_exist = any(
             read_submitted_job(entry.job.output_dir) for unit in self._unchecked for entry in unit
         )
-        if queue is None and (self._queue is None or may_exist):
+        if queue is None and (self._slurm_queue is None or may_exist):
             queue = self.client.queue()
         if queue is not None:
-            self._queue, self._submitted_since = queue, []
+            self._slurm_queue, self._submitted_since = queue, []
         while self._unchecked:
             self._adopt_or_cancel(self._unchecked[0])
             del self._unchecked[0]
         if time.monotonic() >= self._retry_at and self._unanswered_tag is not None:
-            # These jobs could not run, because submitit names their files by the job id.
+            # These jobs would fail: submitit names their files by the id, which it did not receive.
             self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
             self._unanswered_tag = None
         while self._waiting and time.monotonic() >= self._retry_at:
@@ -146,7 +150,9 @@ class SubmissionQueue:
             # The submitting process died before it got the ids.
             self.client.cancel(self.client.find_by_comment(tag))
             self._cancelled_tags.add(tag)
-        active = [(entry, job) for entry, job in earlier_jobs if is_active_in(self._queue, job.id)]
+        active = [
+            (entry, job) for entry, job in earlier_jobs if is_active_in(self._slurm_queue, job.id)
+        ]
         parent_ids = {parent_job_id(job.id) for _, job in active if len(unit) > 1}
         if (
             len(active) == len(unit)
@@ -160,40 +166,46 @@ class SubmissionQueue:
             self.client.cancel([job.id for _, job in active])
 
     def _free_places(self, unit: Sequence[PendingSubmission]) -> int:
-        """Return how many units like this may be submitted now, at most one array of them.
+        """Return the number of units like this that may be submitted now, at most one array's.
 
         Raises:
             PlanError: the limits never allow even one unit.
             SlurmUnresponsiveError: Slurm does not answer.
         """
-        if self.quotas is None:
-            self.quotas = read_quotas(self.client)
-        parts = [part for entry in unit for part in entry.job.components]
-        quotas = [quota for part in parts for quota in self.quotas.quotas_for(part)]
-        free_places, first = self.quotas.max_array_size, unit[0]
-        for quota in dict.fromkeys(quotas):
-            queue = self._queue or {}
-            counted_ids = {job_id for job_id, job in queue.items() if quota.counts(job)}
-            if quota.max_jobs < quotas.count(quota) + len(counted_ids & {current_job_id()}):
+        if self.cluster_limits is None:
+            self.cluster_limits = read_cluster_limits(self.client)
+        components = [component for entry in unit for component in entry.job.components]
+        # A limit occurs once for each component that counts against it.
+        limits = [
+            limit
+            for component in components
+            for limit in self.cluster_limits.job_count_limits(component)
+        ]
+        free_places, first = self.cluster_limits.max_array_size, unit[0]
+        for limit in dict.fromkeys(limits):
+            queue = self._slurm_queue or {}
+            counted_ids = {job_id for job_id, job in queue.items() if limit.counts(job)}
+            if limit.max_jobs < limits.count(limit) + len(counted_ids & {current_job_id()}):
                 raise PlanError(
-                    f"{first.job.name}: {quota.description} is {quota.max_jobs}, which "
+                    f"{first.job.name}: {limit.description} is {limit.max_jobs}, which "
                     "leaves no place for the jobs of a run; start the driver outside of a job, or "
                     "use another account or QOS"
                 )
             occupied = len(counted_ids) + sum(
-                quota in self.quotas.quotas_for(other) for other in self._submitted_since
+                limit in self.cluster_limits.job_count_limits(other)
+                for other in self._submitted_since
             )
-            quota_places = max(quota.max_jobs - occupied, 0) // quotas.count(quota)
-            if not quota_places:
+            places = max(limit.max_jobs - occupied, 0) // limits.count(limit)
+            if not places:
                 first.warn_once(
-                    f"{first.job.name} waits to be submitted: {quota.description} is "
-                    f"{quota.max_jobs}"
+                    f"{first.job.name} waits to be submitted: {limit.description} is "
+                    f"{limit.max_jobs}"
                 )
-            free_places = min(free_places, quota_places)
+            free_places = min(free_places, places)
         return free_places
 
     def _submit(self, units: Sequence[list[PendingSubmission]]) -> bool:
-        """Submit the first waiting units. Returns False if there are too many jobs now.
+        """Submit these units, the first that wait. Returns False if there are too many jobs now.
 
         Raises:
             SlurmUnresponsiveError: Slurm does not answer.
@@ -248,6 +260,7 @@ class SubmittedJob:
     """Slurm's id; empty until sbatch has printed it."""
     name: str = ""
     key: str = ""
+    """See :attr:`launchers.launcher.JobSpec.content_key`."""
     tag: str = ""
     """Tag in the comment of a job without a known id; see :func:`launchers.sbatch.with_tag`."""
 

@@ -24,7 +24,7 @@ from launchers.submission_queue import (
 from rlinf.artifacts import MANIFEST
 from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient
-from slurm.job_limits import Quotas
+from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobState, JobStatus, diagnose_pending
 
 log = logging.getLogger("rlinf")
@@ -39,7 +39,7 @@ class SubmititLauncher:
     """
 
     client: SlurmClient
-    quotas: Quotas | None = None
+    cluster_limits: ClusterLimits | None = None
     """Limits on the number of jobs; queried from Slurm before the first submission if None."""
     unknown_job_timeout_s: float = 20.0
     """Seconds after which a job in neither queue nor accounting counts as vanished."""
@@ -52,14 +52,20 @@ class SubmititLauncher:
     no_answer_timeout_s: float = 600.0
     """Seconds without an answer from Slurm after which an error is raised."""
     _watched: dict[str, PendingSubmission] = field(default_factory=dict)
+    """Jobs by name, which is the id that :meth:`submit_array` returned."""
     _last_statuses: dict[str, JobStatus] = field(default_factory=dict)
+    """The last known status, by name."""
     _silent_since: float | None = None
+    """Time (monotonic) since which Slurm has not answered; None: it answers."""
     _to_cancel: set[str] = field(default_factory=set)
+    """Slurm's ids of jobs whose cancellation has not succeeded yet."""
     _missing_since: dict[str, float] = field(default_factory=dict)
+    """Time (monotonic) when a job was first not active in the queue, by Slurm's id."""
     _waiting_numbers: count[int] = field(default_factory=count)
+    """Numbers for the names of jobs without an id."""
 
     def __post_init__(self) -> None:
-        self._queue = SubmissionQueue(self.client, self.quotas)
+        self._queue = SubmissionQueue(self.client, self.cluster_limits)
 
     @property
     def poll_interval_s(self) -> float:
@@ -88,7 +94,7 @@ class SubmititLauncher:
         return self._add([[PendingSubmission(job) for job in jobs]])
 
     def _add(self, units: list[list[PendingSubmission]]) -> list[str]:
-        """Watch jobs, and submit new ones; they wait while Slurm does not answer."""
+        """Watch jobs and return their names; new jobs are submitted when Slurm answers."""
         entries = [entry for unit in units for entry in unit]
         try:
             self._queue.add(units)
@@ -267,8 +273,8 @@ class SubmititLauncher:
             # The manifest of a successful job may appear late on a network filesystem.
             return JobStatus(JobState.RUNNING, None, "ended; waiting for its manifest")
         if status.state is JobState.CANCELLED or (code is None and "+" not in job_id):
-            # Ignore the written exit code of a cancelled job. Slurm reports the code of the failed
-            # component for all components of a heterogeneous job.
+            # Use Slurm's code. A cancelled job may have written another one. For a component of a
+            # heterogeneous job, Slurm reports the code of whichever component failed.
             code = status.exit_code
         reason = f"job {job_id} {status.reason or status.state.value}".strip()
         return JobStatus(

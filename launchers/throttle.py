@@ -24,7 +24,7 @@ from launchers.job_entrypoint import node_attributes
 from rlinf.process_tuning import die_with_parent
 
 CPU_CGROUP_ROOT = Path("/sys/fs/cgroup/cpu")
-"""Root of the ``cpu`` controller; groups with a quota are created in this process's group."""
+"""Root of the ``cpu`` controller; cgroups with a quota are created in this process's cgroup."""
 QUOTA_PERIOD_US = 10_000
 """Period of the quotas. Kernels schedule every few milliseconds; with a shorter period threads get
 less than their quota."""
@@ -33,7 +33,7 @@ THREAD_SCAN_S = 0.05
 SIGNAL_PERIOD_S = 0.04
 """Period of stopping and continuing: longer than scheduler slices, shorter than stages."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Any number of its multiples, modulo 1, are spread evenly."""
+"""Its first multiples, modulo 1, are spread evenly over [0, 1), however many they are."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -82,7 +82,7 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
     one thread.
 
     Returns:
-        True if it was throttled; False if groups cannot be created.
+        True if the process was throttled; False if cgroups cannot be created.
     """
     try:
         own_cgroup = CPU_CGROUP_ROOT / current_cpu_cgroup()
@@ -97,14 +97,15 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
         try:
             process.wait(THREAD_SCAN_S)
         except subprocess.TimeoutExpired:
-            for group in root.glob("*/tasks"):
-                # The group's first thread stays; new threads of it join this group.
-                threads = {*map(int, group.read_text().split())}
-                for thread in threads - {int(group.parent.name)}:
+            for tasks_file in root.glob("*/tasks"):
+                # A cgroup is named after its thread. Threads that this thread created are born in
+                # the same cgroup; each gets a cgroup and a quota of its own.
+                threads = {*map(int, tasks_file.read_text().split())}
+                for thread in threads - {int(tasks_file.parent.name)}:
                     with suppress(OSError):  # it has ended
                         _set_quota(root / str(thread), thread, duty)
                 if not threads:
-                    group.parent.rmdir()
+                    tasks_file.parent.rmdir()
         else:
             break
     _remove(root)
@@ -112,21 +113,22 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
 
 
 def current_cpu_cgroup() -> str:
-    """Return the path of this process's group of the ``cpu`` controller; "" for the root."""
+    """Return the path of this process's cgroup of the ``cpu`` controller; "" for the root."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     entries = [line.split(":", 2) for line in lines]
     return next((path for _, names, path in entries if names == "cpu"), "").lstrip("/")
 
 
-def _set_quota(group: Path, thread: int, duty: float) -> None:
-    group.mkdir(parents=True, exist_ok=True)
-    (group / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
-    (group / "cpu.cfs_quota_us").write_text(str(round(QUOTA_PERIOD_US * duty)))
-    (group / "tasks").write_text(str(thread))
+def _set_quota(cgroup: Path, thread: int, duty: float) -> None:
+    """Create a cgroup with a quota and move a thread into it."""
+    cgroup.mkdir(parents=True, exist_ok=True)
+    (cgroup / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+    (cgroup / "cpu.cfs_quota_us").write_text(str(round(QUOTA_PERIOD_US * duty)))
+    (cgroup / "tasks").write_text(str(thread))
 
 
 def _remove(root: Path) -> None:
-    """Remove empty groups."""
+    """Remove a cgroup and its children, those without threads."""
     for group in (*root.glob("*/"), root):
         with suppress(OSError):
             group.rmdir()
@@ -149,8 +151,8 @@ def throttle_by_signals(process: subprocess.Popen[bytes], duty: float) -> None:
 
 
 def run_phase_s() -> float:
-    """Return the offset in a period at which this job runs. Consecutive jobs have other offsets,
-    so that jobs on one machine do not all run at the same time."""
+    """Return the seconds after the begin of a period at which this job runs. Each job has another
+    offset, so that jobs on one machine do not all run at the same time."""
     return SIGNAL_PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN_RATIO % 1)
 
 

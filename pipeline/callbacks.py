@@ -43,14 +43,14 @@ from stages.flow import EVALUATE, flow_of
 from stages.layout import METRICS_FILE, TRACKED_FILE
 
 SFT_PROGRAM = "stages.sft"
-"""Program of the stage that the section ``sft`` configures."""
+"""Module of the stage that the section ``sft`` configures."""
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between two progress lines of a stage without a terminal."""
 MIN_RATE_INTERVAL_S = 1.0
-"""Seconds for which a rate must be measured before it is shown."""
+"""Seconds during which a rate must be measured before it is shown."""
 TIME_FORMAT = "%H:%M:%S"
 RECENT_ITERATIONS = 10
-"""Number of iterations from which the time left is computed."""
+"""Number of recent iterations whose mean duration predicts the remaining time."""
 LAUNCHER_DESCRIPTIONS = {
     "inprocess": "stages run in this process",
     "local": "stages run as processes of this machine",
@@ -75,13 +75,14 @@ class ProgressCallback:
         self._score_text = ""
         """The newest held-out score and its iteration."""
         self._rates: dict[tuple[str, str], RateEstimate] = {}
-        """By stage and unit."""
+        """Progress rate by stage and unit."""
         self._rollout_starts: dict[int, float] = {}
-        """Time at which the rollout of an unfinished iteration started, by iteration."""
+        """Unix time at which the rollout of an unfinished iteration started, by iteration."""
         self._publish_times = (0.0, 0.0)
-        """Time at which the previous and the newest weights were published."""
+        """Unix times at which the previous and the newest weights were published."""
         self._iteration_ends: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
-        """Monotonic times at which recent iterations ended, after the start of the first one."""
+        """Monotonic times: when this driver began its first iteration, then when each iteration
+        ended; only the newest ones are kept."""
 
     def __enter__(self) -> ProgressCallback:
         log.setLevel(logging.INFO)
@@ -255,12 +256,15 @@ class LevelFormatter(logging.Formatter):
 class RateEstimate:
     """The rate of a stage's progress since its first report."""
 
+    done: int
+    """Amount of the newest report."""
+
     def __init__(self, done: int) -> None:
         self.done = self._first_done = done
         self._started_at = time.monotonic()
 
     def per_second(self) -> float | None:
-        """Return the amount done per second; None if it is still unknown."""
+        """Return the amount done per second; None if the rate is still unknown."""
         elapsed_s = time.monotonic() - self._started_at
         if elapsed_s < MIN_RATE_INTERVAL_S or self.done == self._first_done:
             return None
@@ -270,15 +274,15 @@ class RateEstimate:
 class TrackerCallback:
     """Forwards the metrics of each finished iteration to the configured trackers exactly once.
 
-    A digest of the metrics is written to the run first. A restarted driver, or one that rebuilds a
-    damaged result, therefore does not log the same metrics twice.
+    A digest of the metrics is written to the run before they are forwarded. A restarted driver, or
+    one that rebuilds a damaged result, therefore does not forward the same metrics twice.
     """
 
     def __init__(self, run: Run) -> None:
         self._sinks = open_trackers(run.config.log, run.folder, run.config)
         self._file = run.folder / TRACKED_FILE
         is_unrecorded = not self._file.exists() and (run.folder / METRICS_FILE).exists()
-        self._logged = set[str]() if is_unrecorded else _read_lines(self._file)
+        self._logged_digests = set[str]() if is_unrecorded else _read_lines(self._file)
         if is_unrecorded:  # an earlier version logged its metrics without recording them
             for values in read_metrics(run.folder):
                 self._record(values["iteration"] + 1, _to_floats(values))
@@ -307,13 +311,13 @@ class TrackerCallback:
                 sink.log(step, metrics)
 
     def _record(self, step: int, metrics: dict[str, float]) -> bool:
-        """Record metrics; returns whether they are new."""
+        """Record the digest of metrics; returns whether it is new."""
         if not self._sinks:
             return False
         digest = json_digest([step, metrics])
-        if digest in self._logged:
+        if digest in self._logged_digests:
             return False
-        self._logged.add(digest)
+        self._logged_digests.add(digest)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{digest}\n")
         return True
@@ -337,7 +341,7 @@ def check_notify_command(command: Sequence[str]) -> None:
     """Check that the command exists.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: no such command exists here.
     """
     if command and shutil.which(command[0]) is None:
         raise ConfigError(
@@ -352,7 +356,7 @@ def notify_at_end(name: str, command: Sequence[str]) -> Iterator[None]:
 
     Args:
         name: name of the run.
-        command: ``cluster.notify_command``; empty: none.
+        command: ``cluster.notify_command``; empty if no command is called.
     """
     try:
         yield

@@ -64,11 +64,12 @@ class Driver:
     max_retries: int = 2
     """Number of retries of a stage that failed for an unknown reason."""
     offline_only: bool = False
-    """Whether to run only the offline stages, before the first iteration."""
+    """Whether to run only the offline stages (SFT), which precede the first iteration."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """Handling of results of another configuration or other code."""
     max_lookahead: int = 16
-    """Number of nodes beyond the first unfinished one that may start if their inputs exist."""
+    """Number of unfinished nodes, in the order of the graph, of which the driver starts the ready
+    ones. With staleness, the stages of as many iterations are added."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
@@ -76,9 +77,10 @@ class Driver:
         self._state = RunState(self.run, self.graph)
         self._done = self._state.done
         self._failures: dict[StageNode, int] = {}
+        """Number of failed attempts by node."""
         self._running: set[StageNode] = set()
-        self._checked_at = 0.0
-        self._has_warned = False
+        self._damage_checked_at = 0.0
+        self._has_warned_of_skipped = False
         self._metrics = MetricsLog(self.run.folder)
 
     def drive(self) -> None:
@@ -118,18 +120,18 @@ class Driver:
             callback.on_resume(rows)
 
     def _check_config_unchanged(self) -> None:
-        """Check that the configuration of the run did not change before this driver owned it.
+        """Check that the configuration of the run did not change before this driver owned the run.
 
         Raises:
-            RunLockedError: another start changed it.
+            RunLockedError: another command changed the configuration.
         """
         frozen = load_config(self.run.folder / CONFIG_FILE).semantic_values()
         current = self.run.config.semantic_values()
-        # A start may run fewer iterations than the run has.
+        # This driver may run fewer iterations than the frozen configuration has.
         differences = config_differences(current, {**frozen, "iterations": current["iterations"]})
         if differences:
             raise RunLockedError(
-                f"{self.run.folder}: another start changed its configuration meanwhile "
+                f"{self.run.folder}: another command changed its configuration meanwhile "
                 f"({differences[0]}); start again with the configuration that you want"
             )
 
@@ -165,29 +167,30 @@ class Driver:
             window.sort(key=lambda node: (node.iteration, node.stage == EVALUATE))
 
     def _next_nodes(self, nodes: Iterator[StageNode], count: int) -> list[StageNode]:
-        """Return the next nodes: up to ``count``, or whole iterations for a streaming executor."""
+        """Return the next ``count`` unfinished nodes, or fewer at the end of the graph. A streaming
+        executor gets whole iterations, so possibly more."""
         selected: list[StageNode] = []
-        ends, streams = (self.graph.flow.publish_stage, EVALUATE), self.executor.supports_streaming
-        while len(selected) < count or (streams and selected and selected[-1].stage not in ends):
+        last, streams = (self.graph.flow.publish_stage, EVALUATE), self.executor.supports_streaming
+        while len(selected) < count or (streams and selected and selected[-1].stage not in last):
             node = next(nodes, None)
             if node is None:
                 break
             if node in self._done:
                 continue
             if is_skipped(self.graph, self.run.folder, node):
-                if not self._has_warned:
+                if not self._has_warned_of_skipped:
                     log.warning(
                         "%s is skipped, as are all evaluations of weights that the retention "
                         "policy has removed (checkpoint.keep_every keeps some)",
                         node.name,
                     )
-                self._has_warned = True
+                self._has_warned_of_skipped = True
                 continue
             selected.append(node)
         return selected
 
     def _is_ready(self, node: StageNode) -> bool:
-        # An unverified result may be valid; that is decided once its inputs are committed.
+        # An unverified result may be valid: wait for its inputs, which decide this.
         can_stream = self.executor.supports_streaming and node not in self._state.unverified
         return all(
             source in self._done or (can_stream and source in self._running)
@@ -195,7 +198,7 @@ class Driver:
         )
 
     def _start(self, node: StageNode) -> None:
-        # A launcher that waits for a manifest must not see that of an attempt with other inputs.
+        # A launcher that waits for a manifest must not see one computed from other inputs.
         self._state.clear_for(node)
         call = stage_call(self.run, self.graph, node)
         for callback in self.callbacks:
@@ -247,12 +250,12 @@ class Driver:
     def _damaged_inputs(self) -> list[StageNode]:
         """Return damaged inputs of running stages, which must run again.
 
-        Damage does not always end an attempt: a generator only requeues its work item, and then all
-        workers wait for the weights.
+        Damaged weights do not always end an attempt: a generator only returns its work item to the
+        queue, and then all workers wait for the weights.
         """
-        if time.monotonic() - self._checked_at < DAMAGE_CHECK_INTERVAL_S:
+        if time.monotonic() - self._damage_checked_at < DAMAGE_CHECK_INTERVAL_S:
             return []
-        self._checked_at = time.monotonic()
+        self._damage_checked_at = time.monotonic()
         damaged = []
         for node in self._running:
             sources = self._done.keys() & self.graph.inputs(node).values()
@@ -263,7 +266,7 @@ class Driver:
         return damaged
 
     def _missing_inputs(self, node: StageNode) -> list[StageNode]:
-        """Return the inputs of a node that are missing or damaged."""
+        """Return the inputs of a node that are missing or damaged, and mark them as unfinished."""
         missing = []
         for source in self.graph.inputs(node).values():
             if source in self._done and self._state.lookup(source) is None:

@@ -23,8 +23,11 @@ class Outcome:
     """The result of one attempt at a stage."""
 
     exit_code: int
+    """0 for success; :mod:`rlinf.errors` explains the other codes."""
     reason: str = ""
+    """Cause of a failure."""
     error: BaseException | None = None
+    """The exception of a stage that ran in this process."""
 
 
 class StageExecutor(Protocol):

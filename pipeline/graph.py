@@ -17,6 +17,7 @@ class StageNode(NamedTuple):
 
     stage: str
     iteration: int
+    """For an evaluation the version of the weights; 0 for an offline stage."""
 
     @property
     def name(self) -> str:
@@ -35,16 +36,16 @@ class Graph:
         """
         self.flow = flow_of(config)
         self.iterations = config.iterations
-        self._every = config.evaluate.every
+        self._evaluate_every = config.evaluate.every
         self._staleness = config.rollout.staleness
 
     def inputs(self, node: StageNode) -> dict[str, StageNode]:
         """Return the nodes whose outputs a node reads, by input name."""
         nodes = {}
         for name, source in self.flow.all_stages[node.stage].inputs.items():
-            lag = self._staleness if source.stale else 0
+            staleness = self._staleness if source.stale else 0
             for age in range(source.history):
-                iteration = node.iteration - source.lag - lag - age
+                iteration = node.iteration - source.lag - staleness - age
                 key = f"{name}.{age}" if age else name
                 if source.stage in self.flow.offline:
                     nodes[key] = StageNode(source.stage, 0)
@@ -65,7 +66,8 @@ class Graph:
     def is_evaluated(self, version: int) -> bool:
         """Return whether a version of the weights is evaluated."""
         is_first_or_last = version in (0, self.iterations)
-        return is_first_or_last or (self._every > 0 and version % self._every == 0)
+        every = self._evaluate_every
+        return is_first_or_last or (every > 0 and version % every == 0)
 
     def offline_nodes(self) -> Iterator[StageNode]:
         """Yield the nodes before the first iteration."""

@@ -19,7 +19,8 @@ from rlinf.artifacts import Manifest
 from stages.layout import METRICS_FILE
 
 PATIENCE = 3
-"""Consecutive iterations without a gradient before a warning; one small batch may have none."""
+"""Consecutive iterations without a gradient before a warning; a single small batch may have no
+gradient."""
 MetricsRow = Mapping[str, Any]
 """Metrics of one finished iteration, named ``stage/metric``; see :mod:`pipeline.metrics`."""
 
@@ -44,6 +45,7 @@ class HealthRule:
     description: str
     advice: str
     patience: int = PATIENCE
+    """Consecutive iterations in which the condition holds before a warning."""
     only_groups: bool = False
     """Whether the rule applies only to algorithms that compare the samples of a group."""
 
@@ -134,7 +136,7 @@ def evaluate_rules(
     Args:
         rows: metrics in the order of iterations, each with its number (from 0) under ``iteration``.
         needs_groups: whether the algorithm compares the samples of a group.
-        iterations: number of iterations of the run; a shorter run needs less patience.
+        iterations: number of iterations of the run, which limits the patience of a short run.
     """
     warnings: list[HealthWarning] = []
     if not rows:
@@ -142,16 +144,17 @@ def evaluate_rules(
     rules = [rule for rule in NO_LEARNING_RULES if needs_groups or not rule.only_groups]
     causes = [next((rule.kind for rule in rules if rule.condition(row)), "") for row in rows]
     for rule in NO_LEARNING_RULES:
-        since = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
-        warnings += _warning(rule, rows, since)
+        streak = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
+        warnings += _warnings_of_rule(rule, rows, streak)
     for rule in GRADER_RULES:
-        since = _streak([rule.condition(row) for row in rows], rule.patience)
-        warnings += _warning(rule, rows, since)
+        streak = _streak([rule.condition(row) for row in rows], rule.patience)
+        warnings += _warnings_of_rule(rule, rows, streak)
     return warnings
 
 
 def _streak(values: Sequence[bool], patience: int) -> tuple[int, int] | None:
-    """Return the first and last index of the first run of at least ``patience`` true values."""
+    """Return first and last index of the first ``patience`` or more consecutive true values; None
+    if there are not as many."""
     start = 0
     for index, value in enumerate([*values, False]):
         if not value:
@@ -161,7 +164,7 @@ def _streak(values: Sequence[bool], patience: int) -> tuple[int, int] | None:
     return None
 
 
-def _warning(
+def _warnings_of_rule(
     rule: HealthRule, rows: Sequence[MetricsRow], streak: tuple[int, int] | None
 ) -> Iterator[HealthWarning]:
     if streak is None:
@@ -203,7 +206,7 @@ def _evaluate_run(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
 
 
 def _needs_groups(run: Run) -> bool:
-    from stages.factory import create_algorithm  # it imports PyTorch, so only if needed
+    from stages.factory import create_algorithm  # imports PyTorch
 
     return create_algorithm(run.config).needs_groups
 

@@ -52,6 +52,11 @@ def show_inventory(
 ) -> None:
     """Print the inventory as a table or as JSON, and optionally save it.
 
+    Args:
+        saved: inventory file to read; None queries Slurm.
+        save: file to which the inventory is written; None writes none.
+        site: site file whose settings are applied.
+
     Raises:
         PlanError: a file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.

@@ -15,7 +15,7 @@ from pipeline.plan import Plan
 from pipeline.resources import (
     ClusterConfig,
     check_hetjobs,
-    check_quotas,
+    check_job_limits,
     job_resources,
     plan_job_requests,
     stage_interpreter,
@@ -26,7 +26,7 @@ from slurm.jobs import JobResources, JobState, JobStatus
 from stages.runner import StageCall
 
 QUEUE_NOTICE_S = 10.0
-"""A job that waits longer than this is logged."""
+"""Seconds in the queue after which it is logged why a job waits."""
 log = logging.getLogger("rlinf")
 
 
@@ -48,10 +48,10 @@ def create_launcher(
         return LocalLauncher()
     from launchers.submitit import SubmititLauncher
     from slurm.client import SlurmClient
-    from slurm.job_limits import check_resources, read_quotas
+    from slurm.job_limits import check_resources, read_cluster_limits
 
     client = SlurmClient(poll_interval_s=cluster.poll_interval_s)
-    partitions, quotas = client.partitions(), read_quotas(client)
+    partitions, cluster_limits = client.partitions(), read_cluster_limits(client)
     if cluster.site is not None:
         from slurm.site import load_site
 
@@ -60,9 +60,9 @@ def create_launcher(
     for key, alternatives in jobs.items():
         for needs in alternatives:
             check_resources(needs, partitions, key)
-    check_quotas(plan, jobs, quotas, driver)
+    check_job_limits(plan, jobs, cluster_limits, driver)
     check_hetjobs(plan, cluster)
-    return SubmititLauncher(client, quotas)
+    return SubmititLauncher(client, cluster_limits)
 
 
 def stage_job(node: StageNode, call: StageCall, run: Path, needs: JobResources) -> JobSpec:
@@ -75,13 +75,15 @@ class QueueLog:
     """Logs where jobs were submitted and why a job does not start."""
 
     is_enabled: bool = True
-    """Whether to log at all; false without a queue."""
-    _since: dict[str, float] = field(default_factory=dict)
+    """Whether to log at all; False for a launcher without a queue."""
+    _submitted_at: dict[str, float] = field(default_factory=dict)
+    """Monotonic time by name of the job."""
     _reasons: dict[str, str] = field(default_factory=dict)
+    """Last logged reason to wait, by name of a job that has not started since."""
 
     def on_submit(self, name: str, job_id: str, partition: str | None) -> None:
         """Log that a job was submitted."""
-        self._since[name] = time.monotonic()
+        self._submitted_at[name] = time.monotonic()
         if self.is_enabled:
             log.info("%s: job %s, partition %s", name, job_id, partition or "(Slurm's default)")
 
@@ -89,7 +91,7 @@ class QueueLog:
         """Log the state of an active job; each reason to wait is logged once."""
         logged_reason = self._reasons.get(name)
         if status.state is JobState.PENDING:
-            waited_s = time.monotonic() - self._since.get(name, 0.0)
+            waited_s = time.monotonic() - self._submitted_at.get(name, 0.0)
             reason = status.reason or "no reason given"
             if self.is_enabled and waited_s > QUEUE_NOTICE_S and reason != logged_reason:
                 self._reasons[name] = reason
@@ -109,7 +111,7 @@ class JobExecutor:
     cluster: ClusterConfig
     should_stop: Callable[[], bool] = lambda: False
     supports_streaming: bool = False
-    _ids: dict[StageNode, str] = field(default_factory=dict)
+    _job_ids: dict[StageNode, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._queue = QueueLog(is_enabled=self.cluster.launcher == "slurm")
@@ -118,13 +120,13 @@ class JobExecutor:
     def interrupt_note(self) -> str:
         if self.cluster.launcher == "local":
             return "its processes were stopped"
-        return f"{len(self._ids)} submitted jobs continue, and a resumed run finds them"
+        return f"{len(self._job_ids)} submitted jobs continue, and a resumed run finds them"
 
     def start(self, node: StageNode, call: StageCall) -> None:
         python = stage_interpreter(self.run.config, self.plan.flow, node.stage)
         needs = job_resources(self.plan.stage_plan(node.stage), self.cluster, python)
         job_id = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
-        self._ids[node] = job_id
+        self._job_ids[node] = job_id
         self._queue.on_submit(node.name, job_id, needs.partition)
 
     def poll(self) -> dict[StageNode, Outcome]:
@@ -132,13 +134,13 @@ class JobExecutor:
         if self.should_stop():
             raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         ended: dict[StageNode, Outcome] = {}
-        statuses = self.launcher.poll(list(self._ids.values()))
-        for node, job_id in list(self._ids.items()):
+        statuses = self.launcher.poll(list(self._job_ids.values()))
+        for node, job_id in list(self._job_ids.items()):
             status = statuses[job_id]
             if status.state.is_active:
                 self._queue.on_status(node.name, job_id, status)
                 continue
-            del self._ids[node]
+            del self._job_ids[node]
             code = 0 if status.state is JobState.DONE else status.exit_code or 1
             if status.state in (JobState.PREEMPTED, JobState.NODE_FAIL):
                 code = EXIT_REQUEUE  # not the fault of the stage
@@ -150,8 +152,8 @@ class JobExecutor:
 
     def cancel(self) -> None:
         """Cancel all pending and running jobs."""
-        self.launcher.cancel(list(self._ids.values()))
-        self._ids.clear()
+        self.launcher.cancel(list(self._job_ids.values()))
+        self._job_ids.clear()
 
     def stop(self, *, keep_jobs: bool = False) -> None:
         self.launcher.close()

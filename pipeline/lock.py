@@ -1,9 +1,10 @@
 """The driver lock: a file in the run folder that names the process that drives the run.
 
 The file is created atomically with ``link``. Only its owner, or the process that replaces a dead
-owner, changes it. On the same boot of the same machine the operating system tells whether the owner
-is alive; elsewhere an owner counts as alive while it keeps touching the file. The age of a file is
-its time compared with that of a new file, so only the clock of the filesystem matters.
+owner, changes it. On the same boot of the same machine the operating system reports whether the
+owner is alive; elsewhere an owner counts as alive while it keeps touching the file. The age of a
+file is the difference between its time and that of a new file, so only the filesystem's clock
+matters.
 
 The owner also removes shared memory and temporary files that killed processes of the run left.
 """
@@ -32,7 +33,9 @@ from stages.layout import CONFIG_FILE
 
 LOCK_FILE = "driver.json"
 HEARTBEAT_S = 10.0
+"""Seconds between two touches of the lock file by its owner."""
 STALE_S = 60.0
+"""Age of a lock file, in seconds, from which an owner on another machine counts as dead."""
 ACQUIRE_TIMEOUT_S = 5.0
 """Seconds to retry while other drivers start at the same time."""
 log = logging.getLogger("rlinf")
@@ -45,6 +48,7 @@ class LockOwner:
     host: str
     pid: int
     token: str
+    """Random name of this ownership."""
     boot_id: str = ""
     pid_namespace: int = 0
     start_ticks: int = 0
@@ -158,7 +162,7 @@ def file_age_s(path: Path) -> float:
     """Return the seconds since a file was last modified, by the clock of its filesystem.
 
     Raises:
-        FileNotFoundError: it does not exist.
+        FileNotFoundError: the file does not exist.
     """
     probe = path.with_name(f".{path.name}.clock-{secrets.token_hex(4)}")
     modified_at = path.stat().st_mtime
@@ -202,9 +206,9 @@ def _acquire(path: Path, new_owner: LockOwner) -> None:
 def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
     """Replace or remove a lock file with a given token; returns False if another process was first.
 
-    A process must first create a claim file named after the token. Only one can, so only one of the
-    processes that saw the same dead owner replaces it, and none replaces a new owner. The claim of
-    a process that died meanwhile is replaced in the same way.
+    A process must first create a claim file named after the token, which only one process can. So
+    only one of the processes that saw the same dead owner replaces its lock file, and none replaces
+    that of a new owner. The claim file of a process that has died is replaced in the same way.
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
     if not _try_link(owner_file, claim):
@@ -229,7 +233,7 @@ def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> 
 
 @contextlib.contextmanager
 def _owner_file(path: Path, owner: LockOwner) -> Iterator[Path]:
-    """Write a temporary file beside the lock that describes an owner."""
+    """Write a description of the owner to a temporary file beside the lock; yields its path."""
     temporary = path.with_name(f".{LOCK_FILE}.new-{secrets.token_hex(8)}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -251,7 +255,7 @@ def _try_link(source: Path, target: Path) -> bool:
 
 
 def _read_token(path: Path) -> str:
-    """Return the token of a lock file. A damaged file gets one from its inode and time."""
+    """Return the token of a lock file; for a damaged file a text with its inode and time."""
     damaged = _damaged_token(path)
     try:
         return LockOwner.read(path).token
@@ -291,12 +295,12 @@ def _damage_message(path: Path, error: ValueError) -> str:
 TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
 """Names of temporary files that are renamed when they are complete."""
 MIN_AGE_S = 600.0
-"""Younger files may still be in use."""
+"""Age in seconds from which a temporary file counts as abandoned."""
 
 
 def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield removable files with their sizes: shared memory of this user on this node, and files of
-    these runs.
+    """Yield removable files with their sizes in bytes: shared memory of this user on this node, and
+    lock and temporary files of these runs.
 
     Raises:
         InputError: a folder is no run directory.

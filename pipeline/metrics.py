@@ -44,10 +44,10 @@ def folder_manifest(out: Path) -> Manifest | None:
 
 
 def run_flow(run: Path) -> Flow:
-    """Return the flow of a run directory.
+    """Return the flow of a run directory; without a configuration, ``on_policy``.
 
     Raises:
-        ConfigError: its configuration is damaged.
+        ConfigError: the configuration of the run is damaged.
     """
     path = run / CONFIG_FILE
     return _read_flow(path, path.stat().st_mtime_ns) if path.exists() else on_policy
@@ -65,6 +65,7 @@ def busy_s(run: Path, stage: str, iteration: int) -> float:
     manifest = stage_manifest(run, stage, iteration)
     seconds: dict[str, float] = defaultdict(float)
     for span in manifest.timing["spans"] if manifest is not None else ():
+        # The span named after the stage includes the idle spans.
         sign = (span["name"] == stage) - (span["name"] in IDLE_SPANS)
         seconds[span.get("worker", "")] += sign * (span["end"] - span["start"])
     return max(seconds.values(), default=0.0)
@@ -138,12 +139,12 @@ def rewrite_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Writer of ``metrics.jsonl`` and ``timings.jsonl``: each finished iteration once, in order."""
+    """Writes ``metrics.jsonl`` and ``timings.jsonl``: each finished iteration once, in order."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._digests: dict[int, str] = {}
-        """Digest of the written lines by iteration."""
+        """Digest by iteration of its lines that were written to both files."""
 
     def rewrite(self) -> list[dict[str, Any]]:
         """Rewrite both files from the manifests; returns the rows."""
@@ -155,7 +156,7 @@ class MetricsLog:
         return rows
 
     def append(self, iteration: int) -> dict[str, Any] | None:
-        """Append a finished iteration; returns its row, or None if the same row is written already.
+        """Append an iteration; returns its row, or None if it is unfinished or already written.
 
         For a recomputed iteration, or one that is not the newest, both files are rewritten.
         """

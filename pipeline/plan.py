@@ -73,7 +73,7 @@ def device_keys(kind: str, needs: StagePlan) -> dict[str, str | None]:
 
     Args:
         kind: ``partition`` or ``partition:gpu_type``.
-        needs: supplies the GPU type if ``kind`` has none and the partitions agree.
+        needs: a stage plan, whose GPU type is the default if its partition is that of ``kind``.
     """
     partition, _, gpu_type = kind.partition(":")
     default_type = needs.gpu_type if needs.partition in (None, partition) else None
@@ -115,6 +115,7 @@ class StageForecast(Section):
     """The predicted times of one stage."""
 
     seconds: float = Field(ge=0)
+    """Expected time."""
     low_s: float = Field(ge=0)
     """10th percentile."""
     high_s: float = Field(ge=0)
@@ -122,7 +123,7 @@ class StageForecast(Section):
     breakdown_s: dict[str, float] = {}
     """Parts that add up to ``seconds``."""
     bound_by: str
-    """Name of the largest part."""
+    """Key of the largest part in ``breakdown_s``."""
     start_s: float = Field(default=0.0, ge=0)
     """Start time, relative to the start of the iteration."""
 
@@ -135,9 +136,11 @@ class PlanningSources(Section):
     inventory: str | None = None
     """Path of a saved inventory; null if Slurm was queried."""
     site: str | None = None
+    """Path of the site file."""
     partitions: tuple[str, ...] = ()
     """Partitions that were considered; empty for all."""
     pins: tuple[str, ...] = ()
+    """Placements that the user fixed (``rlinf plan --pin``)."""
 
 
 class TimingCorrection(Section):
@@ -147,9 +150,9 @@ class TimingCorrection(Section):
     kind: str
     """Kind of device."""
     startup_factor: PositiveFloat = 1.0
-    """Measured over profiled start-up time of its jobs."""
+    """Measured start-up time of its jobs, divided by the profiled one."""
     work_factor: PositiveFloat = 1.0
-    """Measured over profiled time of loading and computing."""
+    """Measured time of loading and computing, divided by the profiled one."""
 
 
 class Recommendation(Section):
@@ -167,11 +170,13 @@ class Forecast(Section):
     """The prediction made with the plan. An edited plan keeps it for comparison."""
 
     objective: str
+    """Name of the objective, such as ``time`` or ``gpu-hours``."""
     cost: float = Field(ge=0)
     """Value of the objective, in its unit."""
     iteration_s: float = Field(ge=0)
     low_s: float = Field(ge=0)
     high_s: float = Field(ge=0)
+    """10th (``low_s``) and 90th percentile of the time of an iteration."""
     gpu_hours: float = Field(ge=0)
     """GPU hours per iteration."""
     stages: dict[str, StageForecast] = {}
@@ -179,8 +184,8 @@ class Forecast(Section):
     corrections: tuple[TimingCorrection, ...] = ()
     recommendations: tuple[Recommendation, ...] = ()
     applied_at: float | None = None
-    """When the plan replaced another one (seconds since the epoch). Earlier iterations do not count
-    for it."""
+    """When the plan replaced another one (seconds since the epoch); null if it did not. Iterations
+    before that do not measure this plan."""
 
 
 Execution = Literal["jobs", "pools"]
@@ -372,7 +377,7 @@ def parse_plan(values: Any, label: str, flow: Flow = on_policy) -> Plan:
             if stage not in known_stages:
                 hint = did_you_mean(stage, known_stages)
                 if policy_stage is None and stage.endswith(POLICY_SUFFIX):
-                    hint = ": this flow collects nothing, so no simulators ask a policy"
+                    hint = ": this flow collects nothing, so no simulators query a policy"
                 raise PlanError(f"{label}.{key}: unknown stage {stage!r}{hint}")
             plan.stage_plan(stage)
     try:
@@ -403,7 +408,7 @@ def check_pools(plan: Plan) -> None:
     flow = plan.flow
     _check_separate_policy(plan)
     elastic_stage = flow.elastic_stage
-    elastic_stages = {n for n, stage in flow.all_stages.items() if stage.elastic}
+    may_be_elastic = {n for n, stage in flow.all_stages.items() if stage.elastic}
     pool_by_stage = plan.stage_pools() if plan.pools else {}
     for i, pool in enumerate(plan.pools):
         if pool.stage_ranks and pool.workers:
@@ -430,8 +435,8 @@ def check_pools(plan: Plan) -> None:
                 f"pools[{i}].workers: these rollouts need more than the weights "
                 "(rollout.max_resamples, task.carry_over_episodes); remove the key"
             )
-        if not {elastic_stage} <= set(pool.stages) <= elastic_stages:
-            names = ", and ".join(sorted(elastic_stages - {elastic_stage}))
+        if not {elastic_stage} <= set(pool.stages) <= may_be_elastic:
+            names = ", and ".join(sorted(may_be_elastic - {elastic_stage}))
             raise ValueError(
                 f"pools[{i}].workers: only a pool of {elastic_stage}, and {names}, can be elastic"
             )
@@ -465,16 +470,17 @@ def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: s
     """Check the ranks that compute a stage in a pool of ``size`` processes.
 
     Raises:
-        ValueError: the stage cannot use them; the message names the key.
+        ValueError: the stage cannot run on these ranks; the message names the key.
     """
     if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
         raise ValueError(f"{key}: {list(ranks)}; use distinct ranks of 0 to {size - 1}, ascending")
     flow = plan.flow
-    free = [n for n, s in flow.all_stages.items() if s.holds != "trainer" and n not in flow.offline]
-    if stage not in free or plan.stage_plan(stage).layout.parallel_dims():
+    allowed = [n for n, s in flow.all_stages.items() if s.holds != "trainer"]
+    allowed = [name for name in allowed if name not in flow.offline]
+    if stage not in allowed or plan.stage_plan(stage).layout.parallel_dims():
         raise ValueError(
             f"{key}: all processes of the pool share the model that {stage} computes with; only "
-            f"{', '.join(free)} may have some of them, where no layout splits their model"
+            f"{', '.join(allowed)} may have some of them, where no layout splits their model"
         )
     if flow.all_stages[stage].elastic and any(pool.workers for pool in plan.pools):
         raise ValueError(f"{key}: with an elastic pool one process collects it; remove the key")
@@ -484,7 +490,7 @@ def _check_separate_policy(plan: Plan) -> None:
     """Check the placement of a policy that runs separately from its simulators.
 
     Raises:
-        ValueError: the policy cannot run there; the message names the key.
+        ValueError: the policy cannot run where the plan places it; the message names the key.
     """
     flow = plan.flow
     policy, rollout = next(iter(flow.separate_policy), None), flow.rollout_stage
@@ -503,7 +509,8 @@ def _check_separate_policy(plan: Plan) -> None:
         )
     if rollout not in pools:
         return  # check_pools reports the missing stage
-    number, ranks_by_stage = pools[policy], plan.pools[pools[policy]].stage_ranks
+    policy_pool = pools[policy]
+    ranks_by_stage = plan.pools[policy_pool].stage_ranks
     for i, pool in enumerate(plan.pools):
         if pool.workers is not None:
             raise ValueError(
@@ -512,12 +519,12 @@ def _check_separate_policy(plan: Plan) -> None:
             )
     if plan.stage_plan(policy).layout.parallel_dims():
         raise ValueError(f"{key}.layout: each of its processes holds a whole model; remove the key")
-    if number == pools[rollout]:
+    if policy_pool == pools[rollout]:
         for name in (rollout, EVALUATE):
             ranks = ranks_by_stage.get(name, ranks_by_stage.get(str(rollout), ()))
             if not ranks or not ranks_by_stage.get(policy) or {*ranks} & {*ranks_by_stage[policy]}:
                 raise ValueError(
-                    f"pools[{number}].stage_ranks: {name} and {policy} in one pool need processes "
-                    f"of their own, as {{{rollout}: [0], {policy}: [1]}}; or give {policy} another "
-                    "pool"
+                    f"pools[{policy_pool}].stage_ranks: {name} and {policy} in one pool need "
+                    f"processes of their own, as {{{rollout}: [0], {policy}: [1]}}; or give "
+                    f"{policy} another pool"
                 )

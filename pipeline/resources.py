@@ -20,7 +20,7 @@ from slurm.sbatch_options import EnvironmentVariables, OptionText, ShellText
 from stages.flow import Flow
 
 if TYPE_CHECKING:
-    from slurm.job_limits import Quotas
+    from slurm.job_limits import ClusterLimits
 
 
 JobRequests = dict[str, list[JobResources]]
@@ -54,9 +54,9 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
             of the pool contradict each other or the pool.
     """
     pool = plan.pools[number]
-    _check_device(plan, number)
+    _check_devices(plan, number)
     stages = {f"plan.stages.{name}": plan.stage_plan(name) for name in pool.stages}
-    needs = _maximum(stages, _colocated_stages(plan, number))
+    needs = _max_of_stages(stages, _colocated_stages(plan, number))
     if pool.workers is not None:
         kinds = [kind for kind, size in pool.devices.items() for _ in range(size)]
         kind = kinds[(slot or 0) % len(kinds)]
@@ -94,8 +94,8 @@ def _colocated_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
     return {stage: plan.stages[stage] for stage in colocated if stage in plan.stages}
 
 
-def _check_device(plan: Plan, number: int) -> None:
-    """Check that the stages of a pool name the partitions and GPU types of the pool.
+def _check_devices(plan: Plan, number: int) -> None:
+    """Check that stages of a pool name no partition or GPU type that the pool lacks.
 
     Raises:
         PlanError: a stage names another partition or GPU type.
@@ -118,7 +118,9 @@ def _check_device(plan: Plan, number: int) -> None:
                 )
 
 
-def _maximum(stages: Mapping[str, StagePlan], colocated: Mapping[str, StagePlan]) -> StagePlan:
+def _max_of_stages(
+    stages: Mapping[str, StagePlan], colocated: Mapping[str, StagePlan]
+) -> StagePlan:
     """Return the resources of one job that runs several stages, in any order.
 
     GPUs, CPUs, memory and time are the maximum over the stages. A stage that does not set a
@@ -141,7 +143,7 @@ def _maximum(stages: Mapping[str, StagePlan], colocated: Mapping[str, StagePlan]
             for name in ("cpus", "mem_mb", "time_limit_min")
         },
         **{name: _agreed_value(name, stages) for name in ("constraint", "speed_weights")},
-        # Each StageOrder has the layout of its stage; engine and trainer may differ.
+        # A layout belongs to a stage, not to the job: each StageOrder has its own.
         "layout": DATA_PARALLEL_ONLY,
     }
     return next(iter(largest.values())).model_copy(update=update)
@@ -165,7 +167,7 @@ def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str 
 
 
 def _single_value(by_key: Mapping[str, Any]) -> Any:
-    """Return the value on which all keys agree that set one."""
+    """Return the value of the keys that are not None, which must be equal; None if all are."""
     items = [(key, value) for key, value in by_key.items() if value is not None]
     for key, value in items:
         if value != items[0][1]:
@@ -179,7 +181,7 @@ def _single_value(by_key: Mapping[str, Any]) -> Any:
 def _ordinary_job(
     needs: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
 ) -> StagePlan:
-    """Return the resources of a pool whose devices are nodes of one partition: an ordinary job."""
+    """Return the resources of a pool whose devices are in one partition: an ordinary job."""
     if len({kind.partition(":")[0] for kind in devices}) > 1:
         raise PlanError(
             f"{key}: {_format_devices(devices)} are of several partitions, but constraint "
@@ -220,7 +222,8 @@ def _check_counts(needs: StagePlan, key: str) -> None:
     job."""
     text = needs.constraint or ""
     num_counted = sum(map(int, COUNTED_FEATURE.findall(text)))
-    # Counts of alternatives (|) do not add up. Without brackets further nodes may be of any kind.
+    # With alternatives (|) the sum of counts means nothing. Without brackets the constraint does
+    # not restrict further nodes.
     wrong = num_counted > needs.nodes or (text.startswith("[") and num_counted < needs.nodes)
     if num_counted and wrong and "|" not in text:
         raise PlanError(
@@ -241,10 +244,10 @@ def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Pl
     """
     stages = dict(plan.stages)
     for pool in plan.pools:
-        parts = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
+        plans = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
         names = [kind.partition(":")[0] for kind in pool.devices]
         infos = [partitions[name] for name in names if name in partitions]
-        if any("gpus" in part.model_fields_set for part in parts) or not infos:
+        if any("gpus" in stage_plan.model_fields_set for stage_plan in plans) or not infos:
             continue
         if all(partition.gpus for partition in infos):
             for name in pool.stages:
@@ -286,7 +289,7 @@ def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     """Return the resources of the jobs of all pools, which run at the same time.
 
     Each component of a heterogeneous job counts as a job in Slurm's limits. An elastic pool can run
-    with any single worker, so its different workers are alternatives.
+    with a single worker, so workers with different resources are alternatives.
     """
     requests: JobRequests = {}
     for number, pool in enumerate(plan.pools):
@@ -302,8 +305,8 @@ def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     return requests
 
 
-def check_quotas(
-    plan: Plan, jobs: JobRequests, quotas: Quotas, driver: JobResources | None = None
+def check_job_limits(
+    plan: Plan, jobs: JobRequests, cluster_limits: ClusterLimits, driver: JobResources | None = None
 ) -> None:
     """Check that accounting allows the jobs of a plan, one by one and concurrently.
 
@@ -312,14 +315,14 @@ def check_quotas(
         driver: resources of the driver's job, which runs beside all of them.
 
     Raises:
-        PlanError: a quota is exceeded; the message names the key of the plan and the limit.
+        PlanError: a limit is exceeded; the message names the key of the plan and the limit.
     """
     for key, alternatives in jobs.items():
         for needs in alternatives:
-            quotas.check(needs, key)
+            cluster_limits.check(needs, key)
     driver_jobs = {} if driver is None else {"cluster.driver": [driver]}
     for concurrent in [jobs] if plan.pools else [{key: value} for key, value in jobs.items()]:
-        quotas.check_concurrent({**driver_jobs, **concurrent})
+        cluster_limits.check_concurrent({**driver_jobs, **concurrent})
 
 
 def check_hetjobs(plan: Plan, cluster: ClusterConfig) -> None:
@@ -387,7 +390,7 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     """Return the Python interpreter of a process that runs some stages; None means this one.
 
     Raises:
-        ConfigError: it does not exist, or the stages need different ones.
+        ConfigError: the interpreter does not exist, or the stages need different interpreters.
     """
     interpreters: dict[str | None, str] = {}
     for stage in stages:

@@ -1,10 +1,10 @@
 """Creation and resumption of runs, and the handling of results that no longer match.
 
-Committed results that no longer match are never deleted. If a start would not reproduce them, it
-fails before anything changes, unless it has ``--redo`` or ``--keep``. ``--redo`` turns the run into
-what a fresh run of the configuration would be: matching results stay, and all others are archived
-with the accepted mismatches. ``--keep`` accepts the old results; the file
-``accepted_mismatches.json`` records the differences.
+Committed results that no longer match are never deleted. A command (``rlinf run``, ``resume`` or
+``submit``) that would not reproduce them fails before anything changes, unless it has ``--redo`` or
+``--keep``. ``--redo`` turns the run into what a fresh run of the configuration would be: matching
+results stay; all others are archived, as is the record of accepted mismatches. ``--keep`` accepts
+the old results and records the differences in ``accepted_mismatches.json``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.run import (
     read_run_record,
     write_run_record,
 )
-from pipeline.run_state import RunState, has_results
+from pipeline.run_state import RunState, ever_had_results
 from rlinf.artifacts import write_atomic
 from rlinf.config import NON_SEMANTIC_KEYS, RunConfig, json_digest, select_semantic
 from rlinf.errors import CodeIdentityError, ConfigError, MismatchError
@@ -46,7 +46,7 @@ from stages.layout import (
 from stages.runner import REPAIR_HINT, load_config, read_config_values
 
 MAX_SHOWN = 6
-"""Number of differences that a message lists."""
+"""Maximum number of differences, or of folders, that a message lists."""
 INCOMPATIBLE_KEYS = {
     "model.": "weights of another model",
     "flow:": "weights of another model",
@@ -58,7 +58,7 @@ log = logging.getLogger("rlinf")
 
 
 class OnMismatch(StrEnum):
-    """Handling of results that a start would not reproduce."""
+    """Handling of results that a command would not reproduce: fail, ``--redo`` or ``--keep``."""
 
     ERROR = "error"
     RECOMPUTE = "recompute"
@@ -77,7 +77,8 @@ class OnMismatch(StrEnum):
 
 
 def check_resumable(state: RunState, on_mismatch: OnMismatch = OnMismatch.ERROR) -> None:
-    """Check that a run on disk can be resumed, and apply ``on_mismatch`` if it differs.
+    """Check that the results of a run match its configuration and the code, and apply
+    ``on_mismatch`` if they do not.
 
     Raises:
         MismatchError: ``config.yaml`` was edited, or results do not match.
@@ -96,10 +97,10 @@ def resolve_mismatches(
     changes: Sequence[str] = (),
     edits: Sequence[str] = (),
 ) -> None:
-    """Find all finished nodes and handle results that this start would not reproduce.
+    """Find all finished nodes and handle results that this command would not reproduce.
 
     Args:
-        changes: differences between the configuration of this start and that of the run.
+        changes: differences between the configuration of this command and that of the run.
         edits: how ``config.yaml`` of the run was edited or damaged.
 
     Raises:
@@ -116,7 +117,7 @@ def resolve_mismatches(
         state.scan()
     elif state.mismatched or changes:
         if on_mismatch is OnMismatch.ERROR:
-            _check_no_result_depends(state, differences, edits)
+            _check_results_unaffected(state, differences, edits)
         else:
             _accept_mismatches(state, differences, changes)
         state.scan()
@@ -124,26 +125,26 @@ def resolve_mismatches(
         write_atomic(folder / CODE_FILE, state.code.to_json())
 
 
-def _check_no_result_depends(
+def _check_results_unaffected(
     state: RunState, differences: Sequence[str], edits: Sequence[str]
 ) -> None:
-    """Accept another configuration if no existing result depends on the difference.
+    """Check that no existing result depends on the differences, and log them.
 
     Raises:
-        MismatchError: a result depends on it, or the configuration of a run with results was
+        MismatchError: a result depends on one, or the configuration of a run with results was
             edited.
     """
     folder = state.run.folder
     state.scan(accept_mismatches=False)
-    results = has_results(folder)
-    if state.mismatched or state.outputs_outside_graph() or (edits and results):
-        affected = state.dependents(state.nodes_to_redo())
+    has_results = ever_had_results(folder)
+    if state.mismatched or state.outputs_outside_graph() or (edits and has_results):
+        affected = state.affected_nodes(state.nodes_to_redo())
         raise MismatchError(_mismatch_message(folder, differences, affected, state.graph.flow))
-    status = "what is finished there is not affected" if results else "nothing was finished there"
+    reason = "no finished result is affected" if has_results else "nothing was finished there"
     log.warning(
-        "%s: %s, so this start replaces the frozen configuration; it differs: %s",
+        "%s: %s, so the frozen configuration is replaced; differences: %s",
         folder,
-        status,
+        reason,
         "; ".join(_shorten_list(differences)),
     )
 
@@ -155,7 +156,7 @@ def _recompute(state: RunState) -> None:
         state.archive_path(accepted)
     state.scan(accept_mismatches=False)
     to_redo, outside = state.nodes_to_redo(), state.outputs_outside_graph()
-    affected = state.dependents(to_redo)
+    affected = state.affected_nodes(to_redo)
     _archive_cached_answers(state, affected)
     for node in to_redo:
         state.archive(node)
@@ -175,9 +176,9 @@ def _recompute(state: RunState) -> None:
 
 
 def _archive_cached_answers(state: RunState, affected: Sequence[StageNode]) -> None:
-    """Archive the cached answers of a judge, and their cost, if all rewards are recomputed.
+    """Archive the cached answers of a judge, with their cost, if all rewards are recomputed.
 
-    If some rewards stay, all cached answers stay, because they share one budget.
+    If some rewards stay, all cached answers stay, because their cost counts against one budget.
     """
     reward_stages = {
         name
@@ -230,7 +231,7 @@ def _mismatch_message(
     folder: Path, differences: Sequence[str], affected: Sequence[StageNode], flow: Flow
 ) -> str:
     return (
-        f"{folder}: this start would not reproduce the results of the run; "
+        f"{folder}: this command would not reproduce the results of the run; "
         f"{_summarize(affected, flow)} would be recomputed.\n"
         f"differs: {'; '.join(_shorten_list(differences))}\n"
         "--redo recomputes them and archives the old results, --keep continues with the old "
@@ -272,7 +273,7 @@ def _code_differences(old: CodeSnapshot | None, new: CodeSnapshot) -> list[str]:
 
 
 CHANGEABLE_KEYS = ("iterations", "checkpoint", "evaluate.every")
-"""Keys that a later start may change, because they change no existing result."""
+"""Prefixes of keys that a later command may change, because no existing result depends on them."""
 SCHEDULE_LENGTH_KEY = "optimizer.lr_decay_iterations"
 
 
@@ -281,21 +282,21 @@ def create_run(
 ) -> Run:
     """Create the run directory, or open it if it holds the same experiment.
 
-    More iterations than before are accepted: the run continues. With fewer it ends earlier this
-    time; the frozen configuration stays, unless ``on_mismatch`` is RECOMPUTE. A directory without
-    any committed stage accepts every configuration.
+    If ``config`` has more iterations than the run, the run is extended. If it has fewer, only this
+    command ends earlier: the frozen configuration stays, unless ``on_mismatch`` is RECOMPUTE. A
+    directory without any committed stage accepts every configuration.
 
     Args:
         plan: content of ``plan.yaml``. It replaces an existing plan only if ``config`` names a
-            plan, or if an earlier start named one and has no results. None: the existing plan
-            stays.
+            plan, or if an earlier command named one and produced no results. None: the existing
+            plan stays.
 
     Raises:
         MismatchError: the directory holds results or a configuration that do not match.
         ConfigError: a key is unknown, or iterations exceed a schedule that ends at a learning rate
             of 0.
-        RunLockedError: a driver is running there.
-        InputError: no permission to write there.
+        RunLockedError: the run has a driver.
+        InputError: no permission to write in the directory.
     """
     folder = config.run.folder
     effective_settings(config)  # rejects unknown keys before anything is written
@@ -313,7 +314,7 @@ def _create(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
     folder.chmod(0o700)
     values = config.model_dump(mode="json")
     write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
-    # Do not inherit the identity of a start that was killed before it wrote its configuration.
+    # Do not inherit the identity from a command that was killed before it wrote its configuration.
     (folder / RUN_FILE).unlink(missing_ok=True)
     write_run_record(folder, values, derived_keys=(*derived, *config.environment_keys))
     write_atomic(folder / CONFIG_FILE, yaml.safe_dump(values, sort_keys=False))
@@ -333,7 +334,7 @@ def _reopen(
         values = _recorded_values(folder, config)
         frozen_config = RunConfig.model_validate(values)
     # Without results, or with --redo, the run becomes like a fresh one.
-    is_empty = not has_results(folder)
+    is_empty = not ever_had_results(folder)
     starts_over = is_empty or on_mismatch is OnMismatch.RECOMPUTE
     schedule_length = config.iterations if starts_over else _schedule_length(frozen_config, config)
     config, derived = _with_schedule_length(config, schedule_length)
@@ -342,41 +343,39 @@ def _reopen(
         end_iteration = config.iterations
         config = config.model_copy(update={"iterations": frozen_config.iterations})
     old_values, new_values = frozen_config.model_dump(mode="json"), config.model_dump(mode="json")
-    frozen = _updated_values(values, old_values, new_values)
+    updated = _updated_values(values, old_values, new_values)
     differences = config_differences(select_semantic(old_values), select_semantic(new_values))
     changes = [change for change in differences if not change.startswith(CHANGEABLE_KEYS)]
     _check_schedule(config)
-    run = Run(folder, RunConfig.model_validate(frozen))
+    run = Run(folder, RunConfig.model_validate(updated))
     state = RunState(run, Graph(run.config))
     resolve_mismatches(state, on_mismatch, changes, edits)
     changes += edits
-    is_replaced = is_empty and bool(changes)
-    # A corrected start that names no plan does not inherit the plan of a failed start.
-    replaces_plan = is_replaced or (is_empty and frozen_config.plan is not None)
-    is_missing = not (folder / PLAN_FILE).exists()
-    if plan is not None and (config.plan is not None or replaces_plan or is_missing):
+    replaces_config = is_empty and bool(changes)
+    # A command that names no plan does not inherit the plan of a failed command.
+    replaces_plan = replaces_config or (is_empty and frozen_config.plan is not None)
+    has_no_plan = not (folder / PLAN_FILE).exists()
+    if plan is not None and (config.plan is not None or replaces_plan or has_no_plan):
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
-    is_unchanged = not changes and frozen == values
-    if is_replaced:
-        # The run gets the identity and date of this start.
+    is_unchanged = not changes and updated == values
+    if replaces_config:
+        # The run gets a new identity and date.
         (folder / RUN_FILE).unlink(missing_ok=True)
     if not is_unchanged:
-        write_run_record(folder, frozen, json_digest(select_semantic(values)), derived)
-        write_atomic(folder / CONFIG_FILE, yaml.safe_dump(frozen, sort_keys=False))
+        write_run_record(folder, updated, json_digest(select_semantic(values)), derived)
+        write_atomic(folder / CONFIG_FILE, yaml.safe_dump(updated, sort_keys=False))
     if not is_unchanged or on_mismatch is not OnMismatch.ERROR:
-        write_run_record(folder, frozen, derived_keys=derived)
+        write_run_record(folder, updated, derived_keys=derived)
     if end_iteration is None:
         return run
-    text = "this start ends after %d of %d iterations; later results stay"
+    text = "this command ends after %d of %d iterations; later results stay"
     log.info(text, end_iteration, run.config.iterations)
     return Run(folder, run.config.model_copy(update={"iterations": end_iteration}))
 
 
 def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[str, ...]:
-    """Return the keys of the task that were read from its environment, now or at an earlier start.
-
-    Those of an earlier start are included if the task is the same.
-    """
+    """Return the task's keys that were read from its environment: by this command, or by an earlier
+    one if the task is the same."""
     if config.environment_keys or old.task.model_dump(mode="json") != config.task.model_dump(
         mode="json"
     ):
@@ -390,8 +389,8 @@ def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[
 
 
 def _recorded_values(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """Return the frozen configuration from ``run.json`` if ``config.yaml`` is unreadable, else
-    ``config``."""
+    """Return the frozen configuration in ``run.json``, for a run whose ``config.yaml`` cannot be
+    read; ``config`` if ``run.json`` cannot be read either."""
     complete = config.model_dump(mode="json")
     try:
         record = read_run_record(folder)
@@ -407,12 +406,12 @@ def _updated_values(
 ) -> dict[str, Any]:
     """Return the frozen values with the changes applied.
 
-    A missing key stays missing if its value is the default: it is newer than the run, and adding it
-    would change identities.
+    A key that the frozen values lack is newer than the run. It is added only if its value changes,
+    because adding it would change identities.
 
     Args:
         values: the frozen values.
-        before, after: complete configurations.
+        before, after: old and new configuration, with all defaults.
     """
     updated: dict[str, Any] = {}
     for key, new in after.items():
@@ -441,7 +440,7 @@ def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig
 
 
 def _schedule_length(old: RunConfig, new: RunConfig) -> int:
-    """Return the length of the schedule that a run started with; if it had none, that of
+    """Return the schedule length with which a run was created; if it had none, the iterations of
     ``new``."""
     if old.optimizer.lr_decay_iterations is not None:
         return old.optimizer.lr_decay_iterations
@@ -453,7 +452,7 @@ def _check_schedule(config: RunConfig) -> None:
     """Log the learning rate of iterations beyond the schedule.
 
     Raises:
-        ConfigError: it is 0.
+        ConfigError: this learning rate is 0.
     """
     optimizer = config.optimizer
     length = optimizer.lr_decay_iterations

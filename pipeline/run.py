@@ -81,8 +81,10 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 
 PACKAGES = ("torch", "transformers", "numpy")
+"""Packages whose versions are recorded in ``run.json``."""
 GIT_TIMEOUT_S = 5.0
 MAX_NAMES = 4
+"""Maximum number of hosts, or of Slurm jobs, that the report names."""
 
 
 class RunRecord(BaseModel):
@@ -92,9 +94,11 @@ class RunRecord(BaseModel):
 
     name: str
     id: str
-    """Digest of the semantic configuration at the first start. It never changes."""
+    """Digest of the semantic configuration with which the run was created. It never changes."""
     created: str
+    """Local time, ISO 8601."""
     version: str
+    """Version of rlinf that created the run."""
     config: dict[str, Any] | None = None
     """The part of ``config.yaml`` that changes results, as frozen. Old runs have only the
     digest."""
@@ -103,9 +107,11 @@ class RunRecord(BaseModel):
     host: str = ""
     versions: dict[str, str] = {}
     commit: str = ""
-    """Host, versions and commit at the first start (:func:`collect_provenance`)."""
+    """Host, versions and commit of the process that created the run
+    (:func:`collect_provenance`)."""
     accepted_mismatches: tuple[str, ...] = ()
-    """When and why results of another configuration or code were accepted."""
+    """One ``time: differences`` for each ``--keep`` that accepted results of another configuration
+    or code."""
     checksum: str | None = None
     """Digest of all other fields."""
     settings: dict[str, Any] | None = None
@@ -114,9 +120,9 @@ class RunRecord(BaseModel):
     non_default: tuple[str, ...] | None = None
     """Dotted keys of ``settings`` whose values are not the defaults."""
     derived: tuple[str, ...] | None = None
-    """Keys of ``config`` whose values the program chose at the first start."""
+    """Keys of ``config`` whose values the program chose, not the user."""
     previous_digest: str | None = None
-    """Digest of the old ``config.yaml`` while it is being replaced."""
+    """Digest of the old ``config.yaml``, which is valid too while the file is being replaced."""
 
 
 def read_run_record(folder: Path) -> RunRecord | None:
@@ -132,9 +138,9 @@ def read_run_record(folder: Path) -> RunRecord | None:
         return None
     except (ValidationError, OSError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise _damaged(path, problem) from None
+        raise _damage_error(path, problem) from None
     if record.config is not None and record.checksum != _checksum(record):
-        raise _damaged(path, "its own checksum differs")
+        raise _damage_error(path, "its own checksum differs")
     return record
 
 
@@ -240,7 +246,7 @@ def _format(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def _damaged(path: Path, problem: str) -> ConfigError:
+def _damage_error(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"{path}: damaged ({problem})")
 
 
@@ -341,12 +347,12 @@ def _commit() -> str:
 def provenance_rows(
     record: dict[str, Any], seed: int, manifests: Iterable[Manifest]
 ) -> list[tuple[str, str]]:
-    """Return labels and values for the report, without those that the run did not record.
+    """Return labels and values for the report; values that the run did not record are left out.
 
     Args:
         record: content of ``run.json``.
         seed: seed of the run.
-        manifests: those of committed outputs, which name hosts and Slurm jobs.
+        manifests: manifests of committed outputs, from which hosts and Slurm jobs are collected.
     """
     versions = record.get("versions", {})
     rows = {

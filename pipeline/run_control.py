@@ -1,4 +1,4 @@
-"""Control of a run: the lock of starting it, its driver, and the request to stop the driver."""
+"""Control of a run: the lock for starting it, its driver, and the request to stop the driver."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ STOP_CHECK_INTERVAL_S = 2.0
 def start_lock(run: Run) -> Iterator[None]:
     """Lock the creation or change of a run, and the submission of its driver.
 
-    Without the lock nothing is written. An empty folder of a failed start is removed.
+    Nothing is written in the run unless this process has the lock. Folders that are empty at the
+    end are removed.
 
     Raises:
         RunLockedError: another process has the lock, or the run has a driver.
-        InputError: no permission to write there.
+        InputError: no permission to write in the run directory.
     """
     lock_folder = run.folder / DRIVER_JOB_FOLDER
     with explain_write_errors(run.folder):
@@ -60,7 +61,7 @@ def check_not_driven(run: Run) -> None:
     """Check that a run has no driver.
 
     Raises:
-        RunLockedError: it has a driver or a driver job.
+        RunLockedError: the run has a driver or a driver job.
     """
     owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
@@ -91,16 +92,17 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
 
 
 def last_driver_job_id(run: Run) -> str | None:
-    """Return the id of the last submitted driver job; None if there is none, or no id yet."""
+    """Return the id of the last submitted driver job; None if none was submitted or its id is
+    unknown."""
     submitted = _read_driver_job(run)
     return None if submitted is None else submitted.id or None
 
 
 def check_no_driver_job(run: Run) -> None:
-    """Check that no other job, even a pending one, drives the run.
+    """Check that no other job drives the run or is pending to do so.
 
     Raises:
-        RunLockedError: there is one.
+        RunLockedError: such a job exists.
     """
     submitted = _read_driver_job(run)
     if submitted is None or submitted.id == current_job_id():
@@ -124,8 +126,8 @@ def _read_driver_job(run: Run) -> SubmittedJob | None:
 
 
 class StopRequest:
-    """A callable that returns whether this driver must stop, because its job is about to end or
-    because ``rlinf stop`` wrote its token to the stop file."""
+    """A callable that returns whether this driver must stop: its job is about to end, or
+    ``rlinf stop`` wrote the driver's token to the stop file."""
 
     def __init__(self, run: Path, is_job_ending: Callable[[], bool]) -> None:
         self._run, self._is_job_ending = run, is_job_ending

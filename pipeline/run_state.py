@@ -26,11 +26,12 @@ from stages.identity import AcceptedMismatches, CodeSnapshot, read_accepted_mism
 from stages.retention import RetentionPolicy
 
 ARCHIVE = "archive"
-"""Folder in a run for replaced results, by time; its structure is that of the run."""
+"""Folder of a run for replaced results: a subfolder per driver or command, named by its time, with
+the structure of the run."""
 log = logging.getLogger("rlinf")
 
 
-def has_results(run: Path) -> bool:
+def ever_had_results(run: Path) -> bool:
     """Return whether a stage was ever committed, even if its output was withdrawn or archived
     since."""
     patterns = (f"*/{MANIFEST}*", f"it/*/*/{MANIFEST}*", f"{EVALUATE}/*/{MANIFEST}*")
@@ -61,13 +62,16 @@ class RunState:
     done: dict[StageNode, str] = field(default_factory=dict)
     """Content digest by finished node. The manifests of a long run would not fit in memory."""
     mismatched: list[StageNode] = field(default_factory=list)
-    """Results of another configuration or other code, until the user decides."""
+    """Results of another configuration or other code, which no ``--keep`` accepted."""
     unverified: set[StageNode] = field(default_factory=set)
-    """Results that are valid if their recomputed inputs have the same content as before."""
+    """Results of this configuration and code whose inputs are missing or have another content. They
+    become valid if the inputs are recomputed with the content that the manifests record."""
     code: CodeSnapshot = field(init=False)
+    """The code that would compute the stages now."""
     accepted: AcceptedMismatches = field(init=False)
+    """Results that an earlier ``--keep`` accepted."""
     archive_folder: Path = field(init=False)
-    """Folder to which this start moves replaced results."""
+    """Folder to which this process moves replaced results, named by the current time."""
 
     def __post_init__(self) -> None:
         self.code = CodeSnapshot.from_checkout(self.run.config)
@@ -87,7 +91,7 @@ class RunState:
         """Find all finished nodes and all mismatched results.
 
         Args:
-            accept_mismatches: whether accepted mismatches (``--keep``) are valid.
+            accept_mismatches: whether results that an earlier ``--keep`` accepted are valid.
         """
         self.done.clear()
         self.mismatched.clear()
@@ -115,21 +119,22 @@ class RunState:
         first.
         """
         retention = RetentionPolicy(self.run.config, self.run.folder, self.graph.iterations - 1)
-        committed = {*self.done, *self.unverified}
+        matching = {*self.done, *self.unverified}
         to_redo = set(self.mismatched)
-        for node in committed:
+        for node in matching:
             is_retained = node.stage in self.graph.flow.stages and retention.should_keep(*node)
             if is_retained and is_pruned(self._folder(node)):
                 to_redo.add(node)
         for node in reversed(list(self.graph.nodes())):
-            if node in committed and node not in to_redo:
+            if node in matching and node not in to_redo:
                 continue
             sources = self.graph.inputs(node).values()
-            to_redo.update(s for s in sources if s in committed and is_pruned(self._folder(s)))
+            to_redo.update(s for s in sources if s in matching and is_pruned(self._folder(s)))
         return _sort_nodes(to_redo)
 
-    def dependents(self, removed: Iterable[StageNode]) -> list[StageNode]:
-        """Return removed nodes and all committed nodes that depend on them."""
+    def affected_nodes(self, removed: Iterable[StageNode]) -> list[StageNode]:
+        """Return the removed nodes and the unverified nodes that depend on them. Nodes in ``done``
+        stay valid."""
         affected = set(removed)
         for node in self.graph.nodes():
             sources = self.graph.inputs(node).values()
@@ -148,14 +153,14 @@ class RunState:
         return sorted(committed - expected)
 
     def manifest_keys(self, nodes: Iterable[StageNode]) -> Iterator[tuple[str, str]]:
-        """Yield names of nodes with the keys under which they were committed."""
+        """Yield the name of each committed node and the key in its manifest."""
         for node in nodes:
             manifest = self._read_intact(node)
             if manifest is not None:
                 yield node.name, manifest.key
 
     def clear_for(self, node: StageNode) -> None:
-        """Make room for the output of a node: a result of other inputs is archived.
+        """Make room for the output of a node: a result computed from other inputs is archived.
 
         Raises:
             ConflictingOutputError: another configuration or other code committed the present
@@ -193,7 +198,8 @@ class RunState:
         contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
         if manifest.key == self._key(node, contents):
             return True
-        # The configuration that accepted it may define other inputs than it was computed from.
+        # The accepting configuration may give this node other inputs than those from which the
+        # result was computed.
         return self.accepted.accepts(manifest) and (
             manifest.inputs == contents
             or set(self.done.values()).issuperset(manifest.inputs.values())
@@ -214,8 +220,8 @@ class RunState:
             if manifest is not None and any(
                 path.name == PRUNED_MARKER for path in folder.iterdir()
             ):
-                # Pools of an earlier driver still prune. List the folder: network filesystems cache
-                # that a file is absent.
+                # Pools of an earlier driver may be pruning right now. The folder is listed, because
+                # ``exists`` may return a cached False on network filesystems.
                 return manifest
             log.warning("%s; it will be rebuilt", error)
             withdraw_manifest(error.manifest, error.data)

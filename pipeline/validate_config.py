@@ -147,9 +147,10 @@ def validate_config(config: RunConfig) -> None:
 
 
 def complete_config(config: RunConfig) -> RunConfig:
-    """Return the configuration with the keys of the task that its environment provides.
+    """Return the configuration, in which unset keys of the task are read from its environment.
 
-    Keys that are already set are compared with the environment, before a run directory is created.
+    Keys that are already set are compared with the environment, unless the run exists with the same
+    task.
 
     Raises:
         ConfigError: a key is wrong, or cannot be read here.
@@ -195,7 +196,8 @@ def check_interpreters(
     Raises:
         ConfigError: an interpreter or module is missing, or stages of the driver's process would
             need another interpreter.
-        MissingPackageError: no interpreter is configured, and this one lacks an optional package.
+        MissingPackageError: no interpreter is configured, and this interpreter lacks an optional
+            package.
     """
     all_modules = (simulator_modules, engine_packages, trainer_packages)
     for section, modules in zip(("task", "engine", "trainer"), all_modules, strict=True):
@@ -221,7 +223,7 @@ def check_sft(config: RunConfig, engine_packages: tuple[str, ...]) -> None:
         engine_packages: optional packages of the engine.
 
     Raises:
-        ConfigError: the interpreter of the trainer lacks one.
+        ConfigError: the interpreter of the trainer lacks one of these packages.
     """
     if not (engine_packages and config.sft.max_steps and config.sft.eval_generation):
         return
@@ -243,7 +245,7 @@ def check_videos(config: RunConfig, video_columns: tuple[str, ...]) -> None:
     """Check that the task has a camera, if held-out episodes are recorded.
 
     Raises:
-        ConfigError: it has no camera.
+        ConfigError: the task has no camera.
         MissingPackageError: PyAV is not installed.
     """
     if config.evaluate.videos:
@@ -274,7 +276,7 @@ def check_sampling(config: RunConfig, engine_requires: frozenset[str]) -> None:
     """Check that the engine samples tokens, if sampling settings are given.
 
     Raises:
-        ConfigError: its steps are whole actions.
+        ConfigError: the engine returns whole actions, which it does not sample token by token.
     """
     for key, section in (
         ("rollout.sampling", config.rollout.sampling),
@@ -288,7 +290,7 @@ def check_sampling(config: RunConfig, engine_requires: frozenset[str]) -> None:
 
 
 def check_layouts(config: RunConfig, plan: Plan) -> None:
-    """Check that engine and trainer support the parallel layouts of the plan with its processes.
+    """Check that engine and trainer support the layouts and numbers of processes in the plan.
 
     Raises:
         ConfigError: a layout is not supported, or a pool would need one component in two layouts.
@@ -337,7 +339,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             supported = trainers.get(name).parallel_dims
         for dim in layout.parallel_dims():
             if dim not in supported:
-                dims = ", ".join(sorted(supported)) or "no way"
+                dims = ", ".join(sorted(supported)) or "none"
                 raise ConfigError(
                     f"{key}.{dim}: {component} {name!r} does not support it; supported: {dims}"
                 )
@@ -353,7 +355,7 @@ def check_tracker(name: str, key: str, config: RunConfig) -> None:
 
     Raises:
         ConfigError: the tracker is unknown, or lacks a login.
-        MissingPackageError: its package is not installed.
+        MissingPackageError: the package of the tracker is not installed.
     """
     tracker = trackers.get(name, key)
     package: tuple[str, str] | None = getattr(tracker, "package", None)
@@ -423,7 +425,7 @@ def check_device(name: str, key: str) -> None:
     """Check that this machine has a device.
 
     Raises:
-        ConfigError: it does not have it.
+        ConfigError: the machine lacks the device.
     """
     import torch
 
@@ -453,7 +455,7 @@ def check_context(context: int | None, limit: int | None) -> None:
     """Check that the context length of the engine does not exceed the positions of the model.
 
     Raises:
-        ConfigError: it does, so that vLLM would not start.
+        ConfigError: it exceeds them, so that vLLM would not start.
     """
     if context is not None and limit is not None and context > limit:
         raise ConfigError(
@@ -463,10 +465,14 @@ def check_context(context: int | None, limit: int | None) -> None:
 
 
 def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> None:
-    """Check that there are enough problems, and that prompts and responses fit the model.
+    """Check that the task has enough problems, and that prompts and responses fit the model.
+
+    Args:
+        size: number of problems, and length of the longest prompt.
+        positions: maximum number of tokens of the model; None if unlimited.
 
     Raises:
-        ConfigError: there are too few problems or positions.
+        ConfigError: the task has too few problems, or the model too few positions.
     """
     eval_horizon = config.evaluate.horizon or config.rollout.horizon
     for key, requested, available, file in (
@@ -530,7 +536,9 @@ class ConfigComponent(NamedTuple):
     """A component of the run, with the registry of its alternatives."""
 
     section: str
+    """Section of the configuration that chooses the component."""
     name: str
+    """Chosen name, a key of the registry."""
     registry: Registry
 
     @property
@@ -563,7 +571,7 @@ def check_components(config: RunConfig) -> None:
         missing = part.registry.get(part.name).requires - provided
         if missing:
             names = part.registry.names()
-            alternatives = [name for name in names if _fits(part.registry, name, provided)]
+            alternatives = [n for n in names if _are_requirements_met(part.registry, n, provided)]
             raise ConfigError(
                 f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no component of this "
                 f"run provides ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
@@ -585,7 +593,7 @@ def check_components(config: RunConfig) -> None:
         )
 
 
-def _fits(registry: Registry, name: str, provided: set[str]) -> bool:
+def _are_requirements_met(registry: Registry, name: str, provided: set[str]) -> bool:
     try:
         required: frozenset[str] = registry.get(name).requires
     except (RlinfError, ImportError):
@@ -638,11 +646,11 @@ def check_group_starts(config: RunConfig, has_equal_starts: bool) -> None:
 
 
 def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], options: Any) -> None:
-    """Check that held-out problems are not training problems. A run that only evaluates may use one
-    file for both.
+    """Check that held-out problems are not training problems, unless the run only evaluates.
 
     Args:
-        overlap: numbers of held-out problems that are training problems, and of held-out problems.
+        overlap: number of held-out problems that are training problems too, and number of all
+            held-out problems.
         options: options of the task; ``allow_train_test_overlap`` permits a complete overlap.
 
     Raises:
@@ -708,20 +716,17 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def check_eval_samples(config: RunConfig, tasks: int) -> None:
+def check_eval_samples(config: RunConfig, num_tasks: int) -> None:
     """Check that every task has the same number of held-out samples.
-
-    Args:
-        tasks: number of tasks.
 
     Raises:
         ConfigError: the samples cannot be divided equally.
     """
-    if config.evaluate.samples % tasks:
-        nearest = max(config.evaluate.samples // tasks, 1) * tasks
+    if config.evaluate.samples % num_tasks:
+        nearest = max(config.evaluate.samples // num_tasks, 1) * num_tasks
         raise ConfigError(
             f"evaluate.samples: {config.evaluate.samples} cannot be divided equally among "
-            f"{tasks} tasks; set it to {nearest}"
+            f"{num_tasks} tasks; set it to {nearest}"
         )
 
 

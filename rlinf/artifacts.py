@@ -36,12 +36,13 @@ SCHEMA, SCHEMA_WITHOUT_CHECKSUM = 2, 1
 """Schema of new manifests, and of older manifests without a checksum."""
 MANIFEST = "manifest.json"
 PRUNED_MARKER = "pruned"
+"""File beside the manifest of an output whose data the retention policy removed."""
 DATA_PREFIX = "data-"
 """Prefix of the names of data folders."""
 DERIVED_PREFIX = "derived/"
 """Prefix of files that are derived from other files of the output. They do not enter ``content``,
 and an output without them is complete. Readers verify them like other files."""
-_BLOCK = 1 << 22
+_BLOCK_BYTES = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 log = logging.getLogger("rlinf")
@@ -51,7 +52,7 @@ def checksum(path: Path) -> str:
     """Return the xxh3-128 of a file, hex."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_BLOCK_BYTES):
             hasher.update(block)
     return hasher.hexdigest()
 
@@ -105,7 +106,9 @@ class FileEntry:
 
     __pydantic_config__ = _STRICT
     size: int
+    """Bytes."""
     checksum: str
+    """See :func:`checksum`."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,22 @@ class Manifest:
     key: str
     content: str
     data: str
+    """Name of the data folder."""
     files: dict[str, FileEntry]
+    """Files by their path below the data folder."""
     inputs: dict[str, str]
+    """The ``content`` of each input, by the input's name."""
     metrics: dict[str, float]
     timing: dict[str, Any]
     host: str
+    """Name of the node on which the stage ran."""
     job: str
+    """Slurm's job id; "" outside of jobs."""
     world: int = 1
+    """Number of processes of the stage."""
     schema: int = SCHEMA
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further values of a stage."""
 
     def to_json(self) -> str:
         """Return JSON whose last field, ``seal``, is the xxh3-128 of everything before it."""
@@ -215,7 +225,7 @@ def describe_files(
 def read_manifest(out: Path) -> Manifest | None:
     """Return the manifest of an output folder. None: nothing was committed.
 
-    The file is not tested for first, because shared filesystems may cache that it is missing.
+    The file is opened without a test of its existence, because shared filesystems cache absence.
 
     Raises:
         ArtifactError: it is damaged.
@@ -236,6 +246,7 @@ class CommittedFile:
 
     manifest: Path
     data: str
+    """Name of the data folder."""
     entry: FileEntry
 
 
@@ -262,11 +273,16 @@ def committed_file(path: Path) -> CommittedFile | None:
 
 
 _files_cache: OrderedDict[tuple[Path, str], dict[str, FileEntry]] = OrderedDict()
-"""Cached entries of data folders, which never change."""
-_MAX_CACHED = 64
+"""Entries by output folder and name of the data folder; they never change."""
+_MAX_CACHED_FOLDERS = 64
 
 
 def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
+    """Return the entries of a data folder; None: no manifest of this program names it.
+
+    Raises:
+        ArtifactError: the output was withdrawn, or its manifest is damaged.
+    """
     if (files := _files_cache.get((out, data))) is not None:
         return files
     try:
@@ -282,7 +298,7 @@ def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
                     raise ArtifactError(f"{out / data}: withdrawn as damaged", out / MANIFEST, data)
         return None
     _files_cache[out, data] = manifest.files
-    while len(_files_cache) > _MAX_CACHED:
+    while len(_files_cache) > _MAX_CACHED_FOLDERS:
         with contextlib.suppress(KeyError):  # another thread was first
             _files_cache.popitem(last=False)
     return manifest.files
@@ -357,10 +373,13 @@ def prune_output(out: Path) -> None:
 
 
 def withdraw_manifest(manifest: Path, data: str | None = None) -> Path | None:
-    """Rename a damaged manifest so that its stage runs again; returns the new path.
+    """Rename a damaged manifest so that its stage runs again.
 
     Args:
         data: data folder of the damaged attempt; the commit of another attempt is kept.
+
+    Returns:
+        The new path; None: another attempt has committed, or there is no manifest.
     """
     if data is not None:
         with contextlib.suppress(ArtifactError):
@@ -376,7 +395,11 @@ def withdraw_manifest(manifest: Path, data: str | None = None) -> Path | None:
 
 
 def remove_uncommitted(out: Path, keep: set[str]) -> None:
-    """Remove data folders of attempts that never committed."""
+    """Remove data folders of attempts that never committed.
+
+    Args:
+        keep: names of data folders that stay.
+    """
     for folder in out.glob(f"{DATA_PREFIX}*"):
         if folder.name not in keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -202,8 +202,8 @@ class OptimizerSection(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the iterations of the run, after the warm-up."""
     lr_decay_iterations: int | None = Field(default=None, gt=0)
-    """Length of the schedule in iterations; by default those of the run at its first start. Later
-    iterations use the last rate."""
+    """Length of the schedule in iterations; by default ``iterations`` when the run was created.
+    Later iterations use the last rate."""
     lr_warmup_iterations: int = Field(default=0, ge=0)
     """Iterations over which the learning rate rises linearly."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -220,10 +220,11 @@ class OptimizerSection(Section):
     """Maximum gradient norm of parameter groups that are clipped separately."""
 
     def learning_rate(self, iteration: int, iterations: int, group: str = "") -> float:
-        """Return the learning rate of an iteration, counted from 0, of a schedule of
-        ``iterations``.
+        """Return the learning rate of an iteration, counted from 0.
 
-        A finished schedule continues at its last rate.
+        Args:
+            iterations: length of the schedule; later iterations use its last rate.
+            group: name of the parameter group; "": the groups without a rate of their own.
         """
         lr = self.group_lr.get(group, self.lr)
         if self.lr_scheduler_type != "constant":
@@ -259,7 +260,8 @@ class SftSection(Section):
     eval_every: int = Field(default=25, gt=0)
     """Steps between held-out evaluations."""
     eval_generation: bool = True
-    """Whether evaluations generate and score held-out samples. Without it, all steps are done."""
+    """Whether evaluations generate and score held-out samples. If false, ``target_score`` has no
+    effect."""
     target_score: float = Field(default=1.0, ge=0, le=1)
     """Stop as soon as the held-out score reaches this value."""
     eval_samples: int = Field(default=0, ge=0)
@@ -294,7 +296,7 @@ class CheckpointSection(Section):
     """Also keep each version divisible by this number; 0: none."""
     keep_best: int = Field(default=1, ge=0)
     """Also keep the weights of this many versions with the highest held-out scores; 0: none.
-    Without evaluations between the first and the last weights nothing more is kept."""
+    Has no effect unless versions between the first and the last are evaluated."""
     keep_trajectories: int = Field(default=5, ge=1)
     """Number of iterations whose trajectories are kept, besides the first."""
 
@@ -332,7 +334,7 @@ class RunConfig(Section):
     """Cluster settings, validated by the launchers."""
     plan: dict[str, Any] | str | None = None
     """Resources of each stage, or the path of a plan file."""
-    _read_keys: tuple[str, ...] = ()
+    _environment_keys: tuple[str, ...] = ()
     log: dict[str, Any] = {}
     """Trackers and verbosity."""
     device_memory_gib: float | None = Field(default=None, gt=0)
@@ -341,7 +343,7 @@ class RunConfig(Section):
     on a CPU."""
 
     @model_validator(mode="after")
-    def _groups(self) -> RunConfig:
+    def _check_groups(self) -> RunConfig:
         if self.rollout.group_size > 1 and self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature 0 makes all samples of a group equal; "
@@ -350,7 +352,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _newer_weights(self) -> RunConfig:
+    def _check_in_flight_updates(self) -> RunConfig:
         if self.rollout.in_flight_updates and not self.rollout.staleness:
             raise ValueError(
                 "rollout.in_flight_updates: there are no newer weights while rollout.staleness is 0"
@@ -360,12 +362,12 @@ class RunConfig(Section):
     @property
     def environment_keys(self) -> tuple[str, ...]:
         """Dotted keys of the task that were read from its environment, not set by the user."""
-        return self._read_keys
+        return self._environment_keys
 
     def with_environment_keys(self, task: Mapping[str, Any]) -> RunConfig:
         """Return a copy with keys of the task that were read from its environment."""
         config = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
-        config._read_keys = tuple(f"task.{key}" for key in task)
+        config._environment_keys = tuple(f"task.{key}" for key in task)
         return config
 
     def semantic_values(self) -> dict[str, Any]:
@@ -375,8 +377,8 @@ class RunConfig(Section):
     def explicit_values(self) -> dict[str, Any]:
         """Return the semantic values of the keys that were set explicitly.
 
-        A frozen configuration sets every key that existed when it was frozen. Keys that were added
-        to the program later are not set and have their defaults.
+        The frozen configuration of a run sets every key that existed when the run was created. Keys
+        that were added to the program later are not set and have their defaults.
         """
         return select_semantic(self.model_dump(mode="json", exclude_unset=True))
 
@@ -410,7 +412,8 @@ def redact(value: Any, key: str = "") -> Any:
     """Return settings, or any plain value, with possible secrets replaced by :data:`REDACTED`.
 
     Secrets are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that
-    end in token, secret, password or api_key, and the login and such query parameters of URLs.
+    end in token, secret, password or api_key, and in URLs the login and query parameters with such
+    names.
     """
     if isinstance(value, Mapping):
         return {

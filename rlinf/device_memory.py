@@ -1,8 +1,9 @@
 """Device memory: which tensors are on the device, and which are offloaded to host memory.
 
 Stages that take turns on one device share its memory: the weights of an engine; the weights,
-gradients and optimizer state of a trainer; the weights of a reference. Before a stage computes, its
-memory is loaded back. The least recently used groups are offloaded, no more than necessary.
+gradients and optimizer state of a trainer; the weights of a reference. Each object divides its
+memory into groups of tensors that are used together. Before a stage computes, its groups are loaded
+back. The least recently used other groups are offloaded, no more than necessary.
 
 Each object moves its own memory, by its own means: an engine's server sleeps and wakes, for
 example. Objects that have tensors inherit :class:`OffloadableTensors`. This module does not know
@@ -25,11 +26,11 @@ from rlinf.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
 RESERVED_FRACTION = 0.4
-"""Fraction of a GPU that is left to computation if no budget is set: activations, cached keys and
-values, gathered parameters."""
+"""Fraction of a GPU's memory that is reserved for computation if no budget is set: activations,
+cached keys and values, gathered parameters."""
 GIB = 1 << 30
 SpanTimer = Callable[[str], AbstractContextManager[Any]]
-"""Times a block under a name."""
+"""Returns a context manager that records its duration under a name."""
 
 
 class MemorySize(NamedTuple):
@@ -44,10 +45,9 @@ class MemorySize(NamedTuple):
 
 
 class Offloadable(Protocol):
-    """An object whose device memory can be offloaded between calls, in groups that are used
-    together.
+    """An object whose device memory can be offloaded between calls, group by group.
 
-    Groups do not overlap. Memory that was offloaded comes back unchanged.
+    Groups do not overlap. Memory that was offloaded is loaded back unchanged.
     """
 
     device: torch.device
@@ -62,7 +62,8 @@ class Offloadable(Protocol):
         """Load offloaded memory of some groups back.
 
         Args:
-            copy_data: false if they are about to be overwritten, so that no bytes need copying.
+            copy_data: False if the groups are about to be overwritten, so that no bytes need
+                copying.
         """
 
 
@@ -81,6 +82,7 @@ class DeviceMemoryManager:
         """
         self._device, self._budget = device, budget_bytes
         self._limit = _default_limit(device) if budget_bytes is None else budget_bytes
+        """Bytes that may stay on the device; None: nothing is offloaded."""
         self._clock = itertools.count(1)
         self._last_used: WeakKeyDictionary[Offloadable, dict[str, int]] = WeakKeyDictionary()
         """When each group was last used, as a count of acquisitions."""
@@ -97,8 +99,8 @@ class DeviceMemoryManager:
 
         Args:
             owner: the object.
-            groups: all groups, if none is named.
-            copy_data: false if they are about to be overwritten, so that no bytes need copying.
+            groups: names of groups; none: all groups of the object.
+            copy_data: as for :meth:`Offloadable.onload`.
             span: times ``offload`` and ``onload`` when memory moves.
 
         Raises:
@@ -126,7 +128,7 @@ class DeviceMemoryManager:
 
     @torch.no_grad()
     def offload_all(self, *, span: SpanTimer = nullcontext) -> None:
-        """Offload everything if there is a limit, for a user whose memory needs are unknown."""
+        """Offload everything if there is a limit, before work whose memory needs are unknown."""
         if self._limit is not None:
             self._make_room(sys.maxsize, set(), span)
 
@@ -136,7 +138,7 @@ class DeviceMemoryManager:
         """Offload the least recently used groups until ``requested`` and the rest fit the limit.
 
         Args:
-            excess: bytes by which ``requested`` alone exceeds the limit; negative: bytes left.
+            excess: size of ``requested`` minus the limit, bytes.
         """
         candidates = [
             (last_used.get(group, 0), owner, group, size.on_device)
@@ -216,7 +218,7 @@ class OffloadableTensors:
             del host_copies[storage]
 
     def drop_host_copies(self) -> None:
-        """Free the host copies, when their tensors are deleted or their values no longer needed."""
+        """Free the host copies, because their tensors are deleted or about to be overwritten."""
         self._host_copies.clear()
 
     @property

@@ -39,6 +39,7 @@ NO_MEMORY = (
 )
 TRACEBACK = "Traceback (most recent call last):"
 MIN_FREE_BYTES = 1 << 19
+"""A disk with less free space counts as full."""
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
 EXIT_REQUEUE = 75
@@ -59,7 +60,7 @@ class InputError(RlinfError):
 
 
 class ConfigError(InputError):
-    """A configuration key is unknown, of the wrong type, or impossible beside another."""
+    """A configuration key is unknown, of the wrong type, or incompatible with another key."""
 
 
 class DataError(InputError):
@@ -83,7 +84,7 @@ class CodeIdentityError(InputError):
 
 
 class MismatchError(InputError):
-    """Results of a run come from another configuration or other code than this start has."""
+    """Results of a run come from a configuration or code other than the current one."""
 
 
 class ConflictingOutputError(InputError):
@@ -108,11 +109,11 @@ def require_package(package: str, extra: str, purpose: str) -> None:
     """Check that an optional package is installed, without importing it.
 
     Raises:
-        MissingPackageError: it is not.
+        MissingPackageError: the package is not installed.
     """
     spec = importlib.util.find_spec(package)
-    # A folder of that name in the working directory looks like a package without an origin. So do
-    # packages of several distributions (megatron), but not in the working directory.
+    # Namespace packages have no origin. One in the working directory is merely a folder of that
+    # name; one elsewhere is a package of several distributions (megatron).
     if spec is None or (
         spec.origin is None
         and all(Path(p).parent == Path.cwd() for p in spec.submodule_search_locations or ())
@@ -179,7 +180,7 @@ class RunStopped(RlinfError):
 
 
 class UpstreamFailed(RlinfError):
-    """The awaited input will not arrive from its producer; start the stage again."""
+    """The producer of the awaited input will not send it; run the stage again."""
 
     exit_code = EXIT_REQUEUE
 

@@ -37,6 +37,9 @@ STAGE_PACKAGES = (
 def resolve_interpreter(name: str, key: str) -> str:
     """Return the path of an interpreter that a configuration names.
 
+    Args:
+        key: the configuration key, for error messages.
+
     Raises:
         ConfigError: it does not exist.
     """
@@ -56,7 +59,7 @@ def resolve_interpreter(name: str, key: str) -> str:
     if not os.access(path, os.X_OK) or path.is_dir():
         hint = "" if os.sep in name else f"; make env NAME={name} makes it, or name a path"
         raise ConfigError(f"{key}: there is no interpreter {path}{hint}")
-    # Symbolic links stay, because Python finds its environment by the path of the link.
+    # Links are not resolved, because Python finds its environment by the path of the link.
     return str(path)
 
 

@@ -18,14 +18,14 @@ from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError, translate_re
 from rlinf.hydra_config import force_add, to_config_error
 from rlinf.user_code import translate_user_errors
 
-BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FULL_ERROR_VARIABLE = "HYDRA_FULL_ERROR"
 MISMATCH_FLAGS = {"--redo": "recompute", "--keep": "keep"}
+"""The value of ``on_mismatch`` (:func:`run_point`) by flag."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    # Importing PyTorch takes seconds: say at once that the command was understood.
+    # Importing PyTorch takes seconds, so print at once that the command was understood.
     print("rlinf: reading the configuration", file=sys.stderr, flush=True)
     package_paths.add_to_sys_path()
     process_tuning.tune_process()
@@ -137,12 +137,14 @@ def sweep_suffix_override(words: Sequence[str]) -> list[str]:
     if any("run.suffix=" in word or "${" in word or _varies(word) for word in names):
         return []
     varying = [word.lstrip("+").split("=")[0] for word in words if _varies(word)]
-    parts = [f"-{key.rsplit('.', 1)[-1]}-${{{_value(key)}}}" for key in varying if "/" not in key]
+    parts = [
+        f"-{key.rsplit('.', 1)[-1]}-${{{_interpolation(key)}}}" for key in varying if "/" not in key
+    ]
     return [f"++run.suffix='{''.join(parts)}'"] if parts else []
 
 
-def _value(key: str) -> str:
-    """Return the interpolation for a key; a group (``experiment``) gives the file's name."""
+def _interpolation(key: str) -> str:
+    """Return Hydra's interpolation for the value of a key; for a group, the chosen file's name."""
     group = "." not in key and (package_paths.ROOT / "configs" / key).is_dir()
     return f"hydra:runtime.choices.{key}" if group else key
 

@@ -12,25 +12,28 @@ import sys
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-ROOT: Path = _PACKAGE / "_tree" if (_PACKAGE / "_tree").is_dir() else _PACKAGE.parent
+IS_WHEEL: bool = (_PACKAGE / "_tree").is_dir()
+"""Whether this is an installed wheel, not a checkout."""
+ROOT: Path = _PACKAGE / "_tree" if IS_WHEEL else _PACKAGE.parent
 """Folder that holds ``pipeline``, ``stages``, ``launchers``, ``slurm``, ``configs``, Snakefile."""
 
 
 def add_to_sys_path() -> None:
-    """Make the packages of the tree and modules of the working folder importable."""
+    """Make the packages in :data:`ROOT` and modules of the working folder importable."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     cwd = _working_folder()
     if "" not in sys.path and cwd not in sys.path:
-        # Installed commands lack it. It is last, so that no user module hides a package.
+        # Installed commands do not have the working folder on their path. It is put last, so that
+        # no user module hides a package.
         sys.path.append(cwd)
 
 
 def child_python_path() -> str:
-    """Return an absolute ``PYTHONPATH`` for child processes, which may start elsewhere.
+    """Return an absolute ``PYTHONPATH`` for child processes, which may start in another folder.
 
-    It has the tree, the library, the previous entries, and the working folder with the user's
-    modules.
+    Its entries are :data:`ROOT`, the folder of the package ``rlinf``, the previous entries, and the
+    working folder with the user's modules.
     """
     cwd = _working_folder()
     previous = os.environ.get("PYTHONPATH", "").split(os.pathsep)

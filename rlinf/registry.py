@@ -26,6 +26,7 @@ class Registry:
     ) -> None:
         """
         Args:
+            entries: ``module:attribute`` of each component by name.
             base: ``module:class``, the base class of every component.
             instances: whether components are instances of the base class, not subclasses.
         """
@@ -147,11 +148,12 @@ def _public_names(module: ModuleType) -> list[str]:
     ]
 
 
+# Capabilities. Error messages contain these texts.
 PROMPTS = "prompts of text"
 REFERENCE_ANSWERS = "reference answers"
 OBSERVATIONS = "observation vectors"
 STEP_REWARDS = "rewards given while an episode runs"
-TURNS = "turns that are told apart (a dialogue)"
+TURNS = "separate turns (a dialogue)"
 TURN_REWARDS = "a reward for each turn"
 EPISODE_REWARDS = "one reward for each episode, at its end"
 LANGUAGE_MODEL = "a causal language model"

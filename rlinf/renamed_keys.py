@@ -186,4 +186,5 @@ RENAMED_KEYS: Mapping[str, str] = {
     "trainer.unit_mb": "fsdp_wrap_min_mb",
     "warm_start": "sft",
 }
-"""Dotted key of version 0.0 and the last part of today's. Removed with the release after 0.1."""
+"""The last part of the current key, by dotted key of version 0.0. This table will be removed in the
+release after 0.1."""

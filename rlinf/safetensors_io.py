@@ -1,6 +1,6 @@
 """Streaming readers and writers of safetensors files.
 
-A file is read once, front to back, and its checksum is compared meanwhile
+A file is read once, front to back, and its checksum is computed from the same bytes
 (:mod:`rlinf.verified_io`). It is written tensor by tensor, so memory need not hold all tensors.
 """
 
@@ -46,6 +46,8 @@ _DTYPE_ORDER = {dtype: index for index, dtype in enumerate(DTYPES.values())}
 
 @dataclass(frozen=True)
 class _Entry:
+    """A tensor in the header of a file."""
+
     name: str
     dtype: torch.dtype
     shape: list[int]
@@ -65,7 +67,7 @@ class SafetensorsReader:
         self._path = path
         try:
             try:
-                self.metadata, self._entries = self._header()
+                self.metadata, self._entries = self._read_header()
             except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
                 self._reader.finish()  # raises ArtifactError if a committed file is damaged
                 raise SafetensorError(f"{path}: not a safetensors file ({error})") from None
@@ -83,12 +85,12 @@ class SafetensorsReader:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, or some of them, in the order of the file.
 
-        Tensors do not share memory. They are verified only after the last one, when the whole file
-        has been read and compared.
+        Tensors do not share memory. The checksum is compared after the last tensor, so until then
+        no tensor is verified.
 
         Args:
-            names: names of the tensors; or a range of rows for each name, so that other rows take
-                no memory. None: all tensors.
+            names: names of the tensors; or for each name a range of rows (start, stop), so that
+                other rows take no memory. None: all tensors.
 
         Raises:
             ArtifactError: the file differs from what was committed.
@@ -120,7 +122,8 @@ class SafetensorsReader:
     def __exit__(self, *error: object) -> None:
         self._reader.__exit__()
 
-    def _header(self) -> tuple[dict[str, str], list[_Entry]]:
+    def _read_header(self) -> tuple[dict[str, str], list[_Entry]]:
+        """Return the metadata, and the tensors in the order of the file."""
         prefix = bytearray(8)
         self._reader.read_into(memoryview(prefix))
         length = int.from_bytes(prefix, "little")
@@ -157,7 +160,8 @@ class StreamedState:
     """
 
     templates: Mapping[str, Tensor]
-    """A tensor, possibly without memory, of each name's shape and type. Tied names share one."""
+    """By name, a tensor of the right shape and dtype, possibly on the meta device. Tied names share
+    one tensor."""
     stream: Iterator[tuple[str, Tensor]]
     """Full tensors on the CPU, in any order; one per set of tied names."""
 

@@ -8,12 +8,17 @@ import numpy as np
 
 
 def _key(seed: int, *address: int | str) -> int:
+    """Return a 128-bit hash of seed and address.
+
+    Args:
+        address: the purpose of the numbers, such as (iteration, stage, sample).
+    """
     text = "/".join([str(seed), *map(str, address)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def generator(seed: int, *address: int | str) -> np.random.Generator:
-    """Return a random generator that depends only on seed and address."""
+    """Return a random generator that depends only on seed and address (see :func:`_key`)."""
     return np.random.Generator(np.random.Philox(key=_key(seed, *address)))
 
 
@@ -35,7 +40,7 @@ def uniform_rows(
     The row of a sample depends neither on the rest of its batch nor on the worker that draws it.
 
     Args:
-        turns: turn of each sample, int64 ``[len(samples)]``, which changes its row; default 0.
+        turns: turn of each sample, int64 ``[len(samples)]``; each turn has other numbers. None: 0.
     """
     rows = np.empty((len(samples), length), dtype=np.float32)
     sample_ids = samples.tolist()

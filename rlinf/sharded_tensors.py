@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 8 << 20
-"""Bytes of small tensors gathered at once, because each round costs a few milliseconds."""
+"""Bytes of small tensors gathered at once, because each gather takes a few milliseconds."""
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

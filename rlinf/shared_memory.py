@@ -27,7 +27,8 @@ from rlinf.verified_io import is_owner_only
 SHM_FOLDER = Path("/dev/shm")
 SEGMENT_PREFIX = "rlinf-"
 SEGMENT_NAME = re.compile(SEGMENT_PREFIX + r"(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{8,16}(-[01])?")
-"""Parts of a name: user, PID namespace, process, its start time, and a random suffix."""
+"""Parts of a name: user, PID namespace, process, the process's start time, a random suffix, and for
+one of two copies of weights its number."""
 
 
 def new_segment_name() -> str:
@@ -132,7 +133,7 @@ def remove_orphan(path: Path) -> None:
 
 
 _created: dict[str, int] = {}
-"""Segments that this process created, or its parent before a fork."""
+"""Id of the process that created each segment: this process, or its parent before a fork."""
 
 
 @atexit.register

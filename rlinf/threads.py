@@ -98,6 +98,7 @@ class MalformedCounter:
         self._receiver = receiver
 
     def count_dropped(self, error: BaseException) -> None:
+        """Count a message that was dropped because of ``error``."""
         self.count += 1
         if self.count == 1:
             log.warning(

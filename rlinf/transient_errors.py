@@ -45,6 +45,7 @@ TRANSIENT_TEXTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "gloo/
 
 
 def cause_of(error: BaseException) -> BaseException | None:
+    """Return the error that caused ``error``, as a traceback shows it."""
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 

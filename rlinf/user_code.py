@@ -42,8 +42,11 @@ class _UserComponent(NamedTuple):
 
 
 _components: dict[str, _UserComponent] = {}
+"""Components by label."""
 _packages: set[Path] = set()
+"""Folders of packages; all modules below them are user code."""
 _folders: set[Path] = set()
+"""Folders of modules without a package; the modules directly in them are user code."""
 
 
 def register_user_component(label: str, module: ModuleType, attribute: object) -> None:
@@ -66,6 +69,7 @@ def register_user_component(label: str, module: ModuleType, attribute: object) -
 
 
 def _remember_modules_around(module: ModuleType) -> None:
+    """Add the module's package or, without a package, its folder."""
     package = sys.modules.get(module.__name__.partition(".")[0])
     file = getattr(module, "__file__", None)
     if package is not None and hasattr(package, "__path__"):
@@ -153,7 +157,10 @@ def _is_product(frame: FrameType) -> bool:
 
 
 def _label(frames: list[FrameType], first: FrameType) -> str:
-    """Return the running component's label: by the outermost method's class, else by the file."""
+    """Return the label of the component whose code raised.
+
+    It is the component of the outermost method in ``frames``, else one in the file of ``first``.
+    """
     classes = [(component.attribute, component.label) for component in _components.values()]
     for frame in frames:
         receiver = frame.f_locals.get("self", frame.f_locals.get("cls"))

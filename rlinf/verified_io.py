@@ -41,7 +41,7 @@ class VerifiedReader:
         except FileNotFoundError:
             if self._commit is None:
                 raise
-            raise self._damage("missing") from None
+            raise self._damage_error("missing") from None
         self.size = path.stat().st_size if self._commit is None else self._expected.size
         self._hasher = xxhash.xxh3_128()
         self._remaining = self.size
@@ -61,7 +61,7 @@ class VerifiedReader:
         while position < len(buffer):
             count = self._file.readinto(buffer[position : position + BLOCK_BYTES])
             if not count:
-                raise self._damage("truncated")
+                raise self._damage_error("truncated")
             if self._commit is not None:
                 self._hasher.update(buffer[position : position + count])
             position += count
@@ -89,14 +89,14 @@ class VerifiedReader:
         if self._commit is None:
             return
         if self._file.read(1) or self._hasher.hexdigest() != self._expected.checksum:
-            raise self._damage("altered (checksum differs)")
+            raise self._damage_error("altered (checksum differs)")
 
     @property
     def _expected(self) -> FileEntry:
         assert self._commit is not None
         return self._commit.entry
 
-    def _damage(self, problem: str) -> Exception:
+    def _damage_error(self, problem: str) -> Exception:
         if self._commit is None:
             return EOFError(f"{self._path}: {problem}")
         return ArtifactError(f"{self._path}: {problem}", self._commit.manifest, self._commit.data)

@@ -12,6 +12,7 @@ from rlinf.errors import InputError
 
 MAX_BYTES = 16 << 20
 """Maximum size of a file that a person wrote."""
+# Numbers of YAML 1.1, without its sexagesimal numbers (1:30).
 _INT = re.compile(r"[-+]?(0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?"
@@ -20,7 +21,7 @@ _FLOAT = re.compile(
 
 
 class _StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Safe YAML loader that rejects duplicate keys and reads ``1:30`` as text (YAML 1.1: 90)."""
+    """Safe YAML loader that rejects duplicate keys and reads ``1:30`` as text, not as 90."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         keys = set()

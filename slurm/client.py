@@ -34,6 +34,7 @@ COMMAND_TIMEOUT_S = 60.0
 SINFO_PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
 # -r prints a line for each element of a pending array. The reason is last because it is free text.
 SQUEUE_JOBS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
+SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 SACCT_JOBS = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
 SLURM_ENV_PREFIXES = (
     "SLURM_",
@@ -49,7 +50,6 @@ SLURM_ENV_PREFIXES = (
 (``SLURM_MEM_PER_CPU``); users set others (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
 CONTROLLER_ENV = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """Variables that commands need to find their controller."""
-SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 _NO_ANSWER = re.compile(
     "unable to contact|socket timed out|connection (?:refused|failure|timed out|reset)"
     "|zero bytes were transmitted|in standby|slurmctld is down|not responding",
@@ -61,7 +61,7 @@ _PARTITION_LINE = re.compile(
 )
 """A line of sinfo's answer to :data:`SINFO_PARTITIONS`. All parsers of Slurm's output skip other
 lines, which a site may print."""
-_STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
+_JOB_STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
 _EXIT_CODE = re.compile(r"(\d+):\d+")
 _ALREADY_ENDED = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
 
@@ -97,7 +97,7 @@ class Partition:
     name: str
     time_limit_min: int | None
     """Maximum wall time in minutes; None: unlimited."""
-    groups: tuple[NodeType, ...]
+    node_types: tuple[NodeType, ...]
     max_nodes: int | None = None
     """Maximum nodes of one job; None: unlimited."""
     is_default: bool = False
@@ -112,14 +112,14 @@ class Partition:
     @property
     def nodes(self) -> int:
         """The number of nodes of all types."""
-        return sum(group.count for group in self.groups)
+        return sum(node_type.count for node_type in self.node_types)
 
     @property
     def gpus(self) -> dict[str, int]:
         """The maximum number of GPUs per node, by GPU type."""
         gpus: dict[str, int] = {}
-        for group in self.groups:
-            for gpu_type, count in group.gpus.items():
+        for node_type in self.node_types:
+            for gpu_type, count in node_type.gpus.items():
                 gpus[gpu_type] = max(gpus.get(gpu_type, 0), count)
         return gpus
 
@@ -165,8 +165,8 @@ class SlurmClient:
         except SlurmError:
             return {}
         # An array element that was cancelled while pending may be listed under its array's id only.
-        keys = {i: i if i in by_id else parent_job_id(i) for i in ids}
-        return {job_id: by_id[key] for job_id, key in keys.items() if key in by_id}
+        listed_ids = {i: i if i in by_id else parent_job_id(i) for i in ids}
+        return {i: by_id[listed_id] for i, listed_id in listed_ids.items() if listed_id in by_id}
 
     def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs. Jobs that have already ended are ignored; the others are cancelled anyway.
@@ -235,10 +235,10 @@ class SlurmClient:
 
 @contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Block stop signals, so that commands started here survive a warning to the whole step.
+    """Block stop signals, so that commands started meanwhile survive a signal to the whole step.
 
     A child inherits the signal mask of the thread that starts it. This process gets the signal
-    when the block ends.
+    when the ``with`` statement ends.
     """
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -250,8 +250,7 @@ def block_stop_signals() -> Iterator[None]:
 def command_environment() -> dict[str, str]:
     """Return this process's environment without the variables that change Slurm's commands.
 
-    Every command gets this environment, whether this process runs on a login node, in an
-    interactive job or in a driver's job.
+    So commands behave the same on a login node, in an interactive job and in a driver's job.
     """
     return {
         k: v
@@ -310,7 +309,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
         partitions[name.rstrip("*")] = Partition(
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
-            groups=(*(previous.groups if previous else ()), node_type),
+            node_types=(*(previous.node_types if previous else ()), node_type),
             # Minimum and maximum nodes of a job: 1-infinite, 1-4, or 2 if they are equal.
             max_nodes=_int_or_none(sizes[0].rpartition("-")[2]) if sizes else None,
             is_default=name.endswith("*"),
@@ -398,7 +397,7 @@ def _job_rows(text: str, columns: int) -> Iterator[list[str]]:
     """
     for line in text.splitlines():
         parts = line.strip().split("|", columns - 1)
-        has_state = columns < 3 or (len(parts) > 1 and _STATE.fullmatch(parts[1]))
+        has_state = columns < 3 or (len(parts) > 1 and _JOB_STATE.fullmatch(parts[1]))
         if len(parts) == columns and is_job_id(parts[0]) and has_state:
             yield parts
 
@@ -414,8 +413,8 @@ def _to_int(text: str) -> int:
 
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Terminal escape sequences such as colours (ECMA-48)."""
-_SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b", re.IGNORECASE)
-_PARSABLE = re.compile(r"(\d+)(?:;[\w.-]+)?")
+_SUBMITTED_SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b", re.IGNORECASE)
+_PARSABLE_ANSWER = re.compile(r"(\d+)(?:;[\w.-]+)?")
 _MAX_EXCERPT = 1500
 """Maximum characters of an answer in an error message."""
 
@@ -450,8 +449,8 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
 def _candidates(answer: str) -> list[str]:
     """Return possible ids: those in the full sentence, else numbers alone on their line."""
     lines = [line.strip() for line in _ESCAPE.sub("", answer).splitlines()]
-    in_sentences = [match[1] for line in lines if (match := _SENTENCE.search(line))]
-    alone_on_line = [match[1] for line in lines if (match := _PARSABLE.fullmatch(line))]
+    in_sentences = [match[1] for line in lines if (match := _SUBMITTED_SENTENCE.search(line))]
+    alone_on_line = [match[1] for line in lines if (match := _PARSABLE_ANSWER.fullmatch(line))]
     return list(dict.fromkeys(in_sentences or alone_on_line))
 
 
@@ -461,6 +460,7 @@ def _excerpt(answer: str) -> str:
 
 
 WAIT_HISTORY_DAYS = 14
+"""Age of the oldest jobs of which :func:`past_waits_s` returns the wait."""
 
 
 def expected_wait_s(client: SlurmClient, now: datetime, *options: str) -> float | None:
@@ -485,7 +485,7 @@ def parse_expected_wait(text: str, now: datetime) -> float | None:
 
 
 def past_waits_s(client: SlurmClient, partition: str) -> list[tuple[int, float]]:
-    """Return number of nodes and wait for each past job of a partition that this user may see."""
+    """Return (nodes, seconds of waiting) of each past job of a partition that this user may see."""
     since, fields = f"now-{WAIT_HISTORY_DAYS}days", "Partition,NNodes,Eligible,Start"
     try:
         text = client.run(

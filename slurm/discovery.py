@@ -69,18 +69,21 @@ NOT_WAITING_FOR_NODES = re.compile(
 
 @dataclass(frozen=True)
 class SlurmOutput:
-    """The output of Slurm's commands."""
+    """The output of Slurm's commands, unparsed except ``version`` and ``settings``."""
 
     version: str
     nodes: str
+    """Answer to :data:`SINFO_NODES`."""
     partitions: str
     usage: str
+    """Answer to :data:`SCONTROL_NODE_USAGE`."""
     pending: str
     qos: str | None = None
     """None: the cluster has no accounting."""
     associations: str | None = None
     settings: Mapping[str, str] | None = None
-    """Values by the names of slurm.conf; None: not queried, so limits are taken as enforced."""
+    """Values by the names of slurm.conf; None: not queried, so limits are assumed to be enforced.
+    """
 
 
 class PartitionNode(NamedTuple):
@@ -89,10 +92,13 @@ class PartitionNode(NamedTuple):
     name: str
     partition: str
     state: str
+    """Slurm's text, with its flags as a suffix: ``mixed-``."""
     cpus: int
     mem_mb: int
     gres: str
+    """Slurm's text: ``gpu:a100:4``."""
     features: str
+    """Separated by commas."""
 
 
 class PendingDemand(NamedTuple):
@@ -354,30 +360,30 @@ def group_nodes(
     for node in members:
         by_hardware[(_gpu_hardware(node.gres, node.features), node.cpus, node.mem_mb)].append(node)
     groups = []
-    for ((gpu_type, count, _), cpus, mem_mb), nodes in by_hardware.items():
-        counts = Counter[str]()
+    for ((gpu_type, gpus_per_node, _), cpus, mem_mb), nodes in by_hardware.items():
+        num_nodes = Counter[str]()
         idle_gpus = 0
         for node in nodes:
             availability = _availability(node.state)
-            counts[availability] += 1
+            num_nodes[availability] += 1
             if availability == "idle":
-                idle_gpus += count
+                idle_gpus += gpus_per_node
             elif availability == "part" and not whole_nodes:
-                in_use = gpus_in_use.get(node.name, {gpu_type: count})
-                idle_gpus += max(count - in_use.get(gpu_type, sum(in_use.values())), 0)
-        common = set.intersection(*({*_words(text)} for text in {node.features for node in nodes}))
+                in_use = gpus_in_use.get(node.name, {gpu_type: gpus_per_node})
+                idle_gpus += max(gpus_per_node - in_use.get(gpu_type, sum(in_use.values())), 0)
+        feature_sets = ({*_words(text)} for text in {node.features for node in nodes})
         groups.append(
             NodeGroup(
                 count=len(nodes),
                 gpu_type=gpu_type,
-                gpus_per_node=count,
+                gpus_per_node=gpus_per_node,
                 cpus_per_node=cpus,
                 mem_mb_per_node=mem_mb,
-                features=tuple(sorted(common)),
+                features=tuple(sorted(set.intersection(*feature_sets))),
                 nodes=tuple(node.name for node in nodes),
-                idle_nodes=counts["idle"],
+                idle_nodes=num_nodes["idle"],
                 idle_gpus=idle_gpus,
-                down_nodes=counts["down"],
+                down_nodes=num_nodes["down"],
             )
         )
     return tuple(

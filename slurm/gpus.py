@@ -20,7 +20,7 @@ class GpuSpec:
 
     name: str
     family: str
-    """The common name of its variants: ``a100``."""
+    """The name that all variants of the GPU share: ``a100``."""
     memory_gib: float
     """Data sheets print GB but mean GiB. The usable memory is a few per cent smaller."""
     bf16_flops: float | None

@@ -19,7 +19,9 @@ from slurm import gpus
 from slurm.site import HardwareSettings, SiteConfig
 
 SCHEMA = 1
+"""Version of the saved format."""
 NEVER_PREEMPTED = frozenset({"", "OFF", "GANG"})
+"""Words of PreemptMode that let no other job preempt the jobs of a partition."""
 GIGA = 10**9
 
 
@@ -98,7 +100,9 @@ class PartitionInventory(Section):
     time_limit_min: int | None = Field(ge=0)
     """Maximum wall time in minutes; None: unlimited."""
     preempt_mode: str = "OFF"
+    """Slurm's PreemptMode: what happens to a preempted job, ``OFF`` if jobs are not preempted."""
     priority_tier: int = Field(default=1, ge=0)
+    """Slurm's PriorityTier: jobs of a higher tier may preempt those of a lower one."""
     is_available: bool = True
     """True if jobs may start."""
     is_default: bool = False
@@ -143,11 +147,14 @@ class QosLimits(Section):
     """QOS whose jobs this QOS may preempt."""
     max_wall_min: int | None = Field(default=None, ge=0)
     max_jobs_per_user: int | None = Field(default=None, ge=0)
+    """Running jobs."""
     max_submit_per_user: int | None = Field(default=None, ge=0)
+    """Pending and running jobs."""
     max_tres_per_user: dict[str, int] = {}
     """Amounts by Slurm's names: ``{"gres/gpu": 8, "node": 2}``; memory in MiB."""
     max_tres_per_job: dict[str, int] = {}
     max_tres_all_jobs: dict[str, int] = {}
+    """Total of the jobs of all users."""
 
 
 class Association(Section):
@@ -160,6 +167,7 @@ class Association(Section):
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     max_jobs: int | None = Field(default=None, ge=0)
+    """Running jobs; this and the other limits as in :class:`QosLimits`."""
     max_submit: int | None = Field(default=None, ge=0)
     max_wall_min: int | None = Field(default=None, ge=0)
     max_tres_per_job: dict[str, int] = {}
@@ -185,7 +193,7 @@ class Inventory(Section):
     cluster: str = ""
     """The cluster's name in accounting, which may manage several clusters; "": unknown."""
     enforces_limits: bool = True
-    """True if Slurm enforces these limits."""
+    """True if Slurm enforces ``limits``."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Inventory:
@@ -197,8 +205,8 @@ class Inventory(Section):
     def is_preemptible(self, name: str) -> bool:
         """Return True if other jobs may preempt the jobs of a partition.
 
-        They may if a partition has a higher priority tier, or if any QOS preempts others. Without
-        accounting the QOS are unknown, so the partition's mode decides.
+        They may if the mode allows it and another partition has a higher priority tier or any QOS
+        preempts others. Without accounting the QOS are unknown, so the mode alone decides.
         """
         partition = self.partitions[name]
         if set(partition.preempt_mode.split(",")) <= NEVER_PREEMPTED:

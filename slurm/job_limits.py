@@ -4,8 +4,8 @@ Accounting limits apply if ``AccountingStorageEnforce`` contains ``limits`` or `
 of slurm.conf); their names are those of sacctmgr. If a limit is set several times, the first of
 these applies: the partition's QOS, the job's QOS, the association
 (https://slurm.schedmd.com/resource_limits.html, "hierarchy"; the flag OverPartQOS, which swaps the
-first two, is ignored). The usage of other users' jobs (Grp...) is unknown: Slurm refuses a job over
-such a limit, and the job is submitted again later.
+first two, is ignored). Limits over the jobs of several users (Grp...) are not checked against the
+usage of other users, which is unknown: if Slurm refuses a job, the job is submitted again later.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class PartitionAccess:
             ("QOS", qos, self.qos, self.denied_qos),
         ):
             # If there is a list of allowed names, Slurm ignores the denied names.
-            refused = (
+            is_refused = (
                 name.casefold() in denied if allowed is None else name.casefold() not in allowed
             )
-            if name and refused:
+            if name and is_refused:
                 only = "" if allowed is None else f", only of {', '.join(sorted(allowed))}"
                 raise PlanError(
                     f"{prefix}.partition: partition {partition!r} takes no jobs of {kind} "
@@ -90,23 +90,26 @@ def partition_access(partition: PartitionInventory, version: str) -> PartitionAc
     )
 
 
-def _casefolded(listed: Collection[str] | None) -> frozenset[str] | None:
-    return None if listed is None else frozenset(name.casefold() for name in listed)
+def _casefolded(names: Collection[str] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(name.casefold() for name in names)
 
 
 MAX_ARRAY_SIZE = 1001
+"""MaxArraySize of slurm.conf by default."""
 MAX_JOB_COUNT = 10000
-"""Default limits of slurm.conf."""
+"""MaxJobCount of slurm.conf by default."""
 QUEUE_FULL_MESSAGES = ("SubmitJob", "job queue full", "temporarily unable to accept job")
-"""Parts of sbatch's error message if there are too many jobs. ``AssocMaxSubmitJobLimit`` and the
-like come at once, MaxJobCount after sbatch has retried for two minutes (observed on 22.05)."""
+"""Parts of sbatch's error message if there are too many jobs. sbatch prints
+``AssocMaxSubmitJobLimit`` and the like at once; over MaxJobCount it first retries for two minutes
+(observed on 22.05)."""
 
 
 @dataclass(frozen=True)
-class Quota:
+class JobCountLimit:
     """A limit on the number of pending and running jobs, and the jobs that count against it."""
 
     max_jobs: int
+    """-1: no limit."""
     description: str
     """``MaxSubmitJobs of account vision``."""
     account: str | None = None
@@ -132,16 +135,19 @@ class Quota:
 
 @dataclass(frozen=True)
 class _LimitLevel:
-    """The limits of one level of the hierarchy: a QOS or an association."""
+    """The limits of one level of the hierarchy: a QOS or an association. None: no limit."""
 
     owner: str
-    scope: Quota
-    """Its MaxSubmitJobs and the jobs that count against it; -1 if it sets no such limit."""
-    jobs: int | None
-    wall_min: int | None
-    per_job: Mapping[str, int]
-    all_jobs: Mapping[str, int]
-    """Limits on the total of several jobs: the minimum of those per user and for all users."""
+    """The QOS or account, for messages: ``account vision``."""
+    submit_limit: JobCountLimit
+    """Its MaxSubmitJobs."""
+    max_running: int | None
+    """Maximum number of running jobs (MaxJobs)."""
+    max_wall_min: int | None
+    max_tres_per_job: Mapping[str, int]
+    """Amounts by Slurm's names of resources."""
+    max_tres_all_jobs: Mapping[str, int]
+    """Total of several jobs: the minimum of the limits per user and for all users."""
 
 
 class SharedLimit(NamedTuple):
@@ -150,38 +156,39 @@ class SharedLimit(NamedTuple):
     owner: str
     """The QOS or account that sets the limit."""
     key: str
-    """Key of the plan, or ``jobs``."""
+    """The limited amount: a key of the plan, or ``jobs``."""
     name: str
     """Slurm's name of the limit."""
     maximum: int
 
 
 @dataclass(frozen=True)
-class Quotas:
-    """The limits of this user on this cluster."""
+class ClusterLimits:
+    """All limits of this user on this cluster."""
 
     cluster: str = ""
     """The cluster's name in accounting; "": unknown, then associations of all clusters count."""
     max_array_size: int = MAX_ARRAY_SIZE
     """Maximum elements of one array."""
     max_jobs: int = MAX_JOB_COUNT
-    limits: AccountingLimits = field(default_factory=AccountingLimits)
+    """MaxJobCount: maximum number of jobs of all users."""
+    accounting: AccountingLimits = field(default_factory=AccountingLimits)
     partition_qos: Mapping[str, str] = field(default_factory=dict)
     """The QOS of each partition that has one."""
     default_partition: str = ""
     access: Mapping[str, PartitionAccess] = field(default_factory=dict)
     """The accounts and QOS that each partition accepts."""
 
-    def quotas_for(self, resources: JobResources) -> tuple[Quota, ...]:
+    def job_count_limits(self, resources: JobResources) -> tuple[JobCountLimit, ...]:
         """Return the limits on the number of jobs to which a job with these resources is subject,
         the tightest first."""
-        quotas = {Quota(self.max_jobs, "MaxJobCount of the cluster")}
+        limits = {JobCountLimit(self.max_jobs, "MaxJobCount of the cluster")}
         for partition in self._partitions(resources):
-            scopes = (level.scope for level in self._hierarchy(resources, partition))
-            first = next((scope for scope in scopes if scope.max_jobs >= 0), None)
+            candidates = (level.submit_limit for level in self._hierarchy(resources, partition))
+            first = next((limit for limit in candidates if limit.max_jobs >= 0), None)
             if first is not None:
-                quotas.add(first)
-        return tuple(sorted(quotas, key=lambda quota: (quota.max_jobs, quota.description)))
+                limits.add(first)
+        return tuple(sorted(limits, key=lambda limit: (limit.max_jobs, limit.description)))
 
     def check(self, resources: JobResources, key: str) -> None:
         """Check that a job with these resources can ever run in each partition that it names.
@@ -191,9 +198,9 @@ class Quotas:
                 or QOS. The message names the limit.
         """
         prefix = f"plan: {key}"
-        for quota in self.quotas_for(resources):
-            if quota.max_jobs == 0:
-                raise PlanError(f"{prefix}: {quota.description} is 0: no job may be submitted")
+        for limit in self.job_count_limits(resources):
+            if limit.max_jobs == 0:
+                raise PlanError(f"{prefix}: {limit.description} is 0: no job may be submitted")
         for partition in self._partitions(resources):
             association = self._association(resources, partition)
             account = resources.account or (association.account if association else "")
@@ -202,10 +209,11 @@ class Quotas:
             _check_job(resources, tuple(self._hierarchy(resources, partition)), prefix)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
-        """Check that jobs that depend on each other can run at the same time.
+        """Check that jobs which must run at the same time (pools and the driver) can do so.
 
         Args:
-            jobs: alternative resources of each job, by key of the plan; one alternative suffices.
+            jobs: alternative resources of each job, by key of the plan; the job needs only one of
+                its alternatives.
 
         Raises:
             PlanError: accounting never allows all jobs at once. The message names jobs and limit.
@@ -213,7 +221,7 @@ class Quotas:
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, alternatives in jobs.items():
             amounts_by_partition = [a for r in alternatives for a in self.shared_limits(r)]
-            # A limit counts only if every alternative is subject to it.
+            # A limit applies to a job only if it applies to every alternative.
             for limit in set(amounts_by_partition[0]).intersection(*amounts_by_partition[1:]):
                 requested[limit][key] = min(amounts[limit] for amounts in amounts_by_partition)
         for limit, amounts in requested.items():
@@ -243,24 +251,27 @@ class Quotas:
         return min(limits, default=None)
 
     def _hierarchy(self, resources: JobResources, partition: str) -> Iterator[_LimitLevel]:
-        """Yield the levels of a job's hierarchy; the first level that sets a limit applies."""
+        """Yield the levels of a job's hierarchy; of each limit, the first level that sets it
+        applies."""
         association = self._association(resources, partition)
         partition_qos = self.partition_qos.get(partition, "")
-        if partition_qos in self.limits.qos:
+        if partition_qos in self.accounting.qos:
             partitions = frozenset(
                 p.casefold() for p, qos in self.partition_qos.items() if qos == partition_qos
             )
-            yield _qos_level(partition_qos, self.limits.qos[partition_qos], partitions)
+            yield _qos_level(partition_qos, self.accounting.qos[partition_qos], partitions)
         job_qos = _job_qos(resources, association)
-        if job_qos in self.limits.qos and job_qos != partition_qos:
-            yield _qos_level(job_qos, self.limits.qos[job_qos], None)
+        if job_qos in self.accounting.qos and job_qos != partition_qos:
+            yield _qos_level(job_qos, self.accounting.qos[job_qos], None)
         if association is not None:
             yield _association_level(association)
 
     def _association(self, resources: JobResources, partition: str) -> Association | None:
-        """Return a job's association; None if the user has several accounts and none is named."""
-        rows, clusters = self.limits.associations, ("", self.cluster)
-        candidates = [a for a in rows if not self.cluster or a.cluster in clusters]
+        """Return a job's association; None if it names no account and the user has several."""
+        clusters = ("", self.cluster)
+        candidates = [
+            a for a in self.accounting.associations if not self.cluster or a.cluster in clusters
+        ]
         if resources.account is None and len({a.account for a in candidates}) > 1:
             return None
         candidates = [a for a in candidates if resources.account in (None, a.account)]
@@ -272,7 +283,7 @@ class Quotas:
         return partition_names(resources.partition or self.default_partition)
 
 
-def read_quotas(client: SlurmClient) -> Quotas:
+def read_cluster_limits(client: SlurmClient) -> ClusterLimits:
     """Query all limits from Slurm.
 
     Raises:
@@ -284,27 +295,27 @@ def read_quotas(client: SlurmClient) -> Quotas:
         for record in parse_partition_records(client.run(*SCONTROL_PARTITIONS))
     ]
     accounting = query_accounting(client) if enforces_limits(settings) else None
-    return Quotas(
+    return ClusterLimits(
         cluster=settings.get("ClusterName", ""),
         max_array_size=_array_size(settings),
         max_jobs=_int_or_default(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
-        limits=parse_limits(*accounting) if accounting else AccountingLimits(),
+        accounting=parse_limits(*accounting) if accounting else AccountingLimits(),
         **_partition_fields({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
     )
 
 
-def quotas_from_inventory(inventory: Inventory) -> Quotas:
+def cluster_limits_from_inventory(inventory: Inventory) -> ClusterLimits:
     """Return the limits that an inventory contains, of accounting and of partitions."""
-    limits = inventory.limits if inventory.enforces_limits else None
-    return Quotas(
+    accounting = inventory.limits if inventory.enforces_limits else None
+    return ClusterLimits(
         cluster=inventory.cluster,
-        limits=limits or AccountingLimits(),
+        accounting=accounting or AccountingLimits(),
         **_partition_fields(inventory.partitions, inventory.slurm_version),
     )
 
 
 def _partition_fields(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
-    """Return the fields of :class:`Quotas` that come from the rules of partitions."""
+    """Return the fields of :class:`ClusterLimits` that come from the rules of partitions."""
     return {
         "partition_qos": {name: p.qos for name, p in partitions.items() if p.qos},
         "default_partition": default_partition(partitions) or "",
@@ -326,15 +337,23 @@ def _job_qos(resources: JobResources, association: Association | None) -> str:
 
 
 def _qos_level(name: str, qos: QosLimits, partitions: frozenset[str] | None) -> _LimitLevel:
+    """Return the limits of a QOS.
+
+    Args:
+        partitions: the partitions whose QOS it is, so that all of their jobs count; None: jobs
+            with this QOS count.
+    """
     max_jobs = -1 if qos.max_submit_per_user is None else qos.max_submit_per_user
     description = f"MaxSubmitJobsPerUser of QOS {name}"
-    scope = Quota(max_jobs, description, qos=None if partitions else name, partitions=partitions)
+    submit_limit = JobCountLimit(
+        max_jobs, description, qos=None if partitions else name, partitions=partitions
+    )
     all_jobs = dict(qos.max_tres_all_jobs)
     for resource, amount in qos.max_tres_per_user.items():
         all_jobs[resource] = min(amount, all_jobs.get(resource, amount))
     return _LimitLevel(
         f"QOS {name}",
-        scope,
+        submit_limit,
         qos.max_jobs_per_user,
         qos.max_wall_min,
         qos.max_tres_per_job,
@@ -349,7 +368,7 @@ def _association_level(association: Association) -> _LimitLevel:
     partitions = frozenset({association.partition}) if association.partition else None
     return _LimitLevel(
         f"account {association.account}{suffix}",
-        Quota(max_jobs, description, account=association.account, partitions=partitions),
+        JobCountLimit(max_jobs, description, account=association.account, partitions=partitions),
         association.max_jobs,
         association.max_wall_min,
         association.max_tres_per_job,
@@ -359,8 +378,8 @@ def _association_level(association: Association) -> _LimitLevel:
 
 def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], prefix: str) -> None:
     """Check a job against the hierarchy's limits; the first level that sets a limit applies."""
-    jobs_level = next((level for level in hierarchy if level.jobs is not None), None)
-    if jobs_level is not None and jobs_level.jobs == 0:
+    jobs_level = next((level for level in hierarchy if level.max_running is not None), None)
+    if jobs_level is not None and jobs_level.max_running == 0:
         raise PlanError(f"{prefix}: MaxJobs of {jobs_level.owner} is 0: no job may run")
     time_limit = _max_minutes(hierarchy)
     if time_limit is not None and (resources.time_limit_min or 0) > time_limit[0]:
@@ -369,42 +388,47 @@ def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], pref
             f"{time_limit[1]} allows {time_limit[0]}; lower it (a stage out of time is requeued)"
         )
     for resource, key, amount in _requested_amounts(resources):
-        for limits, scope in (("per_job", "a job"), ("all_jobs", "all jobs together")):
-            level = next((r for r in hierarchy if resource in getattr(r, limits)), None)
+        for field_name, jobs in (
+            ("max_tres_per_job", "a job"),
+            ("max_tres_all_jobs", "all jobs together"),
+        ):
+            level = next((r for r in hierarchy if resource in getattr(r, field_name)), None)
             if level is None:
                 continue
-            maximum = getattr(level, limits)[resource]
+            maximum = getattr(level, field_name)[resource]
             if amount > maximum:
                 raise PlanError(
-                    f"{prefix}.{key}: {amount} requested in all, {level.owner} allows {scope} "
+                    f"{prefix}.{key}: {amount} requested in all, {level.owner} allows {jobs} "
                     f"{maximum} ({resource}); lower it or choose another account, QOS or partition"
                 )
 
 
 def _max_minutes(hierarchy: Sequence[_LimitLevel]) -> tuple[int, str] | None:
-    """Return the maximum minutes of a job and the first level that sets them."""
-    return next(((r.wall_min, r.owner) for r in hierarchy if r.wall_min is not None), None)
+    """Return the maximum minutes of a job and the owner of this limit."""
+    return next(((r.max_wall_min, r.owner) for r in hierarchy if r.max_wall_min is not None), None)
 
 
 def _shared_limits(
     resources: JobResources, hierarchy: Sequence[_LimitLevel]
 ) -> Iterator[tuple[SharedLimit, int]]:
     """Yield the shared limits to which a job is subject, with the amount that it uses."""
-    submit_level = next((r for r in hierarchy if r.scope.max_jobs >= 0), None)
+    submit_level = next((r for r in hierarchy if r.submit_limit.max_jobs >= 0), None)
     if submit_level is not None:
-        name = submit_level.scope.description.split()[0]
-        yield SharedLimit(submit_level.owner, "jobs", name, submit_level.scope.max_jobs), 1
-    jobs_level = next((r for r in hierarchy if r.jobs is not None), None)
-    if jobs_level is not None and jobs_level.jobs is not None:
-        yield SharedLimit(jobs_level.owner, "jobs", "MaxJobs", jobs_level.jobs), 1
+        limit = submit_level.submit_limit
+        name = limit.description.split()[0]
+        yield SharedLimit(submit_level.owner, "jobs", name, limit.max_jobs), 1
+    jobs_level = next((r for r in hierarchy if r.max_running is not None), None)
+    if jobs_level is not None and jobs_level.max_running is not None:
+        yield SharedLimit(jobs_level.owner, "jobs", "MaxJobs", jobs_level.max_running), 1
     for resource, key, amount in _requested_amounts(resources):
-        level = next((r for r in hierarchy if resource in r.all_jobs), None)
+        level = next((r for r in hierarchy if resource in r.max_tres_all_jobs), None)
         # A node that several jobs share counts once, so node counts cannot be added up.
         if level is not None and resource != "node":
-            yield SharedLimit(level.owner, key, resource, level.all_jobs[resource]), amount
+            yield SharedLimit(level.owner, key, resource, level.max_tres_all_jobs[resource]), amount
 
 
 def _array_size(settings: Mapping[str, str]) -> int:
+    """Return the maximum number of elements of an array."""
     # MaxArraySize is one more than the largest index.
     max_size = _int_or_default(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
     for word in settings.get("SchedulerParameters", "").split(","):
@@ -481,7 +505,7 @@ def _check_partition(resources: JobResources, partition: Partition, prefix: str)
             f"{prefix}.nodes: {resources.nodes} requested, {label} allows a job "
             f"{partition.max_nodes} (MaxNodes); lower it or choose another partition"
         )
-    _check_nodes(resources, partition.groups, prefix, label)
+    _check_nodes(resources, partition.node_types, prefix, label)
     limit = partition.time_limit_min
     if resources.time_limit_min and limit is not None and resources.time_limit_min > limit:
         raise PlanError(
@@ -492,41 +516,42 @@ def _check_partition(resources: JobResources, partition: Partition, prefix: str)
 
 
 def _check_nodes(
-    resources: JobResources, groups: Sequence[NodeType], prefix: str, label: str
+    resources: JobResources, node_types: Sequence[NodeType], prefix: str, label: str
 ) -> None:
     """Check that enough nodes have all the resources that are requested per node."""
     gpus, gpu_type = resources.gpus_per_node, resources.gpu_type
     cpus, mem_mb = resources.cpus_per_task * resources.tasks_per_node, resources.mem_mb or 0
     if gpus:
-        gpu_types = {name: 0 for group in groups for name in group.gpus}
+        gpu_types = {name: 0 for node_type in node_types for name in node_type.gpus}
         if not gpu_types:
             raise PlanError(f"{prefix}.gpus: {label} has no GPUs")
         if gpu_type is not None and gpu_type not in gpu_types:
             hint = did_you_mean(gpu_type, gpu_types)
             raise PlanError(f"{prefix}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
-    suitable = list(groups)
+    suitable = list(node_types)
     for key, requested, per_node in (
-        ("gpus", gpus, lambda group: _gpus(group, gpu_type)),
-        ("cpus", cpus, lambda group: group.cpus or math.inf),
-        ("mem_mb", mem_mb, lambda group: group.mem_mb or math.inf),
+        ("gpus", gpus, lambda node_type: _gpus(node_type, gpu_type)),
+        ("cpus", cpus, lambda node_type: node_type.cpus or math.inf),
+        ("mem_mb", mem_mb, lambda node_type: node_type.mem_mb or math.inf),
     ):
-        maximum = max(map(per_node, groups), default=math.inf)
+        maximum = max(map(per_node, node_types), default=math.inf)
         if requested > maximum:
             raise PlanError(
                 f"{prefix}.{key}: {requested} requested, nodes of {label} have {maximum}"
             )
-        suitable = [group for group in suitable if requested <= per_node(group)]
-    num_suitable = sum(group.count for group in suitable)
+        suitable = [node_type for node_type in suitable if requested <= per_node(node_type)]
+    num_suitable = sum(node_type.count for node_type in suitable)
     if resources.nodes > num_suitable:
         per_node_texts = [f"{gpus} {gpu_type or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]
         per_node_texts += [f"{mem_mb} MiB"] * bool(mem_mb)
-        node_texts = "; ".join(f"{group.count} with {group}" for group in groups)
+        node_texts = "; ".join(f"{node_type.count} with {node_type}" for node_type in node_types)
         raise PlanError(
             f"{prefix}.nodes: {resources.nodes} requested with {', '.join(per_node_texts)} on "
             f"each, {label} has {num_suitable} such nodes ({node_texts})"
         )
 
 
-def _gpus(group: NodeType, gpu_type: str | None) -> int:
+def _gpus(node_type: NodeType, gpu_type: str | None) -> int:
     """Return the GPUs per node; without a type, GPUs of all types count."""
-    return sum(group.gpus.values()) if gpu_type is None else group.gpus.get(gpu_type, 0)
+    gpus = node_type.gpus
+    return sum(gpus.values()) if gpu_type is None else gpus.get(gpu_type, 0)

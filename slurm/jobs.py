@@ -89,7 +89,10 @@ def current_het_components(environment: Mapping[str, str] = os.environ) -> list[
 
 @dataclass(frozen=True)
 class JobResources:
-    """The resources and settings of one job; None stands for the cluster's default."""
+    """The resources and settings of one job; None stands for the cluster's default.
+
+    Fields with names of sbatch's options are these options.
+    """
 
     partition: str | None = None
     nodes: int = 1
@@ -270,11 +273,11 @@ _PERMANENT_REASON_ADVICE = {
     "ReservationInvalid": "set reservation in the site file to one that you may use",
     "BurstBufferOperation": "its burst buffer failed: check its burst buffer options",
 }
-_PER_JOB = re.compile(
+_PER_JOB_REASON = re.compile(
     r"(?:Assoc|QOS)Max\w+?Per(?:Job|Node)(?:Limit)?|QOSMin(?:\w+NotSatisfied|[A-Z]\w*)"
 )
 _RELEASE = "release it with: scontrol release {id}"
-_ON_HOLD = {
+_ON_HOLD_ADVICE = {
     "JobHeldUser": f"held by you or a coordinator of the account; {_RELEASE}",
     "JobHeldAdmin": "held by an administrator; ask them for the reason",
     "JobHoldMaxRequeue": f"held after too many requeues; read its logs, then {_RELEASE}",
@@ -303,10 +306,11 @@ def diagnose_pending(reason: str, job_id: str) -> PendingProblem | None:
     reason_code = reason.strip("()").split(",")[0].strip()
     if reason_code in _PERMANENT_REASON_ADVICE:
         return PendingProblem(reason_code, _PERMANENT_REASON_ADVICE[reason_code])
-    if _PER_JOB.fullmatch(reason_code):
+    if _PER_JOB_REASON.fullmatch(reason_code):
         return PendingProblem(reason_code, _ASK_FOR_LESS)
-    if reason_code in _ON_HOLD:
-        return PendingProblem(reason_code, _ON_HOLD[reason_code].format(id=job_id), is_on_hold=True)
+    if reason_code in _ON_HOLD_ADVICE:
+        advice = _ON_HOLD_ADVICE[reason_code]
+        return PendingProblem(reason_code, advice.format(id=job_id), is_on_hold=True)
     if _ON_HOLD_TEXT.search(reason_code):
         advice = f"Slurm could not start it and holds it; read its logs, then {_RELEASE}"
         return PendingProblem(reason_code, advice.format(id=job_id), is_on_hold=True)

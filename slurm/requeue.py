@@ -66,7 +66,8 @@ def parse_requeue_state(text: str) -> RequeueState:
     Raises:
         SlurmError: the text describes no job.
     """
-    # The first match of each field counts, because user text comes later, except the job's name.
+    # Text of the user may contain such fields. The job's name precedes UserId, all other text
+    # follows Slurm's fields: so the first match after UserId is Slurm's.
     fields = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
     try:
         return RequeueState(fields["JobState"], fields["Reason"], int(fields["Restarts"]))

@@ -21,8 +21,8 @@ from pydantic import AfterValidator
 from rlinf.errors import PlanError
 from slurm.jobs import JobResources
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_option_text(value: str) -> str:
@@ -31,7 +31,7 @@ def check_option_text(value: str) -> str:
     Raises:
         ValueError: the value does not fit into a line of a batch script.
     """
-    if control := _CONTROL.search(value):
+    if control := _CONTROL_CHARACTER.search(value):
         raise ValueError(
             f"{value!r} contains the control character {control[0]!r}, which would end or garble "
             "the option's line of the batch script; write the value on one line (in YAML without | "
@@ -59,7 +59,7 @@ def check_variable_name(name: str) -> str:
     Raises:
         ValueError: the name is not valid in a shell.
     """
-    if not _NAME.fullmatch(name):
+    if not _VARIABLE_NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is not a name of an environment variable: use letters, digits and _, with "
             "no digit first"
@@ -112,7 +112,7 @@ _DRIVER_KEYS = {
     "time": "time_limit_min",
     "mail-user": "mail",
 }
-"""Options that have a separate key for the driver's job, with that key."""
+"""Options that have a separate key under ``cluster.driver``, with that key."""
 _SITE_KEYS = ("account", "qos", "constraint", "exclude", "reservation")
 """Options that have a separate key in the site file."""
 # fmt: off
@@ -180,7 +180,8 @@ def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionV
     """Return the sbatch options of the driver's job under their long names.
 
     Raises:
-        ValueError: as :func:`check_site_options`; or the option has a separate key, or no use here.
+        ValueError: as :func:`check_site_options`; or the option has a separate key under
+            ``cluster.driver``, or does not fit a job of one process without GPUs.
     """
     for key, value in values.items():
         name = option_name(key)
@@ -202,7 +203,7 @@ def portable_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue
 
 
 def _advice(name: str, value: OptionValue) -> str | None:
-    """Return what to write instead of an option without effect; None for other options."""
+    """Return advice for an option that cannot be set here; None if it can."""
     if name in _SITE_KEYS:
         return f"{name} has a key of its own beside sbatch; write {name}: {value}"
     if name in _PLAN_KEYS:

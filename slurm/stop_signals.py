@@ -9,11 +9,11 @@ The warning signal may not arrive: a site may remove it, a step may not be notif
 not forward it. So the flag is also set by the clock, from the known end of the job. Start and end
 are times of the controller's clock, and a node's clock may differ. The length of the job is the
 same by any clock, and the job is older than this process. So the remaining time is at most the
-job's length minus the age of this process. That bound corrects a node's clock that is behind. It
-excludes the time between the start of the job and of this process (prolog, container, imports),
-which must fit into the margin. If a node's clock is ahead, the work stops too early; if it is so
-far ahead that the end seems past, it is ignored. A change of the time limit while the job runs is
-not noticed: after an extension the requeue comes too early, after a cut only the signal helps.
+job's length minus the age of this process, even if a node's clock is behind. This bound is too high
+by the time between the start of the job and of this process (prolog, container, imports), which
+must fit into the margin. If a node's clock is ahead, the work stops too early; if the clock is
+already past the end of the job, it is ignored. The end is read once. So if the time limit of a
+running job is extended, the work stops too early; if it is reduced, only the signal stops the work.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from slurm.jobs import STOP_SIGNALS, current_het_components, current_job_id
 DEFAULT_STOP_MARGIN_S = 90.0
 """Seconds before the end at which work stops, unless :data:`STOP_MARGIN_VARIABLE` sets them."""
 STOP_MARGIN_VARIABLE = "RLINF_STOP_MARGIN_S"
+"""Environment variable."""
 CLOCK_SKEW_WARNING_S = 30.0
 """Clock skew above which a warning is logged."""
 _FIELD = re.compile(r"\b(StartTime|EndTime)=(\S+)")
@@ -88,9 +89,9 @@ def current_job_window(
     job_id = current_job_id(environment)
     if job_id is None:
         return JobWindow(None, None)
-    end = _seconds(environment.get("SLURM_JOB_END_TIME", ""))
+    end = _epoch_seconds(environment.get("SLURM_JOB_END_TIME", ""))
     if end is not None:
-        return JobWindow(_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
+        return JobWindow(_epoch_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
     if environment.get("SLURM_PROCID", "0") != "0":
         return JobWindow(None, None)
     job_ids = current_het_components(environment) or [job_id]
@@ -112,7 +113,7 @@ def current_job_window(
 def parse_job_window(text: str) -> JobWindow:
     """Parse StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` becomes None."""
     job = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("JobId="))
-    times = {key: _seconds(value) for key, value in _FIELD.findall(job or text)}
+    times = {key: _epoch_seconds(value) for key, value in _FIELD.findall(job or text)}
     return JobWindow(times.get("StartTime"), times.get("EndTime"))
 
 
@@ -141,7 +142,7 @@ def _direction(seconds: float) -> str:
     return "ahead of" if seconds > 0 else "behind"
 
 
-def _seconds(text: str) -> float | None:
+def _epoch_seconds(text: str) -> float | None:
     """Parse a time that Slurm prints into seconds since the epoch; None for ``Unknown`` etc."""
     if text.isdigit():
         return float(text)

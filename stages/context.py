@@ -31,10 +31,11 @@ T = TypeVar("T")
 Item = TypeVar("Item", bound=ChannelItem)
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
+"""Seconds between two checks for the commit of an input."""
 MIN_WAIT_SPAN_S = 0.002
-"""Shorter waits are not recorded, and a shorter gap does not separate two spans of one name."""
+"""Shorter waits are not recorded. Spans of one name with a shorter gap between them may merge."""
 MERGEABLE_SPAN_S = 0.05
-"""Consecutive spans of one name that are shorter than this are merged."""
+"""A span shorter than this is merged into the previous span of the same name."""
 WAIT_SPAN = "wait"
 IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
 """Names of spans without computation: waits, and transfers to and from the device."""
@@ -46,11 +47,14 @@ class StageInput:
     """An input of a stage: a committed output, or an output in memory (``live_output``)."""
 
     folder: Path
+    """The output folder of the stage that produces the input."""
     known_manifest: Manifest | None = None
+    """None: not read yet, or the output was not committed when that was last checked."""
     live_output: LiveOutput | None = None
+    """None: the input is read from disk."""
     should_stop: Callable[[], bool] = lambda: False
     wait_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """A context manager for waits; it records the wait as a span."""
+    """Returns a context manager that surrounds each wait and records it as a span."""
     used_live: bool = False
     """Whether any part of the input was read from memory."""
     used_disk_fallback: bool = False
@@ -83,9 +87,9 @@ class StageInput:
 
     @property
     def content_id(self) -> str:
-        """The identity of the content: output folder and attempt. Equal ids mean equal content."""
+        """Output folder and attempt of the content. Equal ids mean equal content."""
         if self.known_manifest is None and self.live_output is not None:
-            # Data from another worker may be lost in transfer, so wait for the commit as well.
+            # The commit ends the wait too, because data from another worker may be lost.
             with self.wait_scope():
                 attempt = self.live_output.wait_for_attempt(self.should_stop, self.is_committed)
             if attempt is not None:
@@ -102,7 +106,7 @@ class StageInput:
 
 
 class DialogueFailure(NamedTuple):
-    """Failures of the dialogues of one process."""
+    """A summary of the failed dialogues of one process."""
 
     error: str
     """The error that ended the last failed dialogue."""
@@ -122,12 +126,19 @@ class RemotePolicy(Protocol):
     """A policy in another worker, used by the simulators of a stage."""
 
     def rollout_iter(
-        self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
+        self, ctx: StageContext, environment: Environment, request: RolloutRequest
     ) -> Generator[Trajectory]: ...
 
 
 class LiveContext:
-    """The in-memory part of a context in a pool worker; a stage in its own job has none."""
+    """The in-memory part of a context in a pool worker; a stage in its own job has none.
+
+    Args:
+        output: the output of the stage in memory.
+        slot: the right of the stage to use the device, by its position in the device schedule.
+        open_sink: opens a writer that sends the records of a channel to other workers.
+        num_chunks: number of chunks in which the batch is read and written.
+    """
 
     def __init__(
         self,
@@ -139,6 +150,7 @@ class LiveContext:
         self.output, self.slot = output, slot
         self.open_sink, self.num_chunks = open_sink, num_chunks
         self.deferred_writes: list[Callable[[], None]] = []
+        """Writes to disk that run when the stage commits."""
         self.stream_digests: dict[str, int] = {}
         """The digest of the records that this attempt wrote, by channel."""
 
@@ -191,13 +203,14 @@ class StageContext:
     run_folder: Path
     output_folder: Path
     data_folder: Path
-    """The private folder of this attempt; its files are committed with the manifest."""
+    """The folder of this attempt in ``output_folder``; the manifest commits the files in it."""
     world: ProcessGroupInfo
     inputs: Mapping[str, StageInput]
     worker_state: WorkerState = field(default_factory=WorkerState)
     """The engines and trainers that stay loaded between stages of the same process."""
     should_stop: Callable[[], bool] = lambda: False
     live: LiveContext | None = None
+    """None: the stage has its own job and shares nothing in memory."""
     remote_policy: RemotePolicy | None = None
     """None: the policy is in this process."""
     metrics: dict[str, tuple[float, float, MetricReduction]] = field(default_factory=dict)
@@ -205,15 +218,19 @@ class StageContext:
     dialogue_failures: list[DialogueFailure] = field(default_factory=list)
     """At most one entry for this process; after the rank reports are merged, those of all ranks."""
     spans: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of the stage with name, rank, host and times; see :meth:`add_span`."""
     usage: list[dict[str, Any]] = field(default_factory=list)
     """CPU, memory and GPU use of each rank; see ``stages.resource_usage``."""
     manifest_extra: dict[str, Any] = field(default_factory=dict)
+    """Additional values for the manifest."""
     worker: str = ""
     """Name of the resident worker; empty if the stage has its own job."""
     activity: str = COMPUTING
     """Current activity of the stage, for the status of the run."""
     _last_log: float = 0.0
+    """Time of the last progress line in the log (monotonic, s)."""
     _records_by_channel: dict[str, list[Record]] = field(default_factory=dict)
+    """Records that were read from disk, by input channel."""
 
     def __post_init__(self) -> None:
         for name, stage_input in self.inputs.items():
@@ -221,9 +238,9 @@ class StageContext:
 
     @property
     def key(self) -> str:
-        """The identity of this stage instance. Saved progress is valid only for the same key.
+        """The identity of the output; waits until all inputs are committed.
 
-        Waits until all inputs are committed.
+        Saved progress is valid only for the same key.
         """
         # Not a cached_property: before Python 3.12 it locks all instances while one computes it.
         contents = {name: stage_input.manifest.content for name, stage_input in self.inputs.items()}
@@ -235,14 +252,14 @@ class StageContext:
 
         A chunk consists of complete groups with fixed indices, so the result does not depend on
         arrival order. Other stages of the pool use the device between chunks. After the last chunk
-        the stage keeps its device slot until it ends, so its commit overlaps with later stages.
+        the stage keeps the device until it has computed; it commits while later stages compute.
         """
         num_starts, size = self.config.rollout.batch_size, self.config.rollout.group_size
-        count = 1 if self.live is None else min(self.live.num_chunks, num_starts)
-        bounds = [num_starts * k // count * size for k in range(count + 1)]
-        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        num_chunks = 1 if self.live is None else min(self.live.num_chunks, num_starts)
+        bounds = [num_starts * k // num_chunks * size for k in range(num_chunks + 1)]
+        for number, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             self.yield_device(number)
-            yield range(start, stop)
+            yield range(first, stop)
 
     def yield_device(self, chunk: int) -> None:
         """Yield the device to other stages of this worker and wait for the next slot."""
@@ -250,16 +267,16 @@ class StageContext:
             with self._timed(WAITING_FOR_DEVICE):
                 self.live.slot.start_chunk(chunk)
 
-    def read(self, item: type[Item], channel: str, samples: range) -> list[Item]:
-        """Return the typed items of input ``channel`` for these samples, by sample number.
+    def read(self, item_class: type[Item], channel: str, samples: range) -> list[Item]:
+        """Return the items of input ``channel`` for these samples, ordered by sample number.
 
         Raises:
             ArtifactError, UpstreamFailed: as for :meth:`read_records`.
         """
-        return [item.from_record(record) for record in self.read_records(channel, samples)]
+        return [item_class.from_record(record) for record in self.read_records(channel, samples)]
 
     def read_records(self, channel: str, samples: range) -> list[Record]:
-        """Return the records of input ``channel`` for these samples, by sample number.
+        """Return the records of input ``channel`` for these samples, ordered by sample number.
 
         Raises:
             ArtifactError: the input is damaged.
@@ -291,7 +308,7 @@ class StageContext:
         """Yield ``count`` records of an output channel that other workers send, as they arrive.
 
         Args:
-            source_input: name of the input from which they are computed.
+            source_input: name of the input from which the records are computed.
 
         Raises:
             UpstreamFailed: the records were computed from an attempt that was not committed.
@@ -314,19 +331,19 @@ class StageContext:
         return stage_input.data_folder
 
     def open_writer(self, channel: str) -> RecordWriter:
-        """Open an output channel; its files are visible once the stage has committed."""
+        """Open an output channel. Its files become part of the output when the stage commits."""
         if not self.world.is_primary:
             return _NullWriter()
         file = RecordFileWriter(self.data_folder, channel, self.world.rank)
         return file if self.live is None else _TeeWriter(file, self.live, channel, self.world)
 
     def publish_live(self, name: str, value: Any) -> None:
-        """Publish an object other than records to later stages of this process."""
+        """Make an object, such as the weights, available in memory to later stages."""
         if self.live is not None:
             self.live.output.objects[name] = value
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run a write: now, or in a pool worker while the next stage computes."""
+        """Write to disk now; in a pool worker, when the stage commits and the next one computes."""
         if self.live is None:
             work()
         else:
@@ -346,11 +363,12 @@ class StageContext:
     def log_metric(
         self, name: str, value: float, weight: float = 1.0, reduction: MetricReduction = "mean"
     ) -> None:
-        """Record a deterministic number.
+        """Record a metric. It must be deterministic, because it is part of the content digest.
 
         Args:
-            weight: weight of this rank in the mean; 0: the ranks are summed.
-            reduction: over ranks: mean, maximum, or (``std``) deviation from the metric ``mean``.
+            weight: weight of this rank in the mean; 0: the values of the ranks are added.
+            reduction: over ranks: mean, maximum, or the standard deviation of all ranks' values
+                (``std``), which needs the metric ``mean``.
         """
         if self.world.is_primary:
             self.metrics[name] = (float(value), float(weight), reduction)

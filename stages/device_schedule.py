@@ -1,14 +1,15 @@
 """The schedule of one worker's device: which stage computes while other stages wait.
 
 Every running stage has a position: (iteration, chunk of the batch, index in the flow). The stage
-with the lowest position gets the device. Other stages wait, even while it waits for an input. An
-input always comes from a lower position, in this or another pool, so some stage of the run can
-always proceed.
+with the lowest position gets the device. Stages with higher positions do not compute even while
+this stage waits for an input. An input is always the output of a lower position, in this or another
+pool, so some stage of the run can always proceed.
 
 A stage that starts late with a lower position, such as a new attempt, gets the device when the
 current stage finishes its chunk or waits. Two stages never compute at once, because they share
-engines and trainers. Positions depend on no measurement, so all ranks of a pool schedule the same
-order, as collectives require. Work without a position runs while all stages wait for inputs.
+engines and trainers. Positions depend on no measurement, so stages compute in the same order on all
+ranks of a pool, as collectives require. Work items of a rollout have no position: they run while
+all stages wait for inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from types import TracebackType
 from rlinf.errors import RequeueRequested
 
 Position = tuple[int, int, int]
+"""Iteration, chunk of the batch, and index of the stage in the flow."""
 
 
 class DeviceSchedule:
@@ -30,12 +32,13 @@ class DeviceSchedule:
         self._changed = threading.Condition()
         self._positions: dict[DeviceSlot, Position] = {}
         self._owner: DeviceSlot | None = None
+        """The slot that has the device; None: the device is free."""
         self._ready: set[DeviceSlot] = set()
-        """Stages that have their inputs and wait for the device."""
+        """Slots of stages that have their inputs and wait for the device."""
         self._closed = False
 
     def close(self) -> None:
-        """Close the schedule, so that waiting stages do not delay the end of the process."""
+        """Make all waiting stages raise, so that they do not delay the end of the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -57,7 +60,7 @@ class DeviceSchedule:
             self._changed.notify_all()
 
     def acquire(self, slot: DeviceSlot) -> None:
-        """Wait until this stage has the lowest position and no stage computes.
+        """Take the device once this stage has the lowest position and no stage computes.
 
         Raises:
             RequeueRequested: the schedule is closed.
@@ -79,7 +82,7 @@ class DeviceSchedule:
 
     @contextlib.contextmanager
     def idle_time(self) -> Iterator[None]:
-        """Acquire the device while every stage waits for inputs.
+        """Acquire the device once every stage waits for inputs; release it at exit.
 
         Raises:
             RequeueRequested: the schedule is closed.
@@ -105,7 +108,7 @@ class DeviceSchedule:
 
     @contextlib.contextmanager
     def released(self, slot: DeviceSlot) -> Iterator[None]:
-        """Release the slot of a waiting stage, and acquire it again at exit."""
+        """Release the device for a stage that waits, and acquire it again at exit."""
         with self._changed:
             was_owner = self._release(slot)
         yield
@@ -125,7 +128,7 @@ class DeviceSchedule:
 
 
 class Unscheduled(contextlib.nullcontext[None]):
-    """A slot for stages that do not compute, or that have their own queue."""
+    """A slot for stages that do not use the device, or that wait in the queue of the engine."""
 
     def start_chunk(self, number: int) -> None:
         """Start a chunk of the batch at once."""
@@ -136,7 +139,10 @@ class Unscheduled(contextlib.nullcontext[None]):
 
 
 class DeviceSlot:
-    """The slot of one stage; a context manager that acquires the device at entry."""
+    """The right of one stage to use the device, by its position.
+
+    It is a context manager that acquires the device at entry and leaves the schedule at exit.
+    """
 
     def __init__(self, schedule: DeviceSchedule) -> None:
         self._schedule = schedule

@@ -2,8 +2,8 @@
 
 The algorithm drops a group if all its samples have the same score, because their advantages are 0.
 This rollout replaces such a group by a group from another start, at most ``rollout.max_resamples``
-times. Each batch index is resampled independently, so the result does not depend on how the batch
-is sharded.
+times. A batch index is the place of a group in the batch. Each is resampled independently, so the
+result does not depend on how the batch is sharded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["group_by_batch_index", "is_informative", "policy_runner", "resample_
 
 
 def run(ctx: StageContext) -> None:
-    """Input ``weights``; output channel ``trajectories``.
+    """Input: ``weights``. Output channel: ``trajectories``.
 
     Raises:
-        ConfigError: the engine is sharded. The other ranks of a replica would not know how often
-            its primary rank resamples.
+        ConfigError: the engine is sharded. Only the primary rank of a replica would know how often
+            it must generate.
     """
     if ctx.world.layout.parallel_dims():
         raise ConfigError(
@@ -45,12 +45,13 @@ def run(ctx: StageContext) -> None:
 def resample_groups(
     ctx: StageContext, batch_indices: Sequence[int], counts: Counter[str]
 ) -> Iterator[Trajectory]:
-    """Yield a group for each batch index, once an informative group is found.
+    """Yield the samples of one group for each batch index, once an informative group is found.
 
     Groups of the last draw are always yielded; the reward stage drops uninformative groups.
 
     Args:
-        counts: updated with ``resampled_groups`` and ``rejected_groups``.
+        counts: updated with ``resampled_groups`` (replaced) and ``rejected_groups`` (uninformative
+            in the last draw).
     """
     settings = ctx.config.rollout
     max_resamples, pending = settings.max_resamples or 0, list(batch_indices)
@@ -73,20 +74,20 @@ def resample_groups(
 
 
 def group_by_batch_index(
-    trajectories: Sequence[Trajectory], batch: int, group_size: int
+    trajectories: Sequence[Trajectory], batch_size: int, group_size: int
 ) -> dict[int, list[Trajectory]]:
-    """Return the samples of each batch index, in order and renumbered for that index."""
+    """Return samples by batch index, ordered, with the numbers that they have in the batch."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.identity):
         start, number = divmod(trajectory.identity.sample, group_size)
-        index = start % batch
+        index = start % batch_size
         identity = trajectory.identity._replace(sample=index * group_size + number)
         groups.setdefault(index, []).append(replace(trajectory, identity=identity, group=index))
     return groups
 
 
 def is_informative(ctx: StageContext, algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
-    """Return whether the algorithm keeps any sample of a group."""
+    """Return whether the algorithm includes any sample of a group in the loss."""
     reward = get_reward(ctx)
     environment = primary_rank_environment(ctx) if reward.needs_score else None
     with ctx.span("score"):

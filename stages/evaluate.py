@@ -30,12 +30,12 @@ def write_videos(
     max_samples: int,
     fps: int,
 ) -> int:
-    """Write videos of the first samples; return the number of files.
+    """Write videos of the first samples that have steps; return the number of files.
 
     Args:
-        columns: one column of images per camera, uint8 ``[T, H, W, 3]``.
-        max_samples: samples with a number below this are written, if they have a step.
-        fps: steps per second.
+        columns: names of the columns with images, uint8 ``[T, H, W, 3]``: one per camera.
+        max_samples: only samples with a number below this are written.
+        fps: steps per second of the video.
     """
     # Only tasks with cameras need the module.
     from rlinf.data.video import write_video
@@ -53,11 +53,11 @@ def write_videos(
 
 
 EVAL_SEED = 0
-"""The seed of held-out starts, independent of the run's seed."""
+"""The seed of held-out starts and their sampling, independent of the run's seed."""
 
 
 def run(ctx: StageContext) -> None:
-    """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
+    """Input: ``weights``. Output channel: ``trajectories`` (test split); metric ``score``."""
     environment = primary_rank_environment(ctx)
     policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
@@ -105,19 +105,19 @@ def run(ctx: StageContext) -> None:
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
-    """Return the engine with input ``weights``, set up for held-out starts."""
+    """Return the engine with input ``weights``, and the sampling seed of held-out starts."""
     return eval_policy_runner(get_engine(ctx, "weights", ctx.iteration))
 
 
 def eval_policy_runner(engine: Engine) -> PolicyRunner:
-    """Return the engine with the seed and stage name of evaluations."""
+    """Return a loaded engine with the seed and stage name of evaluations."""
     return PolicyRunner(engine, EVAL_SEED, EVALUATE)
 
 
 def scores_by_task(
     trajectories: Sequence[Trajectory], scores: Sequence[float]
 ) -> dict[str, list[float]]:
-    """Return the scores by task name, for trajectories that have one."""
+    """Return the scores by task name, without trajectories that have no task or no score."""
     by_name: dict[str, list[float]] = {}
     for trajectory, score in zip(trajectories, scores, strict=True):
         if trajectory.task is not None and not np.isnan(score):
@@ -138,9 +138,10 @@ def run_eval_episodes(
 
     Args:
         policy: see :func:`stages.rollout.rollout_iter`.
+        counts: updated with the number of failures by kind.
         num_videos: see :class:`rlinf.envs.base.RolloutRequest`.
     """
-    episodes = RolloutRequest(
+    request = RolloutRequest(
         seed=EVAL_SEED,
         iteration=0,
         split="test",
@@ -155,7 +156,7 @@ def run_eval_episodes(
         ).non_default_settings(),
     )
     trajectories = []
-    with contextlib.closing(rollout_iter(ctx, environment, episodes, policy)) as generated:
+    with contextlib.closing(rollout_iter(ctx, environment, request, policy)) as generated:
         for trajectory in generated:
             trajectories.append(trajectory)
             ctx.report_progress(len(trajectories), len(starts), "held-out samples")

@@ -36,8 +36,9 @@ from stages.live_store import evict_oldest
 from stages.worker_state import LoadedActor, LoadedTrainer
 
 WEIGHTS_POLL_S = 0.05
+"""Minimum seconds between two searches for newer weights during a rollout."""
 MAX_PUBLISHED_STATES = 4
-"""Number of published weights whose trainer state is remembered."""
+"""Number of published versions whose trainer state is remembered."""
 WEIGHTS = "weights"
 """The folder of a policy in an output, and the name of its tensors in memory."""
 
@@ -85,13 +86,13 @@ def engine_max_batch(config: RunConfig) -> int | None:
 
 def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:
     """Return the resident environment, created with the processor of the policy in ``folder()``."""
-    loaded = ctx.worker_state
-    if loaded.environment is None:
-        policy, policy_options = policy_class(ctx.config)
+    worker_state = ctx.worker_state
+    if worker_state.environment is None:
+        policy_cls, policy_options = policy_class(ctx.config)
         cls, options = environment_class(ctx.config)
-        environment: Environment = cls(options, policy.processor(folder(), policy_options))
-        loaded.environment = environment
-    return loaded.environment
+        environment: Environment = cls(options, policy_cls.processor(folder(), policy_options))
+        worker_state.environment = environment
+    return worker_state.environment
 
 
 def primary_rank_environment(ctx: StageContext) -> Environment | None:
@@ -103,9 +104,10 @@ def primary_rank_environment(ctx: StageContext) -> Environment | None:
 
 def get_reward(ctx: StageContext) -> Reward:
     """Return the run's resident reward."""
-    loaded, rank = ctx.worker_state, (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
-    if loaded.reward is None or loaded.reward_shard != rank:
-        loaded.drop_reward()
+    worker_state = ctx.worker_state
+    shard = (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
+    if worker_state.reward is None or worker_state.reward_shard != shard:
+        worker_state.drop_reward()
         cls, options = reward_class(ctx.config)
         resources = RewardResources(
             ctx.world,
@@ -114,8 +116,8 @@ def get_reward(ctx: StageContext) -> Reward:
             ctx.run_folder / REWARD_CACHE_FOLDER,
         )
         reward: Reward = cls(options, resources)
-        loaded.reward, loaded.reward_shard = reward, rank
-    return loaded.reward
+        worker_state.reward, worker_state.reward_shard = reward, shard
+    return worker_state.reward
 
 
 def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
@@ -132,13 +134,13 @@ def ensure_on_device(
 ) -> None:
     """Load an object onto its device; see :meth:`DeviceMemoryManager.acquire`.
 
-    Call it again after every wait, because other stages may have used the device meanwhile.
+    Call this function again after every wait, because other stages may have used the device.
     """
     get_device_memory(ctx).acquire(offloadable, *groups, copy_data=copy_data, span=ctx.span)
 
 
 def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = None) -> Engine:
-    """Return the resident engine of this process with its current weights, which may be none.
+    """Return the resident engine of this process; it keeps its weights. A new engine has none.
 
     Args:
         world: the process group of the engine; None: that of the stage.
@@ -151,9 +153,9 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
 
         mkl_warmup.warm_up()
         cls = engines.get(ctx.config.engine.name)
-        policy, options = policy_class(ctx.config)
+        policy_cls, options = policy_class(ctx.config)
         engine: Engine = cls(
-            ctx.config.engine.validate_options(cls.Config, "engine"), policy, options
+            ctx.config.engine.validate_options(cls.Config, "engine"), policy_cls, options
         )
         engine.log_folder = ctx.run_folder / "logs" / "engine"
         ctx.worker_state.engine = engine
@@ -166,22 +168,25 @@ def get_engine(
 ) -> Engine:
     """Return the engine with the weights of an input, loading them only if they changed.
 
-    The engine is on its device, so the stage must not wait until it has finished with the engine.
+    The engine is on its device. While the stage uses the engine it must not wait for an input,
+    because other work may use the device during a wait.
 
     Args:
-        max_version: the engine keeps newer weights up to this version.
+        name: the input with the weights.
+        max_version: weights newer than ``version``, up to this one, stay loaded; None: they do not.
     """
     weights = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
-    loaded = worker_state.engine_weights
-    if max_version is not None and loaded is not None and version < engine.version <= max_version:
+    loaded_id = worker_state.engine_weights
+    is_newer = loaded_id is not None and version < engine.version
+    if max_version is not None and is_newer and engine.version <= max_version:
         ensure_on_device(ctx, engine)
         return engine
     content_id = weights.content_id
-    # Read it again: another stage may have loaded other weights while this stage waited.
-    loaded, worker_state.engine_weights = worker_state.engine_weights, None
-    if loaded != content_id:
-        tensors = weights.live_object(WEIGHTS) if loaded is not None else None
+    # Read the id again: another stage may have loaded other weights while this stage waited.
+    loaded_id, worker_state.engine_weights = worker_state.engine_weights, None
+    if loaded_id != content_id:
+        tensors = weights.live_object(WEIGHTS) if loaded_id is not None else None
         if tensors is None:
             _ = weights.manifest  # wait here, because the loading must not wait
             # Another stage may have loaded other weights meanwhile; they are overwritten now.
@@ -191,12 +196,12 @@ def get_engine(
         ensure_on_device(ctx, engine, copy_data=False)
         with ctx.span("load"):
             if tensors is None:
-                if loaded is not None and worker_state.weight_deltas is not None:
+                if loaded_id is not None and worker_state.weight_deltas is not None:
                     tensors = worker_state.weight_deltas.read(ctx, name)
                 content_id = weights.content_id
             if tensors is not None:
-                policy = policy_class(ctx.config)[0]
-                engine.load_state(policy.engine_weights(tensors.items()), version)
+                policy_cls = policy_class(ctx.config)[0]
+                engine.load_state(policy_cls.engine_weights(tensors.items()), version)
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)
@@ -207,13 +212,16 @@ def get_engine(
 def newer_weights_poller(
     ctx: StageContext, engine: Engine
 ) -> Callable[[], tuple[Path, int] | None]:
-    """Return a function that finds weights that were committed after the rollout began."""
+    """Return a function that finds weights which were committed after the rollout began.
+
+    It returns the folder and the version of the newest ones, or None if there are none.
+    """
     last_check, content_ids = 0.0, dict[int, str]()
     publish_stage = flow_of(ctx.config).publish_stage
 
     def find_newer_weights() -> tuple[Path, int] | None:
         nonlocal last_check
-        if engine.version in content_ids:  # the engine has loaded them
+        if engine.version in content_ids:  # the engine has loaded the weights found before
             ctx.worker_state.engine_weights = content_ids.pop(engine.version)
         if engine.version >= ctx.iteration or time.monotonic() - last_check < WEIGHTS_POLL_S:
             return None
@@ -235,7 +243,7 @@ def newer_weights_poller(
 def get_trainer(ctx: StageContext) -> Trainer:
     """Return the trainer in the state of input ``checkpoint``, or a fresh one from ``initial``.
 
-    Its weights are on the device until the stage waits.
+    The trainer's weights are on the device until the stage waits for an input.
     """
     initial, checkpoint = ctx.inputs["initial"], ctx.inputs.get("checkpoint")
     checkpoint_id = checkpoint.content_id if checkpoint else ""
@@ -264,15 +272,16 @@ def get_trainer(ctx: StageContext) -> Trainer:
 
 
 def get_actor(ctx: StageContext) -> Trainer:
-    """Return a trainer with the weights of input ``weights``, for evaluating the policy.
+    """Return a trainer with the weights of input ``weights``, for forward passes of the policy.
 
-    It is the resident trainer if that has these weights, else a second trainer without optimizer
-    state, which is kept for later weights. It stays on the device until the stage waits.
+    If the resident trainer has these weights, it is returned. Otherwise a second trainer, without
+    optimizer state, loads them and stays resident. The weights are on the device until the stage
+    waits for an input.
     """
     initial_id, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
     weights_id, worker_state = weights.content_id, ctx.worker_state
-    states = {**worker_state.published_states, initial_id: (initial_id, "")}
-    trainer_state = states.get(weights_id)
+    known_states = {**worker_state.published_states, initial_id: (initial_id, "")}
+    trainer_state = known_states.get(weights_id)
     resident = worker_state.trainer
     if resident is not None and (resident.initial_weights, resident.checkpoint) == trainer_state:
         worker_state.drop_actor()
@@ -313,7 +322,7 @@ def get_actor(ctx: StageContext) -> Trainer:
 
 
 def get_reference(ctx: StageContext) -> Trainer:
-    """Return the reference policy. It is on the device until the stage waits."""
+    """Return the reference policy, which is on the device until the stage waits for an input."""
     if ctx.worker_state.reference is None:
         _ = ctx.inputs["initial"].manifest  # wait here, because the loading must not wait
         get_device_memory(ctx).offload_all(span=ctx.span)
@@ -327,8 +336,8 @@ def create_trainer(
 ) -> Trainer:
     """Create a trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
-    policy, options = policy_class(ctx.config)
-    load = policy.meta_from_folder if loads_sharded(ctx) else policy.load
+    policy_cls, options = policy_class(ctx.config)
+    load = policy_cls.meta_from_folder if loads_sharded(ctx) else policy_cls.load
     trainer: Trainer = cls(
         load(folder, options),
         ctx.config.trainer.validate_options(cls.Config, "trainer"),
@@ -358,7 +367,7 @@ def load_committed_weights(ctx: StageContext, name: str) -> dict[str, Tensor]:
 
 
 def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
-    """Stream the trainer's weights into a policy folder on rank 0; all ranks take part."""
+    """Stream the trainer's weights into a new policy folder, which rank 0 writes; collective."""
     state = trainer.stream_weights()
     try:
         if ctx.world.rank == 0:
@@ -370,10 +379,11 @@ def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
 
 
 def mark_trainer_dirty(ctx: StageContext) -> None:
-    """Mark the trainer as dirty until :func:`commit_trainer_state`.
+    """Mark the trainer as dirty (its state is that of no checkpoint) until
+    :func:`commit_trainer_state`.
 
-    A failed attempt leaves it with a partial update, which the next attempt must not use. While
-    gradients are only accumulated, inference on the rest of the batch may still use the trainer.
+    A failed attempt may leave a partial update, which the next attempt must not use. Accumulated
+    gradients do not make a trainer dirty: inference on other chunks of the batch may still use it.
     """
     if ctx.worker_state.trainer is not None:
         ctx.worker_state.trainer = replace(ctx.worker_state.trainer, checkpoint=None)

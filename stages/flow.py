@@ -18,8 +18,9 @@ from rlinf.registry import NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY, Reg
 
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
+"""Name of the input with the weights of the policy."""
 POLICY_SUFFIX = ".generate"
-"""Suffix of a stage name in plans, for the part of the stage that runs the policy."""
+"""Suffix in plans: ``rollout.generate`` is the part of the rollout stage that runs the policy."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class InputSource:
 
     stage: str
     lag: int = 0
+    """Number of iterations by which the output is older; 0: it is from the same iteration."""
     initial: str | None = None
     """The offline stage that is the source before the first iteration; None: no input then."""
     history: int = 1
-    """Number of outputs of consecutive iterations: ``NAME`` is the newest, ``NAME.1`` that of the
-    previous iteration, and so on. Retention keeps them."""
+    """Number of consecutive iterations whose outputs are inputs: ``NAME`` is the newest, ``NAME.1``
+    that of the iteration before, and so on."""
     stale: bool = False
-    """Whether the source is ``rollout.staleness`` iterations older."""
+    """Whether ``rollout.staleness`` is added to the lag."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,23 @@ class StageSpec:
     """The inputs, the configuration and the requirements of a stage."""
 
     inputs: Mapping[str, InputSource] = field(default_factory=dict)
+    """The source of each input, by name of the input."""
     config_sections: tuple[str, ...] = ()
-    """The configuration sections that its output depends on; part of its identity."""
+    """The configuration sections on which the output depends; they are part of its identity."""
     output_stream: str | None = None
     """The channel of its output records, which are streamed while the stage runs."""
     holds: Literal["engine", "trainer"] | None = None
+    """The component with the model in each process of the stage; None: neither of the two."""
     uses_device: bool = True
-    """Whether it computes with the model, on GPUs if there are some, in any number of processes. If
-    not, its own job has one process without a GPU."""
+    """Whether the stage computes with the model, in any number of processes, on GPUs if there are
+    some. If not, a job of the stage has one process and no GPU."""
     single_process: bool = False
-    """Whether one process computes it, even in a pool, unless the plan gives the stage more."""
+    """Whether one process computes the stage, even in a pool, unless the plan sets more."""
     elastic: bool = False
     """Whether its workers may join and leave at any time, because they keep only weights."""
     colocate_with: str | None = None
-    """The stage whose pool it shares if the plan lists it in none; None: the plan must list it."""
+    """The stage in whose pool this one runs unless the plan lists it in another pool; None: the
+    plan must list it."""
     module: str = ""
     """The module with its ``run(context)``; by default ``stages.NAME``."""
 
@@ -75,7 +80,8 @@ class Flow:
     provides: frozenset[str] = frozenset()
     """Capabilities that components may require."""
     separate_policy: Mapping[str, StageSpec] = field(default_factory=dict)
-    """Parts of stages that a plan places separately; see :meth:`with_separate_policy`."""
+    """The policy of the rollout stage, if a plan places it in a pool of its own; by name in plans,
+    see :meth:`with_separate_policy`."""
 
     @cached_property
     def all_stages(self) -> dict[str, StageSpec]:
@@ -133,8 +139,8 @@ class Flow:
             stage.output_stream for stage in self.stages.values() if stage.output_stream
         )
 
-    def retained_outputs(self, stage: str) -> int:
-        """Return how many of the newest outputs of a stage are inputs of other stages."""
+    def num_retained_outputs(self, stage: str) -> int:
+        """Return how many of the newest outputs of a stage are still inputs of some stage."""
         sources = (source for spec in self.all_stages.values() for source in spec.inputs.values())
         return max((s.lag + s.history for s in sources if s.stage == stage), default=0)
 
@@ -142,26 +148,28 @@ class Flow:
         """Return the module name of a stage."""
         return self.all_stages[stage].module or f"stages.{stage}"
 
-    def device_dependencies(self) -> dict[str, tuple[str, ...]]:
-        """Return the dependencies within an iteration between stages that use devices, without
-        those that follow from others and without the publish stage, which transfers weights."""
-        on_devices = [name for name in self.stages if name != self.publish_stage]
+    def direct_dependencies(self) -> dict[str, tuple[str, ...]]:
+        """Return the stages of the same iteration that each stage must wait for, by stage.
+
+        Dependencies that follow from others are left out, as is the publish stage: it only
+        transfers weights.
+        """
+        names = [name for name in self.stages if name != self.publish_stage]
         direct = {
-            name: {s.stage for s in self.stages[name].inputs.values() if not s.lag}
-            & set(on_devices)
-            for name in on_devices
+            name: {s.stage for s in self.stages[name].inputs.values() if not s.lag} & set(names)
+            for name in names
         }
         ancestors: dict[str, set[str]] = {}
-        for name in on_devices:
+        for name in names:
             ancestors[name] = direct[name].union(*(ancestors[source] for source in direct[name]))
         return {
             name: tuple(
                 source
-                for source in on_devices
+                for source in names
                 if source in direct[name]
                 and not any(source in ancestors[other] for other in direct[name])
             )
-            for name in on_devices
+            for name in names
         }
 
 
@@ -247,7 +255,7 @@ OFF_POLICY_TRAIN_SECTIONS = (
     "rollout",
     "reward",
 )
-"""Includes the reward, because the train stage also computes rewards of offline data."""
+"""They include ``reward``, because the train stage also computes rewards of offline data."""
 off_policy = Flow(
     offline=on_policy.offline,
     stages={

@@ -1,4 +1,4 @@
-"""The identity of a stage's output: configuration, inputs and code."""
+"""The identity of a stage's output: a digest of its configuration, inputs and code."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from stages.layout import ACCEPTED_FILE, CODE_FILE
 
 
 def program_version() -> list[str | int]:
-    """Return the program and file-format versions for measurements; they are in no key."""
+    """Return the versions of program and file formats. Profiles have them; identities do not."""
     return [__version__, SCHEMA]
 
 
 def stage_key(
     config: RunConfig, stage: str, iteration: int, inputs: Mapping[str, str], code: str
 ) -> str:
-    """Return the digest of a stage's configuration sections, input contents and code.
+    """Return the identity of a stage's output: a digest of configuration sections, inputs and code.
 
-    Resources, paths and log options are not part of the digest. Nor are keys that an older program
-    did not write into the frozen configuration: their defaults apply.
+    Resources, paths and log options are not part of the digest. Configuration keys that an older
+    program did not write into the frozen configuration are not part of it either: defaults apply.
 
     Args:
         inputs: content digest of each input by name.
-        code: digest of the stage's code (:mod:`stages.identity`).
+        code: digest of the stage's code (:func:`stage_code_digest`).
     """
     values = config.explicit_values()
     section_names = flow_of(config).all_stages[stage].config_sections
@@ -68,15 +68,16 @@ def stage_key(
 
 
 class AcceptedMismatch(BaseModel):
-    """Results that are valid although configuration or code has changed (``--keep``)."""
+    """Results that one resume with ``--keep`` accepted although configuration or code differed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     recorded_at: str
+    """Date and time of the resume."""
     differences: tuple[str, ...]
-    """Descriptions of the differences."""
+    """Description of each difference, for users."""
     outputs: dict[str, str]
-    """Keys of the accepted results, by ``stage/iteration``."""
+    """Identities of the accepted results, by ``stage/iteration``."""
 
 
 class AcceptedMismatches(BaseModel):
@@ -87,7 +88,7 @@ class AcceptedMismatches(BaseModel):
     entries: tuple[AcceptedMismatch, ...] = ()
 
     def accepts(self, manifest: Manifest) -> bool:
-        """Return whether a result is valid although its key differs."""
+        """Return whether this result, whose identity differs, was accepted."""
         name = f"{manifest.stage}/{manifest.iteration}"
         return any(entry.outputs.get(name) == manifest.key for entry in self.entries)
 
@@ -103,11 +104,12 @@ def read_accepted_mismatches(run: Path) -> AcceptedMismatches:
         file_state = path.stat()
     except FileNotFoundError:
         return AcceptedMismatches()
-    return _read(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
+    return _read_accepted(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
+def _read_accepted(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
+    """Read the file; cached as long as its state (time, inode, size) is the same."""
     try:
         return AcceptedMismatches.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
@@ -117,9 +119,6 @@ def _read(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
         ) from None
 
 
-CODE_REVISION = 1
-"""Part of every identity. Increase it if a fixed bug of an infrastructure module has made results
-wrong."""
 CLASS_REGISTRIES: Mapping[str, Registry] = {
     "task": environments,
     "model": policies,
@@ -130,46 +129,12 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
 }
 """Sections of the configuration that name a class, and the registry of the class."""
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
-"""Sections whose files are in the identity by content; a model folder is copied into the run."""
+"""Sections that may name data files, whose content is part of the identity. The folder of a model
+is not in it, because a run has its own copy."""
 FILE_PREFIX = "file:"
-SUBPROCESS_MODULES = "SUBPROCESS_MODULES"
-"""Variable of a module that lists the modules which it runs in other processes."""
-INFRASTRUCTURE = (
-    "rlinf.artifacts",
-    "rlinf.channels",
-    "rlinf.verified_io",
-    "rlinf.config",
-    "rlinf.errors",
-    "rlinf.registry",
-    "rlinf.interpreters",
-    "rlinf.shared_memory",
-    "rlinf.process_tuning",
-    "rlinf.models.checkpoint_tensors",
-    "rlinf.renamed_keys",
-    "rlinf.device_memory",
-    "rlinf.safetensors_io",
-    "rlinf.threads",
-    "rlinf.track",
-    "rlinf.transient_errors",
-    "rlinf.package_paths",
-    "rlinf.user_code",
-    "rlinf.weights",
-    "stages.worker_state",
-    "stages.live_store",
-    "stages.identity",
-    "stages.context",
-    "stages.layout",
-    "stages.timeout_retries",
-    "stages.rank_reports",
-    "stages.retention",
-    "stages.runner",
-    "stages.device_schedule",
-    "stages.resource_usage",
-    "stages.worker",
-)
-"""Packages and modules that only store, transfer, place or log results; not part of an identity."""
-FACTORY_MODULES = ("stages.factory",)
-"""Modules whose imports are ignored, because they create the components of the configuration."""
+"""Prefix of a data file's name in a snapshot: ``file:section.key``."""
+PRODUCT_PACKAGES = ("rlinf", "stages")
+"""Packages that compute results; drivers, launchers and plans do not change a result."""
 
 
 class _Strict:
@@ -178,7 +143,7 @@ class _Strict:
 
 @dataclass(frozen=True)
 class ModuleDigest(_Strict):
-    """Digests of one module."""
+    """Digests of one module of the user."""
 
     file_digest: str
     """Digest of the bytes of its file."""
@@ -188,18 +153,21 @@ class ModuleDigest(_Strict):
 
 @dataclass(frozen=True)
 class CodeSnapshot(_Strict):
-    """The modules that each stage of a configuration depends on."""
+    """The code and the data files that each stage of a configuration depends on."""
 
+    product: dict[str, str]
+    """In a checkout: digest of each source file of rlinf, by path. Installed from a wheel: the
+    version."""
     stages: dict[str, tuple[str, ...]]
-    """Names by stage: modules, classes of the configuration (``module:attribute``) and data files
-    (``file:section.key``)."""
+    """Names by stage: classes of the configuration (``module:attribute``), modules of the user, and
+    data files (``file:section.key``)."""
     modules: dict[str, ModuleDigest]
     files: dict[str, str] = field(default_factory=dict)
     """Digest of the content of each data file that the configuration names."""
 
     @classmethod
     def from_checkout(cls, config: RunConfig, *stage_names: str) -> CodeSnapshot:
-        """Return a snapshot of this process's checkout.
+        """Return a snapshot of the code of this process.
 
         Args:
             stage_names: stages to include; all by default.
@@ -208,23 +176,25 @@ class CodeSnapshot(_Strict):
             CodeIdentityError: a module cannot be read or parsed.
         """
         stages = {
-            stage: tuple(sorted(_names(config, stage)))
+            stage: tuple(sorted(_dependencies(config, stage)))
             for stage in stage_names or flow_of(config).all_stages
         }
         names = {name for names in stages.values() for name in names}
-        modules = {name: _module(name).source for name in sorted(names) if ":" not in name}
+        modules = {name: _parse_module(name).digests for name in sorted(names) if ":" not in name}
         files = {
-            n: _content(_file_path(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
+            n: _data_digest(_file_path(config, n))
+            for n in sorted(names)
+            if n.startswith(FILE_PREFIX)
         }
-        return cls(stages, modules, files)
+        return cls(product_digests(), stages, modules, files)
 
     def digest(self, stage: str) -> str:
-        """Return the identity of a stage's code."""
+        """Return the digest of a stage's code, which is part of the identity of its output."""
         names = self.stages[stage]
-        return json_digest([CODE_REVISION, [[name, self._digest_of(name)] for name in names]])
+        return json_digest([self.product, [[name, self._digest_of(name)] for name in names]])
 
     def changed_names(self, other: CodeSnapshot) -> list[str]:
-        """Return the names of modules, classes and files that differ, sorted."""
+        """Return the names of source files, modules, classes and data files that differ, sorted."""
         digests, other_digests = self._digests(), other._digests()
         names = digests.keys() | other_digests.keys()
         return sorted(name for name in names if digests.get(name) != other_digests.get(name))
@@ -233,18 +203,36 @@ class CodeSnapshot(_Strict):
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     def _digests(self) -> dict[str, str]:
-        return {name: self._digest_of(name) for names in self.stages.values() for name in names}
+        names = {name for names in self.stages.values() for name in names}
+        return self.product | {name: self._digest_of(name) for name in names}
 
     def _digest_of(self, name: str) -> str:
-        source = self.modules.get(name)
-        return self.files.get(name, "") if source is None else source.ast_digest
+        """Return the digest of a module or file; empty for a class, whose module has a digest."""
+        module = self.modules.get(name)
+        return self.files.get(name, "") if module is None else module.ast_digest
 
 
 _ADAPTER = TypeAdapter(CodeSnapshot)
 
 
+@cache
+def product_digests() -> dict[str, str]:
+    """Return the digest of each source file in a checkout, by path; the version of a wheel."""
+    if package_paths.IS_WHEEL:
+        return {"rlinf": __version__}
+    root = package_paths.ROOT
+    files = [file for name in PRODUCT_PACKAGES for file in sorted((root / name).rglob("*.py"))]
+    try:
+        return {
+            file.relative_to(root).as_posix(): xxhash.xxh3_128_hexdigest(file.read_bytes())
+            for file in files
+        }
+    except OSError as error:
+        raise CodeIdentityError(f"{error.filename}: {error.strerror}") from None
+
+
 def read_code_snapshot(run: Path) -> CodeSnapshot | None:
-    """Return the code that a run's driver recorded; None before the first start.
+    """Return the code that a run's driver recorded; None if no driver has recorded it yet.
 
     Raises:
         CodeIdentityError: the file is damaged.
@@ -262,7 +250,7 @@ def read_code_snapshot(run: Path) -> CodeSnapshot | None:
 
 
 def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
-    """Return the recorded digest of a stage's code, after checking that this process runs it.
+    """Return the recorded digest of a stage's code; check that this process runs the same code.
 
     Raises:
         CodeIdentityError: this process runs other code; the checkout was edited during the run.
@@ -270,11 +258,13 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
     try:
         file_state = (run / CODE_FILE).stat()
     except FileNotFoundError:
-        # The stage was started by hand.
+        # A user runs the stage without a driver.
         return CodeSnapshot.from_checkout(config, stage).digest(stage)
-    code = _recorded(run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
+    code = _verified_snapshot(
+        run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size)
+    )
     for name in code.stages.get(stage, ()):
-        if name in code.files and _content(_file_path(config, name)) != code.files[name]:
+        if name in code.files and _data_digest(_file_path(config, name)) != code.files[name]:
             raise CodeIdentityError(
                 f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} has changed since "
                 "this run was started. Nothing was written; put it back, or start the run again"
@@ -283,25 +273,30 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _recorded(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapshot:
-    """Return the code that a run's driver recorded, if this process has the same modules."""
+def _verified_snapshot(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapshot:
+    """Return the code that a run's driver recorded; raise if that of this process differs."""
     code = read_code_snapshot(run)
     assert code is not None
-    for name in code.stages.get(stage, ()):
-        if name not in code.modules:
-            continue
-        digests = code.modules[name]
-        file_changed = _file(name) != digests.file_digest
-        if file_changed and _module(name).source.ast_digest != digests.ast_digest:
-            raise CodeIdentityError(
-                f"{stage}: {name} differs from the code with which this run was started: it was "
-                "edited, or this process is an old one. Nothing was written; start the run again"
-            )
+    current = product_digests()
+    changed = [name for name in current if current[name] != code.product.get(name)]
+    changed += sorted(code.product.keys() - current.keys())
+    changed += [
+        name
+        for name in code.stages.get(stage, ())
+        if name in code.modules
+        and _module_file_digest(name) != code.modules[name].file_digest
+        and _parse_module(name).digests.ast_digest != code.modules[name].ast_digest
+    ]
+    if changed:
+        raise CodeIdentityError(
+            f"{stage}: {changed[0]} differs from the code with which this run was started: it was "
+            "edited, or this process is an old one. Nothing was written; start the run again"
+        )
     return code
 
 
-def _names(config: RunConfig, stage: str) -> set[str]:
-    """Return the modules and named classes on which a stage's results depend."""
+def _dependencies(config: RunConfig, stage: str) -> set[str]:
+    """Return the classes, modules of the user and data files that a stage's results depend on."""
     flow = flow_of(config)
     targets = [
         CLASS_REGISTRIES[section].target(getattr(config, section).name)
@@ -314,23 +309,17 @@ def _names(config: RunConfig, stage: str) -> set[str]:
     if "task" in flow.all_stages[stage].config_sections and isinstance(simulator, str):
         # Maybe only the simulator's process can import this module, so find it by name.
         module = simulators.target(simulator, "task.simulator").partition(":")[0]
-        pending += [module] if _path(module) else []
+        pending += [module] if _module_path(module) else []
     packages = {name.partition(".")[0] for name in pending}
     while pending:
         name = pending.pop()
-        if name in names:
+        if name in names or name.partition(".")[0] in PRODUCT_PACKAGES:
             continue
         names.add(name)
-        if name in FACTORY_MODULES:
-            continue
-        imports = set(_module(name).imports)
-        if not _is_project(name):
-            # Importing a module also runs its parent packages.
-            imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
+        # Importing a module also runs its parent packages.
+        parents = accumulate(name.split(".")[:-1], "{}.{}".format)
         pending += [
-            other
-            for other in imports
-            if (_affects_results(other) if _is_project(other) else _is_user(other, packages, name))
+            other for other in {*_parse_module(name).imports, *parents} if _is_user(other, packages)
         ]
     return names
 
@@ -338,8 +327,8 @@ def _names(config: RunConfig, stage: str) -> set[str]:
 def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     """Yield the names of a configuration's data files: their keys, not their paths.
 
-    Classes are not imported for this, so every text that is the path of a file is a data file. In
-    the algorithm section, the path of a folder is one too (offline data).
+    Classes are not imported here, so every text option that is the path of a file counts as a data
+    file. In the algorithm section a folder counts too, because offline data may be one.
     """
     for section in DATA_FILE_SECTIONS.intersection(sections):
         for key, text in _text_options(getattr(config, section).model_extra or {}):
@@ -369,20 +358,22 @@ def _file_path(config: RunConfig, name: str) -> Path:
     return Path(dict(_text_options(getattr(config, section).model_extra))[key]).expanduser()
 
 
-def _content(path: Path) -> str:
+def _data_digest(path: Path) -> str:
     """Return the content digest of a data file, or of a folder's files; empty if it is missing."""
     try:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            return json_digest([[str(file.relative_to(path)), _content(file)] for file in files])
+            return json_digest(
+                [[str(file.relative_to(path)), _data_digest(file)] for file in files]
+            )
         file_state = path.stat()
-        return _file_digest(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
+        return _hash_file(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except OSError:
         return ""
 
 
 @lru_cache(maxsize=4096)
-def _file_digest(path: Path, file_state: tuple[int, ...]) -> str:
+def _hash_file(path: Path, file_state: tuple[int, ...]) -> str:
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -390,27 +381,13 @@ def _file_digest(path: Path, file_state: tuple[int, ...]) -> str:
     return content.hexdigest()
 
 
-def _is_project(name: str) -> bool:
-    return name.partition(".")[0] in ("rlinf", "stages")
-
-
-@cache
-def _affects_results(name: str) -> bool:
-    """Return whether results depend on a module of the project."""
-    is_infrastructure = any(name == c or name.startswith(f"{c}.") for c in INFRASTRUCTURE)
-    # Packages contain only tables of names; the selected modules are included separately.
-    path = _path(name)
-    return not is_infrastructure and path is not None and path.name != "__init__.py"
-
-
-def _is_user(name: str, packages: set[str], importer: str) -> bool:
+def _is_user(name: str, packages: set[str]) -> bool:
     """Return whether a module is the user's: in a named package, or outside ``site-packages``.
 
     Other installed packages are not part of an identity.
     """
-    if _is_project(importer) or (path := _path(name)) is None:
-        return False
-    return name.partition(".")[0] in packages or not _is_installed(path)
+    path = _module_path(name)
+    return path is not None and (name.partition(".")[0] in packages or not _is_installed(path))
 
 
 def _is_installed(path: Path) -> bool:
@@ -421,15 +398,15 @@ _STANDARD_LIBRARY = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib
 
 
 @dataclass(frozen=True)
-class _Module:
-    source: ModuleDigest
+class _ParsedModule:
+    digests: ModuleDigest
     imports: frozenset[str]
-    """Names that may be modules: for ``from a import b`` both ``a`` and ``a.b``."""
+    """Names that may be modules; for ``from a import b`` both ``a`` and ``a.b``."""
 
 
 @cache
-def _module(name: str) -> _Module:
-    path = _path(name)
+def _parse_module(name: str) -> _ParsedModule:
+    path = _module_path(name)
     if path is None:
         raise CodeIdentityError(f"{name}: no such module")
     try:
@@ -441,27 +418,20 @@ def _module(name: str) -> _Module:
     ast_hash = xxhash.xxh3_128()
     for text in _ast_tokens(tree):
         ast_hash.update(text)
-    source = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), ast_hash.hexdigest())
-    return _Module(source, frozenset([*_imports(tree, package), *_subprocess_modules(tree)]))
+    digests = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), ast_hash.hexdigest())
+    return _ParsedModule(digests, frozenset(_imports(tree, package)))
 
 
 @cache
-def _file(name: str) -> str:
-    path = _path(name)
+def _module_file_digest(name: str) -> str:
+    path = _module_path(name)
     return "" if path is None else xxhash.xxh3_128_hexdigest(path.read_bytes())
 
 
 @cache
-def _path(name: str) -> Path | None:
-    """Return the file of a module; modules of the project are found without an import."""
+def _module_path(name: str) -> Path | None:
+    """Return the file of a module, without importing it."""
     first, *rest = name.split(".")
-    if _is_project(name):
-        root = (
-            Path(package_paths.__file__).parent.parent if first == "rlinf" else package_paths.ROOT
-        )
-        path = root.joinpath(*name.split("."))
-        candidates = [path.with_suffix(".py"), path / "__init__.py"]
-        return next((file for file in candidates if file.is_file()), None)
     try:
         spec = importlib.util.find_spec(first)
         for part in rest:
@@ -487,13 +457,6 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
                 module = ".".join([*parents, *([module] if module else [])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def _subprocess_modules(parsed: ast.Module) -> Iterator[str]:
-    """Yield the modules that a module runs in subprocesses (:data:`SUBPROCESS_MODULES`)."""
-    for node in parsed.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
-            yield from ast.literal_eval(node.value)
 
 
 def _ast_tokens(node: Any) -> Iterator[bytes]:
@@ -526,7 +489,7 @@ _DOCSTRING_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunction
 
 
 def _is_text(node: ast.stmt) -> bool:
-    """Return whether a statement is only text: a docstring, or that of an attribute."""
+    """Return whether a statement is the docstring of a module, class, function or attribute."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

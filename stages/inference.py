@@ -1,4 +1,4 @@
-"""Inference: log-probabilities (and values) of the trajectories under the training stack."""
+"""Inference: log-probabilities and values of the trajectories, as the trainer computes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.factory import create_algorithm, get_actor, get_reference
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs ``trajectories``, ``initial`` and ``weights``; output channel ``logprobs``."""
+    """Inputs: ``trajectories``, ``initial`` and ``weights``. Output channel: ``logprobs``."""
     algorithm = create_algorithm(ctx.config)
     output = ctx.open_writer("logprobs")
     temperature = ctx.config.rollout.temperature
@@ -18,11 +18,12 @@ def run(ctx: StageContext) -> None:
     for samples in ctx.chunks():
         trajectories = ctx.read(Trajectory, "trajectories", samples)
         results = [PolicyOutputs(identity=trajectory.identity) for trajectory in trajectories]
+        # Indices of the trajectories whose records this process writes.
         rows = set[int]()
-        # Advantages use the values of the rollout, if there are any.
+        # If the rollout has computed values, advantages use those.
         has_values = any(trajectory.values is not None for trajectory in trajectories)
-        recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not has_values)
-        if recompute:
+        needs_actor = algorithm.needs_old_logprobs or (algorithm.needs_values and not has_values)
+        if needs_actor:
             trainer = get_actor(ctx)
             with ctx.span("forward"):
                 for row, outputs in trainer.forward(trajectories, temperature):
@@ -40,7 +41,7 @@ def run(ctx: StageContext) -> None:
                 for row, outputs in reference.forward(trajectories, temperature):
                     results[row].reference_logprobs = outputs.logprobs.numpy()
                     rows.add(row)
-        if not recompute and not algorithm.needs_reference and ctx.world.rank == 0:
+        if not needs_actor and not algorithm.needs_reference and ctx.world.rank == 0:
             rows = set(range(len(trajectories)))
         for row in sorted(rows):
             output.put(results[row].to_record())

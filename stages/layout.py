@@ -5,21 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FILE, PLAN_FILE, RUN_FILE = "config.yaml", "plan.yaml", "run.json"
+"""Frozen configuration; plan; record of the run with checksum, versions and effective settings."""
 CODE_FILE, ACCEPTED_FILE = "code.json", "accepted_mismatches.json"
-"""Digests of the modules on which results depend, and results that ``--keep`` accepted although
-code or configuration differ."""
+"""``CODE_FILE`` has the digests of the modules on which results depend; ``ACCEPTED_FILE`` lists the
+results that ``--keep`` accepted although code or configuration differ."""
 CHANNELS_FOLDER = "channels"
 """Keys and addresses of the processes that accept connections."""
 POOLS_FOLDER, STATUS_FILE = "pools", "status.json"
+"""Folder of the pools' state; the file in it has the current state of all workers."""
 REWARD_CACHE_FOLDER = "reward-cache"
 """Answers of reward servers and judges, so that a repeated stage sends no request twice."""
 VIDEOS_FOLDER = "videos"
 """Videos of held-out episodes, in the output of an evaluation."""
 DRIVER_JOB_FOLDER = "driver"
-"""The job of a driver that was submitted to Slurm."""
+"""Folder of the Slurm job of a submitted driver."""
 STOP_FILE = "stop"
 """Contains the token of the driver that must stop."""
 METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
+"""One line per finished iteration with its metrics; one line per stage with its times."""
 TRACKED_FILE = "tracked.txt"
 """Digests of the metrics that trackers have received."""
 
@@ -41,14 +44,14 @@ def stage_folder(run: Path, stage: str, iteration: int) -> Path:
 
 
 WORK_ITEM = "work_item"
-"""Stage name, in the status, of a work item: some of the starts of a rollout."""
+"""Stage name that the status shows for a work item (some of the starts of a rollout)."""
 
 
 def worker_name(pool: str, rank: int) -> str:
-    """Return the name of a rank of a pool on the control link."""
+    """Return the name by which the driver and other workers address a rank of a pool."""
     return f"{pool}-r{rank}"
 
 
 def partial_samples_channel(work_item: str) -> str:
-    """Return the channel for unfinished samples that a worker sends to its successor."""
+    """Return the channel on which a work item's unfinished samples pass to another worker."""
     return f"partial-samples-{work_item}"

@@ -1,9 +1,10 @@
-"""Stage outputs in memory, which other stages read before they are on disk.
+"""Stage outputs in memory, which other stages read before the outputs are on disk.
 
-Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance that runs
-in the worker or sends records to it. A stream keeps all records of its iteration, because several
-stages read them, and a stage may read them again. It is dropped when it is committed and no stage
-of this worker will read it.
+Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance (a stage
+of one iteration) that runs in the worker or sends records to it. An output has a
+:class:`RecordStream` per channel. A stream keeps all records, because several stages read them, and
+a stage may read them again. An output is dropped when it is committed and no running stage of this
+worker reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlinf.data.record import Record, digest_records
 from rlinf.errors import RequeueRequested, UpstreamFailed
 
 STREAM_DIGESTS = "streams"
-"""Key of a manifest's ``extra``: the digest of each channel's records."""
+"""Key of a manifest's ``extra``: digest of the records of each channel, by channel."""
 POLL_S = 0.5
 """Seconds between two checks whether a waiting stage should stop."""
 
@@ -36,13 +37,15 @@ class RecordStream:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._records: dict[int, Record] = {}
-        self._records_by_rank: dict[int, int] = {}
+        """Records by sample, in order of arrival."""
+        self._rank_counts: dict[int, int] = {}
         """Number of records of each rank that has finished."""
         self._num_expected: int | None = None
         """Number of records of all ranks; None: some rank has not finished."""
         self._first_missing: dict[int, int] = {}
-        """The first sample of a range that may be missing, by start of the range."""
+        """By first sample of a requested range: a sample before which no record is missing."""
         self._unread: set[int] = set()
+        """Samples from other workers that no stage of this worker has read."""
 
     def put(self, record: Record) -> None:
         """Add a record, unless its sample is already present."""
@@ -52,14 +55,14 @@ class RecordStream:
                 self._changed.notify_all()
 
     def finish_rank(self, num_records: int, rank: int = 0, num_ranks: int = 1) -> None:
-        """Record that a rank has produced all its records; some samples may have none.
+        """Record that a rank has produced all its records. A sample may have no record.
 
         Args:
-            num_records: how many records the rank produced. Some may be lost or not yet received.
+            num_records: number of records that the rank produced; some may not have arrived.
         """
         with self._changed:
-            self._records_by_rank[rank] = num_records
-            counts = self._records_by_rank.values()
+            self._rank_counts[rank] = num_records
+            counts = self._rank_counts.values()
             self._num_expected = sum(counts) if len(counts) >= num_ranks else None
             self._changed.notify_all()
 
@@ -107,7 +110,7 @@ class RecordStream:
 
 
 class LiveOutput:
-    """The live output of one stage instance. An attempt adds to the output of a failed attempt."""
+    """The live output of one stage instance. A new attempt adds to the records of a failed one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -115,8 +118,11 @@ class LiveOutput:
         self.objects: dict[str, Any] = {}
         """Objects other than records by name, such as the weights."""
         self._attempt: str | None = None
+        """Attempt that has completed the output; None: it is incomplete."""
         self._failure: str | None = None
+        """Why the stage failed; None: it did not fail."""
         self._source_attempts: set[str] = set()
+        """Uncommitted attempts of another stage from which records were computed."""
         self.invalidated = False
         """Whether readers must fail; the store then replaces this output by a new one."""
 
@@ -137,8 +143,8 @@ class LiveOutput:
             self._attempt = attempt
             self._changed.notify_all()
 
-    def put(self, attempt: str, name: str, value: Any) -> None:
-        """Add an object from another worker and mark the output of its attempt as complete."""
+    def put_object(self, attempt: str, name: str, value: Any) -> None:
+        """Add an object that an attempt in another worker produced; mark the output as complete."""
         with self._changed:
             self.objects[name] = value
             self.mark_complete(attempt)
@@ -149,7 +155,7 @@ class LiveOutput:
             is_present = self._attempt == attempt and self._failure is None
             return self.objects.get(name) if is_present else None
 
-    def depends_on(self, attempt: str) -> None:
+    def add_source_attempt(self, attempt: str) -> None:
         """Register an uncommitted attempt from which a record was computed."""
         with self._changed:
             self._source_attempts.add(attempt)
@@ -177,11 +183,11 @@ class LiveOutput:
     def wait_for_attempt(
         self, should_stop: Callable[[], bool], is_committed: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Wait until the output is complete and return its attempt, or None if it is on disk.
+        """Wait until the output is complete and return its attempt; None: read it from disk.
 
         Args:
-            is_committed: whether the output is on disk; called every ``POLL_S`` s, because
-                records in memory can be lost with the worker that produced them.
+            is_committed: returns whether the output is on disk; called every ``POLL_S`` s,
+                because records in memory can be lost with the worker that produced them.
 
         Raises:
             UpstreamFailed: the output failed.
@@ -197,7 +203,7 @@ class LiveOutput:
         should_stop: Callable[[], bool],
         is_committed: Callable[[], bool] = lambda: False,
     ) -> list[Record] | None:
-        """Wait for a range of samples; return its records, or None if they are on disk.
+        """Wait for a range of samples and return its records; None: read them from disk.
 
         Args, Raises: as :meth:`wait_for_attempt`.
         """
@@ -206,7 +212,7 @@ class LiveOutput:
         return stream.read(samples) if is_live else None
 
     def available_records(self, channel: str) -> list[Record]:
-        """Return all present records of a channel in order of arrival."""
+        """Return the records of a channel that have arrived, in order of arrival."""
         stream = self.stream(channel)
         with self._changed:
             return stream.all_records()
@@ -221,7 +227,7 @@ class LiveOutput:
         """Yield ``count`` records of a channel as they arrive.
 
         Args:
-            source_attempt: the committed attempt from which the records should be computed.
+            source_attempt: the committed attempt from which records must be computed; None: any.
 
         Raises:
             UpstreamFailed: as for :meth:`wait_for_attempt`; or a record was computed from another
@@ -278,6 +284,7 @@ class LiveOutput:
         should_stop: Callable[[], bool],
         is_committed: Callable[[], bool] = lambda: False,
     ) -> bool:
+        """Wait; return True if the data is available in memory, False if it is committed."""
         deadline = time.monotonic() + POLL_S
         while True:
             with self._changed:
@@ -326,8 +333,8 @@ class LiveStore:
     def release_committed(self, is_committed: Callable[[str], bool]) -> set[str]:
         """Drop committed outputs that no stage has pinned; return their folders.
 
-        All uncommitted outputs are kept, because records may arrive before the order to read them.
-        Weights are kept as well, because later work items use the newest versions.
+        Uncommitted outputs are kept, because records may arrive before the order of the stage that
+        reads them. Weights are kept as well, because later work items use the newest versions.
         """
         with self._lock:
             unpinned = self._unpinned()
@@ -340,6 +347,7 @@ class LiveStore:
         return dropped
 
     def _unpinned(self) -> set[str]:
+        """Return the folders of outputs without objects that no running stage has pinned."""
         unpinned = {folder for folder, output in self._outputs.items() if not output.objects}
         return unpinned.difference(*self._pinned.values())
 

@@ -2,8 +2,8 @@
 
 The ranks share the attempt's data folder. In the folder ``data-<attempt>.ranks`` beside it, each
 rank touches a heartbeat file every few seconds and writes its report at the end. A rank counts as
-lost if its heartbeat file has not changed for a long time. That time is measured by the clock of
-the waiting process; clocks of two nodes are not compared.
+lost if its heartbeat file has not changed for :data:`RANK_TIMEOUT_S`. The waiting process measures
+this time by its own clock, because clocks of two nodes may differ.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ MetricValue = Sequence[Any]
 RANK_TIMEOUT_S = 600.0
 """A rank without a heartbeat for this time is lost. NFS may show heartbeats a minute late."""
 HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats of a rank."""
 POLL_S = 0.02
+"""Seconds between two checks of a waiting rank for a report or the commit."""
 _RANK_FILE = re.compile(r"(?:.+-r|rank-)(\d+)-(?:p|of-)\d+\..+")
-"""Names of the files that each rank writes separately: channels and checkpoints."""
+"""Names of files that only one rank writes, in channels and checkpoints; group 1 is the rank."""
 
 
 class AttemptRanks:
-    """The heartbeats and reports of one attempt. A single process writes none.
+    """The heartbeats and reports of one attempt; an attempt with one process has none.
 
     Args:
         data: folder of the attempt.
@@ -46,14 +48,14 @@ class AttemptRanks:
 
     def __init__(self, data: Path, world: ProcessGroupInfo) -> None:
         self.data, self._world = data, world
-        self.folder = data.with_name(f"{data.name}.ranks")
+        self.ranks_folder = data.with_name(f"{data.name}.ranks")
 
     @contextlib.contextmanager
     def attempt_scope(self) -> Iterator[None]:
-        """Send heartbeats inside this scope; a failed attempt removes its files.
+        """Send heartbeats inside this scope; remove the files of a failed attempt.
 
-        Only rank 0 removes them, because it knows that they were not committed. If another rank is
-        alive and may still write files, they are left; the next attempt removes them.
+        Only rank 0 removes them, because it knows that they were not committed. While another rank
+        is alive and may still write files, rank 0 removes none; the next attempt does.
         """
         try:
             with self._send_heartbeats() if self._world.size > 1 else contextlib.nullcontext():
@@ -63,16 +65,16 @@ class AttemptRanks:
                 self._last_heartbeat(rank) is None for rank in range(self._world.size)
             ):
                 shutil.rmtree(self.data, ignore_errors=True)
-                shutil.rmtree(self.folder, ignore_errors=True)
+                shutil.rmtree(self.ranks_folder, ignore_errors=True)
             raise
         if self._world.rank == 0 and self._world.size > 1:
-            # All ranks have reported, so no rank waits for a rank other than 0.
-            shutil.rmtree(self.folder, ignore_errors=True)
+            # All ranks have reported, and other ranks wait only for the manifest of rank 0.
+            shutil.rmtree(self.ranks_folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def _send_heartbeats(self) -> Iterator[None]:
         heartbeat_file, stopped = self._heartbeat_file(self._world.rank), threading.Event()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.ranks_folder.mkdir(parents=True, exist_ok=True)
         heartbeat_file.touch()
 
         def touch() -> None:
@@ -92,7 +94,11 @@ class AttemptRanks:
                 heartbeat_file.unlink()
 
     def write_report(self, **content: Any) -> None:
-        """Report to rank 0 that this rank has written all its files; values must fit in JSON."""
+        """Report to rank 0 that this rank has written all its files.
+
+        Args:
+            content: values for the report, which must be valid in JSON.
+        """
         rank = self._world.rank
         files = {}
         for path in self.data.rglob("*") if rank else ():
@@ -100,7 +106,7 @@ class AttemptRanks:
             if match is not None and int(match[1]) == rank:
                 files[path.relative_to(self.data).as_posix()] = asdict(describe_file(path))
         text = json.dumps({**content, "files": files})
-        report = self.folder / f"{rank}.json"
+        report = self.ranks_folder / f"{rank}.json"
         temporary = report.with_name(f".{report.name}")
         temporary.write_text(text)
         # No fsync: the report is not read after a crash. Rank 0 may remove the folder from now on.
@@ -137,13 +143,13 @@ class AttemptRanks:
 
     def _read_report(self, rank: int) -> dict[str, Any] | None:
         try:
-            report: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+            report: dict[str, Any] = json.loads((self.ranks_folder / f"{rank}.json").read_text())
         except FileNotFoundError:
             return None
         return report
 
     def _heartbeat_file(self, rank: int) -> Path:
-        return self.folder / str(rank)
+        return self.ranks_folder / str(rank)
 
     def _last_heartbeat(self, rank: int) -> int | None:
         """Return the time of a rank's last heartbeat by the filesystem's clock, or None."""
@@ -153,6 +159,7 @@ class AttemptRanks:
             return None
 
     def _wait(self, rank: int, poll: Callable[[], T | None]) -> T:
+        """Wait until ``poll`` returns a result; raise if ``rank`` is lost meanwhile."""
         last_heartbeat, silent_s, last_poll = self._last_heartbeat(rank), 0.0, time.monotonic()
         while (result := poll()) is None:
             if silent_s > RANK_TIMEOUT_S:
@@ -172,10 +179,12 @@ class AttemptRanks:
 def reduce_metric(
     values: Sequence[MetricValue], means: Sequence[MetricValue] = ()
 ) -> tuple[float, float]:
-    """Reduce a metric of several ranks; see :meth:`StageContext.log_metric`.
+    """Reduce a metric of several ranks; return its value and the sum of the weights.
+
+    Weights and reductions are explained in :meth:`StageContext.log_metric`.
 
     Args:
-        means: the metric ``mean`` of the same ranks.
+        means: the metric ``mean`` of the same ranks; needed for ``std``.
     """
     weight, reduction = sum(metric[1] for metric in values), values[0][2]
     if reduction == "max":
@@ -195,7 +204,8 @@ def reduce_metric(
 def reduce_metrics(
     rank_metrics: Sequence[Mapping[str, MetricValue]],
 ) -> dict[str, tuple[float, float, MetricReduction]]:
-    """Reduce the metrics of all ranks by name."""
+    """Reduce the metrics of all ranks, by name of the metric."""
     names = sorted({name for metrics in rank_metrics for name in metrics})
-    parts = {name: [m[name] for m in rank_metrics if name in m] for name in names}
-    return {name: (*reduce_metric(parts[name], parts.get("mean", ())), "mean") for name in names}
+    values = {name: [m[name] for m in rank_metrics if name in m] for name in names}
+    means = values.get("mean", ())
+    return {name: (*reduce_metric(values[name], means), "mean") for name in names}

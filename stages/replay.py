@@ -18,15 +18,16 @@ from stages.factory import WEIGHTS, create_algorithm, policy_class
 REPLAY_FOLDER = "replay"
 """Folder of the replay buffer in the run folder."""
 INTERVENTIONS_FOLDER = "interventions"
-"""Subfolder with a second buffer of human interventions, for algorithms that sample a share of each
-batch from demonstrations."""
+"""Subfolder with a second buffer: the steps in which a human acted, for algorithms that sample a
+share of each batch from demonstrations."""
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs ``trajectories``, ``rewards``, ``initial``; after the first iteration also
+    """Inputs: ``trajectories``, ``rewards``, ``initial``; after the first iteration also
     ``replay``, the output of the previous iteration.
 
-    Output: only metrics. The transitions are in the buffer, which is synced before the commit.
+    Output: metrics, and the added ranges of the buffer. The transitions themselves are in the
+    buffer, which is on disk before the commit.
 
     Raises:
         InputError: the trajectories are not from a simulator.
@@ -51,22 +52,22 @@ def run(ctx: StageContext) -> None:
     with ctx.span("append"):
         buffer = open_replay_buffer(ctx, policy.transition_dtype)
         added = buffer.append(ctx.iteration, transitions)
-        appended = [added]
+        added_ranges = [added]
         if has_interventions and create_algorithm(ctx.config).uses_offline_data:
             interventions = transitions[np.concatenate(masks)] if masks else transitions
-            appended.append(
+            added_ranges.append(
                 open_replay_buffer(ctx, policy.transition_dtype, INTERVENTIONS_FOLDER).append(
                     ctx.iteration, interventions
                 )
             )
-            ctx.log_metric("interventions", appended[-1].stop)
+            ctx.log_metric("interventions", added_ranges[-1].stop)
     ctx.log_metric("added", len(transitions))
     ctx.log_metric("size", min(added.stop, buffer.capacity))
     ctx.log_metric("total", added.stop)
     for name in ("terminated", "truncated"):
         ctx.log_metric(name, float(transitions[name].sum()))
     # With the checksums, the content digest of this stage depends on the transitions.
-    lines = [f"{range_.start} {range_.stop} {range_.checksum}\n" for range_ in appended]
+    lines = [f"{range_.start} {range_.stop} {range_.checksum}\n" for range_ in added_ranges]
     (ctx.data_folder / "added.txt").write_text("".join(lines))
 
 

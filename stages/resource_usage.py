@@ -1,7 +1,7 @@
 """Resource usage of a process and its children: CPU time, memory and GPU.
 
-A thread takes a sample every few seconds while a stage computes. The summary is part of the
-manifest's ``timing``, because it differs between equal runs.
+A thread takes a sample every few seconds while a stage computes. The manifest has the summary in
+``timing``, which is no part of the content digest, because it differs between equal runs.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SAMPLE_INTERVAL_S = 2.0
+"""Seconds between two samples."""
 REUSE_SAMPLE_S = 0.02
 """Maximum age of a sample that a new window reuses. A sample takes 1 ms with many threads."""
 _PROC = Path("/proc")
-_TICK = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class UsageSample(NamedTuple):
     """One sample. ``gpu_*`` are None unless this process already uses a GPU."""
 
     cpu_s: float
-    """CPU seconds of this process and its children since their start, including ended children."""
+    """CPU seconds of this process and its descendants, running and ended, since their start."""
     memory_bytes: int
-    """Resident memory; shared pages count once for each process."""
+    """Resident memory of all these processes; shared pages count once for each process."""
     gpu_share: float | None = None
     """Share of the last 1/6 s to 1 s (NVML) in which a kernel was running."""
     gpu_bytes: int | None = None
-    """Memory in use on the device by all processes."""
+    """Memory of the device that is in use, by any process."""
     gpu_total_bytes: int | None = None
 
 
@@ -49,14 +50,15 @@ def sample_usage() -> UsageSample:
     cpu_s, memory = sum(used.ru_utime + used.ru_stime for used in usage), 0
     for pid in _process_tree(os.getpid()):
         try:
-            # The process name, in parentheses, may contain any character.
+            # See proc_pid_stat(5). The process name, in parentheses, may contain any character.
+            # After it, index 21 has the resident pages, and 11 to 14 have the CPU ticks.
             fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
-        memory += int(fields[21]) * _PAGE
+        memory += int(fields[21]) * _PAGE_BYTES
         if pid != os.getpid():
-            cpu_s += sum(map(int, fields[11:15])) / _TICK
-    return UsageSample(cpu_s, memory, *_gpu())
+            cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S
+    return UsageSample(cpu_s, memory, *_gpu_usage())
 
 
 def _process_tree(pid: int) -> Iterator[int]:
@@ -79,7 +81,7 @@ class _NvmlMemory(ctypes.Structure):
 
 @cache
 def _nvml() -> ctypes.CDLL | None:
-    """Return NVML, which comes with the driver; None if there is none."""
+    """Return the library NVML, which NVIDIA's driver installs; None if it is missing."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         return library if library.nvmlInit_v2() == 0 else None
@@ -88,7 +90,7 @@ def _nvml() -> ctypes.CDLL | None:
 
 
 @cache
-def _device(uuid: str) -> ctypes.c_void_p | None:
+def _nvml_device(uuid: str) -> ctypes.c_void_p | None:
     library, handle = _nvml(), ctypes.c_void_p()
     if library is None:
         return None
@@ -96,13 +98,13 @@ def _device(uuid: str) -> ctypes.c_void_p | None:
     return handle if status == 0 else None
 
 
-def _gpu() -> tuple[float | None, int | None, int | None]:
+def _gpu_usage() -> tuple[float | None, int | None, int | None]:
     """Return the usage of torch's current device, without initializing CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return None, None, None
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    handle, library = _device(f"GPU-{uuid}"), _nvml()
+    handle, library = _nvml_device(f"GPU-{uuid}"), _nvml()
     if handle is None or library is None:
         free, total = torch.cuda.mem_get_info()
         return None, total - free, total
@@ -120,6 +122,7 @@ class UsageWindow:
     """The samples of one time interval."""
 
     start: float = field(default_factory=time.monotonic)
+    """Begin of the interval (monotonic, s)."""
     samples: list[UsageSample] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
@@ -143,18 +146,19 @@ class UsageWindow:
 
 
 class UsageMeter:
-    """Takes samples for all open windows of this process."""
+    """Samples the usage of this process for all open :class:`UsageWindow` objects."""
 
     def __init__(self, interval_s: float = SAMPLE_INTERVAL_S) -> None:
         self._interval_s, self._lock = interval_s, threading.Lock()
         self._windows: list[UsageWindow] = []
         self._last_sample: tuple[float, UsageSample | None] = (0.0, None)
+        """Time (monotonic, s) and sample of the window that ended last."""
         self._has_windows = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def measure(self, results: list[dict[str, Any]], **labels: Any) -> Iterator[None]:
-        """Append the labels and the summary of the enclosed time to ``results``."""
+        """Measure the time inside this context; append labels and summary to ``results``."""
         last_time, sample = self._last_sample
         if sample is None or time.monotonic() - last_time > REUSE_SAMPLE_S:
             sample = sample_usage()

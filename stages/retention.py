@@ -14,59 +14,59 @@ from stages.flow import EVALUATE, Flow, flow_of
 from stages.layout import offline_folder, stage_folder
 
 SEARCH_WINDOW = 50
-"""Number of iterations before the oldest retained iteration that are searched for old outputs."""
+"""Number of iterations that are searched for outputs to remove, before the oldest retained one."""
 
 
 class RetentionPolicy:
-    """The retention policy of a run while an iteration is being published."""
+    """The retention policy of a run while an iteration is being published.
+
+    Args:
+        iteration: the iteration that is published, counted from 0.
+    """
 
     def __init__(self, config: RunConfig, run: Path, iteration: int) -> None:
-        """
-        Args:
-            iteration: the iteration that is published, counted from 0.
-        """
-        self._policy, self._evaluate = config.checkpoint, config.evaluate
+        self._settings, self._evaluate = config.checkpoint, config.evaluate
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
+        # Stages whose output is records, and stages whose output is weights or other state.
         self._stream_stages = [name for name, stage in stages.items() if stage.output_stream]
         self._state_stages = [name for name in stages if name not in self._stream_stages]
-        retained = self._flow.retained_outputs
+        num_retained = self._flow.num_retained_outputs
         # Outputs are kept until later stages have read them. The two newest checkpoints are
         # always kept, because a damaged checkpoint is computed again from the previous one.
-        newest = max(2, self._policy.keep_last, *map(retained, self._state_stages))
-        counts = map(retained, self._stream_stages)
-        self._keep_trajectories = max([self._policy.keep_trajectories, *counts])
-        self._oldest_retained = iteration + 1 - newest - config.rollout.staleness
-        self._search_range = SEARCH_WINDOW + max(newest, self._keep_trajectories)
+        num_newest = max(2, self._settings.keep_last, *map(num_retained, self._state_stages))
+        num_read = map(num_retained, self._stream_stages)
+        self._num_trajectories = max([self._settings.keep_trajectories, *num_read])
+        self._oldest_retained = iteration + 1 - num_newest - config.rollout.staleness
+        self._search_range = SEARCH_WINDOW + max(num_newest, self._num_trajectories)
         self._scores = evaluation_scores(self._flow, run)
-        self._best = best_versions(self._scores, self._policy.keep_best)
+        self._best = best_versions(self._scores, self._settings.keep_best)
 
     def should_keep(self, stage: str, iteration: int) -> bool:
-        """Return whether the output of a stage of an earlier iteration stays on disk.
+        """Return whether the output of a stage of this or an earlier iteration stays on disk.
 
-        Weights also stay until they are evaluated, and while they are among the best by held-out
-        score.
+        Old weights stay until they are evaluated, and while their held-out score is among the best.
         """
         if stage in self._stream_stages:
-            # The first trajectories are kept; the report compares them with the last ones.
-            return not 0 < iteration < self._iteration + 1 - self._keep_trajectories
+            # Those of iteration 0 are kept, because the report compares them with the last ones.
+            return not 0 < iteration < self._iteration + 1 - self._num_trajectories
         version = iteration + 1
         if iteration >= self._oldest_retained or self._awaits_evaluation(version):
             return True
-        if self._policy.keep_every and version % self._policy.keep_every == 0:
+        if self._settings.keep_every and version % self._settings.keep_every == 0:
             return True
         return stage == self._flow.publish_stage and version in self._best
 
     def expired_outputs(self) -> list[Path]:
         """Return the output folders whose data must be removed now."""
         window = range(max(0, self._iteration - self._search_range), self._iteration)
-        # Weights that were among the best until now may be older than the window.
+        # Weights that are no longer among the best may be older than the window.
         scored = {version - 1 for version in self._scores if 0 < version <= self._iteration}
         return [
-            stage_folder(self._run, stage, old)
-            for old in sorted(scored.union(window))
+            stage_folder(self._run, stage, iteration)
+            for iteration in sorted(scored.union(window))
             for stage in (*self._stream_stages, *self._state_stages)
-            if not self.should_keep(stage, old)
+            if not self.should_keep(stage, iteration)
         ]
 
     def _awaits_evaluation(self, version: int) -> bool:
@@ -76,12 +76,12 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The version of the weights with the highest held-out score."""
+    """The version of the weights with the highest held-out score, which is ``score``."""
 
     version: int
     score: float
     folder: Path | None
-    """Its output folder in the run; None: its data was removed by the retention policy."""
+    """The output folder with the weights; None: the retention policy has removed the data."""
 
 
 def best_weights(config: RunConfig, run: Path) -> BestWeights | None:
@@ -109,8 +109,8 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
     """
     scores = {}
     for folder in sorted((run / EVALUATE).glob("[0-9]*"), key=lambda path: int(path.name)):
-        evaluation = _committed(folder)
-        weights = _committed(weights_folder(flow, run, int(folder.name)))
+        evaluation = _commit_of(folder)
+        weights = _commit_of(weights_folder(flow, run, int(folder.name)))
         if evaluation is None or weights is None:
             continue
         evaluated_contents = [
@@ -132,22 +132,24 @@ def weights_folder(flow: Flow, run: Path, version: int) -> Path:
 
 @dataclass(frozen=True)
 class _Commit:
+    """The fields of a manifest that retention needs."""
+
     content: str
     inputs: Mapping[str, str]
     score: float | None
 
 
-def _committed(out: Path) -> _Commit | None:
+def _commit_of(out: Path) -> _Commit | None:
     try:
         file_state = (out / MANIFEST).stat()
-        return _read(out, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
+        return _read_commit(out, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except FileNotFoundError:
         return None
 
 
 @lru_cache(maxsize=1 << 15)
-def _read(out: Path, file_state: tuple[int, ...]) -> _Commit | None:
-    """Read the fields of a manifest that retention needs; cached, because it is called often."""
+def _read_commit(out: Path, file_state: tuple[int, ...]) -> _Commit | None:
+    """Read a manifest; cached, because every iteration reads those of all evaluations again."""
     try:
         manifest = read_manifest(out)
     except ArtifactError:

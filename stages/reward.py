@@ -21,14 +21,14 @@ class RewardBatch(NamedTuple):
     """The rewards of ``N`` trajectories."""
 
     task_scores: list[float]
-    """The task's scores, if the reward needs them."""
+    """``N`` scores of the task; empty if the reward does not need them."""
     step_rewards: list[StepRewards]
     reward_sums: np.ndarray
     """``[N]``: sum of the rewards of each trajectory."""
     group_ids: np.ndarray
     """``[N]``: group of each trajectory."""
     valid: np.ndarray
-    """Bool ``[N]``: whether it has a reward and at least one step under the loss mask."""
+    """Bool ``[N]``: whether the trajectory has a reward and at least one unmasked step."""
 
 
 def compute_rewards(
@@ -41,7 +41,7 @@ def compute_rewards(
     """Compute the rewards of complete groups.
 
     Args:
-        environment: computes task scores; None: the reward needs none.
+        environment: computes the scores of the task; None: the reward needs no scores.
         failure_counts: updated with the number of failures by kind.
     """
     scores = list[float]()
@@ -65,61 +65,65 @@ def compute_rewards(
     failure_counts.update(dict.fromkeys(reward.failure_kinds, 0))
     failure_counts.update(result.failure for result in results if result.failure)
     valid = np.array([result.valid for result in results])
-    groups = np.array([r.group for r in rewards])
-    totals = np.array([r.rewards.sum(dtype=np.float64) for r in rewards])
+    group_ids = np.array([r.group for r in rewards])
+    reward_sums = np.array([r.rewards.sum(dtype=np.float64) for r in rewards])
     # A fully masked trajectory has no gradient and is not part of its group's mean.
     has_steps = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
     failure_counts["fully_masked"] += int((~has_steps).sum())
     valid &= has_steps
     included = valid.copy()
-    # Groups are selected by their rewards before shaping terms such as a length penalty.
-    raw = [result.raw_reward for result in results]
-    unshaped = np.array([t if r is None else r for t, r in zip(totals, raw, strict=True)])
-    included[included] = algorithm.select_samples(unshaped[included], groups[included])
-    displayed_scores = np.nan_to_num(scores).tolist() or totals.tolist()
+    # Groups are selected by their rewards without shaping terms, such as a length penalty.
+    unshaped = np.array(
+        [
+            reward_sum if result.raw_reward is None else result.raw_reward
+            for reward_sum, result in zip(reward_sums, results, strict=True)
+        ]
+    )
+    included[included] = algorithm.select_samples(unshaped[included], group_ids[included])
+    displayed_scores = np.nan_to_num(scores).tolist() or reward_sums.tolist()
     for step_rewards, score, is_included in zip(
         rewards, displayed_scores, included.tolist(), strict=True
     ):
         step_rewards.score, step_rewards.is_included = score, is_included
-    return RewardBatch(scores, rewards, totals, groups, valid)
+    return RewardBatch(scores, rewards, reward_sums, group_ids, valid)
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs ``trajectories`` and ``initial`` (for its tokenizer); output channel ``rewards``.
+    """Inputs: ``trajectories`` and ``initial`` (for its tokenizer). Output channel: ``rewards``.
 
     Each process scores complete groups.
     """
     reward, algorithm = get_reward(ctx), create_algorithm(ctx.config)
-    size = ctx.config.rollout.group_size
+    group_size = ctx.config.rollout.group_size
     shard = set(ctx.world.shard(ctx.config.rollout.batch_size))
     output = ctx.open_writer("rewards")
 
-    def tokenizer() -> Path:
+    def tokenizer_folder() -> Path:
         return ctx.inputs["initial"].data_folder / WEIGHTS
 
     scores = list[float]()
-    totals, groups, included = [], [], list[bool]()
+    reward_sums, group_ids, included = [], [], list[bool]()
     failure_counts = Counter[str]()
     for samples in ctx.chunks():
         all_trajectories = ctx.read(Trajectory, "trajectories", samples)
-        trajectories = [t for t in all_trajectories if t.identity.sample // size in shard]
+        trajectories = [t for t in all_trajectories if t.identity.sample // group_size in shard]
         if not trajectories:
             continue
-        environment = get_environment(ctx, tokenizer) if reward.needs_score else None
+        environment = get_environment(ctx, tokenizer_folder) if reward.needs_score else None
         with ctx.span("score"):
             batch = compute_rewards(reward, algorithm, environment, trajectories, failure_counts)
         for rewards in batch.step_rewards:
             output.put(rewards.to_record())
             included.append(rewards.is_included)
         scores += [score for score in batch.task_scores if not np.isnan(score)]
-        # The mean leaves out trajectories without a reward.
-        totals.append(batch.reward_sums[batch.valid])
-        groups.append(batch.group_ids[batch.valid])
+        # The means below leave out trajectories without a reward.
+        reward_sums.append(batch.reward_sums[batch.valid])
+        group_ids.append(batch.group_ids[batch.valid])
     output.close()
-    if not totals:
+    if not reward_sums:
         return
-    all_sums, group_ids = np.concatenate(totals), np.concatenate(groups)
-    group_stds = [float(all_sums[group_ids == group].std()) for group in np.unique(group_ids)]
+    all_sums, all_ids = np.concatenate(reward_sums), np.concatenate(group_ids)
+    group_stds = [float(all_sums[all_ids == group].std()) for group in np.unique(all_ids)]
     count = len(included)
     if len(all_sums):
         ctx.log_metric("mean", float(all_sums.mean()), weight=len(all_sums))

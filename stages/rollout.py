@@ -36,7 +36,9 @@ def run(ctx: StageContext) -> None:
 
 
 def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
-    """Load the open episodes of this process's samples; None if episodes are not carried over.
+    """Load the open episodes of this process's samples, by sample number.
+
+    Returns None if episodes are not carried over.
 
     Raises:
         ArtifactError: the input is damaged.
@@ -58,7 +60,11 @@ def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
 def emit_trajectories(
     ctx: StageContext, generate: Callable[[StageContext, Sequence[int]], Iterable[Trajectory]]
 ) -> None:
-    """Generate and emit the trajectories of this process's starts, chunk by chunk."""
+    """Generate the trajectories of this process's starts, chunk by chunk, and write them.
+
+    Args:
+        generate: yields the trajectories of some starts of the batch.
+    """
     settings = ctx.config.rollout
     shard = ctx.world.shard(settings.batch_size)
 
@@ -72,7 +78,7 @@ def emit_trajectories(
 
 
 def receive_trajectories(ctx: StageContext) -> None:
-    """Emit the trajectories that rollout workers generate and send to this worker.
+    """Write the trajectories that rollout workers generate and send to this worker.
 
     Repeated records were dropped on arrival, so all readers of the channel get the same records.
 
@@ -97,9 +103,9 @@ def generate_trajectories(
     """Yield the trajectories of some starts of the batch as they are completed.
 
     Args:
-        partial_samples: unfinished samples by number; only these are continued.
+        partial_samples: unfinished samples by number; if given, only these are generated.
         should_abort: see :class:`rlinf.engines.base.RolloutHooks`.
-        num_starts: number of starts that an iteration may draw; None: the batch size.
+        num_starts: number of starts that an iteration may use; None: the batch size.
         open_episodes: see :attr:`rlinf.envs.base.RolloutRequest.open_episodes`.
     """
     settings = ctx.config.rollout
@@ -110,7 +116,7 @@ def generate_trajectories(
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
-    episodes = RolloutRequest(
+    request = RolloutRequest(
         seed=ctx.config.seed,
         iteration=ctx.iteration,
         split="train",
@@ -127,11 +133,11 @@ def generate_trajectories(
     if policy is not None and environment.supports_resume:
         policy = replace(policy, hooks=replace(policy.hooks, should_abort=should_abort))
     with ctx.span("generate"):
-        yield from rollout_iter(ctx, environment, episodes, policy)
+        yield from rollout_iter(ctx, environment, request, policy)
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
-    """Return the engine with input ``weights``, or with newer weights for in-flight updates."""
+    """Return the engine with input ``weights``. With in-flight updates its weights may be newer."""
     settings = ctx.config.rollout
     in_flight = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
@@ -149,7 +155,7 @@ def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], to
     open_episodes_file = None
     if carries_over_episodes(ctx.config) and ctx.world.is_primary:
         open_episodes_file = RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank)
-    lengths, truncated, lags = [], 0, 0
+    lengths, num_truncated, total_staleness = [], 0, 0
     failures = DialogueFailures()
     clip_ratios = list[float]()
     for trajectory in trajectories:
@@ -162,9 +168,9 @@ def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], to
         lengths.append(int(mask.sum()))
         if (clip_ratio := action_clip_ratio(trajectory)) is not None:
             clip_ratios.append(clip_ratio)
-        truncated += trajectory.stop_reason == "length"
+        num_truncated += trajectory.stop_reason == "length"
         if trajectory.versions is not None:
-            lags += int((ctx.iteration - trajectory.versions)[mask].sum())
+            total_staleness += int((ctx.iteration - trajectory.versions)[mask].sum())
         ctx.report_progress(len(lengths), total, "samples")
     output.close()
     if open_episodes_file is not None:
@@ -174,12 +180,14 @@ def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], to
     ctx.log_metric("steps", float(np.sum(lengths)), weight=0)
     if lengths:
         ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
-        ctx.log_metric("truncated_ratio", truncated / len(lengths), weight=len(lengths))
+        ctx.log_metric("truncated_ratio", num_truncated / len(lengths), weight=len(lengths))
         if clip_ratios:
             clip_ratio = float(np.mean(clip_ratios))
             ctx.log_metric("action_clip_ratio", clip_ratio, weight=len(clip_ratios))
         if ctx.config.rollout.in_flight_updates:
-            ctx.log_metric("staleness_mean", lags / max(1, sum(lengths)), weight=sum(lengths))
+            num_steps = sum(lengths)
+            staleness = total_staleness / max(1, num_steps)
+            ctx.log_metric("staleness_mean", staleness, weight=num_steps)
 
 
 @dataclass(frozen=True)
@@ -189,16 +197,17 @@ class PolicyRunner:
     engine: Engine
     seed: int
     stage: str
+    """Stage name, which is part of the sampling seed."""
     hooks: RolloutHooks = NO_HOOKS
 
 
 def rollout_iter(
     ctx: StageContext,
     environment: Environment,
-    episodes: RolloutRequest,
+    request: RolloutRequest,
     policy: PolicyRunner | None,
 ) -> Generator[Trajectory]:
-    """Yield the trajectories of ``episodes``, each as soon as it is complete.
+    """Yield the trajectories of ``request``, each as soon as it is complete.
 
     Args:
         policy: the engine; None: the policy is in another worker.
@@ -209,9 +218,9 @@ def rollout_iter(
     """
     if policy is None:
         assert ctx.remote_policy is not None, "a process without an engine needs a remote policy"
-        return ctx.remote_policy.rollout_iter(ctx, environment, episodes)
+        return ctx.remote_policy.rollout_iter(ctx, environment, request)
     return local_rollout_iter(
-        environment, policy.engine, episodes, policy.stage, policy.hooks, ctx.should_stop
+        environment, policy.engine, request, policy.stage, policy.hooks, ctx.should_stop
     )
 
 
@@ -222,18 +231,18 @@ class _IteratorClosed(Exception):
 def local_rollout_iter(
     environment: Environment,
     engine: Engine,
-    episodes: RolloutRequest,
+    request: RolloutRequest,
     stage: str,
     hooks: RolloutHooks = NO_HOOKS,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Trajectory]:
-    """Yield the trajectories of ``episodes``, each as soon as it is complete.
+    """Yield the trajectories of ``request``, each as soon as it is complete.
 
-    The engine runs in a separate thread. An error on either side ends both and is raised here. If
-    the iterator is closed early, unfinished samples are discarded.
+    The engine runs in a separate thread. An error of the engine or the environment ends both and is
+    raised here. If the iterator is closed early, unfinished samples are discarded.
 
     Args:
-        should_stop: whether the allocation is about to end; called at every step of the engine.
+        should_stop: returns whether the allocation is about to end; called at every engine step.
 
     Raises:
         RequeueRequested: the allocation is about to end.
@@ -254,7 +263,7 @@ def local_rollout_iter(
     def generate() -> None:
         try:
             replies = engine.generate(
-                observations, seed=episodes.seed, stage=stage, hooks=engine_hooks
+                observations, seed=request.seed, stage=stage, hooks=engine_hooks
             )
             for reply in replies:
                 actions.put(reply)
@@ -270,7 +279,7 @@ def local_rollout_iter(
     thread.start()
     is_exhausted = False
     try:
-        yield from environment.simulate(episodes, observations, actions)
+        yield from environment.simulate(request, observations, actions)
         is_exhausted = True
     except Exception:
         if failure:

@@ -1,4 +1,4 @@
-"""Run one stage instance: verify its inputs, compute, and commit its output."""
+"""Run a stage of one iteration: verify its inputs, compute, and commit its output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from stages.timeout_retries import PROGRESS_FOLDER, TIMEOUTS_FILE
 from stages.worker_state import WorkerState
 
 DISK_FALLBACKS = "read_from_disk"
-"""Key in a manifest: inputs that any rank read from disk although memory was expected."""
+"""Key of a manifest's ``extra``: inputs that a rank read from disk although memory was expected."""
 REPAIR_HINT = "start the run with its first command and --keep, which writes the file again"
 
 
@@ -68,7 +68,9 @@ class StageCall:
     config_path: Path
     output_folder: Path
     iteration: int = 0
+    """Iteration, from 0; for ``evaluate`` the version of the weights."""
     inputs: Mapping[str, Path] = field(default_factory=dict)
+    """Output folder that each input is read from, by name of the input."""
 
     def argv(self) -> tuple[str, ...]:
         """Return the arguments after ``python -m stages``."""
@@ -140,10 +142,12 @@ def run_stage(
     should_stop: Callable[[], bool] = lambda: False,
     process_start: float | None = None,
 ) -> Manifest:
-    """Run a stage instance unless its output exists; return its manifest.
+    """Run a stage unless its output is committed; return the manifest of the output.
 
     Args:
-        process_start: start time of the process, if it runs only this stage.
+        config: the frozen configuration; None: read from the file that the call names.
+        worker_state: loaded components to use; None: the stage loads its own.
+        process_start: Unix time at which the process began, if it runs only this stage.
 
     Raises:
         ConfigError, DataError, InputError: the call is invalid; nothing was written.
@@ -202,6 +206,13 @@ class StageAttempt:
 
     A stage in its own job computes and then commits. A pool worker computes the next stage while it
     commits this one. Both run inside :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
+
+    Args:
+        process_start: Unix time at which the process, or in a pool the stage, began.
+        start: Unix time at which the stage began.
+        name: name of the attempt; None: from the variable ``RLINF_ATTEMPT``, or random.
+        worker: name of the pool worker; empty if the stage has its own job.
+        receives_trajectories: whether rollout workers generate the trajectories of this rollout.
     """
 
     def __init__(
@@ -227,7 +238,7 @@ class StageAttempt:
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
         self._disk_fallbacks: set[str] = set()
-        """Inputs that any rank read from disk instead of memory."""
+        """On rank 0: inputs that any rank read from disk although memory was expected."""
         self.ctx = StageContext(
             config=config,
             stage=call.stage,
@@ -250,7 +261,7 @@ class StageAttempt:
         stage_code_digest(ctx.run_folder, ctx.config, ctx.stage)  # before the stage runs
         if ctx.world.rank == 0 and ctx.output_folder.is_dir():
             committed = read_manifest(ctx.output_folder)
-            kept = {ctx.data_folder.name, self.ranks.folder.name}
+            kept = {ctx.data_folder.name, self.ranks.ranks_folder.name}
             remove_uncommitted(ctx.output_folder, kept | ({committed.data} if committed else set()))
         ctx.data_folder.mkdir(parents=True, exist_ok=True)
         labels = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
@@ -269,7 +280,8 @@ class StageAttempt:
         for stage_input in ctx.inputs.values():
             stage_input.wait_scope = contextlib.nullcontext
         with self._translate_errors():
-            _ = ctx.key  # waits, so that iterations remove old outputs in their order
+            # The key waits for the inputs, so that iterations remove old outputs in order.
+            _ = ctx.key
             while ctx.live and ctx.live.deferred_writes:
                 # Removed from the list first, so that its data is freed once it is written.
                 ctx.live.deferred_writes.pop(0)()
@@ -297,18 +309,16 @@ class StageAttempt:
         """Wait for the reports of all ranks and merge them in rank order."""
         ctx, reports = self.ctx, self.ranks.wait_for_reports()
         if ctx.live is not None:
-            digests = [report["digests"] for report in reports]
-            for channel in {name for digests_of_rank in digests for name in digests_of_rank}:
+            rank_digests = [report["digests"] for report in reports]
+            for channel in {name for digests in rank_digests for name in digests}:
                 ctx.live.stream_digests[channel] = combine_digests(
-                    digests_of_rank[channel]
-                    for digests_of_rank in digests
-                    if channel in digests_of_rank
+                    digests[channel] for digests in rank_digests if channel in digests
                 )
         ctx.spans = [span for report in reports for span in report["spans"]]
         ctx.usage = [entry for report in reports for entry in report["usage"]]
         ctx.metrics = reduce_metrics([report["metrics"] for report in reports])
         ctx.dialogue_failures = [
-            DialogueFailure(*fault) for report in reports for fault in report["faults"]
+            DialogueFailure(*failure) for report in reports for failure in report["faults"]
         ]
         for report in reports:
             self._files |= report["files"]
@@ -381,17 +391,17 @@ class StageAttempt:
             world=ctx.world.size,
             extra=ctx.manifest_extra,
         )
-        winner = commit_output(call.output_folder, manifest)
+        committed = commit_output(call.output_folder, manifest)
         shutil.rmtree(call.output_folder / PROGRESS_FOLDER, ignore_errors=True)
         (call.output_folder / TIMEOUTS_FILE).unlink(missing_ok=True)
-        return winner
+        return committed
 
 
 @contextlib.contextmanager
 def withdraw_on_damage() -> Iterator[None]:
     """Withdraw the commit of a damaged input, so that the stage that produced it runs again.
 
-    Every rank does so, because it may be the only rank that read the damaged file.
+    Every rank withdraws it, because only one rank may have read the damaged file.
     """
     try:
         yield

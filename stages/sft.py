@@ -43,8 +43,9 @@ from stages.timeout_retries import PROGRESS_FOLDER
 log = logging.getLogger(__name__)
 
 CurveRow = dict[str, float | None]
-"""A row of the learning curve: step, loss and :data:`EVAL_METRICS`; None: not evaluated."""
+"""A row of the learning curve: step, loss and :data:`EVAL_METRICS` (None: not evaluated)."""
 EVAL_METRICS = ("score", "eval_loss")
+"""Score and loss on held-out starts and demonstrations."""
 NORMALIZER_STEPS = 32
 """Number of batches for fitting the observation normalizer."""
 
@@ -52,29 +53,30 @@ NORMALIZER_STEPS = 32
 def run(ctx: StageContext) -> None:
     """Create the initial weights and fine-tune them.
 
-    Output: policy folder ``weights``. ``extra["curve"]`` has a :data:`CurveRow` for each step.
+    Output: policy folder ``weights``. The manifest's ``extra["curve"]`` has a :data:`CurveRow` for
+    each step.
     """
-    start = ctx.data_folder / "start"
+    initial_folder = ctx.data_folder / "start"
     if ctx.world.rank == 0:
-        create_initial_policy(ctx, start)
+        create_initial_policy(ctx, initial_folder)
     trainer = None
     settings = ctx.config.sft
     if settings.max_steps:
-        while not start.is_dir():
+        while not initial_folder.is_dir():
             time.sleep(0.05)
         optimizer = OptimizerSection(lr=settings.lr, weight_decay=settings.weight_decay)
         with ctx.span("load"):
-            trainer = create_trainer(ctx, start, optimizer)
+            trainer = create_trainer(ctx, initial_folder, optimizer)
         with ctx.span("fine-tune"):
-            ctx.manifest_extra["curve"] = fine_tune(ctx, trainer, start)
+            ctx.manifest_extra["curve"] = fine_tune(ctx, trainer, initial_folder)
         save_weights(ctx, trainer, ctx.data_folder / "weights")
     if ctx.world.rank:
         return
     if trainer is None:
-        start.rename(ctx.data_folder / "weights")
+        initial_folder.rename(ctx.data_folder / "weights")
     else:
         trainer.close()
-        shutil.rmtree(start)
+        shutil.rmtree(initial_folder)
         last = ctx.manifest_extra["curve"][-1]
         ctx.log_metric("steps", last["step"])
         ctx.log_metric("loss", last["loss"])
@@ -85,28 +87,30 @@ def run(ctx: StageContext) -> None:
 
 def create_initial_policy(ctx: StageContext, folder: Path) -> None:
     """Write the initial policy for this task into a new folder."""
-    environment, environment_options = environment_class(ctx.config)
-    policy, options = policy_class(ctx.config)
-    spec = environment.model_spec(environment_options)
-    environment.verify_spec(environment_options)
-    # Other ranks wait for the folder, so it appears complete.
+    environment_cls, environment_options = environment_class(ctx.config)
+    policy_cls, options = policy_class(ctx.config)
+    spec = environment_cls.model_spec(environment_options)
+    environment_cls.verify_spec(environment_options)
+    # The folder is renamed when it is complete, because other ranks wait for its name.
     with tempfile.TemporaryDirectory(dir=ctx.data_folder) as name:
         temporary = Path(name) / "policy"
         temporary.mkdir()
-        policy.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), temporary)
+        policy_cls.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), temporary)
         temporary.rename(folder)
 
 
-def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow]:
-    """Train until the held-out score reaches ``sft.target_score``; return the learning curve.
+def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list[CurveRow]:
+    """Train until the held-out score reaches ``sft.target_score``, or for ``sft.max_steps`` steps.
+
+    Returns the learning curve.
 
     The loss is the mean of ``-log p`` over the unmasked tokens of a batch, in nats.
 
     Raises:
-        ConfigError: the task has no demonstrations, or no held-out ones.
+        ConfigError: the task has no demonstrations, or no held-out demonstrations.
     """
     settings = ctx.config.sft
-    environment = get_environment(ctx, lambda: start)
+    environment = get_environment(ctx, lambda: initial_folder)
     if not environment.demonstrations(ctx.config.seed, 0, 1):
         raise ConfigError("sft.max_steps: this task has no demonstrations; set sft.max_steps=0")
     count = settings.eval_samples
@@ -137,14 +141,14 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
         weights = token_mask / token_mask.sum().clamp(min=1)
 
         def loss(outputs: StepOutputs, spans: list[StepSpan], weights: Tensor = weights) -> Loss:
-            part = gather_steps(weights, spans, outputs.logprobs.shape[1]).to(
+            step_weights = gather_steps(weights, spans, outputs.logprobs.shape[1]).to(
                 outputs.logprobs.device
             )
-            return -(part * outputs.logprobs).sum(), {}
+            return -(step_weights * outputs.logprobs).sum(), {}
 
-        rate = schedule.learning_rate(step, settings.max_steps)
+        learning_rate = schedule.learning_rate(step, settings.max_steps)
         # After an overflow of float16 the step is repeated with a smaller loss scale.
-        while (metrics := trainer.step(examples, loss_from_steps(loss), lr=rate)).get(
+        while (metrics := trainer.step(examples, loss_from_steps(loss), lr=learning_rate)).get(
             "skipped_steps"
         ):
             pass
@@ -193,16 +197,16 @@ def token_weights(trajectory: Trajectory) -> np.ndarray:
 
 
 def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) -> None:
-    """Save the state of the fine-tuning, so that a requeued job continues from it."""
+    """Save the state of the fine-tuning, from which a requeued job continues."""
     folder = ctx.output_folder / PROGRESS_FOLDER
-    step = folder / f"step-{len(curve)}"
-    trainer.save(step)
+    step_folder = folder / f"step-{len(curve)}"
+    trainer.save(step_folder)
     if ctx.world.size > 1:
         torch.distributed.barrier()
     if ctx.world.rank == 0:
-        old = [path for path in folder.glob("step-*") if path != step]
-        files = {name: asdict(entry) for name, entry in describe_files(step).items()}
-        # The curve is written last and names the step; a checkpoint without it is ignored.
+        old = [path for path in folder.glob("step-*") if path != step_folder]
+        files = {name: asdict(entry) for name, entry in describe_files(step_folder).items()}
+        # The curve is written last. Its length names the checkpoint; other checkpoints are ignored.
         progress = {"key": ctx.key, "curve": curve, "files": files}
         write_atomic(folder / "curve.json", json.dumps(progress))
         for path in old:
@@ -212,7 +216,7 @@ def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) ->
 def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
     """Load the state of an interrupted attempt; return its curve, empty if there is none.
 
-    A damaged state is ignored: the same steps are repeated.
+    A damaged state is ignored, so its steps are repeated.
     """
     folder = ctx.output_folder / PROGRESS_FOLDER
     try:
@@ -222,26 +226,26 @@ def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
     if progress["key"] != ctx.key:
         return []
     curve: list[CurveRow] = progress["curve"]
-    step = folder / f"step-{len(curve)}"
+    step_folder = folder / f"step-{len(curve)}"
     files = {name: FileEntry(**entry) for name, entry in progress["files"].items()}
     try:
-        check_files(step, files, checksums=True)
+        check_files(step_folder, files, checksums=True)
     except (OSError, ValueError) as error:
         log.warning(
             "the saved state of the fine-tuning cannot be used, so it starts again: %s", error
         )
         return []
-    trainer.load(step)
+    trainer.load(step_folder)
     try:
         # There is no manifest, so check that the files did not change while they were loaded.
-        check_files(step, files, checksums=True)
+        check_files(step_folder, files, checksums=True)
     except (OSError, ValueError) as error:
         raise StageError(f"{error}, while it was read; the fine-tuning starts again") from None
     return curve
 
 
 def evaluate_weights(ctx: StageContext, trainer: Trainer, environment: Any, engine: Any) -> float:
-    """Return the held-out score of the current weights; rank 0 computes and broadcasts it."""
+    """Return the held-out score of the current weights; rank 0 computes it for all ranks."""
     folder = ctx.data_folder / "candidate"
     if ctx.world.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ from stages.retention import RetentionPolicy
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs ``initial`` and ``checkpoint``; output: policy folder ``weights``."""
+    """Inputs: ``initial`` and ``checkpoint``. Output: policy folder ``weights``."""
     trainer = get_trainer(ctx)
     policy = trainer.policy
     folder = ctx.data_folder / WEIGHTS
@@ -27,7 +27,7 @@ def run(ctx: StageContext) -> None:
         if ctx.live is None:
             save_weights(ctx, trainer, folder)
         elif ctx.world.rank == 0 or ctx.worker_state.engine is not None:
-            # Copy: in a pool worker, the next update changes the trainer while these are written.
+            # Copies, because the next update changes the trainer while these tensors are written.
             tensors = trainer.full_state_dict(copy=True)
             ctx.publish_live(WEIGHTS, tensors)
             if ctx.world.rank == 0:

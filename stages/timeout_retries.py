@@ -14,15 +14,16 @@ from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError
 
 PROGRESS_FOLDER = "progress"
-"""Folder beside the attempts with the saved progress of a stage; removed by its commit."""
+"""Folder in the output folder with the saved progress of a stage; the stage's commit removes it."""
 TIMEOUTS_FILE = "timeouts.json"
+"""File in the output folder: names of the attempts that timed out without progress."""
 MAX_TIMEOUTS = 3
-"""Number of attempts that may reach their time limit without progress."""
+"""Number of attempts without progress after which the stage fails."""
 log = logging.getLogger("rlinf")
 
 
 class NoProgressGuard:
-    """A counter of the attempts at one output that timed out without progress.
+    """Counts the attempts at one output that timed out without progress; too many are an error.
 
     Args:
         out: output folder of the stage.

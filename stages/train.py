@@ -27,18 +27,19 @@ from stages.factory import (
 )
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
-"""The inputs of a training sample by field; a flow may have only the first."""
+"""Input of the stage for each field of a training sample; a flow may have only the first."""
 SAMPLE_TYPES: Mapping[str, type[ChannelItem]] = {
     "trajectory": Trajectory,
     "reward": StepRewards,
     "inference": PolicyOutputs,
 }
+"""Class of each field of a training sample."""
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs of :data:`SAMPLE_CHANNELS`, ``initial``, ``checkpoint``.
+    """Inputs: those of :data:`SAMPLE_CHANNELS`, ``initial`` and ``checkpoint``.
 
-    Output: folder ``checkpoint`` (weights and optimizer), for any number of processes.
+    Output: folder ``checkpoint`` (weights and optimizer), which any number of processes can load.
     """
     algorithm = create_algorithm(ctx.config)
     trainer = get_trainer(ctx)
@@ -61,7 +62,7 @@ def run(ctx: StageContext) -> None:
 
 
 class StageLearner(Learner):
-    """A learner that reads a stage's inputs and shares its device with other components."""
+    """A learner that reads the inputs of the stage; other stages use the device between chunks."""
 
     def __init__(self, ctx: StageContext, trainer: Trainer) -> None:
         config, settings = ctx.config, ctx.config.optimizer
@@ -75,14 +76,14 @@ class StageLearner(Learner):
             iteration=ctx.iteration,
             seed=config.seed,
             temperature=config.rollout.temperature,
-            max_logprob_diff=logprob_gap_limit(config),
+            max_logprob_diff=default_max_logprob_diff(config),
             max_staleness=config.rollout.staleness,
         )
         self._ctx = ctx
         self.log_metric("lr", settings.learning_rate(ctx.iteration, decay_iterations))
 
     def sample_chunks(self) -> Iterator[list[TrainingSample]]:
-        """Yield the samples of the iteration as they arrive; record the number included."""
+        """Yield the samples of the iteration as they arrive; log how many the loss includes."""
         num_included = 0
         for samples in self._ctx.chunks():
             chunk = self._read_samples(samples)
@@ -91,6 +92,7 @@ class StageLearner(Learner):
         self.log_metric("samples", num_included)
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
+        """Yield the samples of earlier iterations that the flow has as inputs, newest first."""
         rollout, age = self._ctx.config.rollout, 1
         while f"{SAMPLE_CHANNELS['trajectory']}.{age}" in self._ctx.inputs:
             yield self._read_samples(range(rollout.batch_size * rollout.group_size), f".{age}")
@@ -100,7 +102,7 @@ class StageLearner(Learner):
         if "replay" in self._ctx.inputs:
             from stages.replay import open_replay_buffer
 
-            # Wait for the commit; after it the added transitions are on disk.
+            # Wait for the commit, because then the added transitions are on disk.
             _ = self._ctx.inputs["replay"].manifest
             buffer = open_replay_buffer(self._ctx, self.policy.transition_dtype)
             with self._ctx.span("verify"):
@@ -113,7 +115,7 @@ class StageLearner(Learner):
         from rlinf.replay import offline_data
 
         reward = get_reward(self._ctx)
-        # There are no task scores. A reward that uses them is NaN and is rejected.
+        # Offline data has no scores. A reward that uses them is NaN, which is rejected.
         return offline_data.load_offline_data(
             path, lambda trajectory: reward.compute_step_rewards([trajectory], [math.nan])[0]
         )
@@ -149,23 +151,23 @@ class StageLearner(Learner):
         )
         return [TrainingSample(**dict(zip(channels, row, strict=True))) for row in rows]
 
-    def _ready(self, *groups: str) -> None:
-        ensure_on_device(self._ctx, self._trainer, *groups)
+    def _move_to_device(self, *kinds: str) -> None:
+        ensure_on_device(self._ctx, self._trainer, *kinds)
 
     def _span(self) -> AbstractContextManager[Any]:
         return self._ctx.span("update")
 
 
-LOGPROB_GAP_LIMIT, HALF_PRECISION_LOGPROB_GAP_LIMIT = 0.02, 0.2
+MAX_LOGPROB_DIFF, HALF_PRECISION_MAX_LOGPROB_DIFF = 0.02, 0.2
 
 
-def logprob_gap_limit(config: RunConfig) -> float:
+def default_max_logprob_diff(config: RunConfig) -> float:
     """Return the default of the algorithm's ``max_logprob_diff``, in nats: the largest allowed mean
     difference of log-probabilities between engine and trainer."""
     sections = (config.model, config.engine, config.trainer)
     names = [(s.model_extra or {}).get(key) for s in sections for key in ("dtype", "param_dtype")]
     return (
-        LOGPROB_GAP_LIMIT
+        MAX_LOGPROB_DIFF
         if {"bfloat16", "float16"}.isdisjoint(names)
-        else HALF_PRECISION_LOGPROB_GAP_LIMIT
+        else HALF_PRECISION_MAX_LOGPROB_DIFF
     )

@@ -1,4 +1,4 @@
-"""Weight deltas of pool workers: read a new version as differences to the one in memory."""
+"""Weight deltas of pool workers: a new version is read as differences to the one in memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from stages.factory import load_committed_weights
 from stages.layout import stage_folder
 
 DELTA_FILE = f"{DERIVED_PREFIX}delta.safetensors"
+"""File of an output: the difference to the previously published weights."""
 log = logging.getLogger("rlinf")
 
 
 class WeightDeltas:
-    """Writes and reads deltas; keeps a snapshot of the newest weights.
+    """Writes and reads deltas; keeps a snapshot of the weights last written or read.
 
     Args:
-        dtype: dtype in which float32 tensors are compared and returned; None: unchanged.
+        dtype: dtype to which float32 tensors are cast before they are compared; None: not cast.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -38,7 +39,7 @@ class WeightDeltas:
         return self._dtype is None
 
     def write(self, ctx: StageContext, tensors: Mapping[str, Tensor]) -> None:
-        """Write the difference to the previously published weights into an attempt's folder."""
+        """Write the difference to the weights that this worker published before, if any."""
         old, self._snapshot = self._snapshot, None
         new = WeightSnapshot.from_tensors(tensors, self._dtype)
         if old is not None:
@@ -51,7 +52,7 @@ class WeightDeltas:
         """Return the weights of a committed input; equal tensors share memory with the snapshot.
 
         Raises:
-            ArtifactError: there is no chain of deltas, and the policy folder is damaged.
+            ArtifactError: the deltas cannot be used, and the policy folder is damaged.
         """
         snapshot, new = self._snapshot, None
         if snapshot is not None:
@@ -65,9 +66,9 @@ class WeightDeltas:
     def _apply_deltas(
         self, ctx: StageContext, name: str, snapshot: WeightSnapshot
     ) -> WeightSnapshot | None:
-        """Apply the chain of deltas to the snapshot and return the new weights.
+        """Apply the deltas of all versions since the snapshot; return the new weights.
 
-        Returns None if there is no chain with fewer bytes than the full weights.
+        Returns None if a delta is missing, or if the deltas have more bytes than the weights.
         """
         folder, manifest = ctx.inputs[name].folder, ctx.inputs[name].manifest
         deltas: list[WeightDelta] = []

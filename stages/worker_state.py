@@ -29,15 +29,17 @@ class LoadedTrainer:
     initial_weights: str
     """The output with the weights from which training started."""
     checkpoint: str | None
-    """The output with its checkpoint. Empty: no update yet. None: unknown, so reload it."""
+    """The output with the checkpoint of its state. Empty: no update yet. None: unknown state, so
+    the trainer must be loaded again."""
 
 
 @dataclass(frozen=True)
 class LoadedActor:
-    """A trainer that only evaluates the policy, and the output with its weights."""
+    """A trainer that only runs forward passes of the policy."""
 
     trainer: Trainer
     weights: str
+    """The output with its weights."""
 
 
 @dataclass
@@ -47,19 +49,21 @@ class WorkerState:
     environment: Environment | None = None
     engine: Engine | None = None
     engine_weights: str | None = None
-    """The output with the weights of the engine; None: unknown."""
+    """The output with the weights of the engine; None: none, or unknown."""
     reward: Reward | None = None
     reward_shard: tuple[int, int] | None = None
-    """Rank and number of processes that the reward was created for."""
+    """Data-parallel rank and size for which the reward was created."""
     trainer: LoadedTrainer | None = None
     actor: LoadedActor | None = None
     reference: Trainer | None = None
+    """A trainer that only runs forward passes of the reference policy."""
     device_memory: DeviceMemoryManager | None = None
     weight_deltas: WeightDeltas | None = None
     """None: the plan does not use weight deltas."""
     published_states: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """Initial weights and checkpoint of a trainer, by its newest published weights."""
+    """Initial weights and checkpoint of the trainer that published weights, by their output."""
     on_progress: StageProgressCallback | None = None
+    """None: progress is written to the log."""
 
     def drop_engine(self) -> None:
         """Close the engine and free its memory."""
@@ -108,24 +112,27 @@ class ActiveStage:
 
     stage: str
     started_at: float
-    """When it first got the device or, until then, when it was ordered (Unix time, s)."""
+    """When it first got the device; until then, when it was ordered (Unix time, s)."""
     get_activity: Callable[[], str]
+    """Returns the current activity, for the status."""
     done: int = 0
+    """Amount done, of ``total`` units such as samples."""
     total: int = 0
     unit: str = ""
     note: str = ""
     compute_s: float | None = None
-    """The compute time, once it is known."""
+    """The compute time in seconds; None: the stage still computes."""
 
 
 class ActivityTracker:
-    """The running stages of a worker, by the name of their node."""
+    """The running stages of a worker, by node: a stage of one iteration, such as ``rollout/3``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active: dict[str, ActiveStage] = {}
 
     def add(self, node: str, stage: str) -> None:
+        """Record that a stage was ordered."""
         with self._lock:
             self._active[node] = ActiveStage(stage, time.time(), lambda: WAITING_FOR_DEVICE)
 
@@ -161,7 +168,7 @@ class ActivityTracker:
             self._active.pop(node, None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the running stages as plain values, oldest order first."""
+        """Return the running stages as plain values, in the order in which they were ordered."""
         with self._lock:
             return [
                 {

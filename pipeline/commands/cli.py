@@ -95,7 +95,7 @@ def resume(
         typer.Argument(help="Changes of the run's configuration, key=value"),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="inprocess, local or slurm; default: as before")
+        str | None, typer.Option(help="inprocess, local or slurm; default: that of the run")
     ] = None,
     redo: Redo = False,
     keep: Keep = False,
@@ -270,7 +270,7 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="New folder for the model")],
 ) -> None:
-    """Convert a GGUF file to a model folder. Its weights are float32; set model.path to it."""
+    """Convert a GGUF file to a model folder with float32 weights; set model.path to the folder."""
     from rlinf.models.loading import convert_gguf
 
     convert_gguf(source, target)
@@ -410,7 +410,9 @@ def replan(
         Path | None, typer.Option("--from", help="With --profile: a saved inventory")
     ] = None,
     site: Annotated[Path | None, typer.Option(help="With --profile: a site file")] = None,
-    objective: Annotated[str | None, typer.Option(help="Objective; default: as before")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="Objective; default: that of the run's plan")
+    ] = None,
     apply: Annotated[bool, typer.Option(help="Replace the plan of the run")] = False,
 ) -> None:
     """Compare a plan with measured times, and plan again."""
@@ -428,7 +430,7 @@ def planning_sources(
     partitions: list[str] | None,
     pins: list[str] | None,
 ) -> Any:
-    """Return the inputs of the planner with absolute paths."""
+    """Return the ``PlanningSources`` of a command line, with absolute paths."""
     from pipeline.plan import PlanningSources
 
     def absolute(path: Path | None) -> str | None:

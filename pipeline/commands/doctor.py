@@ -37,7 +37,9 @@ class Finding:
 
     level: Literal["ok", "warn", "fail"]
     check: str
+    """Name of the check."""
     detail: str
+    """Result, with a remedy if there is a problem."""
 
 
 def show_findings(findings: Iterable[Finding]) -> int:
@@ -65,16 +67,20 @@ PACKAGES = {
     "deepspeed": "deepspeed",
     "megatron": "megatron",
 }
+"""Extra of rlinf that installs an optional package, by package."""
 SLOW_FSYNC_S = 0.2
+"""Median seconds of a write, sync and rename from which the run folder is reported as slow."""
 RENAME_TIMEOUT_S = 5.0
+"""Seconds within which a file of a node must be visible here."""
 PROBE_TIMEOUT_S = 60.0
+"""Seconds within which the job on a node must end."""
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
     """Yield the findings of all checks, in order. Compute nodes are checked if Slurm answers."""
     yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
     yield from check_packages()
-    usable = yield from check_storage(folder)
+    is_writable = yield from check_storage(folder)
     client = SlurmClient()
     try:
         version, partitions = client.version(), client.partitions()
@@ -84,12 +90,12 @@ def check_machine(folder: Path) -> Iterator[Finding]:
     yield Finding("ok", "slurm", version)
     for partition in partitions.values():
         yield describe_partition(partition)
-    if usable:
+    if is_writable:
         yield from check_nodes(folder, partitions)
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yield missing optional packages, with the extra that installs them."""
+    """Yield installed and missing optional packages, with the extra that installs the latter."""
     missing: dict[str, list[str]] = {}
     for package, extra in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
@@ -102,7 +108,8 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_storage(folder: Path) -> Generator[Finding, None, bool]:
-    """Check that the run folder is writable, and time a synced write and a rename."""
+    """Check that the run folder is writable, and time a synced write and a rename; returns whether
+    the folder is writable."""
     folder = folder.expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +144,8 @@ def describe_partition(partition: Partition) -> Finding:
 
 
 def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Finding]:
-    """Run one short job per partition: shared folder, delay of renames, Python version."""
+    """Run a short job per partition, which checks shared folder, visibility of renames and Python
+    version."""
     for name, partition in partitions.items():
         if not partition.is_available:
             continue
@@ -146,7 +154,7 @@ def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Find
 
 
 def probe_partition(name: str, probe: Path) -> Finding:
-    """Run a job on one node of a partition; it writes its answer to the run folder."""
+    """Run a job on one node of a partition, which writes the file ``probe`` in the run folder."""
     check = f"node of {name}"
     code = (
         "import json,os,socket,sys,time;p=sys.argv[1];"

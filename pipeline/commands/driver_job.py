@@ -1,8 +1,8 @@
 """The driver of a run as a small Slurm job, and ``rlinf submit``, which submits it.
 
 The job runs ``python -m pipeline.commands.driver_job RUN``. It is requeued before its time limit,
-when its node is lost, and when the driver was killed. The restarted driver finds pools and jobs by
-their job files in the run directory.
+after the loss of its node, and after the driver was killed. The restarted driver finds pools and
+jobs by their job files in the run directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.plan import Plan, StagePlan
 from pipeline.pools.leases import PoolState, pool_job, pool_states
 from pipeline.resources import (
     ClusterConfig,
-    check_quotas,
+    check_job_limits,
     job_resources,
     plan_job_requests,
     pool_resources,
@@ -48,7 +48,7 @@ from rlinf import process_tuning
 from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError, PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import Partition, SlurmClient, default_partition, partition_names
-from slurm.job_limits import check_resources, read_quotas
+from slurm.job_limits import check_resources, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources
 from slurm.sbatch_options import check_log_folder, portable_options
 from slurm.site import PartitionSettings, load_site
@@ -74,8 +74,8 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
     """Return the resources of the driver's job.
 
     Raises:
-        PlanError: the cluster lacks them, or accounting does not allow them in addition to the
-            plan's jobs.
+        PlanError: the cluster lacks these resources, or accounting does not allow them in addition
+            to the plan's jobs.
         SlurmError: Slurm is not installed or does not answer.
     """
     settings, partitions = cluster.driver, client.partitions()
@@ -88,24 +88,24 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
     )
     needs = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
-    quotas = read_quotas(client)
-    max_minutes = quotas.max_minutes(needs) if settings.time_limit_min is None else None
+    cluster_limits = read_cluster_limits(client)
+    max_minutes = cluster_limits.max_minutes(needs) if settings.time_limit_min is None else None
     if max_minutes is not None and needs.time_limit_min is not None:
         needs = replace(needs, time_limit_min=min(needs.time_limit_min, max_minutes[0]))
     try:
         check_resources(needs, partitions, "cluster.driver")
-        quotas.check(needs, "cluster.driver")
+        cluster_limits.check(needs, "cluster.driver")
     except PlanError as error:
         raise PlanError(str(error).removeprefix("plan: ")) from None
     if cluster.launcher == "slurm":
-        check_quotas(plan, plan_job_requests(plan, cluster), quotas, needs)
+        check_job_limits(plan, plan_job_requests(plan, cluster), cluster_limits, needs)
     return needs
 
 
 def _without_large_job_settings(
     needs: JobResources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
 ) -> JobResources:
-    """Return the resources without settings of the site file for larger jobs.
+    """Return the resources without those settings of the site file that are for larger jobs.
 
     QOS, constraint and reservation stay only if the site file sets them for the driver's partition
     and that partition has no GPUs. The defaults of the site file may be meant for GPU jobs.
@@ -137,8 +137,8 @@ def _default_time_limit_min(partition: str | None, partitions: dict[str, Partiti
 def submit_driver_job(job: JobSpec) -> str:
     """Submit the driver of a run and return its job id. Call it within :func:`start_lock`.
 
-    The tag of the job is written first, so that the job is found even if this process ends before
-    it has written the id.
+    The tag of the job is written first, so that the job can be found even if this process ends
+    before it has written the id.
 
     Raises:
         SlurmError: sbatch refused the job.
@@ -224,7 +224,7 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
     each.
 
     Args:
-        driver: as for :func:`submit_run`; None: the driver would run in this process.
+        driver: as for :func:`submit_run`; None if the driver would run in this process.
 
     Raises:
         ConfigError, DataError, PlanError, SlurmError: as :func:`submit_run`.
@@ -240,7 +240,7 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
         needs = driver_resources(cluster, plan, SlurmClient())
         scripts["driver"] = restarting_script(driver_job(run, needs))
     if cluster.launcher == "slurm":
-        jobs = _pools(run, plan, cluster) if plan.pools else _stages(run, plan, cluster)
+        jobs = _pool_jobs(run, plan, cluster) if plan.pools else _stage_jobs(run, plan, cluster)
         scripts |= {name: batch_script(parts) for name, parts in jobs}
     target = run.folder.with_name(f"{run.folder.name}.dry-run")
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -256,7 +256,8 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
 
 
 def _run_and_plan(words: Sequence[str]) -> tuple[Run, Plan, bool]:
-    """Return the run, whose directory may not exist yet, its plan, and whether the plan is new."""
+    """Return the run, whose directory may not exist yet, its plan, and whether the plan is not that
+    of the run directory."""
     if not is_run_folder(words):
         config, plan = validate_experiment(compose_words(words))
         return Run(config.run.folder, config), plan, True
@@ -274,8 +275,10 @@ def _cluster_with_driver(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
     return cluster_config(run, {"driver": {**configured, **driver}})
 
 
-def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
-    """Yield the first job of every stage."""
+def _stage_jobs(
+    run: Run, plan: Plan, cluster: ClusterConfig
+) -> Iterator[tuple[str, list[JobSpec]]]:
+    """Yield every stage with its first job."""
     graph = Graph(run.config)
     yielded: set[str] = set()
     for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):
@@ -293,8 +296,8 @@ def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str,
         yield node.stage, [stage_job(node, call, run.folder, needs)]
 
 
-def _pools(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
-    """Yield the jobs of all pools; pools of a heterogeneous job share one script."""
+def _pool_jobs(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
+    """Yield the name and the jobs of each script; pools of a heterogeneous job share a script."""
     states = pool_states(plan)
     for state in [state for state in states if state.slot is not None]:
         number = state.number

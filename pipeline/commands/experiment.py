@@ -59,7 +59,7 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
         RunLockedError: the run has a driver, or another process is starting it.
     """
-    from pipeline.resume import create_run  # it loads algorithms, as the checks do
+    from pipeline.resume import create_run  # imported lazily: loads algorithms
 
     config, plan = validate_experiment(values, current_job_resources())
     with start_lock(Run(config.run.folder, config)):
@@ -76,7 +76,7 @@ def validate_experiment(
             they are unknown.
 
     Raises:
-        ConfigError, DataError, PlanError: they are invalid.
+        ConfigError, DataError, PlanError: configuration or plan is invalid.
     """
     # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
@@ -137,7 +137,7 @@ def load_configuration(words: Sequence[str]) -> RunConfig:
     """Return the validated configuration of a run directory or experiment, without creating a run.
 
     Raises:
-        ConfigError, DataError: it is invalid.
+        ConfigError, DataError: the configuration is invalid.
     """
     if is_run_folder(words) and not words[1:]:
         return Run.open(Path(words[0])).config
@@ -160,7 +160,7 @@ def compose_words(words: Sequence[str]) -> dict[str, Any]:
     """Compose the overrides of a command; returns plain values.
 
     Raises:
-        ConfigError: Hydra cannot compose them.
+        ConfigError: Hydra cannot compose the overrides.
     """
     return compose([force_add(word) for word in words])
 
@@ -172,7 +172,7 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
         searchpath: folders of further configuration files.
 
     Raises:
-        ConfigError: Hydra cannot compose it.
+        ConfigError: Hydra cannot compose the configuration.
     """
     return compose_from(package_paths.ROOT / "configs", "config", overrides, searchpath)
 
@@ -183,7 +183,7 @@ def compose_from(
     """Compose a configuration from the file ``name`` of a folder.
 
     Raises:
-        ConfigError: Hydra cannot compose it.
+        ConfigError: Hydra cannot compose the configuration.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -213,8 +213,8 @@ def drive(
     """Drive a run to its end and write the report; returns its path.
 
     Args:
-        overrides: keys of the ``cluster`` section that differ this time.
-        on_mismatch: handling of results that this program would not reproduce.
+        overrides: keys of the ``cluster`` section that differ from the run's configuration.
+        on_mismatch: handling of results that this driver would not reproduce.
 
     Raises:
         MismatchError: there are such results, and ``on_mismatch`` is ERROR.
@@ -236,10 +236,10 @@ def run_sft(run: Run) -> None:
 
 
 def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
-    """Return the cluster section of a run, with keys that differ this time.
+    """Return the cluster section of a run, with overrides that are not saved.
 
     Raises:
-        ConfigError: a key is wrong.
+        ConfigError: a key is unknown or a value invalid.
     """
     return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
 
@@ -293,7 +293,7 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline
 def reopen_run(
     folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> Run:
-    """Open a run with overrides, as ``rlinf run`` would with the run's first command.
+    """Open a run with overrides, as if ``rlinf run`` had its original command and these overrides.
 
     Args:
         words: overrides of the frozen configuration.
@@ -302,7 +302,7 @@ def reopen_run(
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
         RunLockedError: the run has a driver, or another process is starting it.
     """
-    from pipeline.resume import create_run  # it loads algorithms, as the checks do
+    from pipeline.resume import create_run  # imported lazily: loads algorithms
 
     config, plan, names_plan = validate_overrides(folder, words, current_job_resources())
     with start_lock(Run(config.run.folder, config)):
@@ -314,14 +314,14 @@ def validate_overrides(
 ) -> tuple[RunConfig, Plan, bool]:
     """Return the validated configuration and plan of a run with overrides; nothing is written.
 
-    The plan is that of the run, unless an override names another one. The third value is whether an
-    override names a plan.
+    The plan is that of the run, unless an override names another one. The third value is whether
+    the plan comes from the configuration instead of the run directory.
 
     Args:
         driver: see :func:`validate_experiment`.
 
     Raises:
-        ConfigError, DataError, PlanError: they are invalid.
+        ConfigError, DataError, PlanError: configuration or plan is invalid.
     """
     values = apply_overrides(folder, words)
     names_plan = any(_key(word) == "plan" for word in words)
@@ -338,7 +338,7 @@ def validate_overrides(
 def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """Return the frozen values of a run with overrides.
 
-    ``SECTION=NAME`` replaces the whole section by the file of that name.
+    ``SECTION=NAME`` replaces the whole section by ``configs/SECTION/NAME.yaml``.
 
     Raises:
         ConfigError: an override cannot be composed, or would change the identity of the run.
@@ -354,17 +354,18 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     record = read_run_record(folder)
     for key in (record.derived if record is not None else None) or ():
         section, _, name = key.partition(".")
-        # Values from the task's environment stay while the task does: it may not be installed here.
+        # If the task stays, so do the values derived from its environment, which may not be
+        # installed here.
         if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
             values[section][name] = None
     values["run"] = {"name": folder.name, "root": str(folder.parent)}
-    groups = [word for word in words if _is_config_group(word)]
-    base = {key: value for key, value in values.items() if key not in map(_key, groups)}
-    value_overrides = [force_add(word) for word in words if word not in groups]
+    choices = [word for word in words if _is_config_group(word)]
+    base = {key: value for key, value in values.items() if key not in map(_key, choices)}
+    value_overrides = [force_add(word) for word in words if word not in choices]
     with tempfile.TemporaryDirectory() as scratch:
         text = yaml.safe_dump({"defaults": ["_self_"], **_escape(base)}, sort_keys=False)
         Path(scratch, "frozen.yaml").write_text(text, encoding="utf-8")
-        all_overrides = [*(f"+{word}" for word in groups), *value_overrides]
+        all_overrides = [*(f"+{word}" for word in choices), *value_overrides]
         searchpath = [str(package_paths.ROOT / "configs")]
         return compose_from(Path(scratch), "frozen", all_overrides, searchpath)
 
@@ -374,11 +375,12 @@ def _key(word: str) -> str:
 
 
 def _is_config_group(word: str) -> bool:
+    """Return whether an override chooses a file of a section (``SECTION=NAME``)."""
     return force_add(word) == word and (package_paths.ROOT / "configs" / _key(word)).is_dir()
 
 
 def _escape(value: Any) -> Any:
-    """Escape interpolations in a frozen value, because they were already resolved."""
+    """Escape ``${`` in a frozen value, so that Hydra does not resolve it as an interpolation."""
     if isinstance(value, Mapping):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):

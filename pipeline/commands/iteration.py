@@ -1,7 +1,7 @@
 """The stages of an iteration in one process: ``python -m pipeline.commands.iteration --run F ...``.
 
-This avoids many short jobs in a workflow. Engine and trainer stay loaded between stages; every
-stage commits its output, so a committed one is not computed again.
+This avoids many short jobs in a workflow. Engine and trainer stay loaded between stages. Every
+stage commits its output, and a committed stage is not computed again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResults:
-    """A reader of a run directory. It caches nothing, so a running run shows its latest results.
+    """A reader of a run directory. It caches nothing, so an active run shows its latest results.
 
     Iterations count from 0. Version 0 of the weights is the one before the first iteration, and
     version ``n`` the one after ``n`` iterations.
@@ -49,7 +49,7 @@ class RunResults:
         """Open a run directory.
 
         Raises:
-            ConfigError: it is no run directory, or its configuration cannot be read.
+            ConfigError: the folder is no run directory, or its configuration cannot be read.
         """
         run = Run.open(Path(folder))
         return cls(run.folder, run.config)
@@ -67,17 +67,17 @@ class RunResults:
         ``score`` is the mean of the task's own measure over held-out samples.
         """
         versions = sorted(int(path.name) for path in (self.folder / EVALUATE).glob("[0-9]*"))
-        read = ((version, stage_manifest(self.folder, EVALUATE, version)) for version in versions)
-        return [{"version": n, **manifest.metrics} for n, manifest in read if manifest is not None]
+        manifests = {v: stage_manifest(self.folder, EVALUATE, v) for v in versions}
+        return [{"version": v, **m.metrics} for v, m in manifests.items() if m is not None]
 
     def trajectories(self, iteration: int | None = None) -> Iterator[Trajectory]:
-        """Yield the samples of one iteration, or of all that retention keeps, in their order.
+        """Yield the samples of one iteration, or of all iterations on disk, in their order.
 
         Bytes are compared with their committed checksums as they are read.
 
         Raises:
-            InputError: the iteration has none, or the retention policy removed them.
-            ArtifactError: they are damaged on disk.
+            InputError: the iteration has no samples, or the retention policy removed them.
+            ArtifactError: the samples are damaged on disk.
         """
         return map(Trajectory.from_record, self.records("trajectories", iteration))
 
@@ -89,8 +89,9 @@ class RunResults:
         """Yield the records of any channel, such as ``logprobs``.
 
         Raises:
-            InputError: no stage of the flow produces such records; else as for trajectories.
-            ArtifactError: they are damaged on disk.
+            InputError: no stage of the flow writes this channel, the iteration has no such records,
+                or the retention policy removed them.
+            ArtifactError: the records are damaged on disk.
         """
         flow = run_flow(self.folder)
         if (stage := flow.producer_of(channel)) is None:
@@ -115,9 +116,9 @@ class RunResults:
 
         Raises:
             InputError: the version is not on disk; the message lists the versions.
-            ArtifactError: it is damaged on disk.
+            ArtifactError: the version is damaged on disk.
         """
-        from stages.factory import WEIGHTS, policy_class  # it imports torch
+        from stages.factory import WEIGHTS, policy_class  # imports torch
 
         versions = weight_versions(self.folder)
         selected = max(versions, default=0) if version is None else version
@@ -139,8 +140,8 @@ class RunResults:
 
 
 def _verified_data_folder(out: Path) -> Path:
-    """Return the data folder of an output after checking that all files exist. Readers check the
-    checksums."""
+    """Return the data folder of an output after checking that all files exist. Checksums are
+    compared when the files are read."""
     manifest = read_manifest(out)
     assert manifest is not None, "listed as committed"
     verify_output(out, manifest, checksums=False)
@@ -148,8 +149,8 @@ def _verified_data_folder(out: Path) -> Path:
 
 
 def weight_versions(run: Path) -> dict[int, Path]:
-    """Return the versions of the weights on disk: 0 before the first iteration, n after n
-    iterations."""
+    """Return the output folder of each version of the weights on disk. Version 0 is the one before
+    the first iteration, and version n the one after n iterations."""
     versions, flow = {}, run_flow(run)
     if read_manifest(initial := offline_folder(run, flow.initial_stage)) is not None:
         versions[0] = initial
@@ -163,7 +164,7 @@ def best_version(folder: Path) -> tuple[int, float]:
     """Return the version of the weights with the highest held-out score, and that score.
 
     Raises:
-        InputError: no version was evaluated, or the retention policy removed the best one.
+        InputError: no version was evaluated, or the retention policy removed the best version.
     """
     run = Run.open(folder)
     best = best_weights(run.config, run.folder)
@@ -211,6 +212,7 @@ def _copy_verified(source: str, target: str) -> None:
 
 
 TRAJECTORY_FILES = "trajectories-*.h5"
+"""Pattern of the files of trajectories."""
 
 
 def extract_interventions(source: Path, to: Path) -> str:
@@ -226,7 +228,7 @@ def extract_interventions(source: Path, to: Path) -> str:
 
     Raises:
         InputError: the target is not empty, or the trajectories do not record interventions.
-        DataError: there are no trajectories, or a person intervened in none of them.
+        DataError: the source has no trajectories, or a person intervened in none of them.
     """
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
@@ -256,7 +258,8 @@ def convert_demonstrations(
     """Convert a LeRobot data set to trajectories, or trajectories to a LeRobot data set.
 
     Args:
-        source: the folder of a data set, or one with ``trajectories-*.h5`` of rollouts.
+        source: the folder of a LeRobot data set, or a folder with ``trajectories-*.h5`` of
+            rollouts.
         to: a new folder.
         fps, task, png: settings of a written LeRobot data set.
         solved: whether every episode of a LeRobot source solved its task.
@@ -266,7 +269,7 @@ def convert_demonstrations(
 
     Raises:
         InputError: the target is not empty.
-        DataError: the source has neither format, or is incomplete.
+        DataError: the source is in neither format, or is incomplete.
     """
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")

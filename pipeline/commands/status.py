@@ -42,8 +42,9 @@ from stages.runner import DISK_FALLBACKS
 REFRESH_INTERVAL_S = 2.0
 """Seconds between two reads of the run's files."""
 QUEUE_INTERVAL_S = 30.0
+"""Minimum seconds between two queries of the queue."""
 RECENT_ITERATIONS = 10
-"""Number of iterations over which rates are computed."""
+"""Number of finished iterations whose median time and rate are shown."""
 
 
 @dataclass
@@ -54,17 +55,23 @@ class RunStatus:
     iterations_done: int
     iterations_total: int
     stage: str
+    """Stage and iteration in progress, or ``finished``."""
     driver: str
+    """Process or job of the driver, as text."""
     iteration_s: float | None
+    """Median seconds of recent iterations; None before the first is finished."""
     steps_per_s: float | None
+    """Median throughput of recent iterations."""
     step_unit: str
     """Unit of the throughput: tokens or steps."""
     score: float | None
-    """The newest held-out score."""
+    """The newest held-out score; None before the first evaluation."""
     metrics: dict[str, float]
     """The headline metrics of the newest finished iteration."""
     versions: list[int]
+    """Versions of the weights on disk."""
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    """Id, name, state, partition and reason to wait of each active stage job."""
     warnings: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """State of the pools, if the run uses pools and is running."""
@@ -74,7 +81,7 @@ class RunStatus:
     accepted_mismatches: tuple[AcceptedMismatch, ...] = ()
     """Results accepted with ``--keep`` although configuration or code has changed since."""
     best: BestWeights | None = None
-    """The weights with the best held-out score, once there is one."""
+    """The weights with the best held-out score; None before the first evaluation."""
 
     @property
     def progress(self) -> str:
@@ -143,14 +150,14 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         iterations_done=iterations_done,
         iterations_total=run.config.iterations,
         stage=stage,
-        driver=_driver(run, client, is_finished=stage == "finished"),
+        driver=_driver_text(run, client, is_finished=stage == "finished"),
         iteration_s=statistics.median(durations) if durations else None,
         steps_per_s=statistics.median(rates) if rates else None,
         step_unit=step_unit(run.config),
         score=scores[-1] if scores else None,
         metrics=headline_metrics(run.config, row or {}),
         versions=sorted(weight_versions(run.folder)),
-        jobs=_jobs(run, client, iterations_done),
+        jobs=_active_jobs(run, client, iterations_done),
         warnings=run_warnings(run),
         disk_fallbacks=_count_disk_fallbacks(run, graph, published[-RECENT_ITERATIONS:]),
         pools=read_pools_status(run.folder),
@@ -199,7 +206,7 @@ def status_table(status: RunStatus) -> Table:
         table.add_row("held-out score", format_number(status.score))
     if status.best is not None:
         table.add_row("best held-out score", format_best(status.best))
-    table.add_row("weights on disk", _versions(status.versions))
+    table.add_row("weights on disk", _versions_text(status.versions))
     for warning in status.warnings:
         table.add_row("warning", warning)
     if status.disk_fallbacks:
@@ -216,7 +223,7 @@ def status_table(status: RunStatus) -> Table:
     return table
 
 
-def _versions(versions: Sequence[int]) -> str:
+def _versions_text(versions: Sequence[int]) -> str:
     return f"versions {', '.join(map(str, versions))}" if versions else "none yet"
 
 
@@ -251,7 +258,7 @@ def _current_stage(run: Run, iteration: int) -> str:
     return EVALUATE
 
 
-def _driver(run: Run, client: SlurmClient, *, is_finished: bool) -> str:
+def _driver_text(run: Run, client: SlurmClient, *, is_finished: bool) -> str:
     owner = find_live_owner(run.folder / LOCK_FILE)
     if owner is not None:
         job = f", job {owner.job}" if owner.job else ""
@@ -266,8 +273,10 @@ def _driver(run: Run, client: SlurmClient, *, is_finished: bool) -> str:
     return f"job {driver_job[0]}, {driver_job[1].state.value} {driver_job[1].reason}".strip()
 
 
-def _jobs(run: Run, client: SlurmClient, iteration: int) -> list[tuple[str, str, str, str, str]]:
-    """Return the jobs of unfinished outputs, with their state in the queue."""
+def _active_jobs(
+    run: Run, client: SlurmClient, iteration: int
+) -> list[tuple[str, str, str, str, str]]:
+    """Return the queued and running jobs of unfinished outputs (see :attr:`RunStatus.jobs`)."""
     flow = flow_of(run.config)
     folders = [offline_folder(run.folder, stage) for stage in flow.offline]
     folders += [stage_folder(run.folder, stage, iteration) for stage in flow.stages]

@@ -1,7 +1,8 @@
 """``rlinf stop``: stop all processes and jobs of a run. The run can be resumed.
 
 A driver on this host gets SIGTERM, the job of a driver is cancelled, and a driver on another host
-reads a stop file with its token. Jobs are found by their job files, even without a driver.
+stops when it reads its token in the stop file. Jobs are found by their job files, even without a
+driver.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from slurm.jobs import JOB_FILE
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
 STOP_TIMEOUT_S = 75.0
-"""Seconds to wait for a driver: longer than the heartbeat of a dead driver counts as alive."""
+"""Seconds to wait for the end of a driver: longer than a dead driver on another host counts as
+alive."""
 KILL_AFTER_S = 30.0
 """Seconds after which a driver on this host is killed."""
 
@@ -34,17 +36,17 @@ def stop_run(folder: Path) -> list[str]:
 
     Raises:
         ConfigError: not a run directory.
-        SlurmError: it has jobs, and Slurm does not answer.
+        SlurmError: the run has jobs, and Slurm does not answer.
     """
     run = Run.open(folder)
     return [*_stop_driver(run), *cancel_run_jobs(run.folder)]
 
 
 def cancel_run_jobs(run: Path) -> list[str]:
-    """Cancel the queued and running jobs of a run without a driver; returns one line for each.
+    """Cancel the queued and running stage and pool jobs of a run; returns one line for each.
 
     Raises:
-        SlurmError: there are jobs, and Slurm does not answer.
+        SlurmError: the run has jobs, and Slurm does not answer.
     """
     client = SlurmClient()
     jobs = {job_id: job.name for job in _unfinished_jobs(run) for job_id in job.find_ids(client)}
@@ -90,7 +92,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _unfinished_jobs(run: Path) -> Iterator[SubmittedJob]:
-    """Yield the jobs of outputs that do not exist yet."""
+    """Yield the submitted jobs of pools, and of outputs that are not committed."""
     for pattern in (f"{POOLS_FOLDER}/*/*", "it/*/*", "evaluate/*", "*"):
         for job_file in run.glob(f"{pattern}/{JOB_FILE}"):
             if job_file.parent.name == DRIVER_JOB_FOLDER or (job_file.parent / MANIFEST).exists():

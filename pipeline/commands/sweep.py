@@ -17,7 +17,7 @@ from pipeline.report.comparison import ComparedRun, write_comparison
 from rlinf.errors import ConfigError, InputError, RlinfError
 
 NAMING_KEYS = ("run.name", "run.suffix", "run.root", "hydra")
-"""Keys that name a run or its launcher, but do not define a point of the sweep."""
+"""Prefixes of keys that name a run or configure Hydra; they are not shown as varied."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SweepPoint:
 
     @property
     def page(self) -> Path:
-        """Path of the comparison page of a sweep that starts with this point."""
+        """Path of the sweep's comparison page, if this point is the first."""
         return self.folder.parent / "sweeps" / self.name / "comparison.html"
 
 
@@ -53,13 +53,13 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
 
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
-        (batch,) = BasicSweeper.split_arguments(parsed, None)
+        (overrides_by_point,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:
         raise ConfigError(str(error)) from None
-    keys = _varied_keys(batch)
+    keys = _varied_keys(overrides_by_point)
     points: list[SweepPoint] = []
     numbers: dict[Path, int] = {}
-    for number, overrides in enumerate(batch):
+    for number, overrides in enumerate(overrides_by_point):
         values = _by_key(overrides)
         varied = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
         try:
@@ -78,10 +78,10 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
     return points
 
 
-def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
+def compare_points(points: Sequence[SweepPoint]) -> list[ComparedRun]:
     """Return a summary of each point: varied overrides, progress and scores."""
     summaries = []
-    for point in swept:
+    for point in points:
         status = _status(point.folder)
         summaries.append(
             ComparedRun(
@@ -95,9 +95,9 @@ def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
     return summaries
 
 
-def show_sweep(swept: Sequence[SweepPoint]) -> None:
+def show_sweep(points: Sequence[SweepPoint]) -> None:
     """Print a table of the runs with the paths of their reports, and write the comparison page."""
-    console, runs = create_console(), compare_points(swept)
+    console, runs = create_console(), compare_points(points)
     table = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("run", justify="right")
     table.add_column("varied", overflow="fold")
@@ -112,7 +112,7 @@ def show_sweep(swept: Sequence[SweepPoint]) -> None:
         console.print(f"{number}: {location}", soft_wrap=True)
     started = [run for run in runs if run.folder.is_dir()]
     if started:
-        page = write_comparison(swept[0].page, "Comparison of runs", started)
+        page = write_comparison(points[0].page, "Comparison of runs", started)
         console.print(f"comparison: {page}", soft_wrap=True)
 
 
@@ -121,10 +121,10 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in parts}
 
 
-def _varied_keys(batch: Sequence[Sequence[str]]) -> list[str]:
+def _varied_keys(overrides_by_point: Sequence[Sequence[str]]) -> list[str]:
     """Return the keys whose values differ between points, in the given order."""
     values: dict[str, set[str]] = {}
-    for overrides in batch:
+    for overrides in overrides_by_point:
         for key, value in _by_key(overrides).items():
             values.setdefault(key, set()).add(value)
     return [

@@ -32,6 +32,7 @@ from stages.layout import CONFIG_FILE, PLAN_FILE
 DEFAULT_EXPERIMENT = "arithmetic_short"
 """Experiment of ``snakemake`` without arguments: a few iterations, each stage a process."""
 RUNS = Path("runs")
+"""Folder in which a run is found by its name."""
 ITERATION = "iteration"
 """Name of the rule that runs all stages of an iteration (``jobs=iteration``)."""
 
@@ -48,8 +49,8 @@ def prepare_workflow(
     ``jobs=iteration`` the stages of an iteration are one job.
 
     Args:
-        is_driver: False in a job of the workflow, whose run exists and has a driver.
-        dry_run: write nothing into an existing run.
+        is_driver: False in a job of the workflow: its run exists, and the main process drives it.
+        dry_run: whether to write nothing into an existing run.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
@@ -110,7 +111,7 @@ class Workflow:
         """Read the plan of a run.
 
         Args:
-            by_iteration: one job for all stages of an iteration.
+            by_iteration: whether all stages of an iteration are one job.
 
         Raises:
             PlanError: with ``by_iteration``, a stage has several processes; or the plan places the
@@ -121,17 +122,17 @@ class Workflow:
         self.folder = run.folder
         self._graph = Graph(run.config)
         self._plan = Plan.from_run(run.folder)
-        for part in self._plan.flow.separate_policy:
+        for policy in self._plan.flow.separate_policy:
             raise PlanError(
-                f"plan.pools: {part}: Snakemake runs each stage as one job, with simulators and "
-                f"policy; use rlinf run, or remove {part} from the plan"
+                f"plan.pools: {policy}: Snakemake runs each stage as one job, with simulators and "
+                f"policy; use rlinf run, or remove {policy} from the plan"
             )
         self.report = str(run.folder / "report" / "report.html")
         self.profile = str(run.folder / "profile.json")
         self.plan_file = str(run.folder / PLAN_FILE)
         self.plan_page = str((run.folder / PLAN_FILE).with_suffix(".html"))
         self.offline = list(self._graph.flow.offline)
-        self._last = list(self._graph.flow.stages)[-1]
+        self._last_stage = list(self._graph.flow.stages)[-1]
         self.iteration_rules = [*self._graph.flow.stages, EVALUATE]
         if by_iteration:
             self.iteration_rules = [ITERATION, EVALUATE]
@@ -162,18 +163,18 @@ class Workflow:
         state = RunState(self._run, self._graph)
         check_resumable(state, self._on_mismatch)
         if self._on_mismatch is OnMismatch.RECOMPUTE:
-            # Snakemake checks only that files exist, and would treat these as finished.
+            # Snakemake checks only that files exist: unverified results would count as finished.
             for node in list(state.unverified):
                 state.archive(node)
         if not all(Path(target).exists() for target in self.targets()):
-            # Snakemake does not rebuild the inputs of an existing file.
+            # Snakemake would not rebuild the inputs of an existing report.
             Path(self.report).unlink(missing_ok=True)
 
     def acquire_lock(self) -> None:
         """Own the driver lock of the run until this process ends.
 
         Raises:
-            RunLockedError: another driver owns it.
+            RunLockedError: another driver owns the run.
         """
         if self._lock is None:
             self._lock = RunLock(self.folder / LOCK_FILE)
@@ -181,7 +182,7 @@ class Workflow:
 
     def output(self, stage: str) -> str:
         """Return the path of a stage's manifest, with ``{i}`` for the iteration."""
-        node = StageNode(self._last if stage == ITERATION else stage, 0)
+        node = StageNode(self._last_stage if stage == ITERATION else stage, 0)
         if stage in self.offline:
             return str(self._manifest(node))
         return str(self._manifest(node)).replace("/0000/", "/{i}/")
@@ -194,15 +195,14 @@ class Workflow:
             if stage != ITERATION:
                 sources = self._graph.inputs(StageNode(stage, number))
                 return {name: str(self._manifest(source)) for name, source in sources.items()}
-            manifests = {}
-            for part in self._graph.flow.stages:
-                for source in self._graph.inputs(StageNode(part, number)).values():
-                    offline = source.stage in self.offline
-                    if offline or source.iteration != number:
-                        target = source if offline else StageNode(self._last, source.iteration)
-                        manifests[f"{target.stage}_{target.iteration}"] = str(
-                            self._manifest(target)
-                        )
+            manifests, last_stage = {}, self._last_stage
+            for reader in self._graph.flow.stages:
+                for source in self._graph.inputs(StageNode(reader, number)).values():
+                    is_offline = source.stage in self.offline
+                    if is_offline or source.iteration != number:
+                        target = source if is_offline else StageNode(last_stage, source.iteration)
+                        name = f"{target.stage}_{target.iteration}"
+                        manifests[name] = str(self._manifest(target))
             return manifests
 
         return function
@@ -223,23 +223,23 @@ class Workflow:
         return "pipeline.commands.iteration" if stage == ITERATION else "stages"
 
     def program(self, stage: str) -> str:
-        """Return the start of the shell command of a rule, before the arguments.
+        """Return the part of a rule's shell command that precedes the arguments.
 
-        It is a parameter of the rule, because Snakemake formats the shell command when a job runs,
+        The rule has it as a parameter, because Snakemake formats the shell command when a job runs,
         after the loop that defines the rules has ended.
         """
         plan = self._rule_resources(stage)
         module = self.module(stage)
-        ranks = f"-m launchers.local {plan.processes}" if plan.processes > 1 else "-m"
-        ranks, shares = f"{ranks} {module}", plan.speed_weights
+        ranks = f"launchers.local {plan.processes} " if plan.processes > 1 else ""
+        weights = plan.speed_weights
         speeds = (
-            f"{SPEED_WEIGHTS_VARIABLE}={','.join(map(str, shares))} "
-            if isinstance(shares, tuple)
+            f"{SPEED_WEIGHTS_VARIABLE}={','.join(map(str, weights))} "
+            if isinstance(weights, tuple)
             else ""
         )
         layout = f"{LAYOUT_VARIABLE}={plan.layout} " if plan.layout.parallel_dims() else ""
         python = shlex.quote(self._interpreter(stage) or sys.executable)
-        return f"{speeds}{layout}{python} {ranks}"
+        return f"{speeds}{layout}{python} -m {ranks}{module}"
 
     def _interpreter(self, stage: str) -> str | None:
         """Return the Python interpreter of a rule's stages; None: this one."""
@@ -276,19 +276,19 @@ class Workflow:
         their total time."""
         if stage != ITERATION:
             return self._plan.stage_plan(stage)
-        parts = [self._plan.stage_plan(part) for part in self._graph.flow.stages]
-        memory = [part.mem_mb for part in parts if part.mem_mb is not None]
-        times = [part.time_limit_min for part in parts]
-        largest = max(parts, key=lambda part: part.gpus)
+        plans = [self._plan.stage_plan(name) for name in self._graph.flow.stages]
+        memory = [plan.mem_mb for plan in plans if plan.mem_mb is not None]
+        times = [plan.time_limit_min for plan in plans]
+        largest = max(plans, key=lambda plan: plan.gpus)
         update = {
-            "cpus": max(part.cpus for part in parts),
+            "cpus": max(plan.cpus for plan in plans),
             "mem_mb": max(memory) if memory else None,
             "time_limit_min": None if None in times else sum(time or 0 for time in times),
         }
         return largest.model_copy(update=update)
 
     def targets(self) -> list[str]:
-        """Return the manifests of the finished run that no other rule reads."""
+        """Return the manifests that make a run complete: newest weights and all evaluations."""
         count = self._graph.iterations
         newest = StageNode(self._graph.flow.publish_stage, count - 1)
         nodes = [StageNode(EVALUATE, v) for v in range(count + 1) if self._graph.is_evaluated(v)]

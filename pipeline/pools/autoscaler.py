@@ -42,7 +42,7 @@ class IterationLoad:
     fixed_s: float
     """Rollout seconds of each worker that do not depend on the number of workers."""
     work_s: float
-    """Rollout seconds on one worker that n workers share."""
+    """Further rollout seconds of a single worker; n workers need 1/n of them."""
     other_stages_s: float
     """Seconds of all other stages."""
     overlaps: bool
@@ -56,7 +56,7 @@ class IterationLoad:
     def target_workers(self, workers: int, min_workers: int, max_workers: int) -> int:
         """Return the next number of workers, at most twice the current number.
 
-        Under a constant load the number changes in one direction only.
+        Under a constant load, repeated calls change the number in one direction only.
         """
         max_workers = min(max_workers, 2 * workers)
         best = max(workers, min_workers)
@@ -87,41 +87,42 @@ def autoscale(
     run: Run,
     plan: Plan,
     flow: Flow,
-    slots: Sequence[PoolState],
-    generators: RolloutScheduler,
+    generators: Sequence[PoolState],
+    scheduler: RolloutScheduler,
     iteration: int,
 ) -> None:
     """Set the number of generators after an iteration, if the pool is autoscaled.
 
     Args:
-        slots: one entry per worker of the elastic pool; empty without one.
+        generators: one entry per worker of the elastic pool; empty without an elastic pool.
     """
-    first_slot = next(iter(slots), None)
-    if first_slot is None or not is_autoscaled(run.folder, plan, first_slot.number):
+    first = next(iter(generators), None)
+    if first is None or not is_autoscaled(run.folder, plan, first.number):
         return
-    requested = [pool for pool in slots if not pool.is_retired]
-    active = [m.primary_worker for pool in requested if (m := pool.active_lease) is not None]
+    requested = [pool for pool in generators if not pool.is_retired]
+    leases = [pool.active_lease for pool in requested]
+    active = [lease.primary_worker for lease in leases if lease is not None]
     if len(active) < len(requested):
         return  # some requested workers are not connected yet
     rollout = StageNode(str(flow.elastic_stage), iteration)
     stages = [s for s in flow.stages if s not in (rollout.stage, flow.publish_stage)]
     other_stages_s = sum(busy_s(run.folder, stage, iteration) for stage in stages)
     overlap = run.config.rollout.staleness > 0
-    load = generators.iteration_load(rollout, active, other_stages_s, overlap=overlap)
+    load = scheduler.iteration_load(rollout, active, other_stages_s, overlap=overlap)
     if load is None:
         return
-    pool = plan.pools[first_slot.number]
+    pool = plan.pools[first.number]
     target = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
     if target != len(active):
         log.info(
             "pool %s: %d workers instead of %d; expected iteration time %.3g s instead of %.3g s",
-            first_slot.number,
+            first.number,
             target,
             len(active),
             load.iteration_s(target),
             load.iteration_s(len(active)),
         )
-        save_target(run.folder, first_slot.number, target, by_hand=False)
+        save_target(run.folder, first.number, target, by_hand=False)
 
 
 def request_scale(run: Run, request: str) -> int:
@@ -131,8 +132,8 @@ def request_scale(run: Run, request: str) -> int:
         The requested number; with ``=auto`` the current number.
 
     Raises:
-        InputError: the request is malformed, or leaves less than one worker.
-        PlanError: the run has no elastic pool of that name, or it cannot be autoscaled.
+        InputError: the request is malformed, or leaves fewer than one worker.
+        PlanError: the run has no elastic pool with this stage, or the pool cannot be autoscaled.
     """
     match = SCALE_REQUEST.fullmatch(request)
     if match is None:
@@ -175,7 +176,7 @@ def _elastic_pool(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
 
 
 def _read_target(run: Path, number: int) -> tuple[int | None, bool]:
-    """Return the last saved number of workers, if any, and whether the user set it."""
+    """Return the last saved number of workers (None without one), and whether the user set it."""
     try:
         saved = _read_targets(run)[str(number)]
         return max(1, int(saved["workers"])), bool(saved["by_hand"])

@@ -24,7 +24,8 @@ from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder, Worker
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 FAN_OUT = 2
-"""Receivers per sender by socket: more would share the sender's link, fewer make longer paths."""
+"""Receivers per sender by socket: more would share the sender's network link, fewer would make the
+tree deeper."""
 Hosts = Mapping[str, str | None]
 """Node of each worker; None if unknown."""
 Routes = dict[str, dict[str, str]]
@@ -34,17 +35,18 @@ Routes = dict[str, dict[str, str]]
 def route_tree(
     source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool, turn: int = 0
 ) -> Routes:
-    """Return a tree of routes from one worker to all receivers, some of which forward the data.
+    """Return a tree of routes from a worker to all receivers; some receivers forward the data.
 
     The data is sent to each node once. The first worker of a node sends it to the other workers of
     its node and to further nodes.
 
     Args:
         source: the sending worker.
-        host: its node; None if unknown.
+        host: node of the source; None if unknown.
         receivers: node by receiver.
         use_shared_memory: whether workers on one node may use shared memory.
-        turn: index of the source, if there are several, so that receivers share the forwarding.
+        turn: index of the source, if several send to these receivers: another receiver then
+            forwards first.
     """
     names = [worker for worker in receivers if worker != source]
     offset = turn % len(names) if names else 0
@@ -73,7 +75,8 @@ def _add_socket_tree(routes: Routes, source: str, workers: Sequence[str]) -> Non
 
 
 BATCH_WAIT_S = 0.5
-"""Seconds that orders of an iteration wait for the other stages of the iteration."""
+"""Seconds for which the orders of a pool with several ranks wait for further stages of their
+iteration."""
 Send = Callable[[str, WorkerOrder], None]
 """Sends an order to a worker."""
 
@@ -83,51 +86,52 @@ class StageDispatcher:
 
     Args:
         pools: pools of the run. The list changes as generators join and leave.
-        generators: scheduler of rollouts in elastic pools.
+        scheduler: scheduler of rollouts in elastic pools.
         send: sends an order to a worker.
     """
 
     def __init__(
-        self, run: Run, plan: Plan, pools: list[PoolState], generators: RolloutScheduler, send: Send
+        self, run: Run, plan: Plan, pools: list[PoolState], scheduler: RolloutScheduler, send: Send
     ) -> None:
         self._run, self._plan, self._pools, self._send = run, plan, pools, send
-        self._generators = generators
+        self._scheduler = scheduler
         self._graph = Graph(run.config)
         self._flow = self._graph.flow
-        self._order_of = {stage: i for i, stage in enumerate(self._flow.stages)}
-        self._pool_of = {stage: pools[number] for stage, number in plan.stage_pools().items()}
-        self._layouts = {stage: plan.stage_plan(stage).layout for stage in self._pool_of}
+        self._stage_index = {stage: i for i, stage in enumerate(self._flow.stages)}
+        self._pool_by_stage = {stage: pools[number] for stage, number in plan.stage_pools().items()}
+        self._layouts = {stage: plan.stage_plan(stage).layout for stage in self._pool_by_stage}
         environment = environments.get(run.config.task.name)
         task = run.config.task.validate_options(environment.Config, "task")
         self._has_large_steps = environment.max_step_bytes(task) >= LARGE_ROW_BYTES
         self._has_elastic_pool = any(pool.slot is not None for pool in pools)
-        self._ranks_of: dict[str, Sequence[int]] = {
+        self._ranks_by_stage: dict[str, Sequence[int]] = {
             stage: range(
                 1 if self._is_collected(stage) or plan.is_single_process(stage) else pool.size
             )
-            for stage, pool in self._pool_of.items()
+            for stage, pool in self._pool_by_stage.items()
         }
         rollout_stage = str(self._flow.rollout_stage)
         policy_stages = {*plan.flow.separate_policy}
         for pool in plan.pools:
             has_both = policy_stages & {*pool.stages} and rollout_stage in pool.stage_ranks
-            if has_both and self._pool_of[EVALUATE] is self._pool_of[rollout_stage]:
+            if has_both and self._pool_by_stage[EVALUATE] is self._pool_by_stage[rollout_stage]:
                 # Evaluations run on the ranks of the simulators.
-                self._ranks_of[EVALUATE] = pool.stage_ranks[rollout_stage]
-            self._ranks_of.update(pool.stage_ranks)
-        self.policy_pools = PolicyPools(plan, self._pool_of, self._ranks_of, send)
+                self._ranks_by_stage[EVALUATE] = pool.stage_ranks[rollout_stage]
+            self._ranks_by_stage.update(pool.stage_ranks)
+        self.policy_pools = PolicyPools(plan, self._pool_by_stage, self._ranks_by_stage, send)
         self._after_chunks = self._stages_after_chunks()
         self._live: dict[StageNode, dict[str, StageNode]] = {}
-        """Live inputs with the nodes that produce them, by dispatched node."""
+        """Live inputs (from memory or streamed, not from disk) with the nodes that produce them, by
+        node whose sources are decided."""
         self._subscribed: dict[StageNode, set[tuple[str, str, str]]] = defaultdict(set)
-        """Connections as (input, sending lease, receiving lease), by dispatched node."""
+        """Ordered transfers as (input, sending lease, receiving lease), by dispatched node."""
 
     def pool_of(self, node: StageNode) -> PoolState:
         """Return the pool that runs a stage."""
-        return self._pool_of[node.stage]
+        return self._pool_by_stage[node.stage]
 
     def dispatch(self) -> None:
-        """Dispatch waiting stages, and connect their live inputs."""
+        """Send the orders of waiting stages, and order the transfers of their live inputs."""
         for pool in self._pools:
             lease = pool.active_lease
             if lease is None or not pool.waiting:
@@ -135,11 +139,10 @@ class StageDispatcher:
             nodes = sorted(pool.waiting, key=self.position)
             if lease.size > 1 and time.monotonic() - pool.last_queued_at < BATCH_WAIT_S:
                 # All ranks must know all stages of an iteration before the first one starts.
-                last_stage = max(pool.stages, key=lambda stage: self._order_of.get(stage, -1))
+                last_stage = max(pool.stages, key=lambda stage: self._stage_index.get(stage, -1))
                 iterations = {node.iteration for node in nodes if node.stage == last_stage}
-                nodes = [
-                    n for n in nodes if n.iteration in iterations or n.stage not in self._order_of
-                ]
+                indices = self._stage_index
+                nodes = [n for n in nodes if n.iteration in iterations or n.stage not in indices]
             self._decide_sources(pool, lease, [n for n in nodes if self.policy_pools.is_ready(n)])
         for pool in self._pools:
             lease = pool.active_lease
@@ -154,7 +157,7 @@ class StageDispatcher:
         self.policy_pools.end_attempt(node)
 
     def resend(self, producer: Lease, receiver: Lease) -> None:
-        """Send again what was sent over a broken connection."""
+        """Let :meth:`dispatch` order again the transfers of a broken connection."""
         lease_names = (producer.name, receiver.name)
         for subscriptions in self._subscribed.values():
             for subscription in list(subscriptions):
@@ -167,33 +170,35 @@ class StageDispatcher:
         """Return the position of a stage in the device schedule (:mod:`stages.device_schedule`)."""
         if node.stage in self._flow.offline:
             return (-1, 0, 0)
-        if node.stage not in self._order_of:
-            # Just before the rollout with the same weights, so that no earlier rollout is delayed.
+        if node.stage not in self._stage_index:
+            # An evaluation: just before the rollout that uses the same weights.
             return (node.iteration + self._run.config.rollout.staleness, 0, -1)
         sources = self._flow.stages[node.stage].inputs
         needs_whole_batch = not self._flow.stream_channels & set(sources) and any(
-            not s.lag and s.stage in self._order_of for s in sources.values()
+            not s.lag and s.stage in self._stage_index for s in sources.values()
         )
         is_late = needs_whole_batch or node.stage in self._after_chunks
-        return (node.iteration, self._plan.num_chunks if is_late else 0, self._order_of[node.stage])
+        chunk = self._plan.num_chunks if is_late else 0
+        return (node.iteration, chunk, self._stage_index[node.stage])
 
     def _stages_after_chunks(self) -> frozenset[str]:
-        """Return stages that run after all chunks of the batch.
+        """Return stages that begin after all chunks of the batch have passed the earlier stages.
 
-        Such a stage uses all ranks of a pool whose earlier stages use some ranks each, which it
-        would block, or it depends on such a stage.
+        Such a stage needs all ranks of a pool in which earlier stages use some ranks each: between
+        two chunks it would block these. Stages that depend on such a stage are late too.
         """
         late = set[str]()
         for stage, spec in self._flow.stages.items():
-            earlier = list(self._flow.stages)[: self._order_of[stage]]
-            partial = [
+            earlier = list(self._flow.stages)[: self._stage_index[stage]]
+            # Stages that the plan restricts to some ranks, among them ranks of this stage.
+            restricted = {
                 s
                 for pool in self._plan.pools
                 for s in pool.stage_ranks
                 if self._share_ranks(s, stage)
-            ]
-            ordered = {s for s in partial if s in self._order_of}
-            blocks_earlier = stage not in partial and bool(ordered) and ordered <= set(earlier)
+            }
+            in_loop = restricted & self._stage_index.keys()
+            blocks_earlier = stage not in restricted and bool(in_loop) and in_loop <= set(earlier)
             depends_on_late = any(s.stage in late and not s.lag for s in spec.inputs.values())
             if blocks_earlier or depends_on_late:
                 late.add(stage)
@@ -201,8 +206,8 @@ class StageDispatcher:
 
     def _share_ranks(self, a: str, b: str) -> bool:
         """Return whether two stages share ranks."""
-        has_common_rank = not {*self._ranks_of[a]}.isdisjoint(self._ranks_of[b])
-        return self._pool_of[a] is self._pool_of[b] and has_common_rank
+        has_common_rank = not {*self._ranks_by_stage[a]}.isdisjoint(self._ranks_by_stage[b])
+        return self._pool_by_stage[a] is self._pool_by_stage[b] and has_common_rank
 
     def num_chunks(self, stage: str) -> int:
         """Return the number of chunks in which a stage processes its batch.
@@ -219,7 +224,7 @@ class StageDispatcher:
         return self._plan.num_chunks
 
     def _decide_sources(self, pool: PoolState, lease: Lease, nodes: list[StageNode]) -> None:
-        """Decide where the inputs of stages come from before they are dispatched."""
+        """Decide which inputs of stages are live, before the orders of the stages are sent."""
         for node in nodes:
             if node in self._live:
                 continue
@@ -232,9 +237,9 @@ class StageDispatcher:
                 assigned_nodes, producer = lease.assigned, pool
                 if (
                     name == WEIGHTS
-                    and (policy := self.policy_pools.serving_lease(node)) is not None
+                    and (serving := self.policy_pools.serving_lease(node)) is not None
                 ):
-                    assigned_nodes, producer = policy[1].assigned, policy[0]
+                    assigned_nodes, producer = serving[1].assigned, serving[0]
                 is_local = source in assigned_nodes or source in producer.waiting
                 if (
                     name in self._flow.stream_channels
@@ -244,7 +249,7 @@ class StageDispatcher:
                     is_local = is_local and self._is_streamed(source, node)
                 is_published_weights = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
                 can_be_sent = name in self._flow.stream_channels or (
-                    is_published_weights and not self._reads_own_rows(source, node)
+                    is_published_weights and not self._reads_own_shard(source, node)
                 )
                 if is_local or (
                     can_be_sent and self._is_in_progress(source) and self._is_streamed(source, node)
@@ -255,23 +260,21 @@ class StageDispatcher:
     def _is_in_progress(self, node: StageNode) -> bool:
         """Return whether a pool is computing a node or will do so soon."""
         return any(
-            node in pool.waiting or any(node in m.assigned for m in pool.leases)
+            node in pool.waiting or any(node in lease.assigned for lease in pool.leases)
             for pool in self._pools
         )
 
     def _subscribe(self) -> None:
-        """Tell producers which workers wait for their output, and tell them again if these change.
-
-        A late receiver gets what was produced before.
-        """
+        """Order producers to send their output to the workers that need it, also to those that join
+        later, which get earlier records too."""
         leases = self._leases()
         for target, live in self._live.items():
             for name, source in live.items():
-                producer = next((m for m in leases if source in m.assigned), None)
+                producer = next((lease for lease in leases if source in lease.assigned), None)
                 if producer is None:
                     continue
-                # A single worker has the input in memory. If the input is not a stream, every rank
-                # has it.
+                # Within a lease nothing is sent to a single worker, which has the input in memory,
+                # nor if the input is no stream, because every rank has it.
                 receivers = [
                     receiver
                     for receiver in self._receivers(source, target, name)
@@ -281,9 +284,13 @@ class StageDispatcher:
                         or (name in self._flow.stream_channels and producer.size > 1)
                     )
                 ]
-                self._subscribed[target].update((name, producer.name, m.name) for m in receivers)
+                self._subscribed[target].update(
+                    (name, producer.name, receiver.name) for receiver in receivers
+                )
                 receiver_hosts = {
-                    w: host for m in receivers for w, host in self._hosts(target, m, name).items()
+                    worker: host
+                    for receiver in receivers
+                    for worker, host in self._hosts(target, receiver, name).items()
                 }
                 output = self._relative(self._graph.output_folder(self._run.folder, source))
                 for origin, worker, transports in self._routes(
@@ -299,8 +306,8 @@ class StageDispatcher:
     def _receivers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
         """Return the leases that receive an input: leases that compute the stage, all generators of
         an elastic rollout, or the lease that serves its policy."""
-        if name == WEIGHTS and (policy := self.policy_pools.serving_lease(target)) is not None:
-            return [policy[1]]
+        if name == WEIGHTS and (serving := self.policy_pools.serving_lease(target)) is not None:
+            return [serving[1]]
         if not self._only_collects(target):
             return [lease for lease in self._leases() if target in lease.assigned]
         if source.stage != self._flow.publish_stage or not self._is_streamed(source, target):
@@ -309,7 +316,7 @@ class StageDispatcher:
         return [lease for pool in pools if (lease := pool.active_lease) is not None]
 
     def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
-        """Return the workers of a lease that receive an input of a stage, with their nodes."""
+        """Return the workers of a lease that receive an input of a stage, with their hosts."""
         if name == WEIGHTS and self.policy_pools.needs_policy(target.stage):
             return receiver.hosts(self.policy_pools.ranks())
         return receiver.hosts(
@@ -328,12 +335,13 @@ class StageDispatcher:
         producer: Lease,
         receivers: Mapping[str, str | None],
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Yield the producing worker, the sender, and its receivers with their transport.
+        """Yield the producing worker, a sending worker (the producer or a receiver that forwards),
+        and the transport to each of its receivers.
 
         Records come from all primary ranks of the producer, weights from its rank 0.
         """
-        records = name in self._flow.stream_channels
-        default = SOCKET if records else SHARED_MEMORY
+        are_records = name in self._flow.stream_channels
+        default = SOCKET if are_records else SHARED_MEMORY
         transport = self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
         if not receivers:
             return
@@ -345,21 +353,22 @@ class StageDispatcher:
         ranks = self._ranks(source)
         primary_ranks = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
         producers = list(producer.hosts(ranks).items())
-        for turn, rank in enumerate(primary_ranks if records else [0]):
+        for turn, rank in enumerate(primary_ranks if are_records else [0]):
             origin, host = producers[rank]
             for sender, targets in route_tree(
                 origin, host, receivers, use_shared_memory=use_shared_memory, turn=turn
             ).items():
                 yield origin, sender, targets
 
-    def _reads_own_rows(self, source: StageNode, node: StageNode) -> bool:
-        """Return whether each process reads its rows of a node's weights from the published files:
-        the model is sharded over several processes and the plan names no transport."""
+    def _reads_own_shard(self, source: StageNode, node: StageNode) -> bool:
+        """Return whether each process of a node reads its shard of the weights from the published
+        files: the trainer has several processes and the plan names no transport."""
         is_trainer = self._flow.all_stages[node.stage].holds == "trainer"
         is_sharded = is_trainer and len(self._ranks(node)) > 1
         return is_sharded and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _is_streamed(self, source: StageNode, node: StageNode) -> bool:
+        """Return whether an output is sent live, and not read from committed files."""
         is_large = self._has_large_steps and source.stage == self._flow.rollout_stage
         default = "file" if is_large else "socket"
         transport = self._plan.transports.get(f"{source.stage} -> {node.stage}", default)
@@ -401,12 +410,12 @@ class StageDispatcher:
             )
             if order.policy_workers:
                 is_live = WEIGHTS in self._live[node]
-                self.policy_pools.begin(node, order, lease.workers(ranks), live=is_live)
+                self.policy_pools.start_serving(node, order, lease.workers(ranks), live=is_live)
             if node.stage == self._flow.publish_stage:
-                self._generators.invalidate_weights(order.output)
+                self._scheduler.invalidate_weights(order.output)
             if only_collects:
                 weights, collector = self._relative(call.inputs["weights"]), lease.primary_worker
-                self._generators.start_rollout(node, order.output, weights, collector)
+                self._scheduler.start_rollout(node, order.output, weights, collector)
             lease.assigned.add(node)
             for worker in lease.workers(ranks):
                 orders[worker].append(order)
@@ -425,7 +434,7 @@ class StageDispatcher:
 
     def _ranks(self, node: StageNode) -> Sequence[int]:
         """Return the ranks of the pool that compute a node."""
-        return self._ranks_of[node.stage]
+        return self._ranks_by_stage[node.stage]
 
     def _is_collected(self, stage: str) -> bool:
         """Return whether one process collects what elastic workers produce for a stage."""
@@ -453,21 +462,21 @@ class StageDispatcher:
 
 
 class PolicyPools:
-    """Assigns policy workers to simulator stages, and tells each side when the other side ends.
+    """Assigns policy workers to simulator stages, and notifies each side when the other side ends.
 
     Args:
-        pool_of: pool by stage, including the separate policy stage.
-        ranks_of: ranks of the pool that compute each stage.
+        pool_by_stage: pool by stage, including the separate policy stage.
+        ranks_by_stage: ranks of the pool that compute each stage.
     """
 
     def __init__(
         self,
         plan: Plan,
-        pool_of: Mapping[str, PoolState],
-        ranks_of: Mapping[str, Sequence[int]],
+        pool_by_stage: Mapping[str, PoolState],
+        ranks_by_stage: Mapping[str, Sequence[int]],
         send: Callable[[str, ServePolicy | AttemptEnded], None],
     ) -> None:
-        self._pool_of, self._ranks_of, self._send = pool_of, ranks_of, send
+        self._pool_by_stage, self._ranks_by_stage, self._send = pool_by_stage, ranks_by_stage, send
         self._policy_stage = next(iter(plan.flow.separate_policy), "")
         self._client_stages = frozenset[str]()
         if self._policy_stage:
@@ -476,7 +485,7 @@ class PolicyPools:
             self._client_stages = frozenset(
                 name
                 for name in (rollout_stage, EVALUATE)
-                if pool_of[name] is pool_of[rollout_stage]
+                if pool_by_stage[name] is pool_by_stage[rollout_stage]
             )
         self._serving: dict[StageNode, tuple[Lease, str]] = {}
         """Serving lease and attempt, by dispatched node."""
@@ -489,7 +498,7 @@ class PolicyPools:
         """Return whether a node needs no policy server, or an active lease can serve it."""
         return (
             not self.needs_policy(node.stage)
-            or self._pool_of[self._policy_stage].active_lease is not None
+            or self._pool_by_stage[self._policy_stage].active_lease is not None
         )
 
     def serving_lease(self, node: StageNode) -> tuple[PoolState, Lease] | None:
@@ -497,20 +506,20 @@ class PolicyPools:
         server or none is active."""
         if not self.needs_policy(node.stage):
             return None
-        pool = self._pool_of[self._policy_stage]
+        pool = self._pool_by_stage[self._policy_stage]
         lease = self._serving[node][0] if node in self._serving else pool.active_lease
         return None if lease is None else (pool, lease)
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks of the pool that serve the policy."""
-        return self._ranks_of[self._policy_stage]
+        return self._ranks_by_stage[self._policy_stage]
 
     def workers(self, node: StageNode) -> tuple[str, ...]:
         """Return the policy workers of a node; rank n queries the n-th one."""
         serving = self.serving_lease(node)
         return () if serving is None else tuple(serving[1].workers(self.ranks()))
 
-    def begin(
+    def start_serving(
         self, node: StageNode, order: StageOrder, simulators: list[str], *, live: bool
     ) -> None:
         """Start to serve a dispatched node.
@@ -541,26 +550,27 @@ class PolicyPools:
     def end_attempt(self, node: StageNode) -> None:
         """Stop serving an attempt that ended."""
         lease, attempt = self._serving.pop(node, (None, ""))
-        if lease is not None and lease in self._pool_of[self._policy_stage].leases:
+        if lease is not None and lease in self._pool_by_stage[self._policy_stage].leases:
             reason = "the attempt of the simulators has ended"
             for worker in lease.workers(self.ranks()):
                 self._send(worker, AttemptEnded(node=node.name, attempt=attempt, reason=reason))
 
     def on_lease_lost(self, lease: Lease) -> None:
-        """Tell the simulator workers that a serving lease is lost; they give up and report it."""
+        """Notify the simulator workers of a lost serving lease; they report a failed attempt."""
         lease.served.clear()
         reason = "its lease has ended"
         for node, attempt in [(n, a) for n, (other, a) in self._serving.items() if other is lease]:
-            for client in [m for m in self._pool_of[node.stage].leases if node in m.assigned]:
-                for worker in client.workers(self._ranks_of[node.stage]):
+            clients = self._pool_by_stage[node.stage].leases
+            for client in [lease for lease in clients if node in lease.assigned]:
+                for worker in client.workers(self._ranks_by_stage[node.stage]):
                     self._send(worker, AttemptEnded(node=node.name, attempt=attempt, reason=reason))
 
     def is_busy(self, lease: Lease) -> bool:
         """Return whether a lease serves a node."""
         return any(other == lease for other, _ in self._serving.values())
 
-    def credit(self, node: StageNode) -> None:
+    def count_success(self, node: StageNode) -> None:
         """Count the success of a node for the lease that served it."""
         if node in self._serving:
             self._serving[node][0].num_finished += 1
-            self._pool_of[self._policy_stage].failures = 0
+            self._pool_by_stage[self._policy_stage].failures = 0

@@ -56,12 +56,17 @@ from stages.worker.messages import (
 from stages.worker_state import StageProgressCallback
 
 PROGRESS_KEYS = ("stage", "done", "total", "unit", "note")
+"""Keys of an active stage in a worker's status: the arguments of the progress callback."""
 EVENT_WAIT_S = 0.25
+"""Maximum seconds that the driver waits for events of workers at a time."""
 STATUS_INTERVAL_S = 1.0
+"""Seconds between two updates of progress, status file and number of generators."""
 LEAVE_TIMEOUT_S = 10.0
 """Seconds that workers have to stop before their jobs are cancelled."""
 _NON_FAILURE_CODES = (None, 0, EXIT_REQUEUE)
+"""Exit codes of jobs that did not fail; None: unknown."""
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
+"""Seconds before a failed pool is submitted again: after one failure, and at most."""
 log = logging.getLogger("rlinf")
 
 
@@ -78,22 +83,23 @@ class PoolExecutor:
     supports_streaming: bool = True
     """Stages may start before their inputs are committed."""
     interrupt_note: str = "its pools were stopped"
-    has_started: bool = False  # True once there was work for the pools
+    has_started: bool = False
+    """Whether the pools were started, because there was work for them."""
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
         self._flow = self._graph.flow
         self._pools = pool_states(self.plan)
         settings = self.run.config.rollout
-        self._generators = RolloutScheduler(
+        self._scheduler = RolloutScheduler(
             self.run.folder, settings.batch_size, self.cluster.max_retries
         )
         self._unreported: dict[StageNode, Outcome] = {}
         """Outcomes that wait for the outcomes of their inputs."""
-        self._polled_at = self._reported_at = 0.0
+        self._jobs_polled_at = self._status_written_at = 0.0
         self._controller: Controller | None = None
         self._dispatcher = StageDispatcher(
-            self.run, self.plan, self._pools, self._generators, self._send
+            self.run, self.plan, self._pools, self._scheduler, self._send
         )
         self._lease_manager = LeaseManager(
             self.run, self.plan, self.cluster, self.launcher, self._pools, self._is_busy, self._send
@@ -146,15 +152,15 @@ class PoolExecutor:
                 self._on_joined(event)
             elif isinstance(event, PeerLost):
                 self._on_lost(event, outcomes)
-        if time.monotonic() - self._polled_at > self.launcher.poll_interval_s:
-            self._polled_at = time.monotonic()
+        if time.monotonic() - self._jobs_polled_at > self.launcher.poll_interval_s:
+            self._jobs_polled_at = time.monotonic()
             self._poll_jobs(outcomes)
             self._finish_committed(self._pools, outcomes)
-        # Done before the last worker leaves, so that its committed output is not dispatched again.
+        # Before the last worker of a lease leaves: its committed output must not be computed again.
         self._finish_committed([pool for pool in self._pools if pool.finishing], outcomes)
         self._lease_manager.cancel_ended(self._control)
         self._lease_manager.renew_leases()
-        if time.monotonic() - self._reported_at > STATUS_INTERVAL_S:
+        if time.monotonic() - self._status_written_at > STATUS_INTERVAL_S:
             self._lease_manager.scale()
         self._report_progress()
         busy = {node for lease in self._leases() for node in lease.assigned}
@@ -172,7 +178,7 @@ class PoolExecutor:
         return reportable
 
     def stop(self, *, keep_jobs: bool = False) -> None:
-        """Dismiss the pools, or keep them for the next driver, for which they wait some time."""
+        """Dismiss the pools, or let them wait for the next driver for a limited time."""
         try:
             if not keep_jobs and self._controller is not None:
                 self._dismiss()
@@ -188,13 +194,13 @@ class PoolExecutor:
                 for worker in lease.workers():
                     self._send(worker, ShutDown())
             deadline = time.monotonic() + LEAVE_TIMEOUT_S
-            while any(m.worker_info for m in leases) and time.monotonic() < deadline:
+            while any(lease.worker_info for lease in leases) and time.monotonic() < deadline:
                 for event in self._control.poll_events(EVENT_WAIT_S):
-                    owner = self._lease_of(event.worker)
+                    owner = self._find_lease(event.worker)
                     if isinstance(event, PeerReport):
                         with contextlib.suppress(DataError):
                             if isinstance(report := read_report(event.content), WorkItemEnded):
-                                self._generators.on_report(event.worker, report)
+                                self._scheduler.on_report(event.worker, report)
                     elif isinstance(event, PeerLost) and owner is not None:
                         owner[1].worker_info.pop(rank_of(event.worker), None)
         finally:
@@ -209,14 +215,14 @@ class PoolExecutor:
 
     def _assign_work(self) -> None:
         """Assign work to all generators."""
-        leases = [m for pool in self._slots() if (m := pool.active_lease) is not None]
-        workers = [m.primary_worker for m in leases if not m.assigned]
-        for worker, order in self._generators.next_orders(workers, self._helpers()):
+        leases = [lease for p in self._generators() if (lease := p.active_lease) is not None]
+        workers = [lease.primary_worker for lease in leases if not lease.assigned]
+        for worker, order in self._scheduler.next_orders(workers, self._helpers()):
             self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
-        """Return workers that generate besides their stages, with the earliest iteration of these
-        stages."""
+        """Return the workers of pools with other stages that also generate, with the earliest
+        iteration of these stages."""
         helpers = {}
         for pool in self._pools:
             lease = pool.active_lease
@@ -224,29 +230,31 @@ class PoolExecutor:
                 nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # The iteration of its newest weights is complete except for the commit.
-                    newest = self._generators.weights_iteration(worker)
+                    # Of the iteration of its newest weights, only the commit remains.
+                    newest = self._scheduler.weights_iteration(worker)
                     later = (iteration for iteration in iterations if iteration > newest)
                     helpers[worker] = min(later, default=sys.maxsize)
         return helpers
 
     def _end_attempt(self, node: StageNode) -> None:
-        """End an attempt: generators drop their work for it."""
+        """End an attempt; generators drop their work for this node."""
         self._dispatcher.end_attempt(node)
-        for worker in self._generators.end_rollout(node):
+        for worker in self._scheduler.end_rollout(node):
             self._drop_work(worker)
 
     def _drop_work(self, worker: str) -> None:
-        """Tell a generator to drop its work items. They are requeued, and it gets new ones."""
-        self._generators.on_worker_lost(worker)
+        """Order a generator to drop its work items, which are requeued; it may then get others."""
+        self._scheduler.on_worker_lost(worker)
         self._send(worker, CancelWork())
 
-    def _slots(self) -> list[PoolState]:
+    def _generators(self) -> list[PoolState]:
+        """Return the workers of the elastic pool, each of which has its own state."""
         return [pool for pool in self._pools if pool.slot is not None]
 
     # Workers and their jobs
 
-    def _lease_of(self, worker: str) -> tuple[PoolState, Lease] | None:
+    def _find_lease(self, worker: str) -> tuple[PoolState, Lease] | None:
+        """Return the pool and lease of a worker; None if the lease is no longer used."""
         for pool in self._pools:
             for lease in pool.leases:
                 if worker in lease.workers():
@@ -254,29 +262,32 @@ class PoolExecutor:
         return None
 
     def _on_joined(self, event: PeerJoined) -> None:
-        owner = self._lease_of(event.worker)
-        if owner is not None:
-            owner[1].add_worker(event.description)
-            if owner[0].slot is not None or owner[0].also_generates:
-                # The worker may still have work of an earlier driver.
-                self._drop_work(event.worker)
-        else:
-            # An earlier driver had already renewed this lease.
+        owner = self._find_lease(event.worker)
+        if owner is None:
+            # An earlier driver has already renewed the lease of this worker.
             self._send(event.worker, ShutDown())
+            return
+        pool, lease = owner
+        lease.add_worker(event.description)
+        if pool.slot is not None or pool.also_generates:
+            # The worker may still have work of an earlier driver.
+            self._drop_work(event.worker)
 
     def _on_report(
         self, worker: str, report: WorkerReport, outcomes: dict[StageNode, Outcome]
     ) -> None:
-        owner = self._lease_of(worker)
+        owner = self._find_lease(worker)
         match report:
             case WorkItemEnded():
-                succeeded = self._generators.on_report(worker, report)
+                succeeded = self._scheduler.on_report(worker, report)
                 if owner is not None and succeeded:
-                    owner[0].failures, owner[1].num_finished = 0, owner[1].num_finished + 1
+                    pool, lease = owner
+                    pool.failures = 0
+                    lease.num_finished += 1
             case WeightsAvailable():
-                self._generators.on_weights(worker, report.output, report.attempt, report.iteration)
+                self._scheduler.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
-                receiver = self._lease_of(report.worker)
+                receiver = self._find_lease(report.worker)
                 if owner is not None and receiver is not None:
                     self._dispatcher.resend(owner[1], receiver[1])
             case CollectedPrompts() | StageEnded():
@@ -285,7 +296,7 @@ class PoolExecutor:
                 if owner is None or node not in owner[1].assigned:
                     return
                 if isinstance(report, CollectedPrompts):
-                    self._generators.on_collected(node, report.starts)
+                    self._scheduler.on_collected(node, report.starts)
                 elif report.exit_code or worker == self._dispatcher.primary_worker(node, owner[1]):
                     # The primary worker reports success for all ranks.
                     self._on_stage_ended(*owner, node, report, outcomes)
@@ -300,14 +311,15 @@ class PoolExecutor:
     ) -> None:
         lease.assigned.discard(node)
         if report.exit_code == 0:
-            self._dispatcher.policy_pools.credit(node)
+            self._dispatcher.policy_pools.count_success(node)
         self._end_attempt(node)
         if report.exit_code == 0:
             lease.num_finished += 1
             pool.failures = 0
             if node.stage == self._flow.stages[self._flow.publish_stage].colocate_with:
+                generators = self._generators()
                 autoscale(
-                    self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
+                    self.run, self.plan, self._flow, generators, self._scheduler, node.iteration
                 )
         elif lease.size > 1:
             # The other ranks may wait for this rank in a collective, or would mix files of two
@@ -317,7 +329,7 @@ class PoolExecutor:
         outcomes[node] = Outcome(report.exit_code, report.reason)
 
     def _on_lost(self, event: PeerLost, outcomes: dict[StageNode, Outcome]) -> None:
-        owner = self._lease_of(event.worker)
+        owner = self._find_lease(event.worker)
         if owner is None:
             return
         pool, lease = owner
@@ -341,7 +353,7 @@ class PoolExecutor:
         lease.assigned.clear()
         self._dispatcher.policy_pools.on_lease_lost(lease)
         for worker in lease.workers():
-            self._generators.on_worker_lost(worker)
+            self._scheduler.on_worker_lost(worker)
 
     def _abandon(
         self,
@@ -352,7 +364,8 @@ class PoolExecutor:
         *,
         count_failure: bool = True,
     ) -> None:
-        """Cancel and replace a lease that cannot continue."""
+        """Cancel and replace a lease that cannot continue; ``count_failure``: whether the pool's
+        limit of failures applies."""
         self._requeue_nodes(lease, reason, outcomes)
         was_leaving = lease.is_leaving
         self._lease_manager.end_lease(pool, lease)
@@ -362,17 +375,17 @@ class PoolExecutor:
             return
         log.warning("pool %s: %s", pool.name, reason)
         for other in self._pools:
-            for other_lease in [
-                m for m in other.leases if m in lease.hetjob_leases and not m.is_leaving
-            ]:
+            hetjob_leases = [m for m in other.leases if m in lease.hetjob_leases]
+            for other_lease in [m for m in hetjob_leases if not m.is_leaving]:
                 shared_reason = f"started together with pool {pool.name}"
                 self._abandon(other, other_lease, shared_reason, outcomes, count_failure=False)
         if not count_failure:
             return
         pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
-        # An elastic pool needs only one working worker.
-        pools = [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
+        # An elastic pool fails only if all of its workers fail.
+        generators = [p for p in self._generators() if not p.is_retired]
+        pools = [pool] if pool.slot is None else generators
         if all(p.failures > self.cluster.max_retries for p in pools):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
         pause = min(MIN_PAUSE_S * 2 ** max(0, pool.failures - 1), MAX_PAUSE_S)
@@ -409,14 +422,15 @@ class PoolExecutor:
         reason = f"job {lease.job} {status.state.value}: {status.reason}".strip()
         if status.exit_code == EXIT_BAD_INPUT:
             self._requeue_nodes(lease, reason, outcomes)
-            pool.leases.remove(lease)  # Not cancelled: a job on hold stays in the queue.
-            if not any(other.active_lease for other in self._slots() if pool.slot is not None):
+            pool.leases.remove(lease)  # not cancelled, so that a job on hold stays in the queue
+            if not any(other.active_lease for other in self._generators() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
             log.warning("pool %s continues without this worker: %s", pool.name, status.reason)
             pool.retry_at = math.inf
             return
         if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
             pool.check_progress(lease)
+            # Slurm may stop any number of jobs: count this lease as productive, not as a failure.
             lease.num_finished = max(1, lease.num_finished)
             reason = f"job {lease.job} stopped by Slurm, for example at its time limit"
         self._abandon(pool, lease, reason, outcomes)
@@ -426,33 +440,33 @@ class PoolExecutor:
         return (
             bool(lease.assigned)
             or serves_policy
-            or any(self._generators.is_busy(worker) for worker in lease.workers())
+            or any(self._scheduler.is_busy(worker) for worker in lease.workers())
         )
 
     def _report_progress(self) -> None:
         """Report progress to the console, and write the file for ``rlinf status``."""
-        if time.monotonic() - self._reported_at < STATUS_INTERVAL_S:
+        if time.monotonic() - self._status_written_at < STATUS_INTERVAL_S:
             return
-        self._reported_at = time.monotonic()
-        workers = self._control.known_peers()
+        self._status_written_at = time.monotonic()
+        peers = self._control.known_peers()
         for pool in self._pools:
             for lease in pool.leases:
-                seen = workers.get(lease.primary_worker)
-                if seen is None or not seen.alive:
+                peer = peers.get(lease.primary_worker)
+                if peer is None or not peer.alive:
                     continue
-                for row in seen.status.get("active_stages", ()):
+                for row in peer.status.get("active_stages", ()):
                     # The collector reports the progress of the whole batch, not single work items.
                     if row["total"] and row["compute_s"] is None and row["stage"] != WORK_ITEM:
                         self.progress(*(row[key] for key in PROGRESS_KEYS))
-        write_pools_status(self.run.folder, self._pools, workers)
+        write_pools_status(self.run.folder, self._pools, peers)
 
 
 class LeaseManager:
     """Keeps a job running for every pool of a run.
 
     Args:
-        pools: pools of the run; generators are added to the list and removed from it.
-        busy: returns whether a lease has work.
+        pools: pools of the run; the manager adds and removes generators.
+        is_busy: returns whether a lease has work.
         send: sends an order to a worker.
     """
 
@@ -463,15 +477,15 @@ class LeaseManager:
         cluster: ClusterConfig,
         launcher: Launcher,
         pools: list[PoolState],
-        busy: Callable[[Lease], bool],
+        is_busy: Callable[[Lease], bool],
         send: Send,
     ) -> None:
         self._run, self._plan, self._cluster, self._launcher = run, plan, cluster, launcher
-        self._pools, self._busy, self._send = pools, busy, send
-        self._first_slot = next((p for p in pools if p.slot is not None), None)
+        self._pools, self._is_busy, self._send = pools, is_busy, send
+        self._first_generator = next((p for p in pools if p.slot is not None), None)
         self._queue = QueueLog(is_enabled=cluster.launcher == "slurm")
         self._ending: list[tuple[Lease, float]] = []
-        """Abandoned leases, with the time until which they may write."""
+        """Abandoned leases, with the monotonic time until which they may write."""
 
     def start(self) -> None:
         """Submit all pools or find their running jobs. Jobs of another plan, configuration or code
@@ -479,12 +493,12 @@ class LeaseManager:
         for pools in self._start_groups():
             self._start(pools)
         self.scale()
-        current = {
+        current_folders = {
             str(pool_folder(self._run, pool) / str(pool.lease_number)) for pool in self._pools
         }
         job_files = (self._run.folder / POOLS_FOLDER).glob(f"*/*/{JOB_FILE}")
         self._launcher.cancel_for_outputs(
-            [file.parent for file in job_files if str(file.parent) not in current]
+            [file.parent for file in job_files if str(file.parent) not in current_folders]
         )
 
     @property
@@ -508,20 +522,21 @@ class LeaseManager:
 
     def scale(self) -> None:
         """Adjust the number of generators to its target."""
-        first = self._first_slot
+        first = self._first_generator
         if first is None:
             return
-        slots = [pool for pool in self._pools if pool.slot is not None]
+        generators = [pool for pool in self._pools if pool.slot is not None]
         target = target_size(self._run.folder, self._plan, first.number)
-        for slot in range(len(slots), target):
+        for slot in range(len(generators), target):
             pool = PoolState(first.number, (), pool_resources(self._plan, first.number, slot), slot)
             self._pools.append(pool)
             self._start([pool])
-        for pool in slots[target:]:
+        for pool in generators[target:]:
             pool.is_retired = True
 
     def renew_leases(self) -> None:
-        """Submit missing jobs, renew leases before their end, and dismiss renewed leases."""
+        """Submit missing jobs, submit successors of leases that end soon, and dismiss leases whose
+        successors are connected."""
         self._retire()
         for pools in self._start_groups():
             if any(pool.is_retired for pool in pools):
@@ -538,7 +553,7 @@ class LeaseManager:
         for pool in [pool for pool in self._pools if not pool.is_retired]:
             active = pool.active_lease
             for lease in pool.leases[:-1]:
-                if lease is not active and not self._busy(lease) and not lease.is_leaving:
+                if lease is not active and not self._is_busy(lease) and not lease.is_leaving:
                     self._dismiss(lease)
 
     def end_lease(self, pool: PoolState, lease: Lease) -> None:
@@ -575,9 +590,9 @@ class LeaseManager:
 
     def _start_groups(self) -> list[list[PoolState]]:
         """Return groups of pools; the pools of a group start together."""
-        together = [p for p in self._pools if self._plan.hetjob and p.slot is None]
-        single = [[pool] for pool in self._pools if pool not in together]
-        return [together, *single] if together else single
+        hetjob_pools = [p for p in self._pools if self._plan.hetjob and p.slot is None]
+        single = [[pool] for pool in self._pools if pool not in hetjob_pools]
+        return [hetjob_pools, *single] if hetjob_pools else single
 
     def _start(self, pools: Sequence[PoolState]) -> None:
         for pool in pools:
@@ -605,13 +620,13 @@ class LeaseManager:
                 if not lease.is_ready:
                     pool.leases.remove(lease)
                     self._launcher.cancel([lease.job])
-                elif not self._busy(lease) and not lease.is_leaving:
+                elif not self._is_busy(lease) and not lease.is_leaving:
                     self._dismiss(lease)
             if not pool.leases:
                 self._pools.remove(pool)
 
     def _dismiss(self, lease: Lease, commit_timeout_s: float = 0.0) -> None:
-        """Tell workers to stop; they have ``commit_timeout_s`` seconds to finish their writes."""
+        """Order workers to stop; they have ``commit_timeout_s`` seconds to finish their writes."""
         lease.is_leaving = True
         for worker in lease.workers():
             self._send(worker, ShutDown(commit_timeout_s=commit_timeout_s))

@@ -22,8 +22,8 @@ from stages.runner import StageCall
 from stages.timeout_retries import MAX_TIMEOUTS
 
 MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE = 300.0, 0.25
-"""Time before the end of a lease at which it is renewed: the maximum in seconds, and the share of
-the length of a short lease."""
+"""A lease is renewed this many seconds before its end, or at this share of its length before its
+end if that is less."""
 
 
 @dataclass(eq=False)
@@ -31,24 +31,31 @@ class Lease:
     """One lease of a pool: a job and its workers."""
 
     name: str
+    """Prefix of the names of its workers."""
     job: str
+    """Job id."""
     size: int
+    """Number of workers."""
     worker_info: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Information from the connected workers, by rank."""
     started_at: float = field(default_factory=time.time)
-    """Time at which it was submitted, or found by this driver."""
+    """Unix time at which this driver submitted or found the job."""
     ends_at: float | None = None
-    """Time at which its time limit ends, if known."""
+    """Unix time at which the job reaches its time limit; None if unknown."""
     assigned: set[StageNode] = field(default_factory=set)
+    """Nodes whose orders were sent to its workers and that have not ended."""
     served: set[StageNode] = field(default_factory=set)
-    """Nodes for which it served the policy, finished or not; other leases computed them."""
+    """Nodes of other leases for which it served the policy, finished or not."""
     num_finished: int = 0
+    """Number of nodes and work items that it finished or served."""
     is_leaving: bool = False
+    """Whether its workers were ordered to stop."""
     hetjob_leases: tuple[Lease, ...] = ()
-    """Leases in the same heterogeneous job, which start and end with it."""
+    """Other leases in the same heterogeneous job, which start and end together."""
 
     @property
     def is_ready(self) -> bool:
+        """Whether all workers are connected."""
         return len(self.worker_info) == self.size
 
     def add_worker(self, info: dict[str, Any]) -> None:
@@ -77,7 +84,7 @@ class Lease:
         return worker_name(self.name, 0)
 
     def hosts(self, ranks: Iterable[int]) -> dict[str, str | None]:
-        """Return the nodes of workers, as far as known."""
+        """Return the host of each worker by name; None if unknown."""
         return {
             worker_name(self.name, rank): self.worker_info.get(rank, {}).get("host")
             for rank in ranks
@@ -86,23 +93,32 @@ class Lease:
 
 @dataclass(eq=False)
 class PoolState:
-    """A pool of the plan and its leases, oldest first."""
+    """A pool of the plan, or one worker of an elastic pool (a generator)."""
 
     number: int
+    """Index of the pool in the plan."""
     stages: tuple[str, ...]
+    """Stages of the pool; empty for all workers of an elastic pool except the first."""
     resources: tuple[StagePlan, ...]
+    """Resources of each component of its job."""
     slot: int | None = None
     """Index of a worker of an elastic pool; None for other pools."""
     leases: list[Lease] = field(default_factory=list)
+    """Oldest first."""
     finishing: list[Lease] = field(default_factory=list)
     """Abandoned leases that may still finish their writes."""
     waiting: dict[StageNode, StageCall] = field(default_factory=dict)
     """Nodes that the driver started and that are not dispatched yet."""
     last_queued_at: float = 0.0
+    """Monotonic time at which the newest node in ``waiting`` was added."""
     lease_number: int = 0
+    """Number of the newest lease, the name of its folder."""
     failures: int = 0
+    """Consecutive leases that failed before they finished anything."""
     reason: str = ""
+    """Cause of the last failure."""
     retry_at: float = 0.0
+    """Monotonic time before which no lease is submitted."""
     unproductive_leases: int = 0
     """Consecutive leases that ended with work but finished nothing."""
     is_retired: bool = False
@@ -112,14 +128,17 @@ class PoolState:
 
     @property
     def name(self) -> str:
+        """``2`` for pool 2, and ``2w1`` for worker 1 of the elastic pool 2."""
         return str(self.number) if self.slot is None else f"{self.number}w{self.slot}"
 
     @property
     def size(self) -> int:
+        """Number of workers of a lease."""
         return sum(part.nodes * part.processes for part in self.resources)
 
     def check_progress(self, lease: Lease) -> None:
-        """Check that leases are long enough for their work. Called when a lease ends by itself.
+        """Check that leases are long enough for their work. Called when Slurm ends a lease, or its
+        workers leave.
 
         Raises:
             PlanError: too many consecutive leases have finished nothing.
@@ -147,7 +166,8 @@ class PoolState:
         """
         if self.is_retired or self.finishing:
             return None
-        return next((m for m in reversed(self.leases) if m.is_ready and not m.is_leaving), None)
+        leases = reversed(self.leases)
+        return next((lease for lease in leases if lease.is_ready and not lease.is_leaving), None)
 
 
 def rank_of(worker: str) -> int:

@@ -16,9 +16,9 @@ from pipeline.run import Run
 from rlinf.artifacts import Manifest
 
 WORK_PART = "work"
-"""Key of the part of a stage's forecast without waiting, in pools."""
+"""Key in ``breakdown_s`` of a forecast for pools: the seconds of a stage without waiting."""
 RECENT_ITERATIONS = 20
-"""Number of recent iterations that are measured. Older ones may have another plan or load."""
+"""Maximum number of iterations that are measured. Older ones may have another plan or load."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class ForecastComparison:
     predicted_s: float
     low_s: float
     high_s: float
+    """The predicted interval from the 10th to the 90th percentile."""
     actual: MeasuredTimes
 
     @property
@@ -67,21 +68,21 @@ class ForecastComparison:
 def measure_times(run: Run, max_iterations: int = RECENT_ITERATIONS) -> dict[str, MeasuredTimes]:
     """Return measured times by stage, and for the ``iteration``, under the current plan.
 
-    An iteration lasts from one publication of weights to the next, so the first one is left out.
-    Unfinished stages are left out.
+    An iteration lasts from one publication of weights to the next, so the first iteration is left
+    out. Unfinished stages are left out too.
     """
     graph = Graph(run.config)
     forecast = Plan.from_run(run.folder).forecast
-    generated = {
-        iteration: _busiest(spans) for iteration, spans in read_work_spans(run.folder).items()
+    generation_s = {
+        iteration: _busiest_s(spans) for iteration, spans in read_work_spans(run.folder).items()
     }
-    since = (forecast.applied_at if forecast else None) or 0.0
+    plan_applied_at = (forecast.applied_at if forecast else None) or 0.0
     total: dict[str, list[float]] = {}
     running: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
     for iteration in list_iterations(run.folder)[-max_iterations:]:
         first = stage_manifest(run.folder, next(iter(graph.flow.stages)), iteration)
-        if not iteration or first is None or first.timing["began"] < since:
+        if not iteration or first is None or first.timing["began"] < plan_applied_at:
             continue
         for stage in graph.flow.stages:
             manifest = stage_manifest(run.folder, stage, iteration)
@@ -91,19 +92,19 @@ def measure_times(run: Run, max_iterations: int = RECENT_ITERATIONS) -> dict[str
             inputs = [
                 folder_manifest(graph.output_folder(run.folder, source)) for source in sources
             ]
-            input_ends = [_end(source) for source in inputs if source is not None]
+            input_ends = [_end_s(source) for source in inputs if source is not None]
             if len(input_ends) == len(inputs):
-                total.setdefault(stage, []).append(_end(manifest) - max(input_ends))
-                running.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
+                total.setdefault(stage, []).append(_end_s(manifest) - max(input_ends))
+                running.setdefault(stage, []).append(_end_s(manifest) - manifest.timing["start"])
                 # In an elastic rollout the collector only receives what generators compute.
-                seconds = generated.get(iteration) if stage == graph.flow.elastic_stage else None
+                seconds = generation_s.get(iteration) if stage == graph.flow.elastic_stage else None
                 busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
         published = [
             stage_manifest(run.folder, graph.flow.publish_stage, i)
             for i in (iteration - 1, iteration)
         ]
         if published[0] is not None and published[1] is not None:
-            total.setdefault("iteration", []).append(_end(published[1]) - _end(published[0]))
+            total.setdefault("iteration", []).append(_end_s(published[1]) - _end_s(published[0]))
     return {
         name: MeasuredTimes(tuple(values), tuple(running.get(name, ())), tuple(busy.get(name, ())))
         for name, values in total.items()
@@ -139,7 +140,7 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
     return comparisons
 
 
-def _busiest(spans: Sequence[Mapping[str, Any]]) -> float:
+def _busiest_s(spans: Sequence[Mapping[str, Any]]) -> float:
     """Return the generating seconds of the busiest generator."""
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -148,5 +149,5 @@ def _busiest(spans: Sequence[Mapping[str, Any]]) -> float:
     return max(seconds.values(), default=0.0)
 
 
-def _end(manifest: Manifest) -> float:
+def _end_s(manifest: Manifest) -> float:
     return float(manifest.timing["end"])

@@ -27,10 +27,12 @@ if TYPE_CHECKING:  # readers of the status load no sockets
     from rlinf.channels.control_link import PeerStatus
 
 DRIVER_TIMEOUT_S = 15.0
-"""The driver writes the file every second. After this time the driver is dead or hangs."""
+"""Age of the file after which the driver is dead or hangs; it writes the file every second."""
 WORKER_TIMEOUT_S = 5.0
+"""Seconds without a message after which the table shows that a worker is silent."""
 STRAGGLER_FACTOR, STRAGGLER_MIN_S = 2.0, 5.0
-"""A straggler takes at least this many times as long as other ranks, and this many seconds more."""
+"""A straggler takes more than this factor times the median of the other ranks, and exceeds the
+median by more than this many seconds."""
 BAR_WIDTH = 10
 """Characters of a progress bar."""
 MAX_SHOWN = 3
@@ -42,15 +44,18 @@ class StageStatus:
     """A stage in progress on a worker."""
 
     node: str
+    """Name of the graph node, such as ``rollout/3``."""
     activity: str
+    """Current activity, such as computing, waiting for the device or committing."""
     elapsed_s: float
     done: int = 0
     total: int = 0
     unit: str = ""
     note: str = ""
     compute_s: float | None = None
+    """Seconds of computing; None until only the commit remains."""
     is_straggler: bool = False
-    """Whether it is much slower than on other ranks."""
+    """Whether the stage is much slower on this rank than on other ranks."""
 
 
 @dataclass
@@ -63,14 +68,17 @@ class WorkerStatus:
     """Index of a worker of an elastic pool."""
     rank: int
     job: str
+    """Job id."""
     host: str
     is_connected: bool
     is_leaving: bool
+    """Whether it was ordered to stop."""
     last_seen_s: float
     """Seconds since its last message."""
     lease_left_s: float | None
+    """Seconds to the time limit of its job; None if unknown."""
     version: int | None
-    """Version of the weights that it generates with."""
+    """Version of the weights in its engine; None or negative without weights."""
     queued_records: int
     """Number of received records that no stage has read yet."""
     malformed: int = 0
@@ -87,15 +95,18 @@ class PoolStatus:
     waiting: list[str]
     """Stages that wait for a worker."""
     failures: int
+    """Consecutive failed leases; for an elastic pool those of its worst worker."""
     reason: str
+    """Cause of the last failure."""
     workers: list[WorkerStatus] = field(default_factory=list)
 
 
 @dataclass
 class PoolsStatus:
-    """The state of all pools, with the age of the information."""
+    """The state of all pools."""
 
     age_s: float
+    """Seconds since the driver wrote it."""
     pools: list[PoolStatus]
 
     @property
@@ -109,10 +120,10 @@ def write_pools_status(
     """Write the state of the pools to the run.
 
     Args:
-        peers: information about each worker that ever connected.
+        peers: status of each worker that ever connected, by name.
     """
     rows = [
-        _row(pool, lease, rank, worker, peers.get(worker))
+        _worker_row(pool, lease, rank, worker, peers.get(worker))
         for pool in pools
         for lease in pool.leases
         for rank, worker in enumerate(lease.workers())
@@ -132,7 +143,7 @@ def write_pools_status(
     write_atomic(run / POOLS_FOLDER / STATUS_FILE, json.dumps(content))
 
 
-def _row(
+def _worker_row(
     pool: PoolState, lease: Lease, rank: int, worker: str, peer: PeerStatus | None
 ) -> dict[str, Any]:
     status = peer.status if peer is not None and peer.alive else {}
@@ -158,15 +169,15 @@ def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None
     """Read the last written state of the pools; None without pools, or after their dismissal."""
     try:
         content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text(encoding="utf-8"))
-        written = float(content["written_at"])
-        pools = {row["pool"]: _pool(row) for row in content["pools"]}
+        written_at = float(content["written_at"])
+        pools = {row["pool"]: _parse_pool(row) for row in content["pools"]}
         for row in content["workers"]:
-            pools[row["pool"]].workers.append(_worker(row, written))
+            pools[row["pool"]].workers.append(_parse_worker(row, written_at))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     for pool in pools.values():
         mark_stragglers(pool.workers)
-    age_s = max(0.0, (time.time() if now is None else now) - written)
+    age_s = max(0.0, (time.time() if now is None else now) - written_at)
     return PoolsStatus(age_s, list(pools.values()))
 
 
@@ -175,11 +186,11 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
 
     Ranks are compared by the extrapolated time of the whole stage.
     """
-    ranks: dict[tuple[str, str], list[StageStatus]] = {}
+    stages_by_node: dict[tuple[str, str], list[StageStatus]] = {}
     for worker in workers:
         for stage in worker.stages:
-            ranks.setdefault((worker.job, stage.node), []).append(stage)
-    for stages in ranks.values():
+            stages_by_node.setdefault((worker.job, stage.node), []).append(stage)
+    for stages in stages_by_node.values():
         for stage in stages:
             other_totals = [
                 other_s for s in stages if s is not stage and (other_s := _total_s(s)) is not None
@@ -271,7 +282,7 @@ def _no_job_line(pool: PoolStatus) -> Text:
 
 
 def _total_s(stage: StageStatus) -> float | None:
-    """Return the extrapolated seconds of a whole stage, as far as known."""
+    """Return the extrapolated seconds of a whole stage; None before its first progress."""
     if stage.compute_s is not None:
         return stage.compute_s
     if stage.done and stage.total:
@@ -279,7 +290,7 @@ def _total_s(stage: StageStatus) -> float | None:
     return None
 
 
-def _pool(row: dict[str, Any]) -> PoolStatus:
+def _parse_pool(row: dict[str, Any]) -> PoolStatus:
     return PoolStatus(
         int(row["pool"]),
         list(row["stages"]),
@@ -289,7 +300,7 @@ def _pool(row: dict[str, Any]) -> PoolStatus:
     )
 
 
-def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
+def _parse_worker(row: dict[str, Any], written_at: float) -> WorkerStatus:
     ends = row["lease_ends_at"]
     return WorkerStatus(
         pool=int(row["pool"]),
@@ -301,7 +312,7 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
         is_connected=bool(row["is_connected"]),
         is_leaving=bool(row["is_leaving"]),
         last_seen_s=float(row["last_seen_s"]),
-        lease_left_s=None if ends is None else max(0.0, float(ends) - written),
+        lease_left_s=None if ends is None else max(0.0, float(ends) - written_at),
         version=row["version"],
         queued_records=int(row["queued_records"]),
         malformed=int(row["malformed"]),
@@ -309,7 +320,7 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
             StageStatus(
                 node=str(stage["node"]),
                 activity=str(stage["activity"]),
-                elapsed_s=max(0.0, written - float(stage["started_at"])),
+                elapsed_s=max(0.0, written_at - float(stage["started_at"])),
                 done=int(stage["done"]),
                 total=int(stage["total"]),
                 unit=str(stage["unit"]),

@@ -1,15 +1,15 @@
 """Scheduling of rollouts on elastic pools: which generator computes which work items.
 
-A rollout has a collector, the worker that consumes its trajectories. Generators get work items
-(groups of its prompts) and send their trajectories to the collector. Helpers, which are workers of
-pools with other stages, also get work items until the queue is empty. Generators then finish the
-long samples of the helpers.
+A rollout has a collector, the worker that consumes its trajectories. Generators (the workers of the
+elastic pool) get work items, each of which is some prompts of the rollout, and send trajectories to
+the collector. Helpers, which are workers of pools with other stages, also get work items until the
+queue is empty. Generators then finish the long samples of the helpers.
 
 Work items go to workers that have the weights in memory, and to all workers after the weights are
 committed. The collector rejects samples of weights that differ from the committed weights.
 
-Prompts of a lost worker are requeued and assigned again in the order of the batch, so that its
-first prompts complete early.
+Prompts of a lost worker are requeued and assigned again in the order of the batch, so that the
+first prompts of the batch complete early.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ MAX_IN_FLIGHT = 2
 MAX_OVERHEAD_SHARE = 0.25
 """Maximum share of a work item's time that may be fixed, that is, independent of its size."""
 HISTORY_SIZE = 64
+"""Maximum number of remembered times, weights, rollouts and ended work items, each."""
 
 
 class WorkItem(NamedTuple):
     """Prompts for one worker."""
 
     number: int
+    """Index in its rollout; :data:`LOAD_ENGINE` without prompts."""
     starts: tuple[int, ...]
     """Indices of the prompts in the batch."""
 
@@ -65,13 +67,14 @@ class WorkQueue:
 
     def __init__(self, num_prompts: int, done: Iterable[int] = ()) -> None:
         self.done = set(done)
+        """Indices of finished prompts."""
         self._pending = [prompt for prompt in range(num_prompts) if prompt not in self.done]
         self._assigned: dict[str, dict[int, WorkItem]] = defaultdict(dict)
         self._num_prompts, self._next_number = num_prompts, 0
 
     @property
     def num_pending(self) -> int:
-        """Number of prompts that are not assigned."""
+        """Number of prompts that are neither done nor assigned."""
         return len(self._pending)
 
     @property
@@ -130,7 +133,7 @@ class WorkerSpeeds:
         self._speeds: dict[str, float] = {}
 
     def record(self, worker: str, size: int, seconds: float) -> None:
-        """Record the seconds of a finished work item."""
+        """Record the seconds of a finished work item of ``size`` prompts."""
         self._times.append((size, seconds))
         speed = size / max(seconds, 1e-6)
         self._speeds[worker] = (self._speeds.get(worker, speed) + speed) / 2
@@ -171,7 +174,7 @@ def assign_work(
     min_item_size: float,
     max_queues: Mapping[str, int] = MappingProxyType({}),
 ) -> list[tuple[WorkQueue, str, WorkItem]]:
-    """Assign work items to all workers with fewer than :data:`MAX_IN_FLIGHT`, first queue first.
+    """Assign work items until each worker has :data:`MAX_IN_FLIGHT`, the first queue first.
 
     This is guided self-scheduling: a worker gets half of its speed-weighted share of the pending
     prompts, so that work items shrink and all workers finish at about the same time. A work item
@@ -181,7 +184,8 @@ def assign_work(
         queues: one per batch, in the order of iterations.
         speeds: prompts per second by worker.
         min_item_size: see :meth:`WorkerSpeeds.min_item_size`.
-        max_queues: how many of the first queues a worker may work on; default all.
+        max_queues: number of queues, from the first, of which a worker may get work items; all by
+            default.
     """
     assigned = []
     total = sum(speeds.values())
@@ -201,6 +205,7 @@ def assign_work(
 
 
 WORK_LOG = "work_items.jsonl"
+"""Log of finished work items, in the folder of the pools."""
 LOAD_ENGINE = -1
 """Number of the empty work item that makes a worker load its engine."""
 log = logging.getLogger("rlinf")
@@ -209,13 +214,16 @@ log = logging.getLogger("rlinf")
 @dataclass
 class _Rollout:
     output: str
+    """Output folder, relative to the run."""
     weights: str
+    """Folder of its weights, relative to the run."""
     collector: str
+    """Name of the worker that receives the trajectories."""
     queue: WorkQueue | None = None
-    """None until the collector has reported what it already has."""
+    """None until the collector has reported for which prompts it already has trajectories."""
     has_committed_weights: bool = False
     is_ending: bool = False
-    """Whether all prompts were assigned once; helpers then get no more."""
+    """Whether the queue was empty once; helpers then get no more work items."""
 
 
 class _Assigned(NamedTuple):
@@ -226,18 +234,18 @@ class _Assigned(NamedTuple):
     worker: str
     item: WorkItem
     attempt: str | None
-    """The attempt that produced its weights, if they were not committed."""
+    """The attempt that produced its weights; None if these were committed."""
     continues: int | None
-    """Number of the work item in which another worker started its samples."""
+    """Number of the work item in which another worker began its samples; None if no worker did."""
 
 
 class _Partial(NamedTuple):
-    """A work item that another worker started, for the worker that continues it."""
+    """A work item whose samples another worker began, for the worker that continues them."""
 
     node: StageNode
     successor: str
     item: WorkItem
-    partial: messages.PartialSamples
+    samples: messages.PartialSamples
 
 
 @dataclass
@@ -245,16 +253,19 @@ class RolloutScheduler:
     """Assigns the prompts of all running rollouts, the earliest iteration first."""
 
     run: Path
-    batch: int
-    retries: int
+    num_prompts: int
+    """Number of prompts of a rollout."""
+    max_failures: int
+    """Number of failed work items of a rollout beyond which the run fails."""
     _rollouts: dict[StageNode, _Rollout] = field(default_factory=dict)
     _assigned: dict[str, _Assigned] = field(default_factory=dict)
+    """Assigned work items by their names in messages, which are unique in the run."""
     _ended: dict[str, _Assigned] = field(default_factory=dict)
-    """Work items of ended rollouts, whose reports may still arrive."""
+    """Work items of ended rollouts, whose reports may still arrive, by name."""
     _successors: dict[str, str] = field(default_factory=dict)
-    """Worker that continues the unfinished samples, by assigned work item."""
+    """Worker that continues the unfinished samples, by name of the assigned work item."""
     _partial: list[_Partial] = field(default_factory=list)
-    """Partial work items that are not dispatched yet."""
+    """Partial work items that are not sent to their successors yet."""
     _speeds: WorkerSpeeds = field(default_factory=WorkerSpeeds)
     _finished_items: dict[StageNode, Counter[str]] = field(
         default_factory=lambda: defaultdict(Counter)
@@ -265,8 +276,10 @@ class RolloutScheduler:
     )
     """Number of prompts in these work items."""
     _failures: Counter[str] = field(default_factory=Counter)
+    """Number of failed work items by name of the node."""
     _weights: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Uncommitted weights: the workers that have them in memory, with the attempt of each."""
+    """Attempt that produced uncommitted weights, by folder of the weights and by worker that has
+    them in memory."""
     _weights_iteration: dict[str, int] = field(default_factory=dict)
     """Iteration of the last received weights, by worker."""
     _ready_workers: set[str] = field(default_factory=set)
@@ -277,9 +290,9 @@ class RolloutScheduler:
         self._rollouts[node] = _Rollout(output, weights, collector)
 
     def on_collected(self, node: StageNode, starts: Sequence[int]) -> None:
-        """Handle the report of what the collector already has."""
+        """Handle the report for which prompts the collector already has trajectories."""
         if node in self._rollouts:
-            self._rollouts[node].queue = WorkQueue(self.batch, starts)
+            self._rollouts[node].queue = WorkQueue(self.num_prompts, starts)
 
     def on_weights(self, worker: str, weights: str, attempt: str, iteration: int) -> None:
         """Handle the report that a worker has uncommitted weights of an iteration in memory."""
@@ -292,7 +305,7 @@ class RolloutScheduler:
         self._weights.pop(weights, None)
 
     def weights_iteration(self, worker: str) -> int:
-        """Return the iteration of a worker's last weights, which the worker has computed."""
+        """Return the iteration of the newest weights that a worker has reported; -1 without any."""
         return self._weights_iteration.get(worker, -1)
 
     def end_rollout(self, node: StageNode) -> set[str]:
@@ -349,14 +362,14 @@ class RolloutScheduler:
             return False
         if report.exit_code:
             rollout.queue.requeue(worker, number)
-            # It may have lost the weights, have no engine for them, or they were withdrawn.
+            # The worker may have lost the weights or its engine, or the weights were withdrawn.
             self._weights.get(rollout.weights, {}).pop(worker, None)
             rollout.has_committed_weights = False
             self._failures[node.name] += report.exit_code != EXIT_REQUEUE
             if report.exit_code == EXIT_BAD_INPUT:
                 raise InputError(f"{node.name}: {report.reason}")
             log.warning("%s on %s: %s", node.name, worker, short_reason(report.reason))
-            if self._failures[node.name] > self.retries:
+            if self._failures[node.name] > self.max_failures:
                 raise StageError(f"{node.name} failed on {worker}: {report.reason}")
             return False
         item = rollout.queue.mark_done(worker, number)
@@ -365,7 +378,7 @@ class RolloutScheduler:
         if report.unfinished_starts:
             unfinished = rollout.queue.reassign(item, report.unfinished_starts, report.successor)
             partial = messages.PartialSamples(
-                work_item=number,
+                item_number=number,
                 channel=partial_samples_channel(name),
                 num_samples=report.num_partial_samples,
                 weights_attempt=assigned.attempt,
@@ -381,13 +394,13 @@ class RolloutScheduler:
     ) -> list[tuple[str, WorkerOrder]]:
         """Return orders for workers that are about to be idle.
 
-        A worker that still waits for weights gets no work item, because it would block the others
-        on which these weights depend.
+        A worker that still waits for weights gets no work item of their rollout: waiting, it could
+        not compute the earlier rollouts on which these weights depend.
 
         Args:
             workers: the connected generators.
             helpers: workers that generate besides other stages, with the earliest iteration of
-                these stages. They generate for no later iteration until that one is trained.
+                these stages. They generate for no later iteration until that iteration is trained.
         """
         orders = self._continue_partial(workers)
         queues = {
@@ -396,10 +409,10 @@ class RolloutScheduler:
             if rollout.queue is not None and self._has_weights(rollout)
         }
         max_queues = {worker: self._num_usable(worker, queues) for worker in [*workers, *helpers]}
-        is_ended = bool(workers) and any(self._rollouts[node].is_ending for node in queues)
-        for worker, latest in helpers.items():
-            num_early = sum(node.iteration <= latest for node in queues)
-            max_queues[worker] = 0 if is_ended else min(num_early, max_queues[worker])
+        is_ending = bool(workers) and any(self._rollouts[node].is_ending for node in queues)
+        for worker, last_iteration in helpers.items():
+            num_early = sum(node.iteration <= last_iteration for node in queues)
+            max_queues[worker] = 0 if is_ending else min(num_early, max_queues[worker])
         usable = [worker for worker in max_queues if worker in workers or max_queues[worker]]
         # An engine loads from committed files.
         first = next((node for node in queues if self._rollouts[node].has_committed_weights), None)
@@ -420,7 +433,7 @@ class RolloutScheduler:
     def _name_successors(
         self, helpers: Mapping[str, int], successors: Sequence[str]
     ) -> list[tuple[str, WorkerOrder]]:
-        """Name a generator that continues the samples of each helper when the queue is empty."""
+        """Order helpers whose queue is empty to pass their unfinished samples on to a generator."""
         orders: list[tuple[str, WorkerOrder]] = []
         for name, assigned in self._assigned.items():
             queue = (rollout := self._rollouts[assigned.node]).queue
@@ -443,8 +456,8 @@ class RolloutScheduler:
         return orders
 
     def _continue_partial(self, workers: Sequence[str]) -> list[tuple[str, WorkerOrder]]:
-        """Order successors to continue partial work items; without partial samples they start
-        again."""
+        """Order successors to continue partial work items. A work item without partial samples is
+        requeued."""
         orders: list[tuple[str, WorkerOrder]] = []
         for node, successor, item, partial in self._partial:
             queue = self._rollouts[node].queue
@@ -458,22 +471,22 @@ class RolloutScheduler:
         return orders
 
     def iteration_load(
-        self, node: StageNode, workers: Sequence[str], rest_s: float, *, overlap: bool
+        self, node: StageNode, workers: Sequence[str], other_stages_s: float, *, overlap: bool
     ) -> IterationLoad | None:
-        """Return the load of an iteration after its rollout; None if some workers did no work for
-        it.
+        """Return the load of an iteration by its finished rollout ``node``; None if one of the
+        workers finished no work item of it.
 
         Args:
-            rest_s: seconds of the iteration's other stages.
+            other_stages_s: seconds of the iteration's other stages.
             overlap: whether these overlap with the next rollout.
         """
         finished = self._finished_items.get(node, Counter())
         if not workers or not set(workers) <= finished.keys():
             return None
         fixed_s, per_prompt_s = self._speeds.fit_line()
-        items = finished.total() / len(finished)
         num_prompts = sum(self._finished_prompts[node][worker] for worker in workers)
-        return IterationLoad(items * fixed_s, per_prompt_s * num_prompts, rest_s, overlap)
+        worker_fixed_s = fixed_s * finished.total() / len(finished)
+        return IterationLoad(worker_fixed_s, per_prompt_s * num_prompts, other_stages_s, overlap)
 
     def _order(
         self,
@@ -485,7 +498,7 @@ class RolloutScheduler:
         name, rollout = secrets.token_hex(6), self._rollouts[node]
         attempt, continues = None, None
         if partial is not None:
-            attempt, continues = partial.weights_attempt, partial.work_item
+            attempt, continues = partial.weights_attempt, partial.item_number
         elif not rollout.has_committed_weights:
             attempt = self._weights[rollout.weights][worker]
         self._assigned[name] = _Assigned(node, worker, item, attempt, continues)
@@ -522,7 +535,7 @@ class RolloutScheduler:
         return rollout.has_committed_weights or worker in self._weights.get(rollout.weights, ())
 
     def _num_usable(self, worker: str, nodes: Iterable[StageNode]) -> int:
-        """Return the number of rollouts, from the first on, whose weights a worker has."""
+        """Return the number of rollouts before the first whose weights a worker cannot use."""
         return len(list(takewhile(lambda node: self._can_use_weights(worker, node), nodes)))
 
     def _record_work(
@@ -560,7 +573,7 @@ class RolloutScheduler:
 
 
 def read_work_spans(run: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the spans of generators by iteration: whole work items and their parts.
+    """Return the spans of generators by iteration. A span named ``rollout`` is a whole work item.
 
     Incomplete or damaged lines are left out.
     """

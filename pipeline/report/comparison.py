@@ -16,15 +16,17 @@ from rlinf.artifacts import write_atomic
 
 SCRIPTS = ("page.js", "scales.js", "plots.js", "compare.js")
 GOLDEN_RATIO_STEP = 0.381966
-"""Hue step, as a share of the circle, that keeps any number of hues distinct."""
+"""Step between the hues of consecutive runs, as a share of the colour circle: any number of hues
+stays distinct."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run and its cells in the comparison table."""
+    """A run and the texts of its cells in the comparison table."""
 
     folder: Path
     varied: str
+    """Overrides that differ between the runs."""
     iterations: str
     reward: str
     score: str
@@ -39,10 +41,10 @@ def write_comparison(page: Path, name: str, runs: Sequence[ComparedRun]) -> Path
 
 def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str:
     """Return the page as text. Links to reports are relative to ``folder``."""
-    rows = [{row["iteration"] + 1: row for row in read_metrics(run.folder)} for run in runs]
+    metrics = [{row["iteration"] + 1: row for row in read_metrics(run.folder)} for run in runs]
     scores = [_read_scores(run.folder) for run in runs]
     xs = {
-        "rows": sorted({i for table in rows for i in table}),
+        "rows": sorted({i for by_iteration in metrics for i in by_iteration}),
         "versions": sorted({version for by_version in scores for version in by_version}),
     }
     labels = [run.varied or run.folder.name for run in runs]
@@ -62,9 +64,10 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
         return {**description, "series": series, "linked": True, **more}
 
     def metric_at(key: str) -> Callable[[int, int], Any]:
-        return lambda number, x_value: rows[number].get(x_value, {}).get(key)
+        return lambda number, x_value: metrics[number].get(x_value, {}).get(key)
 
-    names = {name for table in rows for row in table.values() for name in row} - {"iteration"}
+    rows = [row for by_iteration in metrics for row in by_iteration.values()]
+    names = {name for row in rows for name in row} - {"iteration"}
     headlines = [name for name in HEADLINES if name in names]
     metric_plots = [
         plot(
@@ -83,8 +86,8 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
         {"title": "All metrics", "plots": metric_plots[len(headlines) :]},
     ]
     colours = {
-        theme: {f"run-{number}": hue(number, light) for number in range(len(runs))}
-        for theme, light in (("light", 0.42), ("dark", 0.68))
+        theme: {f"run-{number}": run_colour(number, lightness) for number in range(len(runs))}
+        for theme, lightness in (("light", 0.42), ("dark", 0.68))
     }
     table = [
         {
@@ -104,9 +107,9 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
     )
 
 
-def hue(number: int, light: float) -> str:
+def run_colour(number: int, lightness: float) -> str:
     """Return the colour of a run as ``#rrggbb``."""
-    parts = colorsys.hls_to_rgb(number * GOLDEN_RATIO_STEP % 1, light, 0.62)
+    parts = colorsys.hls_to_rgb(number * GOLDEN_RATIO_STEP % 1, lightness, 0.62)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 

@@ -40,10 +40,14 @@ class ReportData:
     run: Run
     manifests: list[Manifest] = field(default_factory=list)
     sft: list[dict[str, Any]] = field(default_factory=list)
+    """Step, loss and (if measured) held-out score and loss at points of the SFT stage."""
     rows: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics of each finished iteration (:func:`pipeline.metrics.metrics_row`)."""
     evaluated: list[dict[str, Any]] = field(default_factory=list)
+    """Version of the weights and metrics of each evaluation."""
     spans: list[StageSpan] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
+    """Host, job, seconds and resource usage of each committed stage."""
     samples: dict[int, list[TranscriptSample]] = field(default_factory=dict)
     """Samples by iteration, for iterations whose trajectories are on disk."""
     videos: dict[int, list[Path]] = field(default_factory=dict)
@@ -94,7 +98,7 @@ class ReportData:
         return {f"iteration {i + 1}": self.samples[i] for i in iterations}
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return iterations and values of a metric, where it was recorded."""
+        """Return iterations (from 1) and values of a metric, without iterations that lack it."""
         points = [(row["iteration"] + 1, row[name]) for row in self.rows if name in row]
         x, y = zip(*points, strict=True) if points else ((), ())
         return np.array(x, dtype=float), np.array(y, dtype=float)
@@ -111,9 +115,9 @@ def read_report_data(folder: Path) -> ReportData:
             data.manifests.append(offline_manifest)
     iterations = list_iterations(run.folder)
     for iteration in iterations:
-        row = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]
-        data.manifests += [manifest for manifest in row if manifest is not None]
-        values = metrics_row(iteration, row)
+        manifests = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]
+        data.manifests += [manifest for manifest in manifests if manifest is not None]
+        values = metrics_row(iteration, manifests)
         if values is not None:
             data.rows.append(values)
     for version in sorted(int(p.name) for p in (run.folder / EVALUATE).glob("[0-9]*")):
@@ -124,16 +128,16 @@ def read_report_data(folder: Path) -> ReportData:
             data.evaluated.append({"version": version, **scores})
             folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS_FOLDER
             if videos := sorted(folder.glob("*.mp4")):
-                page = run.folder / REPORT_FOLDER
-                data.videos[version] = [Path(os.path.relpath(film, page)) for film in videos]
-    generated: Mapping[int, list[dict[str, Any]]] = {}
+                report = run.folder / REPORT_FOLDER
+                data.videos[version] = [Path(os.path.relpath(video, report)) for video in videos]
+    generator_spans: Mapping[int, list[dict[str, Any]]] = {}
     if (run.folder / POOLS_FOLDER).is_dir():
         from pipeline.pools.rollout_scheduler import read_work_spans
 
-        generated = read_work_spans(run.folder)
+        generator_spans = read_work_spans(run.folder)
     for manifest in data.manifests:
         is_elastic = manifest.stage == flow.elastic_stage
-        extra = generated.get(manifest.iteration, []) if is_elastic else []
+        extra = generator_spans.get(manifest.iteration, []) if is_elastic else []
         spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *extra]]
         data.spans += spans
         data.stages.append(
@@ -186,31 +190,37 @@ def _seconds(manifest: Manifest, spans: Iterable[StageSpan]) -> float:
 
 
 MAX_ITERATIONS = 40
-"""Maximum number of iterations that are read: the first, the last, and some between."""
+"""Maximum number of iterations whose samples are read: the first, the last, and some between."""
 MAX_SAMPLES, MAX_CHARACTERS = 3000, 4_000_000
-"""Limits of one page."""
+"""Maximum number of samples, and of characters of their texts, on a page."""
 CHANNELS = ("trajectories", "rewards")
+"""Channels from which transcripts are read."""
 HEAD, TAIL = 6000, 3000
 """Number of characters that are shown from the start and the end of a long text."""
 
 
 class TranscriptSample(NamedTuple):
-    """One trajectory; ``text`` is None for tasks without language."""
+    """One scored trajectory."""
 
     number: int
+    """Index of the sample in its iteration."""
     length: int
+    """Number of steps."""
     score: float
     stop: str
+    """Reason for its end; ``length`` if it was truncated."""
     prompt: str
     text: str | None
+    """The response; None for tasks without language."""
     answer: str
+    """The reference answer, or an empty text."""
 
 
 def iterations_on_disk(run: Path, iterations: Sequence[int]) -> list[int]:
     """Return iterations with trajectories and rewards on disk, evenly spaced if there are many."""
     complete, stages = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
     for iteration in iterations if all(stages) else ():
-        folders = [stage_folder(run, str(maker), iteration) for maker in stages]
+        folders = [stage_folder(run, str(stage), iteration) for stage in stages]
         if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
             complete.append(iteration)
     if len(complete) <= MAX_ITERATIONS:
@@ -259,17 +269,17 @@ def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dic
     ``total`` counts all samples, including those left out. ``unreadable`` lists the iterations with
     damaged files.
     """
-    rows = {i: [s for s in candidates if s.text is not None] for i, candidates in samples.items()}
-    rows = {i: candidates for i, candidates in rows.items() if candidates}
-    total = sum(len(candidates) for candidates in rows.values())
-    max_samples = max(4, MAX_SAMPLES // max(1, len(rows)))
-    max_characters = MAX_CHARACTERS / max(1, len(rows))
+    texts = {i: [s for s in candidates if s.text is not None] for i, candidates in samples.items()}
+    texts = {i: candidates for i, candidates in texts.items() if candidates}
+    total = sum(len(candidates) for candidates in texts.values())
+    max_samples = max(4, MAX_SAMPLES // max(1, len(texts)))
+    max_characters = MAX_CHARACTERS / max(1, len(texts))
     prompts: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         name: []
         for name in ("iteration", "sample", "prompt", "text", "answer", "stop", "score", "length")
     }
-    for iteration, candidates in rows.items():
+    for iteration, candidates in texts.items():
         selected, used = list[TranscriptSample](), 0
         for sample in select_samples(candidates, max_samples):
             used += min(len(sample.text or ""), HEAD + TAIL) + min(len(sample.prompt), HEAD + TAIL)
@@ -290,7 +300,7 @@ def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dic
         "prompts": list(prompts),
         "columns": columns,
         "total": total,
-        "iterations": [i + 1 for i in rows],
+        "iterations": [i + 1 for i in texts],
     }
 
 
@@ -298,13 +308,12 @@ def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[Tran
     """Select up to ``limit`` samples: the worst, best and truncated ones alternately, then evenly
     spaced ones."""
     by_score = sorted(samples, key=lambda sample: sample.score)
-    cut = [sample for sample in samples if sample.stop == "length"]
+    truncated = [sample for sample in samples if sample.stop == "length"]
     quarter = -(-min(limit, len(samples)) // 4)
     step = max(1.0, len(samples) / limit)
-    ends = zip_longest(
-        by_score[:quarter], by_score[::-1][:quarter], cut[:: max(1, len(cut) // quarter or 1)]
-    )
-    extremes = [sample for row in ends for sample in row if sample is not None]
+    spaced = truncated[:: max(1, len(truncated) // quarter or 1)]
+    triples = zip_longest(by_score[:quarter], by_score[::-1][:quarter], spaced)
+    extremes = [sample for triple in triples for sample in triple if sample is not None]
     evenly_spaced = [samples[int(i * step)] for i in range(min(limit, len(samples)))]
     return list(dict.fromkeys([*extremes, *evenly_spaced]))[:limit]
 
@@ -323,13 +332,15 @@ class StageSpan:
 
     stage: str
     name: str
+    """Name of the part, or of the stage for a whole stage."""
     iteration: int
     lane: str
-    """Name of the worker: pool and rank, or only the rank, and the host."""
+    """Row of the Gantt chart, named after the worker: pool and rank, or only the rank, and host."""
     start: float
     end: float
+    """Unix times."""
     work_item: int | None = None
-    """Number of the work item in an elastic rollout; its worker may wait for others meanwhile."""
+    """Number of the work item in an elastic rollout, because work items of a worker may overlap."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +361,7 @@ class TimelineSegment:
 
 @dataclass
 class WorkerIdleTime:
-    """The idle time of one worker over all counted iterations."""
+    """The idle time of one worker, over iterations as in :func:`worker_idle_times`."""
 
     lane: str
     idle_share: float
@@ -365,8 +376,8 @@ def sort_lanes(lanes: Iterable[str]) -> list[str]:
 
 
 def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
-    """Return the spans of stages, split at their pauses. The parts of a pause outside its stage are
-    ignored."""
+    """Return the spans of stages, split at their pauses. Only the part of a pause within its stage
+    counts."""
     spans = list(spans)
     pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
     for span in spans:
@@ -397,16 +408,17 @@ def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, floa
     for span in spans:
         if span.name == span.stage == "sync":
             ends[span.iteration] = max(span.end, ends.get(span.iteration, 0.0))
-    starts = [s.start for s in spans if s.name == s.stage == "rollout" and s.iteration == 0]
-    begins = {iteration + 1: end for iteration, end in ends.items()}
-    if starts:
-        begins[0] = min(starts)
-    return {i: (begins[i], end) for i, end in sorted(ends.items()) if i in begins}
+    # Pools generate ahead of time: an iteration begins when the previous one ends.
+    starts = {iteration + 1: end for iteration, end in ends.items()}
+    rollouts = [s.start for s in spans if s.name == s.stage == "rollout" and s.iteration == 0]
+    if rollouts:
+        starts[0] = min(rollouts)
+    return {i: (starts[i], end) for i, end in sorted(ends.items()) if i in starts}
 
 
 def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
-    """Return the idle time by worker. The first iteration, which loads everything, counts only if
-    it is the only one."""
+    """Return the idle time of each worker over all iterations, without the first one if there are
+    more, because it loads everything."""
     spans = list(spans)
     windows = iteration_windows(spans)
     if len(windows) > 1:

@@ -57,6 +57,7 @@ OPTIMIZATION = ("train/loss", "train/grad_norm")
 """The metrics that come first in the group of the training stages."""
 GIB = 2**30
 BINS = 24
+"""Number of bins of a histogram."""
 Usage = list[dict[str, Any]]
 """Resource usage of the processes of one stage, as in ``stages.resource_usage``."""
 
@@ -68,8 +69,8 @@ def build_plots(data: ReportData) -> dict[str, Any]:
     them behind one line.
 
     A plot has ``id``, ``title``, ``name``, ``x`` (a name in ``xs``) and ``series`` (``label``,
-    ``colour``, ``y``, ``kind``: line or points). ``stack`` adds series up; ``linked`` plots zoom
-    together.
+    ``colour``, ``y``, ``kind``: line, points, bars, or metric for a line that the page can smooth).
+    ``stack`` adds series up; ``linked`` plots zoom together; ``zero`` includes 0 in the range.
     """
     xs: dict[str, list[float]] = {"rows": [row["iteration"] + 1 for row in data.rows]}
     names = sorted({name for row in data.rows for name in row} - {"iteration"})
@@ -110,9 +111,10 @@ def is_constant(plot: Mapping[str, Any]) -> bool:
 
 
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
-    """Return values for JSON, with None for non-finite ones.
+    """Return values for JSON, with None for values that are not finite.
 
-    Each value has six significant digits, or as many as resolve the range of all to four digits.
+    Values are rounded to six significant digits, or to more if the range of all values needs them
+    for four digits.
     """
     numbers = [None if value is None or not math.isfinite(value) else value for value in values]
     finite = [value for value in numbers if value is not None]
@@ -121,6 +123,7 @@ def json_numbers(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _digits(low: float, high: float) -> int:
+    """Return the significant digits of values between ``low`` and ``high``."""
     size, spread = max(abs(low), abs(high)), high - low
     if spread <= 0 or not math.isfinite(spread):
         return 6
@@ -204,8 +207,8 @@ def _evaluation_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict
 
 
 def _sample_histograms(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return histograms of scores and lengths of the first and the last samples on disk. There
-    is none for a quantity that is the same in all samples."""
+    """Return histograms of scores and lengths of the first and the last samples on disk; none of a
+    quantity that is the same in all samples."""
     plots = []
     unit = step_unit(data.run.config)
     for name, title in (("score", "score"), ("length", f"length ({unit})")):
@@ -289,7 +292,7 @@ def _throughput(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, 
 
 
 def _resource_usage(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the resource usage of stages: the sum, mean or maximum over their processes."""
+    """Return charts of the resource usage by stage: sum, mean or maximum over its processes."""
     charts: dict[str, tuple[str, Callable[[Usage], float | None], dict[str, Any]]] = {
         "processors": ("CPU cores in use", lambda u: _sum(_cores(e) for e in u), {}),
         "memory": (
@@ -355,22 +358,24 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     """Return the lanes and segments of the Gantt chart, ordered by lane and start; None without
-    any.
+    segments.
 
     Columns are little-endian, in base64: ``start`` (float64, seconds since ``origin``), ``length``
     (float32, seconds), ``iteration`` (uint32, from 1; 0 for offline stages), ``kind`` (uint8: twice
-    the index of the stage, plus 1 if it waits). ``first`` has the first row of each lane, and the
-    number of rows. ``windows`` are iteration, start and end of iterations, in seconds.
+    the index of the stage, plus 1 if it waits). ``first`` has the index of each lane's first
+    segment, then the number of segments. ``windows`` has the number (from 1), start and end of each
+    iteration, in seconds since ``origin``.
     """
     if not data.segments:
         return None
     lanes = sort_lanes(segment.lane for segment in data.segments)
     stages = list(data.colours)
-    row, number = {lane: i for i, lane in enumerate(lanes)}, {s: i for i, s in enumerate(stages)}
-    segments = sorted(data.segments, key=lambda segment: (row[segment.lane], segment.start))
+    lane_index = {lane: i for i, lane in enumerate(lanes)}
+    stage_index = {stage: i for i, stage in enumerate(stages)}
+    segments = sorted(data.segments, key=lambda segment: (lane_index[segment.lane], segment.start))
     origin = min(segment.start for segment in segments)
     lane_starts = np.searchsorted(
-        [row[segment.lane] for segment in segments], np.arange(len(lanes) + 1)
+        [lane_index[segment.lane] for segment in segments], np.arange(len(lanes) + 1)
     )
     return {
         "stages": stages,
@@ -383,7 +388,7 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
             (s.iteration + 1 if s.stage in data.stage_names else 0 for s in segments),
             "<u4",
         ),
-        "kind": _base64((2 * number[s.stage] + (not s.is_computing) for s in segments), "|u1"),
+        "kind": _base64((2 * stage_index[s.stage] + (not s.is_computing) for s in segments), "|u1"),
         "windows": [
             [i + 1, round(start - origin, 3), round(end - origin, 3)]
             for i, (start, end) in iteration_windows(data.spans).items()

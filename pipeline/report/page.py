@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # imported where the plan has a forecast
 
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
+"""Script, style sheet and licence of the chart library."""
 SCRIPTS = (
     "page.js",
     "scales.js",
@@ -190,7 +191,8 @@ def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
 
 
 def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
-    """Return key, value and whether it is not the default, for all settings; non-defaults first."""
+    """Return key, value (JSON) and whether the value is not the default, for all settings;
+    non-defaults first."""
     changed = set(record.non_default or ())
     rows = [
         (key, json.dumps(value), key in changed)
@@ -213,7 +215,7 @@ def _best_weights_fact(data: ReportData) -> list[tuple[str, str]]:
 
 
 def stage_table(data: ReportData) -> list[dict[str, Any]]:
-    """Return a row per stage: number of runs, times, hosts and resource usage."""
+    """Return a row per stage: number of its outputs, seconds, hosts and resource usage."""
     table: dict[str, dict[str, Any]] = {}
     for entry in data.stages:
         row = table.setdefault(
@@ -256,7 +258,7 @@ def _format_gib(size: int) -> str:
 
 
 def _forecast_rows(data: ReportData, plan: str) -> Sequence[ForecastComparison]:
-    """Return the forecast of the plan (YAML) beside the measured times; empty without one."""
+    """Return the forecast of the plan (YAML) beside the measured times; empty without forecast."""
     if not (yaml.safe_load(plan) or {}).get("forecast"):
         return []
     from pipeline.pools.measured_times import compare_with_forecast

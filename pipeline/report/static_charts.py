@@ -1,4 +1,4 @@
-"""The charts as images: each is a function from the data to a figure, or None without data."""
+"""The charts as images. The function of a chart returns a figure, or None if it has no data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pipeline.report.theme import STAGE_COLOURS
 from stages.context import IDLE_SPANS, WAIT_SPAN
 
 MIN_RELATIVE_SPREAD = 1e-12
-"""Values whose relative spread is smaller count as constant, because float64 resolves few of
-them."""
-COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
-"""Vertical extent of a Gantt bar within its lane."""
+"""Values whose spread is at most this share of the largest count as constant, because float64 would
+resolve only few steps between them."""
+COMPUTING_EXTENT, WAITING_EXTENT = (-0.38, 0.38), (0.1, 0.3)
+"""Lower and upper edge of a Gantt bar within its lane, whose height is 1."""
 
 
 def learning_chart(data: ReportData) -> Figure | None:
@@ -90,7 +90,7 @@ def training_chart(data: ReportData) -> Figure | None:
 
 
 def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-    """Draw values by iteration as a line, and a value between two gaps as a point."""
+    """Draw values by iteration as a line, and a value without finite neighbours as a point."""
     y = np.where(np.isfinite(y), y, np.nan)
     finite = np.pad(np.isfinite(y), 1)
     isolated = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
@@ -98,10 +98,10 @@ def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
 
 
 def set_axis_range(axis: Axes) -> None:
-    """Set a readable range, and integer iterations.
+    """Set a readable range of values, and ticks at integer iterations.
 
-    A constant is drawn in the middle, with its value as text. A chart without a finite value has a
-    note.
+    A constant is drawn in the middle, with its value as text. A chart without a finite value gets a
+    note instead.
     """
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     x_values = {float(x) for line in axis.lines for x in np.asarray(line.get_xdata())}
@@ -142,29 +142,28 @@ def stage_times_chart(data: ReportData) -> Figure | None:
     return finish_chart(figure)
 
 
-def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
-    """Draw when the stages of every worker computed and waited: the whole run and its last
-    iterations."""
-    spans = data.segments
-    if not spans:
+def gantt_chart(data: ReportData, *, num_last: int = 4) -> Figure | None:
+    """Draw when the stages of every worker computed and waited: the whole run, and its last
+    ``num_last`` iterations."""
+    segments = data.segments
+    if not segments:
         return None
-    lanes = sort_lanes(span.lane for span in spans)
-    origin = min(span.start for span in spans)
-    final = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
-    # Do not use the start of their first stage, because pools generate samples ahead of time.
-    since, _ = iteration_windows(data.spans).get(final - newest + 1, (origin, origin))
-    until = max(s.end for s in spans)
+    lanes = sort_lanes(s.lane for s in segments)
+    origin = min(s.start for s in segments)
+    final = max((s.iteration for s in segments if s.stage in data.stage_names), default=0)
+    since, _ = iteration_windows(data.spans).get(final - num_last + 1, (origin, origin))
+    until = max(s.end for s in segments)
     height = max(1.2, 0.32 * len(lanes) + 0.9)
     figure, axes = plt.subplots(2, 1, figsize=(10, 2 * height + 0.4), squeeze=False)
-    titles = ("Whole run", f"Last {min(newest, final + 1)} iterations")
+    titles = ("Whole run", f"Last {min(num_last, final + 1)} iterations")
     for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
         for row, lane in enumerate(lanes):
-            lane_spans = [s for s in spans if s.lane == lane and s.end >= start]
-            for computes, (low, high) in ((False, WAITING), (True, COMPUTING)):
+            lane_segments = [s for s in segments if s.lane == lane and s.end >= start]
+            for computes, (low, high) in ((False, WAITING_EXTENT), (True, COMPUTING_EXTENT)):
                 for stage, colour in data.colours.items():
                     bars = [
                         (s.start - origin, s.seconds)
-                        for s in lane_spans
+                        for s in lane_segments
                         if s.stage == stage and s.is_computing == computes
                     ]
                     style = _style(colour, computes)
@@ -173,9 +172,9 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
         axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)
     axes[1, 0].set_xlabel("seconds since the first stage")
-    stages = [stage for stage in data.colours if any(s.stage == stage for s in spans)]
+    stages = [stage for stage in data.colours if any(s.stage == stage for s in segments)]
     handles = [Patch(label=stage, **_style(data.colours[stage], True)) for stage in stages]
-    if not all(s.is_computing for s in spans):
+    if not all(s.is_computing for s in segments):
         moved = any(s.name in IDLE_SPANS - {WAIT_SPAN} for s in data.spans)
         label = "waiting or moving" if moved else "waiting"
         handles.append(Patch(label=label, **_style(STAGE_COLOURS["sync"], False)))

@@ -11,8 +11,7 @@ from torch import Tensor
 def group_relative_advantages(
     scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Return scores relative to the samples of the same group (GRPO, arXiv 2402.03300, section
-    4.1).
+    """Return scores relative to the mean of their group (GRPO, arXiv 2402.03300, section 4.1).
 
     Args:
         scores: ``[N]`` total reward of each sample.
@@ -20,7 +19,7 @@ def group_relative_advantages(
         norm_by_std: also divide by the group's (unbiased) standard deviation.
 
     Returns:
-        ``[N]``; exactly zero for a group of one or of equal scores.
+        ``[N]``; exactly zero for a group of one sample or of equal scores.
     """
     means, index, count = _means(scores, groups)
     advantages = scores.double() - means[index]
@@ -40,7 +39,7 @@ def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
         groups: ``[N]`` group indices.
 
     Returns:
-        ``[N]``; exactly zero for a group of one or of equal scores.
+        ``[N]``; exactly zero for a group of one sample or of equal scores.
     """
     _, index = torch.unique(groups, return_inverse=True)
     count = torch.bincount(index)[index].to(scores.dtype)
@@ -64,12 +63,12 @@ def turn_level_advantages(
     The return of a turn is the sum of its reward and the rewards of later turns (as in GTPO, arXiv
     2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). It is compared
     only with samples that have this turn, because earlier turns decide whether the dialogue reaches
-    it. An outcome that comes one turn later therefore has the same effect.
+    it. An outcome therefore has the same effect if a sample reaches it one turn later.
 
     Args:
         rewards, mask: ``[N, T]``.
         turns: ``[N, T]`` turn of each step, from 0.
-        groups: ``[N]`` group numbers.
+        groups: ``[N]`` group indices.
         group_advantage: maps scores ``[M]`` and group indices ``[M]`` to advantages ``[M]``.
 
     Returns:
@@ -82,8 +81,8 @@ def turn_level_advantages(
     turn_rewards = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
     turn_rewards.scatter_add_(1, turn_of_step, (rewards * mask).double())
     returns = turn_rewards.flip(1).cumsum(1).flip(1).to(rewards.dtype)
-    steps = torch.zeros_like(turn_rewards).scatter_add_(1, turn_of_step, (mask > 0).double())
-    has_turn = steps > 0
+    num_steps = torch.zeros_like(turn_rewards).scatter_add_(1, turn_of_step, (mask > 0).double())
+    has_turn = num_steps > 0
     _, index = torch.unique(groups, return_inverse=True)
     turn_groups = index[:, None] * count + torch.arange(count)
     advantages = torch.zeros_like(returns)
@@ -92,8 +91,8 @@ def turn_level_advantages(
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:
-    """Return the mean score of each sample's group, ``[N]``; exactly the score if all scores of the
-    group are equal."""
+    """Return the mean score of each sample's group, ``[N]``. It is exact if all scores of the group
+    are equal."""
     means, index, _ = _means(scores, groups)
     return means[index].to(scores.dtype)
 
@@ -134,7 +133,7 @@ def compute_gae(
 
     Args:
         rewards, values, mask: ``[N, T]`` or ``[N, T, C]``.
-        terminated, truncated, bootstrap: ``[N, T]``, for the end of a step or of a chunk.
+        terminated, truncated, bootstrap: ``[N, T]``, at the end of each step or chunk.
 
     Returns:
         Advantages and returns (advantage + value), zero where ``mask`` is 0.
@@ -161,25 +160,25 @@ def compute_gae(
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
     # State of the backward pass: the advantage of the next step, the value of the next state, and
-    # whether all steps so far are masked.
+    # whether all later steps are masked.
     next_advantage, next_value = zero, zero
     is_tail = torch.ones_like(zero, dtype=torch.bool)
     for t in reversed(range(rewards.shape[1])):
-        kept, ended, cut = (column[:, t].bool() for column in (mask, terminated, truncated))
+        unmasked, ended, cut = (column[:, t].bool() for column in (mask, terminated, truncated))
         next_value = torch.where(is_tail, next_value + bootstrap[:, t], next_value)
         next_value = torch.where(ended, zero, torch.where(cut, bootstrap[:, t], next_value))
         next_advantage = torch.where(ended | cut, zero, next_advantage)
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(kept, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(kept, values[:, t], next_value)
-        is_tail = is_tail & ~kept
-        advantages[:, t] = torch.where(kept, next_advantage, zero)
+        next_advantage = torch.where(unmasked, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(unmasked, values[:, t], next_value)
+        is_tail = is_tail & ~unmasked
+        advantages[:, t] = torch.where(unmasked, next_advantage, zero)
     return advantages, (advantages + values) * mask
 
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Normalise values to zero mean and unit (unbiased) standard deviation over unmasked steps.
-    Masked values become zero. All values do if the unmasked ones are equal or there are none."""
+    Masked values become zero. If all unmasked values are equal, these become zero too."""
     unmasked = values[mask > 0]
     # The mean of equal values is rounded, and normalization would amplify the rounding error.
     if not len(unmasked) or bool(unmasked.min() == unmasked.max()):

@@ -61,15 +61,15 @@ class Algorithm(Component, ABC):
 
     @property
     def supports_streaming(self) -> bool:
-        """Whether the update is one sum over the batch, which can begin before the whole batch has
-        arrived."""
+        """Whether the gradient is one sum over the batch, so that the update can begin before the
+        whole batch has arrived."""
         return False
 
     def check(self, model: Any) -> None:
-        """Check, before a run begins, that the algorithm can train such a policy.
+        """Check, before a run begins, that the algorithm can train the configured policy.
 
         Args:
-            model: the policy's options, of any class.
+            model: the policy's options (section ``model``), of any class.
 
         Raises:
             ConfigError: the algorithm cannot train it; the message names the key of ``model``.
@@ -79,7 +79,7 @@ class Algorithm(Component, ABC):
 
     @property
     def replay_capacity(self) -> int:
-        """Maximum number of transitions in the replay buffer, which keeps the newest."""
+        """Maximum number of transitions in the replay buffer, which keeps the newest; 0: none."""
         return 0
 
     @property
@@ -89,8 +89,12 @@ class Algorithm(Component, ABC):
         return False
 
     def select_samples(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Return which samples the update includes, bool ``[N]``, from scores and group
-        indices."""
+        """Return which samples the update includes, bool ``[N]``.
+
+        Args:
+            scores: ``[N]`` total reward of each sample, before shaping.
+            groups: ``[N]`` group indices.
+        """
         return np.ones(len(scores), dtype=bool)
 
     @abstractmethod
@@ -98,7 +102,7 @@ class Algorithm(Component, ABC):
         """Update the policy on one iteration's batch, with any number of optimizer steps.
 
         Args:
-            parts: parts of the batch, in the order of arrival. Iteration waits for the next part.
+            parts: parts of the batch, in the order of arrival. ``next`` waits for the next part.
 
         Equal batches and weights must give equal weights, so randomness comes from
         :meth:`Learner.rng`.

@@ -45,7 +45,7 @@ class BC(Algorithm):
     provides = frozenset({REPLAY_ALGORITHM})
 
     def check(self, model: Any) -> None:
-        require_model_option(model, "normalize_observations", False, "bc follows no statistics")
+        require_model_option(model, "normalize_observations", False, "bc updates no statistics")
         offline_data.check_offline_data(self.config.offline_data)
 
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
@@ -62,14 +62,15 @@ class BC(Algorithm):
         check_transitions(policy, source, f"algorithm.offline_data: {self.config.offline_data}")
         learner.log_metric("transitions", len(source))
         learner.log_metric("steps", self.config.gradient_steps)
-        size = self.config.batch_size
+        batch_size = self.config.batch_size
         for step in range(self.config.gradient_steps):
             random = learner.rng("imitation", step)
-            rows = to_tensors(policy, source.take(random.integers(len(source), size=size)))
-            batch = {name: rows[name] for name in ("observations", "actions")}
-            noise = random.standard_normal((size, policy.size), dtype="float32")
+            indices = random.integers(len(source), size=batch_size)
+            columns = to_tensors(policy, source.take(indices))
+            batch = {name: columns[name] for name in ("observations", "actions")}
+            noise = random.standard_normal((batch_size, policy.action_size), dtype="float32")
             batch["noise"] = torch.from_numpy(noise)
-            batch["uniform"] = torch.from_numpy(random.random(size, dtype="float32"))
+            batch["uniform"] = torch.from_numpy(random.random(batch_size, dtype="float32"))
             yield batch
             if step % 100 == 99:
                 learner.report_progress(step + 1, self.config.gradient_steps)

@@ -27,7 +27,7 @@ from rlinf.registry import SAMPLE_GROUPS
 
 
 class GroupFilterConfig(PolicyGradientConfig):
-    """Settings that select the groups that take part in the update."""
+    """Settings by which groups are excluded from the update."""
 
     filter_zero_variance_groups: bool = False
     """Exclude groups whose samples all have the same score, because they carry no gradient."""
@@ -37,7 +37,7 @@ class GroupFilterConfig(PolicyGradientConfig):
     for example because they are too hard or too easy; null: no bound."""
 
     @model_validator(mode="after")
-    def _bounds_are_a_range(self) -> GroupFilterConfig:
+    def _check_bounds(self) -> GroupFilterConfig:
         low, high = self.min_group_reward, self.max_group_reward
         if low is not None and high is not None and low > high:
             raise ValueError(
@@ -55,11 +55,11 @@ def select_groups(
     min_reward: float | None = None,
     max_reward: float | None = None,
 ) -> np.ndarray:
-    """Return which samples are in selected groups, bool ``[N]``.
+    """Return which samples belong to selected groups, bool ``[N]``.
 
     Args:
         scores: ``[N]`` total reward of each sample.
-        groups: ``[N]`` group numbers.
+        groups: ``[N]`` group indices.
         filter_zero_variance: exclude groups of equal scores (DAPO, arXiv 2503.14476, eq. 11).
         min_reward, max_reward: inclusive bounds of a group's mean score.
     """
@@ -102,7 +102,7 @@ class GroupRelativeConfig(GroupFilterConfig):
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """``trajectory``: every step shares the advantage of its sample's total reward. ``turn``: in a
     dialogue, every step of a message shares the advantage of the rewards from this message on,
-    compared among the samples of the group that have as many messages
+    compared among the samples of the group that have this message too
     (:func:`rlinf.algorithms.advantages.turn_level_advantages`)."""
 
 
@@ -119,7 +119,7 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
 
     @abstractmethod
     def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        """Return the advantages ``[N]`` of scores ``[N]`` within their groups."""
+        """Return advantages ``[N]`` of scores ``[N]``, rewards or returns, within their groups."""
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         if self.needs_turns:

@@ -9,8 +9,9 @@ they multiply the clipped surrogate, whose ratio is relative to the policy befor
 A step may have several parts: the tokens of an action, or a chunk of actions of several tokens or
 dimensions each. Its log-probabilities are then ``[B, T, K]`` for the ``K`` tokens of one action, or
 ``[B, T, C, D]`` for ``C`` actions of ``D`` tokens or dimensions. They are summed up to the
-configured level (token, action or whole step) and flattened to ``[B, U]``. The advantage of a step
-or an action applies to each of its ``U`` sums. ``choice_mask`` is 0 at masked parts.
+configured level (token, action or whole step). Each sum is a *unit*; the units of a sample are
+flattened to ``[B, U]``. The advantage of a step or an action applies to each of its units.
+``choice_mask`` is 0 at masked parts.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from rlinf.models.base import StepOutputs
 RolloutISLevel = Literal["token", "sequence", "geometric"]
 RolloutISMode = Literal["truncate", "mask"]
 DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
-"""Names of sums over the unmasked steps that the trainer's current version chose."""
+"""Keys: the sum of absolute differences of log-probabilities, and the number of summed steps. These
+are the unmasked steps that were chosen with the trainer's current weights."""
 RATIO_SUM, KL_SUM = "_ratio", "_divergence"
-"""Names of sums, over the same steps, of the ratio of trainer over engine and of the KL."""
+"""Keys of sums over the same steps: probability ratios, trainer over engine, and KL estimates."""
 MAX_RATIO = "rollout_ratio_max"
+"""Key and metric: the largest ratio of these steps."""
 
 
 def rollout_ratio(
@@ -49,22 +52,22 @@ def rollout_ratio(
         level: ``token``: the ratio of each step, ``old / rollout``; ``sequence``: the product over
             all steps of a row; ``geometric``: their geometric mean.
     """
-    gap = (old_logprobs - rollout_logprobs) * mask
+    log_ratio = (old_logprobs - rollout_logprobs) * mask
     if level == "token":
-        return bounded_ratio(gap, torch.zeros_like(gap))
-    total = gap.sum(-1, keepdim=True)
+        return bounded_ratio(log_ratio, torch.zeros_like(log_ratio))
+    total = log_ratio.sum(-1, keepdim=True)
     if level == "geometric":
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)
-    return bounded_ratio(total, torch.zeros_like(total)).expand_as(gap)
+    return bounded_ratio(total, torch.zeros_like(total)).expand_as(log_ratio)
 
 
 def rollout_is_weights(
     ratio: Tensor, threshold: float, mode: RolloutISMode
 ) -> tuple[Tensor, Tensor]:
-    """Return the importance weights of steps, without a gradient, and 1 where they were clipped.
+    """Return the importance weights, without a gradient, and 1 where a ratio is out of bounds.
 
     Args:
-        ratio: of any shape; see :func:`rollout_ratio`.
+        ratio: probability ratios in any shape; see :func:`rollout_ratio`.
         threshold: ``C``, the largest weight.
         mode: ``truncate``: the weight is ``min(ratio, C)`` (truncated importance sampling, TIS);
             ``mask``: the weight is 0 where the ratio is not within ``[1 / C, C]`` (masked
@@ -78,8 +81,8 @@ def rollout_is_weights(
 
 
 def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-    """Return sums of the mismatch of engine and trainer over steps of the current weights.
-    :func:`rollout_mismatch_metrics` turns them into metrics."""
+    """Return sums that measure the mismatch of engine and trainer, over steps chosen with the
+    current weights. :func:`rollout_mismatch_metrics` turns them into metrics."""
     if batch.on_policy_mask is None:
         return {}
     trainer, engine = logprobs.detach(), batch.require("rollout_logprobs")
@@ -125,9 +128,10 @@ def policy_lags(trajectories: Sequence[Trajectory], version: int) -> Tensor:
 
 
 def old_logprob_interp(lag: Tensor, progress: float) -> Tensor:
-    """Return the position of the policy before the update, ``[N, T]`` (A-3PO, arXiv 2512.06547).
+    """Return where the policy before the update lies, ``[N, T]`` (A-3PO, arXiv 2512.06547).
 
-    It is counted in versions from the collecting policy (0) to the policy in training (1).
+    0 is the policy that collected the step, and 1 is the policy in training. Distances between
+    policies are counted in updates.
 
     Args:
         lag: ``[N, T]``, the result of :func:`policy_lags`.
@@ -150,11 +154,12 @@ LogprobLevel = Literal["token", "action", "chunk"]
 
 
 def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel) -> Tensor:
-    """Sum log-probabilities or entropies to units, ``[B, T]`` or several per step ``[B, T, K]``.
+    """Sum log-probabilities or entropies to units: ``[B, T]``, or ``[B, T, K]`` if a step has
+    several.
 
     Args:
-        values: ``[B, T]``, which are units at any level, ``[B, T, K]`` or ``[B, T, C, D]``.
-        choice_mask: of the same shape, 0 where a value is masked. None: no value is masked.
+        values: ``[B, T]`` (these are units at any level), ``[B, T, K]`` or ``[B, T, C, D]``.
+        choice_mask: 0 where a value is masked, in the shape of ``values``. None: none is masked.
         level: ``token``: each value is a unit; ``action``: the sum over the last dimension is a
             unit; ``chunk``: the sum over the whole step is a unit.
     """
@@ -170,7 +175,7 @@ def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel
 
 
 def batch_at_level(batch: StepBatch, level: LogprobLevel) -> StepBatch:
-    """Return a batch with the log-probabilities and the loss mask of units."""
+    """Return a batch whose log-probabilities and loss mask are per unit."""
     columns = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
     unit_columns = {
         name: sum_to_level(column, batch.choice_mask, level)
@@ -198,9 +203,10 @@ def batch_at_level(batch: StepBatch, level: LogprobLevel) -> StepBatch:
 
 
 def mask_like(batch: StepBatch, column: Tensor) -> Tensor:
-    """Return the mask of a column, for a batch of :func:`batch_at_level`.
+    """Return the mask in the shape of ``column``.
 
     Args:
+        batch: the result of :func:`batch_at_level`.
         column: per step, ``[N, T]``, or per action of a chunk, ``[N, T, C]``. An action must be a
             unit or consist of units.
 
@@ -209,23 +215,23 @@ def mask_like(batch: StepBatch, column: Tensor) -> Tensor:
     """
     if column.ndim == 2:
         return batch.mask
-    if not _has_units_within_actions(units := batch.require("loss_mask"), column):
+    if not _has_units_within_actions(unit_mask := batch.require("loss_mask"), column):
         raise InputError(
             "the policy values each action of a chunk, and several actions have one ratio; set "
             "algorithm.logprob_level to action (or to token, if the policy returns one "
             "log-probability per action)"
         )
-    return units.reshape(*column.shape, -1).amax(-1)
+    return unit_mask.reshape(*column.shape, -1).amax(-1)
 
 
 def flatten_to_level(
     outputs: StepOutputs, batch: StepBatch, weights: Tensor, level: LogprobLevel
 ) -> tuple[StepOutputs, StepBatch, Tensor]:
-    """Flatten outputs, batch and weights to units ``[B, U]``, for a batch of
-    :func:`batch_at_level`.
+    """Flatten outputs, batch and weights to units ``[B, U]``.
 
     Args:
-        weights: per unit, ``[B, T]`` or ``[B, T, K]``.
+        batch: the result of :func:`batch_at_level`.
+        weights: loss weight of each unit, ``[B, T]`` or ``[B, T, K]``.
     """
     logprobs = sum_to_level(outputs.logprobs, batch.choice_mask, level)
     entropy = (
@@ -245,12 +251,12 @@ def flatten_to_level(
 
 
 def _has_units_within_actions(units: Tensor, column: Tensor) -> bool:
-    """Return whether each action of a column ``[N, T, C]`` is a unit or consists of units."""
+    """Return whether each action of ``column`` ``[N, T, C]`` is a unit or consists of units."""
     return units.ndim > 2 and units.shape[2] % column.shape[2] == 0
 
 
 def _broadcast_to_units(column: Tensor, units: Tensor) -> Tensor:
-    """Return a step column ``[B, T]`` in a shape that broadcasts to a column of units."""
+    """Return a column of steps ``[B, T]`` in a shape that broadcasts to that of ``units``."""
     return column if units.ndim == 2 else column[..., None]
 
 

@@ -30,7 +30,7 @@ class IQLConfig(OffPolicyConfig):
     beta: float = Field(default=3.0, ge=0)
     """Inverse temperature of the advantage weights; 0 imitates all actions equally."""
     max_advantage_weight: float = Field(default=100.0, gt=0)
-    """Largest weight of an action."""
+    """Largest advantage weight of an action."""
     action_bound_eps: float = Field(default=1e-3, gt=0, lt=1)
     """Minimum distance of actions from the edge of the interval, in units of half its width. A
     squashed density grows without bound at the edge."""

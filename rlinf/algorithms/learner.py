@@ -25,7 +25,7 @@ from rlinf.trainers.base import BatchLoss, LossFunction, Trainer
 
 
 class Learner:
-    """A trainer with the learning rates of one iteration.
+    """Wraps the trainer for the update of one iteration, with its learning rates.
 
     Every process of the trainer makes the same calls. A stage passes a subclass, which moves the
     trainer to its device before each call and reports progress.
@@ -45,14 +45,13 @@ class Learner:
         """
         Args:
             learning_rates: learning rate of each group of the policy's parameters.
-            iteration: number of the iteration, from 0, which is also the version of the weights
-                before the update.
+            iteration: index of the iteration, from 0. The weights before the update have this
+                version.
             seed: seed of the run.
-            temperature: sampling temperature of the samples.
-            max_logprob_diff: largest mean difference, nats, between the log-probabilities of engine
-                and trainer under equal weights.
-            max_staleness: largest number of updates by which the weights that chose a step may be
-                behind; None: any.
+            temperature: temperature with which the samples were generated.
+            max_logprob_diff: largest allowed mean difference, nats, between the log-probabilities
+                of engine and trainer under equal weights.
+            max_staleness: largest allowed staleness of a step, in updates; None: unlimited.
         """
         self._trainer, self.learning_rates = trainer, dict(learning_rates)
         self.iteration, self.seed = iteration, seed
@@ -74,12 +73,12 @@ class Learner:
         return self._trainer.supports_accumulation
 
     def rng(self, *address: int | str) -> np.random.Generator:
-        """Return a random generator that depends only on seed, iteration and address."""
+        """Return a random generator that depends only on seed, iteration and ``address``."""
         return generator(self.seed, self.iteration, "train", *address)
 
     def forward(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, StepOutputs]]:
         """Compute step outputs; see :meth:`Trainer.forward`."""
-        self._ready("weights")
+        self._move_to_device("weights")
         with self._span():
             return self._trainer.forward(trajectories, self.temperature)
 
@@ -91,7 +90,7 @@ class Learner:
         row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Accumulate gradients; see :meth:`Trainer.accumulate`."""
-        self._ready("weights", "gradients")
+        self._move_to_device("weights", "gradients")
         with self._span():
             self._trainer.accumulate(trajectories, loss, row_groups=row_groups)
 
@@ -154,8 +153,8 @@ class Learner:
                 on_step()
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
-        """Return the transitions of the flow's replay buffer; without one, those of the batch."""
-        rows = [
+        """Return the transitions of the flow's replay buffer, or of the batch if it has none."""
+        arrays = [
             to_transitions(
                 sample.trajectory,
                 sample.reward.rewards,
@@ -166,7 +165,7 @@ class Learner:
             if sample.is_included and sample.reward is not None
         ]
         return InMemoryTransitions(
-            concatenate_transitions(rows) if rows else np.zeros(0, transition_dtype(0, 0))
+            concatenate_transitions(arrays) if arrays else np.zeros(0, transition_dtype(0, 0))
         )
 
     def load_offline_data(self, path: Path) -> InMemoryTransitions:
@@ -182,13 +181,12 @@ class Learner:
         return offline_data.load_offline_data(path)
 
     def intervention_transitions(self) -> Transitions:
-        """Return the run's transitions of human interventions; none if the flow does not store
-        them."""
+        """Return the transitions in which a person intervened; none if the flow stores none."""
         return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
     def mark_dirty(self) -> None:
         """Announce that weights or buffers will change by other means than :meth:`update`."""
-        self._ready()
+        self._move_to_device()
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a metric. Several values of the same name are averaged."""
@@ -203,12 +201,12 @@ class Learner:
         """Report the number of completed updates."""
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
-        """Yield the batches of earlier iterations, newest first. Their number is the ``history`` of
-        the stage's sources."""
+        """Yield the batches of earlier iterations, newest first, as many as the ``history`` of the
+        stage's sources."""
         yield from ()
 
-    def _ready(self, *groups: str) -> None:
-        """Move these groups of the trainer's tensors, or all groups, to its device."""
+    def _move_to_device(self, *kinds: str) -> None:
+        """Move the trainer's tensors of these kinds, or all tensors, to its device."""
 
     def _span(self) -> AbstractContextManager[Any]:
         """Return a context that is entered while the trainer computes."""

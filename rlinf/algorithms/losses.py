@@ -57,8 +57,8 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
     Its value is the mean over the unmasked steps of the row, so the ratio is the geometric mean
     over the response. Its gradient is the gradient of the step alone.
     """
-    gap = (logprobs - old_logprobs) * mask
-    mean = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    log_ratio = (logprobs - old_logprobs) * mask
+    mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return mean.detach() + logprobs - logprobs.detach()
 
 
@@ -81,9 +81,9 @@ def clipped_surrogate(
         Loss per step, and 1 where the loss was clipped, both ``[..., T]``.
     """
     ratio = bounded_ratio(logprobs, old_logprobs)
-    plain = ratio * advantages
+    unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
-    loss, is_clipped = -torch.minimum(plain, clipped), clipped < plain
+    loss, is_clipped = -torch.minimum(unclipped, clipped), clipped < unclipped
     if clip_ratio_c is not None:
         bound = -clip_ratio_c * advantages
         is_above = (advantages < 0) & (loss > bound)
@@ -100,10 +100,11 @@ def clipped_value_loss(
 ) -> Tensor:
     """Return half the squared error of the value per step, with PPO's value clipping.
 
-    The loss is the maximum over the value and the value clipped to within ``clip`` of the old one.
+    It is the larger loss of two values: ``values``, and ``values`` clipped to within ``clip`` of
+    ``old_values`` (None: no clipping).
 
     Args:
-        huber: the error above which the loss grows linearly (Huber 1964); None: it is quadratic.
+        huber: error above which the loss grows linearly (Huber 1964); None: it is quadratic.
     """
 
     def penalty(error: Tensor) -> Tensor:
@@ -125,22 +126,21 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
     arXiv 2402.03300, eq. 4). The value is clipped to magnitude :data:`KL_BOUND`, so one outlier
-    cannot dominate a sum or a reward. The gradient by ``logprobs`` is ``1``, ``-r`` and
-    ``1 - exp(r)``, beyond that bound too; only its magnitude is limited, to
-    :data:`KL_GRADIENT_BOUND`. verl clips the value at the same bound, but its gradient is zero
-    beyond the bound.
+    cannot dominate a sum or a reward. The gradient with respect to ``logprobs`` is ``1``, ``-r``
+    and ``1 - exp(r)`` even beyond this bound; its magnitude is at most :data:`KL_GRADIENT_BOUND`.
+    verl clips the value at the same bound, but its gradient is zero beyond the bound.
     """
-    gap = reference_logprobs - logprobs
+    log_ratio = reference_logprobs - logprobs
     if kind == "k1":
-        return straight_through_clamp(-gap, -KL_BOUND, KL_BOUND)
+        return straight_through_clamp(-log_ratio, -KL_BOUND, KL_BOUND)
     if kind == "k2":
         return straight_through_clamp(
-            0.5 * straight_through_clamp(gap, -KL_GRADIENT_BOUND, KL_GRADIENT_BOUND) ** 2,
+            0.5 * straight_through_clamp(log_ratio, -KL_GRADIENT_BOUND, KL_GRADIENT_BOUND) ** 2,
             0.0,
             KL_BOUND,
         )
-    gap = straight_through_clamp(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return straight_through_clamp(torch.exp(gap) - 1 - gap, -KL_BOUND, KL_BOUND)
+    log_ratio = straight_through_clamp(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return straight_through_clamp(torch.exp(log_ratio) - 1 - log_ratio, -KL_BOUND, KL_BOUND)
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> Tensor:
@@ -165,17 +165,17 @@ LossAggMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 def loss_agg_weights(
     mask: Tensor, mode: LossAggMode, divisor: int | None = None
 ) -> tuple[Tensor, float]:
-    """Return the aggregation weight ``[N, T]`` of each step, and the divisor of the loss.
+    """Return the aggregation weight ``[N, T]`` of each step, and the divisor of the weighted sum.
 
-    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of a batch. For a batch in
-    parts, sum both numerators and divisors over the parts.
+    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of a batch. If a batch is
+    processed in parts, weighted sums and divisors must each be summed over the parts.
 
     Args:
         mask: ``[N, T]`` 1 at unmasked steps.
         mode: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
             ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
             ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
-        divisor: constant by which ``seq_mean_token_sum`` divides the sum; None: 1.
+        divisor: constant by which ``seq_mean_token_sum`` divides the sum of a sequence; None: 1.
     """
     lengths = mask.sum(-1, keepdim=True)
     if mode == "token_mean":
@@ -204,8 +204,8 @@ def td_target(rewards: Tensor, terminated: Tensor, next_values: Tensor, gamma: f
 
 
 def critic_loss(values: Tensor, target: Tensor) -> Tensor:
-    """Return ``1/2 sum_e mean_b (Q_e - y)^2`` of ``[E, B]`` and ``[B]`` (SAC, arXiv 1812.05905, eq.
-    5)."""
+    """Return ``1/2 sum_e mean_b (Q_e - y)^2`` of values ``[E, B]`` and target ``[B]`` (SAC, arXiv
+    1812.05905, eq. 5)."""
     return 0.5 * (values - target).square().mean(-1).sum()
 
 
@@ -220,7 +220,7 @@ def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: 
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """Return ``mean |tau - 1(u < 0)| u^2`` (IQL, arXiv 2110.06169, eq. 5)."""
+    """Return ``mean |tau - 1(u < 0)| u^2`` of differences ``u`` (IQL, arXiv 2110.06169, eq. 5)."""
     weight = (expectile - (difference < 0).to(difference.dtype)).abs()
     return (weight * difference.square()).mean()
 

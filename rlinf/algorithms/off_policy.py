@@ -31,14 +31,14 @@ from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 
 STEPS_PER_READ = 32
-"""Number of steps whose transitions are read at once."""
+"""Number of optimizer steps whose transitions are read at once."""
 
 
 class OffPolicyConfig(Section):
     """Settings of all off-policy methods."""
 
     buffer_size: int = Field(default=1_000_000, gt=0)
-    """Maximum number of transitions in the replay buffer, the newest."""
+    """Maximum number of transitions in the replay buffer, which keeps the newest ones."""
     batch_size: int = Field(default=256, gt=0)
     """Transitions per optimizer step."""
     utd_ratio: float = Field(default=1.0, gt=0)
@@ -70,7 +70,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     A batch has the fields of transitions (actions as in :func:`to_tensors`), and ``next_noise``
     ``[B, A]`` for the next action. At steps in which the policy learns, it also has ``noise`` ``[B,
-    A]`` for the policy's action. All parameter groups get gradients at the weights before the step.
+    A]`` for the policy's action. The gradients of a step all use the weights before the step.
     """
 
     Config = OffPolicyConfig
@@ -78,12 +78,12 @@ class OffPolicyAlgorithm(Algorithm):
     requires = frozenset({ACTION_VALUES, TRANSITION_REPLAY})
     provides = frozenset({REPLAY_ALGORITHM})
     critic_subset_size: int | None = None
-    """Number of critics, drawn at random for each step, that compute the target. The batch
-    has their indices as ``critics``, int64. None: all critics."""
+    """Number of critics that compute the target, drawn at random for each step; None: all. The
+    batch has the indices of the drawn critics as ``critics``, int64."""
 
     @abstractmethod
     def loss(self, policy: Any, batch: Batch) -> Loss:
-        """Return the loss of a batch, with gradients of all groups that learn in this step, and
+        """Return the loss of a batch, for all parameter groups that learn in this step, and its
         metrics."""
 
     @property
@@ -139,47 +139,53 @@ class OffPolicyAlgorithm(Algorithm):
     def sample_batches(
         self, learner: Learner, sources: tuple[Transitions, Transitions], count: int
     ) -> Iterator[Batch]:
-        """Yield one batch for each of ``count`` steps, drawn with replacement."""
+        """Yield one batch for each of ``count`` optimizer steps, drawn with replacement.
+
+        Args:
+            sources: online and offline transitions; see :meth:`_sources`.
+        """
         policy: Any = learner.policy
         sizes = self._source_sizes(sources)
         num_critics = policy.settings["num_critics"]
-        for first in range(0, count, STEPS_PER_READ):
-            steps = min(STEPS_PER_READ, count - first)
-            random = learner.rng("replay", first)
-            rows = [
+        for first_step in range(0, count, STEPS_PER_READ):
+            steps = min(STEPS_PER_READ, count - first_step)
+            random = learner.rng("replay", first_step)
+            arrays = [
                 source.take(random.integers(len(source), size=steps * size)).reshape(steps, size)
                 for source, size in zip(sources, sizes, strict=True)
                 if size
             ]
-            transitions = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+            transitions = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
             columns = to_tensors(policy, transitions)
             noise = torch.from_numpy(
                 random.standard_normal(
-                    (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
+                    (steps, 2, self.config.batch_size, policy.action_size), dtype=np.float32
                 )
             )
             for step in range(steps):
                 batch = {name: column[step] for name, column in columns.items()}
                 batch["next_noise"] = noise[step, 0]
-                if self._policy_learns(first + step, count):
+                if self._policy_learns(first_step + step, count):
                     batch["noise"] = noise[step, 1]
                 if self.critic_subset_size is not None:
                     critics = random.choice(num_critics, self.critic_subset_size, replace=False)
                     batch["critics"] = torch.from_numpy(critics)
                 yield batch
-            learner.report_progress(first + steps, count)
+            learner.report_progress(first_step + steps, count)
 
     def _policy_learns(self, step: int, count: int) -> bool:
-        """Return whether the policy learns at a step (from 0) of ``count``; at the last it does."""
+        """Return whether the policy learns at step ``step`` (from 0) of ``count``: at the last,
+        and at every ``policy_delay``-th before it."""
         return (count - 1 - step) % self.config.policy_delay == 0
 
     def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:
-        """Return the online transitions, and the offline ones with human interventions.
+        """Return the online transitions, and the offline transitions with the interventions.
 
-        Interventions are demonstrations as well (HIL-SERL, arXiv 2410.21845).
+        Transitions in which a person intervened are used as demonstrations too (HIL-SERL, arXiv
+        2410.21845).
 
         Raises:
-            DataError: the type of transitions does not match the policy.
+            DataError: the dtype of the transitions does not match the policy.
         """
         path, policy = self.config.offline_data, learner.policy
         offline = (
@@ -207,17 +213,18 @@ def check_transitions(policy: Any, source: Transitions, name: str) -> None:
     """Check that a policy can learn from transitions.
 
     Raises:
-        DataError: the type of transitions does not match the policy; names the field.
+        DataError: the dtype of the transitions does not match the policy; the message names the
+            field, and begins with ``name``.
     """
     wrong = dtype_mismatch(policy.transition_dtype, source.dtype) if len(source) else None
     if wrong is not None:
         raise DataError(f"{name}: does not fit the policy; {wrong}")
 
 
-def to_tensors(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
-    """Return the fields of rows ``[...]`` as float32 tensors ``[..., *shape]``. Executed actions
-    are converted to the policy's coordinates."""
-    columns = {name: rows[name] for name in TRANSITION_FIELDS}
+def to_tensors(policy: Any, transitions: np.ndarray) -> dict[str, Tensor]:
+    """Return the fields of transitions ``[...]`` as float32 tensors ``[..., *shape]``. Executed
+    actions are converted to the policy's coordinates."""
+    columns = {name: transitions[name] for name in TRANSITION_FIELDS}
     columns["actions"] = policy.to_policy_actions(columns["actions"])
     return {
         name: torch.from_numpy(np.ascontiguousarray(column, dtype=np.float32))
@@ -229,7 +236,7 @@ def require_model_option(model: Any, key: str, required: Any, why: str) -> None:
     """Check that an option of the policy has the value that an algorithm needs.
 
     Raises:
-        ConfigError: it has another value.
+        ConfigError: the option has another value.
     """
     if getattr(model, key, required) != required:
         raise ConfigError(f"model.{key}: {why}; set model.{key}={str(required).lower()}")

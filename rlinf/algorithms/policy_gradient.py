@@ -1,8 +1,9 @@
 """Policy-gradient algorithms: the clipped ratio to an old policy, entropy and KL terms, and the
 update over minibatches.
 
-If the algorithm supports streaming, gradients of the first parts of the batch are computed before
-later parts arrive. The weights change only after all parts have arrived.
+With streaming, gradients of the first parts of the batch are computed before later parts arrive.
+The weights change only after all parts have arrived. A *unit* is a step, or a part of a step that
+has its own probability ratio (:mod:`rlinf.algorithms.importance_sampling`).
 """
 
 from __future__ import annotations
@@ -84,26 +85,27 @@ class _Update:
 
     def __init__(self, algorithm: PolicyGradient, learner: Learner) -> None:
         self._algorithm, self._learner = algorithm, learner
-        self._divisor: float | None = None
-        """Divisor of the aggregated loss so far; see :func:`loss_agg_weights`."""
-        self._loss_scale = 1.0
-        """Divisor of losses before their gradient is computed. A power of two, so that division is
-        exact, and near the total weight, so that float16 gets losses of the scale of a mean."""
+        self._total_divisor: float | None = None
+        """Sum of the divisors of the accumulated parts; see :func:`loss_agg_weights`."""
+        self._loss_divisor = 1.0
+        """Divisor of a loss before its gradient is computed. It is a power of two, so that division
+        is exact, and near the total weight, so that float16 gets losses as small as a mean."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
         """Add the gradient of one part of the batch; :meth:`step` divides by the whole batch."""
         if samples:
             batch = self._with_advantages(samples)
             weights, divisor = self._loss_weights(batch.require("loss_mask"))
-            if self._divisor is None:
-                self._loss_scale = nearest_power_of_two(weights)
-            self._divisor = (self._divisor or 0.0) + divisor
-            self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
+            if self._total_divisor is None:
+                self._loss_divisor = nearest_power_of_two(weights)
+            self._total_divisor = (self._total_divisor or 0.0) + divisor
+            rows = list(range(len(samples)))
+            self._accumulate_rows(batch, samples, rows, weights, entropy=True)
 
     def step(self) -> None:
         """Step the optimizer on the accumulated gradient."""
-        if self._divisor is not None:
-            self._finish(self._divisor)
+        if self._total_divisor is not None:
+            self._step_optimizer(self._total_divisor)
 
     def run_epochs(self, samples: list[TrainingSample]) -> None:
         """Do all optimizer steps on the whole batch."""
@@ -115,9 +117,9 @@ class _Update:
         for index, rows in enumerate(minibatches):
             weights, divisor = self._loss_weights(batch.require("loss_mask")[rows])
             entropy = self._algorithm.needs_entropy or index == 0
-            self._loss_scale = nearest_power_of_two(weights)
-            self._add(batch, samples, rows, weights, entropy=entropy)
-            self._finish(divisor)
+            self._loss_divisor = nearest_power_of_two(weights)
+            self._accumulate_rows(batch, samples, rows, weights, entropy=entropy)
+            self._step_optimizer(divisor)
             learner.report_progress(index + 1, len(minibatches))
         if batch.values is not None and batch.returns is not None:
             mask = mask_like(batch, batch.values)
@@ -141,7 +143,7 @@ class _Update:
             self._learner.log_metric("reward_kl_penalty", float(mean))
         return self._algorithm.with_advantages(batch)
 
-    def _add(
+    def _accumulate_rows(
         self,
         batch: StepBatch,
         samples: list[TrainingSample],
@@ -150,11 +152,16 @@ class _Update:
         *,
         entropy: bool,
     ) -> None:
-        """Add the gradient of the losses of some rows of the batch."""
+        """Add the gradient of the loss of these rows of the batch.
+
+        Args:
+            weights: aggregation weights of the rows.
+            entropy: whether the entropy must be computed.
+        """
         learner, config = self._learner, self._algorithm.config
-        loss_scale = self._loss_scale
-        kept, share = self._rows_with_gradient(batch, rows, weights)
-        rows, weights = [rows[index] for index in kept], weights[kept]
+        loss_divisor = self._loss_divisor
+        computed, weight_share = self._rows_with_gradient(batch, rows, weights)
+        rows, weights = [rows[index] for index in computed], weights[computed]
         is_first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
         if (is_first or interpolate) and batch.rollout_logprobs is not None:
             lag = policy_lags([sample.trajectory for sample in samples], learner.iteration)
@@ -179,8 +186,8 @@ class _Update:
                 temperature=learner.temperature,
                 entropy=entropy,
             )
-            return value / loss_scale, {
-                name: metric if is_max_metric(name) else metric / share / loss_scale
+            return value / loss_divisor, {
+                name: metric if is_max_metric(name) else metric / weight_share / loss_divisor
                 for name, metric in metrics.items()
             }
 
@@ -196,8 +203,8 @@ class _Update:
         """Log the staleness ``[N, T]`` of unmasked steps.
 
         Raises:
-            InputError: some steps are staler than ``rollout.staleness`` allows, or were chosen by
-                later weights.
+            InputError: a step is staler than ``rollout.staleness`` allows, or was chosen with
+                weights newer than those before the update.
         """
         learner, is_unmasked = self._learner, mask > 0
         limit = learner.max_staleness
@@ -218,24 +225,30 @@ class _Update:
     def _rows_with_gradient(
         self, batch: StepBatch, rows: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
-        """Return the indices of rows that need computing (at least one), and their weight share.
-        The other rows have no gradient. Metrics are means over the computed rows."""
+        """Return the indices into ``rows`` that must be computed (at least one), and their share of
+        the weights. The other rows have no gradient. Metrics are means over the computed rows."""
         has_gradient = ~self._algorithm.zero_gradient_rows(batch)[rows]
         if bool(has_gradient.all()):
             return list(range(len(rows))), 1.0
-        kept = has_gradient.nonzero()[:, 0].tolist() or [0]
-        share = float(weights[kept].sum() / weights.sum().clamp(min=1e-30))
-        return kept, share if len(kept) < len(rows) and share > 0 else 1.0
+        computed = has_gradient.nonzero()[:, 0].tolist() or [0]
+        share = float(weights[computed].sum() / weights.sum().clamp(min=1e-30))
+        return computed, share if len(computed) < len(rows) and share > 0 else 1.0
 
-    def _finish(self, divisor: float) -> None:
-        """Step the optimizer and check that engine and trainer agree."""
+    def _step_optimizer(self, divisor: float) -> None:
+        """Check that engine and trainer agree, and step the optimizer.
+
+        Args:
+            divisor: divisor of the accumulated loss; see :func:`loss_agg_weights`.
+        """
         groups = self._algorithm.trainable_groups(self._learner.iteration)
-        scale = self._loss_scale / max(1.0, divisor)
+        scale = self._loss_divisor / max(1.0, divisor)
         self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=groups)
 
     def _check_engine_mismatch(self, totals: dict[str, float]) -> None:
-        """Stop the run if engine and trainer, with equal weights, disagree on the
-        log-probabilities.
+        """Check that engine and trainer, with equal weights, agree on the log-probabilities.
+
+        Args:
+            totals: sums over the minibatch; see :func:`rollout_mismatch_sums`.
 
         Raises:
             InputError: the mean difference over unmasked steps exceeds the limit.
@@ -245,20 +258,20 @@ class _Update:
             self._learner.log_metric(name, value)
         limit = self._algorithm.config.max_logprob_diff
         limit = self._learner.max_logprob_diff if limit is None else limit
-        gap = metrics.get("rollout_logprob_diff", 0.0)
-        if not gap <= limit:
+        difference = metrics.get("rollout_logprob_diff", 0.0)
+        if not difference <= limit:
             raise InputError(
                 f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "
-                f"trainer differ by {gap:.3g} nats in the mean, the limit is {limit:.3g}; no "
-                "weight was changed. Both have the same weights: look at engine.*, trainer.* and "
+                f"trainer differ by {difference:.3g} nats in the mean, the limit is {limit:.3g}; "
+                "no weight was changed. Both have the same weights: check engine.*, trainer.* and "
                 "the model's files, or raise algorithm.max_logprob_diff"
             )
 
 
 def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
-    """Return the KL estimate of the policy before the update from the reference.
+    """Return the estimated KL divergence of the policy before the update from the reference policy.
 
-    Its shape is ``[N, T]``, or ``[N, T, K]`` per unit. Masked units are 0.
+    The shape is ``[N, T]``, or ``[N, T, K]`` if a step has several units. Masked units are 0.
 
     Args:
         batch: the result of :func:`rlinf.algorithms.importance_sampling.batch_at_level`.
@@ -268,8 +281,8 @@ def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
 
 
 def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
-    """Return a batch whose rewards are reduced by the penalties ``[N, T]`` or ``[N, T, K]``. A
-    step, or an action of a chunk, pays the penalties of all of its units."""
+    """Return a batch whose rewards are reduced by penalties per unit, ``[N, T]`` or ``[N, T, K]``.
+    The penalty of a step, or of an action of a chunk, is the sum over its units."""
 
     def subtract_from(rewards: Tensor) -> Tensor:
         return rewards - penalty.reshape(*rewards.shape, -1).sum(-1)
@@ -283,22 +296,27 @@ def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
 
 
 def nearest_power_of_two(weights: Tensor) -> float:
-    """Return the power of two nearest to the sum of some weights, at least 1."""
+    """Return the power of two nearest to the sum of the weights, at least 1."""
     # In float64 the result does not depend on the order of the sum, which depends on the machine.
     total = float(weights.sum(dtype=torch.float64))
     return 2.0 ** round(math.log2(max(1.0, total)))
 
 
-def minibatch_indices(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:
-    """Return the sample indices of each optimizer step. Each epoch has every sample once, in an
-    order that depends on the seed."""
+def minibatch_indices(learner: Learner, count: int, epochs: int, per_epoch: int) -> list[list[int]]:
+    """Return the sample indices of each optimizer step. An epoch has every sample once, in a random
+    order if it has several steps.
+
+    Args:
+        count: number of samples.
+        per_epoch: number of minibatches of an epoch.
+    """
     minibatches = []
     for epoch in range(epochs):
         order = np.arange(count)
-        if parts > 1:
+        if per_epoch > 1:
             order = learner.rng(epoch).permutation(count)
-        for part in np.array_split(order, min(parts, count)):
-            minibatches.append(sorted(int(i) for i in part))
+        for indices in np.array_split(order, min(per_epoch, count)):
+            minibatches.append(sorted(int(i) for i in indices))
     return minibatches
 
 
@@ -343,9 +361,9 @@ class PolicyGradientConfig(Section):
     first step of an iteration, over steps chosen with the trainer's weights. The run stops above
     it. null: 0.02, or 0.2 if either computes in half precision."""
     logprob_level: LogprobLevel = "chunk"
-    """Unit that has one probability ratio, where a step is several choices: each choice
-    (``token``), each action of a chunk (``action``), or the whole step (``chunk``).
-    ``loss_agg_mode`` counts these units as tokens."""
+    """Unit that has one probability ratio, if a step has several parts: each part (``token``), each
+    action of a chunk (``action``), or the whole step (``chunk``). ``loss_agg_mode`` counts these
+    units as tokens."""
     loss_agg_mode: LossAggMode = "token_mean"
     loss_agg_divisor: int | None = Field(default=None, gt=0)
     """Constant by which ``seq_mean_token_sum`` divides the sum of each sequence, for example the
@@ -370,13 +388,13 @@ class PolicyGradientConfig(Section):
     """Estimator of the KL divergence in the loss (:func:`rlinf.algorithms.losses.kl_loss`)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy that is subtracted from the reward of
-    each step. It is of the policy before the update and has no gradient."""
+    each step. This is the divergence of the policy before the update, without a gradient."""
     kl_reward_type: KLEstimator = "k1"
     """Estimator of the KL divergence in the reward
     (:func:`rlinf.algorithms.losses.kl_estimate`)."""
 
     @model_validator(mode="after")
-    def _length_is_of_sums(self) -> PolicyGradientConfig:
+    def _require_sums_for_divisor(self) -> PolicyGradientConfig:
         if self.loss_agg_divisor is not None and self.loss_agg_mode != "seq_mean_token_sum":
             raise ValueError(
                 "loss_agg_divisor divides sums of sequences; it needs loss_agg_mode: "
@@ -385,7 +403,7 @@ class PolicyGradientConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _reward_is_of_the_policy(self) -> PolicyGradientConfig:
+    def _require_recomputed_logprobs(self) -> PolicyGradientConfig:
         if self.kl_reward_coef and self.old_logprobs != "recompute":
             raise ValueError(
                 "kl_reward_coef is of the policy before the update, whose log-probabilities the "
@@ -394,7 +412,7 @@ class PolicyGradientConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _behaviour_is_known(self) -> PolicyGradientConfig:
+    def _check_importance_weights(self) -> PolicyGradientConfig:
         if self.rollout_is_threshold is None:
             for key in ("rollout_is_level", "rollout_is_mode"):
                 if getattr(self, key) != type(self).model_fields[key].default:
@@ -422,7 +440,7 @@ class PolicyGradient(Algorithm):
     Config: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
     config: Any
     has_group_local_advantages: ClassVar[bool] = False
-    """Whether advantages of a group do not depend on the rest of the batch."""
+    """Whether the advantages of a group depend on this group alone."""
 
     @property
     def needs_reference(self) -> bool:
@@ -430,9 +448,9 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        # A KL penalty in the reward needs them before the update's first forward pass.
-        needed = not self.has_single_step or self.config.kl_reward_coef > 0
-        return bool(self.config.old_logprobs == "recompute" and needed)
+        # A single step computes them in its forward pass; a KL penalty needs them before that.
+        needs_inference = not self.has_single_step or self.config.kl_reward_coef > 0
+        return bool(self.config.old_logprobs == "recompute" and needs_inference)
 
     @property
     def has_single_step(self) -> bool:
@@ -481,15 +499,15 @@ class PolicyGradient(Algorithm):
         """
 
     def with_advantages(self, batch: StepBatch) -> StepBatch:
-        """Return a whole batch with the advantages that enter the loss."""
+        """Return a whole batch with advantages, whitened if configured, and returns."""
         advantages, returns = self.compute_advantages(batch)
         if self.config.whiten_advantages:
             advantages = masked_whiten(advantages, mask_like(batch, advantages))
         return replace(batch, advantages=advantages, returns=returns)
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
-        """Return a mask ``[N]`` of samples whose loss has no gradient for any policy. They count in
-        the mean of the loss and are not computed. By default there are none."""
+        """Return a mask ``[N]``, True at samples whose loss has no gradient for any policy. They
+        count in the mean of the loss, but are not computed. By default there are none."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
     def policy_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
@@ -508,7 +526,7 @@ class PolicyGradient(Algorithm):
         Args:
             outputs: step outputs of the policy in training, ``[B, U]`` each.
             weights: ``[B, U]``, the aggregation weight (``batch.loss_weights``) times the
-                importance weight.
+                importance weight of each of the ``U`` units.
         """
         config = self.config
         logprobs, old_logprobs = outputs.logprobs, batch.old_logprobs
@@ -530,10 +548,10 @@ class PolicyGradient(Algorithm):
     def add_loss_terms(
         self, loss: Tensor, outputs: StepOutputs, batch: StepBatch, weights: Tensor
     ) -> Loss:
-        """Return ``loss`` with the terms of the configuration, and metrics: minus ``entropy_coeff``
-        times the entropy, plus ``kl_loss_coef`` times the KL divergence from the reference.
+        """Return the loss with the other configured terms, and their metrics.
 
-        A subclass adds its own terms to the result of ``super()``.
+        The terms are minus ``entropy_coeff`` times the entropy, and ``kl_loss_coef`` times the KL
+        divergence from the reference. A subclass adds its own terms to the result of ``super()``.
 
         Args:
             loss: the result of :meth:`policy_loss`, a scalar.
@@ -561,14 +579,14 @@ class PolicyGradient(Algorithm):
         return loss, metrics
 
     def total_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        """Return :meth:`policy_loss` with all terms of the configuration.
+        """Return the :meth:`policy_loss` with importance weights and all other configured terms.
 
         Args:
             outputs, batch: as in :meth:`policy_loss`.
             weights: aggregation weights ``[B, U]``.
         """
         batch = replace(batch, loss_weights=weights)
-        importance, metrics = self._importance(batch, weights)
+        importance, metrics = self._importance_weights(batch, weights)
         weighted = weights if importance is None else weights * importance
         loss, policy_metrics = self.policy_loss(outputs, batch, weighted)
         with torch.no_grad():
@@ -577,11 +595,11 @@ class PolicyGradient(Algorithm):
         loss, term_metrics = self.add_loss_terms(loss, outputs, batch, weights)
         return loss, {**metrics, **term_metrics, **policy_metrics}
 
-    def _importance(
+    def _importance_weights(
         self, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the importance weights ``[B, U]`` and their metrics. The weights are None if
-        ``rollout_is_threshold`` is not set."""
+        """Return the importance weights ``[B, U]`` and their metrics; None if
+        ``rollout_is_threshold`` is not set. ``weights`` are the aggregation weights."""
         config = self.config
         if config.rollout_is_threshold is None:
             return None, {}
@@ -591,12 +609,12 @@ class PolicyGradient(Algorithm):
             batch.mask,
             config.rollout_is_level,
         )
-        importance, capped = rollout_is_weights(
+        importance, is_outside = rollout_is_weights(
             ratio, config.rollout_is_threshold, config.rollout_is_mode
         )
         return importance, {
             "rollout_is_mean": (weights * importance).sum(),
-            "rollout_is_clip_ratio": (weights * capped).sum(),
+            "rollout_is_clip_ratio": (weights * is_outside).sum(),
         }
 
     def micro_batch_loss(
@@ -611,10 +629,9 @@ class PolicyGradient(Algorithm):
     ) -> Loss:
         """Return the :meth:`total_loss` of one micro-batch.
 
-        A subclass overrides this if its loss needs more of the policy than its step outputs. An
-        override that does not call ``super()`` drops the configured loss terms; a run that sets
-        one of their keys is then rejected
-        (:mod:`rlinf.algorithms.unused_keys`).
+        A subclass overrides this if its loss needs more from the policy than step outputs. An
+        override that does not call ``super()`` drops the configured loss terms. A run that sets
+        one of their keys is then rejected (:mod:`rlinf.algorithms.unused_keys`).
 
         Args:
             inputs: the result of :meth:`Policy.collate`, on the policy's device.

@@ -31,7 +31,8 @@ class PPOConfig(PolicyGradientConfig):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     value_loss_coef: float = Field(default=0.5, ge=0)
     cliprange_value: float | None = Field(default=None, gt=0)
-    """Largest change of a value per update that the value loss rewards; null: unlimited."""
+    """Clip range of PPO's value clipping: a value farther than this from its value before the
+    update does not lower the loss; null: no clipping."""
     huber_delta: float | None = Field(default=None, gt=0)
     """Error above which the value loss grows linearly (Huber); null: it is quadratic."""
     critic_warmup: int = Field(default=0, ge=0)
@@ -61,7 +62,7 @@ class PPO(PolicyGradient):
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         values = batch.require("values")
-        mask = mask_like(batch, values)  # rejects units that are larger than an action
+        mask = mask_like(batch, values)  # raises if several actions share one ratio
         return compute_gae(
             batch.require("action_rewards") if values.ndim > 2 else batch.rewards,
             values,
@@ -92,14 +93,14 @@ class PPO(PolicyGradient):
 
 
 class AsyncPPOConfig(PPOConfig):
-    """Settings of asynchronous PPO: steps are weighted by ``pi_prox / pi_behav`` and masked if it
-    is far from 1."""
+    """Settings of asynchronous PPO. The loss of a step is weighted by the ratio ``pi_prox /
+    pi_behav`` (see :class:`AsyncPPO`), and masked if this ratio is far from 1."""
 
     rollout_is_threshold: float | None = Field(default=5.0, gt=0)
     rollout_is_mode: RolloutISMode = "mask"
 
     @model_validator(mode="after")
-    def _decoupled(self) -> AsyncPPOConfig:
+    def _require_importance_weights(self) -> AsyncPPOConfig:
         if self.rollout_is_threshold is None:
             raise ValueError(
                 "rollout_is_threshold: without importance weights, steps of older policies count "

@@ -55,7 +55,7 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig
 
     @field_validator("gamma")
     @classmethod
-    def _sums_are_alike(cls, value: float) -> float:
+    def _require_undiscounted(cls, value: float) -> float:
         if value < 1:
             raise ValueError(
                 f"{value:g} discounts returns, but the group's mean is of undiscounted rewards; "
@@ -65,10 +65,7 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus, GroupAlgorithm):
-    """REINFORCE++-baseline: rewards are first taken relative to the mean reward of the group.
-
-    The mean includes the KL penalty of ``kl_reward_coef``.
-    """
+    """REINFORCE++-baseline: the baseline is the group's mean reward, KL penalties included."""
 
     Config = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig

@@ -55,13 +55,13 @@ class SAC(OffPolicyAlgorithm):
         module, config = policy.module, self.config
         temperature = module.log_temperature.detach().exp()
         with torch.no_grad():
-            actions, logprobs = policy.rsample(batch["next_observations"], batch["next_noise"])
-        values, next_values = self.critic_values(module, batch, actions)
+            next_actions, logprobs = policy.rsample(batch["next_observations"], batch["next_noise"])
+        values, next_values = self.critic_values(module, batch, next_actions)
         with torch.no_grad():
-            value = aggregate_q_values(next_values, config.target_q_agg)
+            next_value = aggregate_q_values(next_values, config.target_q_agg)
             if config.backup_entropy:
-                value = value - temperature * logprobs
-            target = td_target(batch["rewards"], batch["terminated"], value, config.gamma)
+                next_value = next_value - temperature * logprobs
+            target = td_target(batch["rewards"], batch["terminated"], next_value, config.gamma)
         loss = critic_loss(values, target)
         metrics = {"critic_loss": loss.detach(), "q_value_mean": values.detach().mean()}
         if "noise" in batch:
@@ -72,8 +72,11 @@ class SAC(OffPolicyAlgorithm):
     def critic_values(
         self, module: Any, batch: Batch, next_actions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the values of the batch's actions and of the next actions. The former are ``[E,
-        B]`` with gradients, the latter ``[E, B]`` or ``[K, B]``."""
+        """Return the values of the batch's actions, and of the next actions without gradients.
+
+        The former are ``[E, B]`` for ``E`` critics. The latter have as many rows as critics compute
+        the target (``critic_subset_size``).
+        """
         values = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
         with torch.no_grad():
             next_inputs = torch.cat([batch["next_observations"], next_actions], -1)
@@ -94,9 +97,10 @@ class SAC(OffPolicyAlgorithm):
             "temperature": temperature.detach().sum(),
         }
         if config.learn_temperature:
-            target = config.target_entropy
-            target = -float(policy.size) if target is None else target
-            loss = loss + temperature_loss(module.log_temperature, logprobs, target)
+            target_entropy = config.target_entropy
+            if target_entropy is None:
+                target_entropy = -float(policy.action_size)
+            loss = loss + temperature_loss(module.log_temperature, logprobs, target_entropy)
         return loss, metrics
 
 

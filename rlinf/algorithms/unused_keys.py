@@ -7,8 +7,9 @@ It follows their calls within the class, its modules and the user's other module
 attribute names. It follows an overridden method only if the override calls ``super()``.
 
 Keys are matched by name, so a key may pass although the code that mentions it never runs. All keys
-count as read if ``config``, or a variable that it was assigned to, is dumped. If other code reads a
-key (an installed package, for example), the class lists the key in ``config_keys_read``.
+count as read if ``config``, or a variable to which it was assigned, is read as a whole
+(``model_dump``, ``asdict``). If other code reads a key, such as an installed package, the class
+lists the key in ``config_keys_read``.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ DESCRIPTIVE_MEMBERS = frozenset(
 )
 """Members that only describe the algorithm. A key that only they mention is not used."""
 ALGORITHMS_PACKAGE = "rlinf.algorithms"
-DUMPS = r"\.(?:model_dump|model_dump_json|model_copy|__dict__)\b"
-"""Members that read a configuration as a whole, every key included."""
-DUMPERS = r"\.(?:vars|asdict|dict)"
-"""Functions that read a configuration as a whole."""
+DUMP_MEMBERS = r"\.(?:model_dump|model_dump_json|model_copy|__dict__)\b"
+"""Pattern of members that read a configuration as a whole, every key included."""
+DUMP_FUNCTIONS = r"\.(?:vars|asdict|dict)"
+"""Pattern of functions that read a configuration as a whole."""
 
 
 def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
@@ -59,7 +60,7 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
         name: name of the algorithm in the configuration.
 
     Raises:
-        ConfigError: there is such a key; the message names it and the remedy.
+        ConfigError: a key is set and never read; the message names the key and the remedy.
     """
     config = algorithm.config
     unread = unused_keys(type(algorithm), config)
@@ -81,37 +82,33 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
 def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
     """Return the keys that are set explicitly in ``config`` and that ``cls`` never reads. They are
     in the order of the fields of the configuration class."""
-    walk = _walk(cls, type(config))
-    if walk.reads_all:
+    collector = _NameCollector(cls, type(config))
+    for member in ENTRY_POINTS:
+        collector.follow_member(member)
+    if collector.reads_all:
         return []
     return [
         key
         for key in type(config).model_fields
-        if key in config.model_fields_set and key not in walk.names | cls.config_keys_read
+        if key in config.model_fields_set and key not in collector.names | cls.config_keys_read
     ]
 
 
-def _walk(cls: type[Algorithm], config: type[Section]) -> _Walk:
-    walk = _Walk(cls, config)
-    for member in ENTRY_POINTS:
-        walk.follow_member(member)
-    return walk
-
-
 def _overridden_reader(cls: type[Algorithm], key: str) -> str | None:
-    """Return the method of ``cls`` whose override leaves ``key`` without a reader, if one does."""
+    """Return the name of a method that reads ``key`` in a base class and that ``cls`` overrides;
+    None if there is none."""
     for base in cls.__mro__[1:]:
         for member, value in vars(base).items():
             if member in DESCRIPTIVE_MEMBERS or vars(base)[member] is inspect.getattr_static(
                 cls, member
             ):
                 continue
-            if any(key in _mentioned(function.__code__) for function in _functions(value)):
+            if any(key in _names_in(function.__code__) for function in _functions(value)):
                 return member
     return None
 
 
-class _Walk:
+class _NameCollector:
     """Collects the names that the code of an algorithm mentions, member by member."""
 
     def __init__(self, cls: type[Algorithm], config: type[Section]) -> None:
@@ -123,8 +120,8 @@ class _Walk:
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
     def follow_member(self, name: str, *, all_bases: bool = False) -> None:
-        """Follow the class's member of this name. If it calls ``super()``, the member that it
-        overrides is followed too. With ``all_bases``, all overridden members are."""
+        """Follow the class's member of this name, and overridden members of this name: as long as
+        ``super()`` is called, or all of them with ``all_bases``."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:
@@ -133,7 +130,7 @@ class _Walk:
             functions = list(_functions(vars(base)[name]))
             for function in functions:
                 self._follow_function(function)
-            calls_base = any("super" in _mentioned(f.__code__) for f in functions)
+            calls_base = any("super" in _names_in(f.__code__) for f in functions)
             if not all_bases and not calls_base:
                 return
 
@@ -142,10 +139,10 @@ class _Walk:
         if function in self._visited:
             return
         self._visited.add(function)
-        names = _mentioned(function.__code__)
+        names = _names_in(function.__code__)
         self.names |= names
         config_names = {"config", "self"} if is_config_method else {"config"}
-        self.reads_all |= _dumps(function.__code__, config_names)
+        self.reads_all |= _reads_whole_config(function.__code__, config_names)
         values = [function.__globals__[name] for name in names if name in function.__globals__]
         modules = [value for value in values if isinstance(value, ModuleType)]
         values += [vars(module)[n] for module in modules for n in names if n in vars(module)]
@@ -163,15 +160,14 @@ class _Walk:
                 self._follow(value)
 
     def _config_methods(self, name: str) -> Iterator[FunctionType]:
-        """Yield the configuration's property or method of this name, and overridden ones. An
-        overridden method is included if it is called through ``super()``. Members that every
-        section has are excluded."""
+        """Yield the configuration's property or method of this name. An overridden one is included
+        if ``super()`` calls it. Members that every section has are excluded."""
         for base in self._config.__mro__:
             if name not in vars(base) or base in Section.__mro__:
                 continue
             methods = list(_functions(vars(base)[name]))
             yield from methods
-            if not any("super" in _mentioned(method.__code__) for method in methods):
+            if not any("super" in _names_in(method.__code__) for method in methods):
                 return
 
     def _follow(self, value: Any) -> None:
@@ -207,7 +203,7 @@ def _is_class(value: Any) -> TypeGuard[type]:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions inside a member of a class: plain, wrapped, or of a property."""
+    """Yield the functions in a member of a class: itself, wrapped ones, or a property's getter."""
     if isinstance(value, property):
         wrapped = [value.fget]
     elif isinstance(value, cached_property | partial):
@@ -231,7 +227,7 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-def _mentioned(code: CodeType) -> set[str]:
+def _names_in(code: CodeType) -> set[str]:
     """Return the names of attributes and globals in code and its nested functions. If the code
     calls ``getattr``, its strings are included, because they may be such names."""
     codes = list(_nested_codes(code))
@@ -257,14 +253,14 @@ def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
             yield from _texts(constant)
 
 
-def _dumps(code: CodeType, configs: set[str]) -> bool:
-    """Return whether code reads a configuration as a whole; ``configs`` are its names."""
+def _reads_whole_config(code: CodeType, config_names: set[str]) -> bool:
+    """Return whether code reads the configuration, a variable of these names, as a whole."""
     trail = "".join(map(_access_trail, _nested_codes(code)))
-    names = "|".join(configs)
-    names = "|".join([*configs, *re.findall(rf"\.(?:{names})=(\w+)", trail)])
+    names = "|".join(config_names)
+    names = "|".join([*config_names, *re.findall(rf"\.(?:{names})=(\w+)", trail)])
     return bool(
-        re.search(rf"\.(?:{names}){DUMPS}", trail)
-        or re.search(rf"{DUMPERS}(?:\.\w+)*\.(?:{names});", trail)
+        re.search(rf"\.(?:{names}){DUMP_MEMBERS}", trail)
+        or re.search(rf"{DUMP_FUNCTIONS}(?:\.\w+)*\.(?:{names});", trail)
     )
 
 
@@ -272,12 +268,13 @@ def _access_trail(code: CodeType) -> str:
     """Return the names that code loads (``.name``) and stores (``=name``), in their order. Any
     other instruction is a semicolon."""
     trail = []
-    for step in dis.get_instructions(code):
-        if step.opname in ("PUSH_NULL", "EXTENDED_ARG"):
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("PUSH_NULL", "EXTENDED_ARG"):
             continue
-        accesses = re.findall("LOAD|STORE", step.opname.replace("LOAD_CONST", ""))
+        accesses = re.findall("LOAD|STORE", instruction.opname.replace("LOAD_CONST", ""))
         # In newer interpreters, one instruction may load or store two names.
-        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        argument = instruction.argval
+        names = argument if isinstance(argument, tuple) else (argument,)
         signs = ("=" if access == "STORE" else "." for access in accesses)
         trail += [f"{sign}{name}" for sign, name in zip(signs, names, strict=False)] or [";"]
     return "".join(trail)

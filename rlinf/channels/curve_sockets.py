@@ -1,7 +1,8 @@
 """Authenticated and encrypted sockets of a run, and the addresses at which they are reached.
 
-CURVE (https://rfc.zeromq.org/spec/26/) encrypts and authenticates both ends with the run's keys. A
-pointer file in the run's folder contains the addresses of the host.
+A host listens, and clients connect to one of its addresses, which a pointer file in the run's
+folder contains. CURVE (https://rfc.zeromq.org/spec/26/) encrypts all messages and authenticates
+both ends with the run's keys. A member is a client with the run's client key.
 """
 
 from __future__ import annotations
@@ -110,10 +111,12 @@ def _create_keys(path: Path) -> None:
 
 
 HEARTBEAT_S = 0.5
+"""Interval of the heartbeats of a mailbox's peers."""
 PROBE_TIMEOUT_S = 1.0
 """How long a host may take to answer at one of its addresses."""
 ZAP_DOMAIN = b"rlinf"
 LINGER_MS = 1000
+"""How long a closed socket may still send its messages."""
 FRAME_BYTES = PIECE_BYTES + (1 << 10)
 """Limit of a frame, with some bytes for encryption; a larger frame ends its connection unread. It
 also limits the memory for a connection that has not presented the run's key."""
@@ -139,8 +142,8 @@ class Authenticator:
     newer connections exist. Strangers can thus not exhaust the files that the process may open. A
     member whose connection was dropped reconnects by itself.
 
-    ``rejected`` counts connections with another key. ``dropped`` counts those that ended because of
-    newer connections.
+    ``rejected`` counts connections with another key. ``dropped`` counts connections without the key
+    that ended because of newer connections.
     """
 
     def __init__(
@@ -157,7 +160,8 @@ class Authenticator:
             MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         )
         self._recent: deque[int] = deque()
-        """File descriptors of the last connections, authenticated or not."""
+        """File descriptors of the last ``limit`` connections, authenticated or not, oldest first.
+        """
         self._port = 0
         self._zap_requests = context.socket(zmq.REP)
         self._zap_requests.bind("inproc://zeromq.zap.01")
@@ -322,7 +326,7 @@ def interface_address(interface: str) -> str:
 
 
 def local_addresses() -> list[str]:
-    """Return this node's IPv4 addresses: that of the default route first, loopback last."""
+    """Return this node's IPv4 addresses: first that of the default route, last the loopback one."""
     interfaces = _interfaces()
     default = _address_towards("192.0.2.1")
     addresses = sorted(interfaces, key=lambda ip: (ip.startswith("127."), ip != default, ip))
@@ -330,7 +334,8 @@ def local_addresses() -> list[str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface that has an IPv4 address or a route to it; None: there is no route."""
+    """Return the name of the interface that has an IPv4 address, or else of the one with the route
+    to this address; None: there is no route."""
     names = _interfaces()
     return names.get(address) or names.get(_address_towards(address))
 
@@ -359,8 +364,8 @@ def _address_towards(address: str) -> str:
 def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
     """Return the first of a host's addresses that answers; None: none answers now.
 
-    Addresses that this node has too are tried last. If the host is on another node, they are not
-    unique, like the address of a container bridge.
+    Addresses that this node has too are tried last: if the host is on another node, such an address
+    (of a container bridge, for example) leads to this node instead.
     """
     if len(addresses) == 1:
         return addresses[0]
@@ -404,9 +409,13 @@ def _is_zeromq(probe: socket.socket) -> bool:
 
 
 def paused_s(previous: float, now: float) -> float:
-    """Return how long a thread with period ``HEARTBEAT_S`` was paused between two polls.
+    """Return how long a thread that polls each ``HEARTBEAT_S`` was paused between two polls; 0.0 if
+    it was not.
 
-    During a pause it received nothing, so the pause does not count as silence of its peers.
+    During a pause the thread received nothing, so the pause does not count as silence of its peers.
+
+    Args:
+        previous: monotonic time of the first poll; ``now`` is that of the second.
     """
     pause = now - previous - HEARTBEAT_S
     return pause if pause > 2 * HEARTBEAT_S else 0.0

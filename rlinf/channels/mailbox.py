@@ -1,10 +1,11 @@
 """A mailbox: one host and many peers on any node of a run, which send items to each other.
 
 Items arrive once and in order in both directions (:mod:`rlinf.channels.mailbox_protocol`), even if
-connections break. Peers find the host by a pointer file. Both ends only answer messages, so that
-a stopped process is not flooded. Hosts and peers may die and be replaced at any time. The pointer
-names the current host by a *token*; an *incarnation* is one process of a peer. Each pair of token
-and incarnation has its own numbers; messages with another token are ignored.
+connections break. Peers find the host by a pointer file. Lost items are resent only when the other
+end reports a gap, not on a timer, so that a stopped process is not flooded. Hosts and peers may die
+and be replaced at any time. The pointer names the current host by a *token*; an *incarnation* is
+one process of a peer. Items travel as numbered pieces. Each pair of token and incarnation has its
+own numbers; messages with another token are ignored.
 
 A message is a msgpack list, followed by a frame with pieces of items. From a peer to the host:
 
@@ -18,9 +19,11 @@ From the host to a peer:
     retired  token                     another incarnation has this peer's name
     over     token, reason             the host has left for good; answered by bye
 
-``received`` and ``done`` acknowledge pieces. ``gap`` is the turn in which a piece arrived after a
-lost piece, or nil. ``base``, ``first`` and ``turn`` number the pieces in the frame. Each ``size``
-counts the bytes from the start of a piece to the end of its item. An unchanged ``status`` is nil.
+All pieces below ``received`` have arrived, and the host has handled all below ``done``. ``first``
+is the number of the first piece in the frame; pieces below ``base`` will not be sent again;
+``turn`` counts how often the sender has gone back to a lost piece. If pieces are missing before the
+last ones that arrived, ``gap`` is the ``turn`` of these; else it is nil. Each ``size`` counts the
+bytes from the start of a piece to the end of its item. An unchanged ``status`` is nil.
 """
 
 from __future__ import annotations
@@ -130,12 +133,18 @@ class MailboxHost:
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._sessions: dict[bytes, PeerSession] = {}
+        """Sessions by incarnation."""
         self._sessions_by_name: dict[str, PeerSession] = {}
-        self._polled_sessions: dict[str, PeerSession] = {}
+        """The session of the newest incarnation of each peer."""
+        self._receivers: dict[str, PeerSession] = {}
+        """The session of each peer whose PeerJoined was polled last; items go to it."""
         self._waiting_items: dict[str, list[Block]] = {}
+        """Items for peers that have not joined, by name."""
         self._events: deque[QueuedEvent] = deque()
         self._polled: list[QueuedEvent] = []
+        """The events that the last call of ``poll_events`` returned."""
         self._dirty: set[PeerSession] = set()
+        """Sessions with something to send: items or an acknowledgement."""
         self._closed = False
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._on_hello,
@@ -176,7 +185,7 @@ class MailboxHost:
         """
         with self._changed:
             self._raise_if_failed()
-            session = self._polled_sessions.get(peer)
+            session = self._receivers.get(peer)
             if session is None:
                 session = self._sessions_by_name.get(peer)
                 if session is None or not session.alive:
@@ -202,9 +211,9 @@ class MailboxHost:
             self._events.clear()
             for session, event, _ in self._polled:
                 if isinstance(event, PeerJoined):
-                    self._polled_sessions[event.worker] = session
+                    self._receivers[event.worker] = session
                 elif isinstance(event, PeerLost):
-                    self._polled_sessions.pop(event.worker, None)
+                    self._receivers.pop(event.worker, None)
             return [queued.event for queued in self._polled]
 
     def known_peers(self) -> dict[str, PeerStatus]:
@@ -448,17 +457,20 @@ class MailboxHost:
 
 WINDOW_BYTES = 64 << 20
 HOST_SILENT_S = 2.5 * HEARTBEAT_S
+"""Silence of the host after which the pointer file is read again."""
 STATUS_INTERVAL_S = 0.1
+"""Minimum interval between two changes of the status that are sent."""
 FLUSH_TIMEOUT_S = 3.0
 EMPTY_MAP = msgpack.packb({})
 LINK_TIMEOUT_S = 5.0
+"""Silence after which ZeroMQ ends a connection."""
 
 
 class MailboxPeer:
     """A peer of a mailbox. Its thread finds the host, sends heartbeats and transfers items.
 
-    When a new host appears, unread items of the old host are dropped, because the new host plans
-    again. Items that no host has handled go to the new host.
+    When a new host appears, unread items of the old host are dropped, because the new host decides
+    anew what to send. Items that no host has handled go to the new host.
 
     ``malformed`` counts messages that were dropped.
 
@@ -598,10 +610,11 @@ class MailboxPeer:
     def _raise_if_failed(self) -> None:
         if self._leave_deadline is not None:
             raise ChannelClosed(f"{self._name} has left {self._pointer.name}")
-        if (reason := self._failure or self._host_is_silent()) is not None:
+        if (reason := self._failure or self._silence_error()) is not None:
             raise ChannelFailed(reason)
 
-    def _host_is_silent(self) -> str | None:
+    def _silence_error(self) -> str | None:
+        """Return the error for a silent host; None if it is not silent or may be replaced."""
         if self._host is None or self.silent_s <= self._host.timeout_s:
             return None
         return (
@@ -626,7 +639,7 @@ class MailboxPeer:
                 self._last_heard += paused_s(self._last_loop, now)
                 self._last_loop = now
                 if self._leave_deadline is not None:
-                    is_overdue = now > self._leave_deadline or self._host_is_silent() is not None
+                    is_overdue = now > self._leave_deadline or self._silence_error() is not None
                     if is_overdue or not self._sender:
                         if self._is_connected:
                             self._send("bye")

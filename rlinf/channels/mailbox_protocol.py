@@ -42,14 +42,14 @@ class ItemPiece(NamedTuple):
 
 
 class PieceBatch(NamedTuple):
-    """Consecutive pieces in one message; numbers below ``base`` will not be sent (again).
-
-    ``turn`` counts how often the sender has gone back to a lost piece.
-    """
+    """Consecutive pieces in one message."""
 
     base: int
+    """No piece below this number will be sent (again)."""
     first: int
+    """Number of the first piece."""
     turn: int
+    """Number of times that the sender has gone back to a lost piece."""
     pieces: Sequence[ItemPiece]
 
 
@@ -112,9 +112,9 @@ class ReliableSender:
         handled all pieces below ``done``.
 
         Args:
-            gap: the turn in which a piece arrived at the receiver after a missing piece. Each turn
-                is repeated at most once, because further pieces in flight report the same gap. A
-                stopped receiver reports no gap and is not flooded.
+            gap: the turn of the last batch, if pieces before it are missing; else None. The sender
+                goes back at most once for each turn, because further pieces in flight report the
+                same gap. A stopped receiver reports no gap and is not flooded.
 
         Raises:
             DataError: the numbers include pieces that were never sent.
@@ -133,7 +133,7 @@ class ReliableSender:
         self._base = max(self._base, done)
 
     def restart(self) -> None:
-        """Start again for another receiver, which has no pieces yet."""
+        """Send all items again, to another receiver, which has no pieces yet."""
         self._sent = self._received = self._base
         self._turn += 1
 
@@ -328,6 +328,7 @@ class PeerJoined(NamedTuple):
     """A peer joined, for the first time or again; ``incarnation`` identifies its process."""
 
     worker: str
+    """Name of the peer."""
     description: dict[str, Any]
     incarnation: str
 
@@ -367,12 +368,16 @@ class PeerSession:
     """
 
     id: bytes
+    """The incarnation."""
     name: str
     last_heard: float
+    """Time (monotonic) of the last message; pauses of the host are added to it."""
     receiver: ReliableReceiver
     description: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     alive: bool = False
+    """False before it joins and while it is reported lost."""
     retired: bool = False
+    """True once it has left or another incarnation has its name."""
     sender: ReliableSender = field(default_factory=ReliableSender)
     acknowledged: int = 0

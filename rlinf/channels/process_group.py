@@ -14,6 +14,7 @@ from rlinf.data.load_balancing import balance_costs
 from rlinf.errors import ConfigError, StageError
 
 SPEED_WEIGHTS_VARIABLE, LAYOUT_VARIABLE = "RLINF_SHARES", "RLINF_LAYOUT"
+"""See :meth:`ProcessGroupInfo.from_environment`."""
 GROUP_VARIABLE = "RLINF_GROUP"
 """Unique name of the processes that were started together."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -88,6 +89,7 @@ class ProcessGroupInfo:
 
     rank: int = 0
     size: int = 1
+    """Number of processes (world size)."""
     local_rank: int = 0
     speed_weights: tuple[float, ...] | None = None
     """Relative speeds of the processes; None: all equal."""
@@ -132,14 +134,16 @@ class ProcessGroupInfo:
 
     @property
     def _num_same_data(self) -> int:
-        """Number of consecutive ranks with the same data."""
+        """Number of consecutive ranks with the same data: those of one tensor- and context-parallel
+        group."""
         return self.layout.tp * self.layout.cp
 
     def _data_parallel_rank_of(self, rank: int) -> int:
         return rank // self._num_same_data % self.data_parallel_size
 
     def shard(self, count: int) -> list[int]:
-        """Return which of ``count`` equal items this data-parallel rank processes, by index."""
+        """Return the indices of the items, of ``count`` equal ones, that this data-parallel rank
+        processes."""
         if self.speed_weights is None:
             return list(range(self.data_parallel_rank, count, self.data_parallel_size))
         return balance_costs([1] * count, self.data_parallel_speeds)[self.data_parallel_rank]
@@ -152,13 +156,14 @@ class ProcessGroupInfo:
         ``RLINF_LAYOUT`` the model-parallel layout.
 
         Args:
-            channels: the run's folder for channels, for the rendezvous of ``RLINF_GROUP``.
+            channels: the run's folder for channels, which will contain the rendezvous file; None:
+                outside of runs.
 
         Raises:
             ConfigError: a variable is invalid.
         """
         try:
-            values = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
+            values = [int(os.environ.get(name, default)) for name, default in _RANK_DEFAULTS]
             rank, size, local_rank = values
             text = os.environ.get(SPEED_WEIGHTS_VARIABLE)
             speeds = tuple(float(part) for part in text.split(",")) if text else None
@@ -168,16 +173,16 @@ class ProcessGroupInfo:
                 else channels / f"group-{os.environ.get(GROUP_VARIABLE)}.json"
             )
             layout = ParallelLayout.parse(os.environ.get(LAYOUT_VARIABLE, ""))
-            world = cls(rank, size, local_rank, speeds, rendezvous, layout)
+            info = cls(rank, size, local_rank, speeds, rendezvous, layout)
         except ValueError as error:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, {SPEED_WEIGHTS_VARIABLE} must be numbers: {error}"
             ) from None
-        if not 0 <= world.rank < world.size:
-            raise ConfigError(f"RANK {world.rank} is not below WORLD_SIZE {world.size}")
-        if speeds is not None and (len(speeds) != world.size or not min(speeds) > 0):
+        if not 0 <= rank < size:
+            raise ConfigError(f"RANK {rank} is not below WORLD_SIZE {size}")
+        if speeds is not None and (len(speeds) != size or not min(speeds) > 0):
             raise ConfigError(
-                f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {world.size} "
+                f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {size} "
                 "processes"
             )
         layout.check(size, LAYOUT_VARIABLE)
@@ -186,7 +191,7 @@ class ProcessGroupInfo:
                 f"WORLD_SIZE is {size} but {GROUP_VARIABLE} is not set: the processes of a run are "
                 "started by its launchers, which set the name of their group"
             )
-        return world
+        return info
 
     def init_process_group(self, device_type: str, timeout_s: float = 600) -> None:
         """Initialise the default process group (NCCL on GPUs, Gloo on CPUs) unless it exists.
@@ -229,4 +234,5 @@ class ProcessGroupInfo:
         )
 
 
-_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+_RANK_DEFAULTS = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+"""Environment variables with their values for a single process."""

@@ -1,11 +1,13 @@
 """Record files: HDF5 files that pass records from one job to a later job.
 
-A file contains many records. Step arrays are concatenated along their leading dimension, with one
-offsets table for all. Each context array and each string (UTF-8) has its own offsets table. No
-Python object is stored, so reading never runs foreign code, and equal records give equal bytes.
+A file contains many records as columns: the arrays of one name, concatenated along their leading
+dimension. Step columns share one table of offsets; each column of context arrays or of strings
+(UTF-8) has its own. No Python object is stored, so reading never runs foreign code, and equal
+records give equal bytes.
 
-Columns with large rows are in a separate file and are read when they are used, in blocks whose
-checksums are in the first file. A process that uses a few of the records reads only their blocks.
+Step columns with large rows, such as images, are in a separate file and are read when they are
+used, in blocks whose checksums are in the first file. A process that uses a few of the records
+reads only their blocks.
 """
 
 from __future__ import annotations
@@ -57,28 +59,28 @@ def write_large_columns(path: Path, file: h5py.File, columns: dict[str, list[np.
         for name, arrays in columns.items():
             check_same_layout(arrays, name)
             dtype, shape = arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:])
-            size = _block_rows(dtype, shape)
+            block_rows = _block_rows(dtype, shape)
             column, checksums, row = rows_file.create_dataset(name, shape, dtype), [], 0
-            for block in _blocks(arrays, size):
+            for block in _blocks(arrays, block_rows):
                 column[row : row + len(block)] = block
                 checksums.append(_checksum(block))
                 row += len(block)
             table = np.array(checksums, dtype=np.uint64)
             data = file.create_dataset(f"steps/rows/{name}", data=table)
             data.attrs["shape"], data.attrs["dtype"] = shape, dtype.str
-            data.attrs["block"] = size
+            data.attrs["block"] = block_rows
 
 
-def _blocks(arrays: Sequence[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Yield blocks of ``size`` rows of the concatenated arrays, without a copy of all of them."""
+def _blocks(arrays: Sequence[np.ndarray], block_rows: int) -> Iterator[np.ndarray]:
+    """Yield the concatenated arrays in blocks of ``block_rows`` rows; only a block is copied."""
     parts, count = list[np.ndarray](), 0
     for array in arrays:
         start = 0
         while start < len(array):
-            part = array[start : start + size - count]
+            part = array[start : start + block_rows - count]
             parts.append(part)
             start, count = start + len(part), count + len(part)
-            if count == size:
+            if count == block_rows:
                 yield np.concatenate(parts)
                 parts, count = [], 0
     if parts:
@@ -86,7 +88,11 @@ def _blocks(arrays: Sequence[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 class LargeColumn:
-    """A large column of all records of the file ``path``."""
+    """A large column of all records of the file ``path``.
+
+    Args:
+        checksums: the dataset in ``path`` with the checksum of each block of the column.
+    """
 
     def __init__(self, path: Path, name: str, checksums: Any) -> None:
         self._path, self._name, self._checksums = large_columns_path(path), name, checksums[:]
@@ -109,17 +115,18 @@ class LargeColumn:
         Raises:
             ArtifactError, ValueError: rows are damaged; see :meth:`lazy_array`.
         """
-        first, block_rows = start // self._block_rows, self._block_rows
+        first_block, block_rows = start // self._block_rows, self._block_rows
+        first_row = first_block * block_rows
         try:
             with h5py.File(self._path, "r", locking=False) as file:
                 column = file[self._name]
                 if not isinstance(column, h5py.Dataset):
                     raise ValueError("no array")
-                rows = column[first * block_rows : -(-stop // block_rows) * block_rows]
+                rows = column[first_row : -(-stop // block_rows) * block_rows]
         except FileNotFoundError:
             raise self._damage_error("missing") from None
         except OSError as error:
-            # A committed file with the right checksum is not damaged; it cannot be read now.
+            # A committed file with the right checksum is not damaged, so report the error itself.
             verify_file(self._path)
             raise error if committed_file(self._path) else self._damage_error(str(error)) from None
         except (KeyError, ValueError, TypeError) as error:
@@ -128,11 +135,11 @@ class LargeColumn:
             raise self._damage_error("another shape or type")
         for block in range(-(-len(rows) // block_rows)):
             content = rows[block * block_rows : (block + 1) * block_rows]
-            if _checksum(content) != self._checksums[first + block]:
+            if _checksum(content) != self._checksums[first_block + block]:
                 raise self._damage_error("altered (checksum differs)")
-        if len(rows) < stop - first * block_rows:
+        if len(rows) < stop - first_row:
             raise self._damage_error("truncated")
-        return cast(np.ndarray, rows[start - first * block_rows : stop - first * block_rows])
+        return cast(np.ndarray, rows[start - first_row : stop - first_row])
 
     def _damage_error(self, problem: str) -> Exception:
         commit, text = committed_file(self._path), f"{self._path}: {self._name}: {problem}"
@@ -141,8 +148,8 @@ class LargeColumn:
 
 def _block_rows(dtype: np.dtype, shape: Sequence[int]) -> int:
     """Return the number of rows of a block."""
-    row = dtype.itemsize * int(np.prod(shape[1:]))
-    return max(1, BLOCK_BYTES // max(1, row))
+    row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
+    return max(1, BLOCK_BYTES // max(1, row_bytes))
 
 
 def _checksum(rows: np.ndarray) -> int:
@@ -162,11 +169,12 @@ def check_same_layout(arrays: Sequence[np.ndarray], name: str) -> None:
 class _Hdf5Target(io.FileIO):
     """A file that records its first write error instead of raising it.
 
-    HDF5 cannot close a file whose last writes failed: it tries again, also when Python ends, and
+    HDF5 cannot close a file whose last writes failed: it repeats them, also when Python ends, and
     then crashes.
     """
 
     error: OSError | None = None
+    """The first error; None: all writes succeeded."""
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
@@ -203,25 +211,26 @@ def open_hdf5_target(path: Path) -> Iterator[io.FileIO]:
 SCHEMA, SCHEMA_WITH_LARGE_COLUMNS = 1, 2
 """Schema of a file with all columns, and of a file with some columns in a separate file."""
 PART_BYTES = 256 << 20
+"""Bytes of records after which a new file begins."""
 MAX_OPEN_PARTS = 64
-"""Maximum number of files kept open during sorting; processes are often limited to 1024."""
+"""Maximum number of files open during sorting; a process may often open only 1024."""
 T = TypeVar("T")
 
 
 class RecordFileWriter(RecordSink):
     """The writing end: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
 
-    Readers see nothing before the stage commits its manifest. The parts are sorted by identity, so
-    equal records give equal bytes in any order of arrival. If unsorted records fill more than one
-    part, ``close`` writes them again. That temporarily takes twice the disk space, but only the
-    memory of one part.
+    ``count`` is the number of records that were put. Readers see nothing before the stage commits
+    its manifest. The parts are sorted by record id, so equal records give equal bytes in any order
+    of arrival. If unsorted records fill more than one part, ``close`` writes them again. That
+    temporarily takes twice the disk space, but only the memory of one part.
     """
 
     def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
         self._folder, self._name, self._rank = folder, name, rank
         self._part = _FilePart[Record]()
-        self._parts: list[list[_RecordPosition]] = []
-        """Positions of the written records of each part, in file order."""
+        self._written_parts: list[list[_RecordPosition]] = []
+        """Positions of the records of each written part, in file order."""
         self._closed = False
         self.count = 0
 
@@ -237,19 +246,21 @@ class RecordFileWriter(RecordSink):
         if self._closed:
             return
         self._closed = True
-        if self._part.items or not self._parts:
+        if self._part.items or not self._written_parts:
             self._flush()
-        parts = list(_split_into_parts(sorted(p for part in self._parts for p in part)))
-        if len(self._parts) > 1 and parts != self._parts:
+        parts = list(_split_into_parts(sorted(p for part in self._written_parts for p in part)))
+        if len(self._written_parts) > 1 and parts != self._written_parts:
             self._rewrite_sorted(parts)
 
     def _flush(self) -> None:
-        records, number = sorted(self._part.items, key=lambda r: r.identity), len(self._parts)
+        """Write the collected records as a part."""
+        records = sorted(self._part.items, key=lambda r: r.identity)
+        number = len(self._written_parts)
         write_records(self._path(number), records)
         positions = (
             _RecordPosition(r.identity, number, i, _record_bytes(r)) for i, r in enumerate(records)
         )
-        self._parts.append(list(positions))
+        self._written_parts.append(list(positions))
         self._part = _FilePart()
 
     def _rewrite_sorted(self, parts: Iterable[Sequence[_RecordPosition]]) -> None:
@@ -258,14 +269,14 @@ class RecordFileWriter(RecordSink):
             tempfile.TemporaryDirectory(dir=self._folder, prefix="unsorted-") as folder,
             contextlib.ExitStack() as open_files,
         ):
-            written = []
-            for number in range(len(self._parts)):
-                written.append(self._path(number).rename(Path(folder) / self._path(number).name))
-                if (rows := large_columns_path(self._path(number))).exists():
-                    rows.rename(Path(folder) / rows.name)
+            old_paths = []
+            for number in range(len(self._written_parts)):
+                old_paths.append(self._path(number).rename(Path(folder) / self._path(number).name))
+                if (large_path := large_columns_path(self._path(number))).exists():
+                    large_path.rename(Path(folder) / large_path.name)
             # If records arrived in random order, each new part has records of all old parts.
             opened = (
-                (path, open_files.enter_context(_open(path))) for path in written[:MAX_OPEN_PARTS]
+                (path, open_files.enter_context(_open(path))) for path in old_paths[:MAX_OPEN_PARTS]
             )
             columns = [_Columns(file, path, lazy=False) for path, file in opened]
             for number, positions in enumerate(parts):
@@ -275,13 +286,13 @@ class RecordFileWriter(RecordSink):
                 records = dict[_RecordPosition, Record]()
                 for old_part, part_positions in positions_by_part.items():
                     # Old and new parts are sorted, so these records are adjacent in the old part.
-                    span = part_positions[0].number, part_positions[-1].number + 1
+                    start, last = part_positions[0].index_in_part, part_positions[-1].index_in_part
                     if old_part < len(columns):
-                        part_records = columns[old_part].records(*span)
+                        part_records = columns[old_part].records(start, last + 1)
                     else:
-                        with _open(written[old_part]) as file:
-                            part_columns = _Columns(file, written[old_part], lazy=False)
-                            part_records = part_columns.records(*span)
+                        with _open(old_paths[old_part]) as file:
+                            part_columns = _Columns(file, old_paths[old_part], lazy=False)
+                            part_records = part_columns.records(start, last + 1)
                     records.update(zip(part_positions, part_records, strict=True))
                 write_records(self._path(number), [records[position] for position in positions])
 
@@ -290,11 +301,11 @@ class RecordFileWriter(RecordSink):
 
 
 class _RecordPosition(NamedTuple):
-    """Position of a record: part, index within the part, and size in bytes."""
+    """Position of a record: number of the part, index within the part, and size in bytes."""
 
     identity: RecordId
     part: int
-    number: int
+    index_in_part: int
     size: int
 
 
@@ -303,7 +314,7 @@ def _record_bytes(record: Record) -> int:
 
 
 class _FilePart(Generic[T]):
-    """The items of one file; the item that reaches :data:`PART_BYTES` is the last."""
+    """The items of one file. The last item is the one with which they reach :data:`PART_BYTES`."""
 
     def __init__(self) -> None:
         self.items: list[T] = []
@@ -357,10 +368,10 @@ class RecordFileReader(RecordSource):
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    """Write records of one schema to a new HDF5 file.
+    """Write records of one schema (column names, dtypes, trailing shapes) to a new HDF5 file.
 
     Raises:
-        ValueError: records differ in column names, dtypes or trailing shapes.
+        ValueError: the records differ in their schema.
         OSError: the file cannot be written.
     """
     # Newer file formats store times in group headers, but equal records must give equal bytes.
@@ -422,8 +433,9 @@ def read_records(path: Path, samples: Collection[int] | None = None) -> list[Rec
         if samples is None:
             return columns.records(0, int(file.attrs["count"]))
         indices = np.flatnonzero(np.isin(columns.identities[:, 1], list(samples)))
-        runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1) if len(indices) else []
-        return [r for run in runs for r in columns.records(int(run[0]), int(run[-1]) + 1)]
+        gaps = np.flatnonzero(np.diff(indices) > 1) + 1
+        ranges = np.split(indices, gaps) if len(indices) else []
+        return [r for i in ranges for r in columns.records(int(i[0]), int(i[-1]) + 1)]
 
 
 def _open(path: Path) -> h5py.File:
@@ -431,7 +443,8 @@ def _open(path: Path) -> h5py.File:
 
 
 class _Columns:
-    """The columns of a record file, looked up once: a lookup takes longer than most reads."""
+    """The columns of a record file. Each is looked up once, because a lookup in HDF5 takes longer
+    than most reads."""
 
     def __init__(self, file: h5py.File, path: Path, *, lazy: bool = True) -> None:
         """
@@ -443,14 +456,17 @@ class _Columns:
         for name, checksums in file.get("steps/rows", {}).items():
             rows = LargeColumn(path, name, checksums)
             self._steps[name] = rows.lazy_array() if lazy else rows
-        self._bounds: Any = file["steps/offsets"][:] if self._steps else None
+        self._step_offsets: Any = file["steps/offsets"][:] if self._steps else None
         groups = file.get("context", {}).items()
         self._context = {name: (group["data"], group["offsets"][:]) for name, group in groups}
         self._info = {name: _Info(group) for name, group in file.get("info", {}).items()}
 
     def records(self, start: int, stop: int) -> list[Record]:
         """Return the records from index ``start`` to ``stop - 1``."""
-        steps = {n: _split(data, self._bounds[start : stop + 1]) for n, data in self._steps.items()}
+        steps = {
+            name: _split(data, self._step_offsets[start : stop + 1])
+            for name, data in self._steps.items()
+        }
         context = {n: _split(data, o[start : stop + 1]) for n, (data, o) in self._context.items()}
         info = {name: column.values(start, stop) for name, column in self._info.items()}
         return [
@@ -467,7 +483,8 @@ class _Columns:
 def read_record_info(path: Path) -> list[tuple[RecordId, int, dict[str, Scalar]]]:
     """Return identity, number of steps and ``info`` of the records of a file, without arrays.
 
-    It is meant for reports: it does not verify the checksum, which requires reading the whole file.
+    This function is for reports: it does not verify the checksum, because that would read the
+    whole file.
 
     Raises:
         ValueError: the file is not a readable record file.
@@ -505,7 +522,10 @@ def _concatenate(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
 
 
 def _split(data: Any, offsets: np.ndarray) -> list[np.ndarray]:
-    """Split a column at the offsets. It is read now, or when it is used if it is lazy."""
+    """Return the part of a column between the first and the last offset, split at the offsets.
+
+    A lazy column is read when the parts are used.
+    """
     start, bounds = int(offsets[0]), (offsets - offsets[0]).tolist()
     rows = data[start : start + bounds[-1]]
     return [rows[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -1,6 +1,8 @@
-"""Record channels over sockets: mailboxes (:mod:`rlinf.channels.mailbox`) that their host reads.
+"""Record channels over sockets or shared memory.
 
-Peers on any node of the run find the host by a file in the run folder.
+A channel is a mailbox (:mod:`rlinf.channels.mailbox`) to which peers send records and whose host
+reads them. Peers on any node of the run find the host by a file in the run folder. A peer on the
+host's node may instead write its records into a ring in shared memory.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ from rlinf.shared_memory import (
 )
 
 RING_SLOTS = 1024
+"""Maximum number of unreleased records."""
 MAX_AHEAD_BYTES = 8 << 20
-"""Limit for waiting records, so that they fit in the CPU caches; two records may exceed it."""
+"""Maximum bytes of unreleased records, so that they fit in the CPU caches; two records may always
+wait."""
 RING_HEADER = np.dtype([("put", "i8"), ("pad0", "u1", 120), ("done", "i8"), ("pad1", "u1", 120)])
-"""Padding puts each counter in separate cache lines."""
+"""Number of records that the writer has put, and of those that the reader has released (``done``).
+Padding puts each counter in separate cache lines."""
 RING_DATA_START = -(-(RING_HEADER.itemsize + 16 * RING_SLOTS) // mmap.PAGESIZE) * mmap.PAGESIZE
 STORES_IN_ORDER = platform.machine() == "x86_64"
-"""Whether a process that sees a new counter value also sees all earlier writes."""
+"""Whether the CPU guarantees that a process which sees a new counter value also sees all earlier
+writes."""
 
 
 class SharedMemoryRing:
@@ -83,9 +89,12 @@ class RingWriter(SharedMemoryRing):
 
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)
-        self._in_flight: deque[tuple[int, int]] = deque()
+        self._unreleased: deque[tuple[int, int]] = deque()
         """Start and end of the unreleased records, oldest first."""
-        self._count = self._bytes = 0
+        self._count = 0
+        """Number of records written."""
+        self._bytes = 0
+        """Bytes of the unreleased records."""
 
     def put(self, record: EncodedRecord) -> bool:
         """Write a record and return True, or return False if there is no room."""
@@ -93,7 +102,7 @@ class RingWriter(SharedMemoryRing):
             return False
         record.write(self._data[start : start + record.size])
         self._slots[self._count % RING_SLOTS] = start, record.size
-        self._in_flight.append((start, start + record.size))
+        self._unreleased.append((start, start + record.size))
         self._bytes += record.size
         self._count += 1
         self._fence()
@@ -105,14 +114,15 @@ class RingWriter(SharedMemoryRing):
 
         Low offsets were read most recently, so they are still in the cache.
         """
-        waiting = self._count - int(self._released_count[0])
-        while len(self._in_flight) > waiting:
-            start, end = self._in_flight.popleft()
+        num_unreleased = self._count - int(self._released_count[0])
+        while len(self._unreleased) > num_unreleased:
+            start, end = self._unreleased.popleft()
             self._bytes -= end - start
-        if waiting >= RING_SLOTS or (waiting >= 2 and self._bytes + size > MAX_AHEAD_BYTES):
+        is_far_ahead = num_unreleased >= 2 and self._bytes + size > MAX_AHEAD_BYTES
+        if num_unreleased >= RING_SLOTS or is_far_ahead:
             return None
         offset = 0
-        for start, end in sorted(self._in_flight):
+        for start, end in sorted(self._unreleased):
             if offset + size <= start:
                 return offset
             offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -120,11 +130,12 @@ class RingWriter(SharedMemoryRing):
 
 
 class RingReader(SharedMemoryRing):
-    """The reader's end. It continues after the records that an earlier reader released."""
+    """The reader's end. It begins after the records that an earlier reader released."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)
         self._count = int(self._released_count[0])
+        """Number of records returned, those of earlier readers included."""
 
     @property
     def has_record(self) -> bool:
@@ -150,6 +161,7 @@ class RingReader(SharedMemoryRing):
 
 
 CHECK_INTERVAL_S = 1.0
+"""Minimum seconds between checks whether silent peers have ended."""
 MIN_POLL_S, MAX_POLL_S = 2e-5, 1e-3
 """Intervals between checks of shared memory for a record or free space."""
 SEGMENT_KEY = "segment"
@@ -201,13 +213,15 @@ class SocketSource(MailboxHost, RecordSource):
         self._rings: dict[str, RingReader] = {}
         """Readers of the shared memory of each peer."""
         self._segments: dict[str, str] = {}
+        """Name of the shared memory of each peer."""
         self._departed_peers: set[str] = set()
         """Peers whose memory is released once all their records are read."""
         self._silent_peers: set[str] = set()
-        """Silent peers. A stopped peer may continue, add records to the same memory, and leave
-        before its next message."""
+        """Peers that were reported silent. A stopped peer may continue, add records to the same
+        memory, and leave before its next message."""
         self._last_check = 0.0
         self._borrowed_from: RingReader | None = None
+        """The ring in which the last record is; None: the record has memory of its own."""
         super().__init__(
             channel_pointer(folder, name),
             decode_record,
@@ -219,9 +233,9 @@ class SocketSource(MailboxHost, RecordSource):
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the last record is in its writer's memory, which the next ``get`` releases.
+        """True if the last record is in shared memory that the next ``get`` releases.
 
-        Copy the arrays to use them longer.
+        Copy its arrays to use them longer.
         """
         return self._borrowed_from is not None
 
@@ -307,8 +321,8 @@ class SocketSink(MailboxPeer, RecordSink):
     """The sending end, for any number of threads.
 
     ``put`` blocks until at most ``WINDOW_BYTES`` are unacknowledged. ``flush`` waits until the host
-    has all records. Small records are sent together. While the host is silent, all operations raise
-    ``ChannelFailed``.
+    has all records. Small records are sent together. If the host is silent for its ``timeout_s``,
+    all operations raise ``ChannelFailed``.
 
     Raises:
         InputError: there is no such channel.
@@ -355,11 +369,11 @@ def _reject_item(item: object) -> None:
 
 
 FULL_TIMEOUT_S = 30.0
-"""After this time without released memory, a reader counts as hanging."""
+"""Seconds without free space after which the reader counts as hanging."""
 
 
 class SharedMemorySink(SocketSink):
-    """The sending end over shared memory, for any number of threads; one writes at a time.
+    """The sending end over shared memory, for any number of threads, which write in turn.
 
     If the process dies, the record that it is writing is lost; all earlier records arrive.
 

@@ -4,8 +4,9 @@ Torch's own store accepts connections from anybody. This store is a mailbox of t
 (:mod:`rlinf.channels.mailbox`): only processes with the run's keys can use it, and it delivers
 every message once. The ranks find it by a pointer file of the run.
 
-A request is one msgpack list (number, verb, arguments); its reply is (number, value). All requests
-are answered at once. A rank that waits for a key repeats its request.
+A request is one msgpack list (number, verb, arguments...); its reply is (number, value). The number
+identifies the request of a rank. Rank 0 answers all requests at once, so a rank that waits for a
+missing key repeats its request.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_BYTES = 1 << 24
 MAX_VALUE_BYTES = MAX_BYTES - (1 << 10)
 """Maximum size of a key with its value; the rest of a reply is overhead."""
 Execute = Callable[..., Any]
-"""Executes a request: verb and arguments."""
+"""A function that executes a request: its arguments are the verb and the verb's arguments."""
 
 
 class KeyValueTable:
@@ -108,7 +109,7 @@ class RendezvousHost(MailboxHost):
         )
 
     def _execute_request(self, request: Block) -> bytes:
-        # The host calls this as its decoder, so that an invalid request is dropped and counted.
+        # The mailbox calls this to decode an item, and drops and counts an item for which it fails.
         number, verb, *arguments = _unpack(request)
         answer: bytes = msgpack.packb((number, self.execute(verb, *arguments)))
         return answer
@@ -136,7 +137,7 @@ class RendezvousClient(MailboxPeer):
             ValueError: a key with its value is too large.
         """
         if verb in ("set", "compare_set"):
-            # Rank 0 would drop an oversized request, and would then seem to have ended.
+            # Rank 0 would drop an oversized request without a reply, as if it had ended.
             _check_sizes(*arguments)
         with self._request_lock:
             self._number += 1
@@ -166,8 +167,8 @@ class RendezvousClient(MailboxPeer):
 class RendezvousStore(Store):
     """The key-value store in torch's interface.
 
-    Torch keeps a reference only to the C++ half of the object, so the caller must keep the Python
-    object alive while torch uses it.
+    Torch keeps a reference to the C++ part of the object only, so the caller must keep the Python
+    object alive while torch uses the store.
 
     Args:
         execute: executes requests.
@@ -218,9 +219,9 @@ class RendezvousStore(Store):
         return self
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit = self._timeout_s if timeout is None else timeout.total_seconds()
-        if missing := self.wait_missing(keys, limit):
-            raise DistStoreError(f"no rank has set {', '.join(missing)} for {limit:g} s")
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        if missing := self.wait_missing(keys, timeout_s):
+            raise DistStoreError(f"no rank has set {', '.join(missing)} for {timeout_s:g} s")
 
     def wait_missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Wait for keys; return the keys that were not set in time."""
@@ -240,8 +241,8 @@ def join_rendezvous(
 ) -> tuple[RendezvousStore, str]:
     """Wait for all ranks; return their store and an address at which other nodes reach rank 0.
 
-    The store exists until it is closed or Python ends. Ranks form the group only after all have
-    joined, because a process that waits at an open port would accept any connection.
+    The store exists until it is closed or Python ends. The process group is formed only after all
+    ranks have joined, because its processes wait at open ports that accept any connection.
 
     Args:
         pointer: file in which rank 0 publishes its location; its name is unique to this attempt of
@@ -263,7 +264,8 @@ def join_rendezvous(
     store = RendezvousStore(endpoint.execute, timeout_s, endpoint.close)
     atexit.register(store.close)
     try:
-        # On the node of rank 0 any address works; other nodes may reach only one of them.
+        # Every rank reports the address at which it reached rank 0, "" if it is on the same node.
+        # There any address works; other nodes may reach only one of them.
         store.set(_rank_key(rank), "" if rank_0_host in local_addresses() else rank_0_host)
         missing = store.wait_missing(
             [_rank_key(r) for r in range(size)], deadline - time.monotonic()
@@ -292,6 +294,7 @@ def join_rendezvous(
 
 
 _ADDRESS_KEY = "address"
+"""Key of the address that all ranks return."""
 
 
 def _rank_key(rank: int | str) -> str:

@@ -1,9 +1,10 @@
 """The wire format of records, for sockets and shared memory.
 
 A record is one block: the length of its header (4 bytes, little-endian), the header, and the raw
-little-endian arrays, each at a multiple of 64 bytes. The header is msgpack: identity; name, dtype
-and shape of each array; and the scalars. Received bytes are validated before use (types, names,
-sizes, counts); nothing is unpickled or executed.
+little-endian arrays, each at a multiple of 64 bytes. The header is a msgpack list of four: the
+record's id; name, dtype and shape of each step array; the same of each context array; names and
+values of the scalars. Received bytes are validated before use (types, names, sizes, counts);
+nothing is unpickled or executed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in _KINDS}
 
 
 class EncodedRecord:
-    """A record that is ready to be written: its header and arrays, without a copy.
+    """A record that is ready to be written: its packed header, and its arrays without a copy.
 
     ``size`` is the number of bytes of the block.
     """
@@ -143,6 +144,7 @@ def _decode(data: np.ndarray) -> Record:
 
 
 def _describe(name: str, array: np.ndarray, arrays: list[np.ndarray]) -> tuple[Any, ...]:
+    """Append a little-endian array to ``arrays``; return its name, dtype and shape."""
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     if array.dtype.str not in DTYPES:
@@ -152,6 +154,7 @@ def _describe(name: str, array: np.ndarray, arrays: list[np.ndarray]) -> tuple[A
 
 
 def _aligned(position: int) -> int:
+    """Return the position, rounded up to a multiple of ``ALIGN_BYTES``."""
     return -(-position // ALIGN_BYTES) * ALIGN_BYTES
 
 

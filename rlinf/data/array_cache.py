@@ -38,8 +38,9 @@ MAX_CACHE_BYTES = 4 << 30
 MAX_AGE_S = 30 * 86400
 """Seconds after its last use until a file is removed."""
 MAX_IN_MEMORY = 8
+"""Maximum number of results that a process keeps in memory."""
 _in_memory: dict[str, Arrays] = {}
-"""The newest arrays that this process computed or read."""
+"""The newest results that this process computed or read, by file name."""
 
 
 def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, large: bool) -> Arrays:
@@ -47,11 +48,11 @@ def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, lar
 
     Args:
         kind: kind of the arrays, part of the file's name.
-        address: text of everything that the arrays depend on.
+        address: text of everything on which the arrays depend.
         large: whether the result is stored in a file.
     """
-    text = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
-    name = f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
+    cache_key = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
+    name = f"{kind}-{xxhash.xxh3_128_hexdigest(cache_key)}"
     arrays = _in_memory.get(name)
     if arrays is None:
         arrays = _in_memory[name] = _from_folder(name, compute) if large else compute()
@@ -94,7 +95,7 @@ def _private_folder() -> Path:
     """Return the folder, created if necessary and private to the user.
 
     Raises:
-        OSError: it the folder cannot be created, or another user owns it or can access it.
+        OSError: the folder cannot be created, or another user owns it or can access it.
         RuntimeError: the user has no home folder.
     """
     folder = cache_folder()
@@ -110,7 +111,7 @@ def _private_folder() -> Path:
 
 @cache
 def _warn(reason: str) -> None:
-    """Warn once per process that nothing can be cached."""
+    """Warn once per process and reason that nothing can be cached."""
     log.warning(
         "the cache of large data files cannot be used (%s), so each process indexes them "
         "again; set XDG_CACHE_HOME to a folder that you can write to",
@@ -119,9 +120,9 @@ def _warn(reason: str) -> None:
 
 
 def _load(path: Path) -> Arrays | None:
-    """Return the arrays of a file. None: there is none, or it is invalid."""
+    """Return the arrays of a file. None: the file is missing or invalid."""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             if not is_owner_only(file.fileno()):
                 return None
             with np.load(file, allow_pickle=False) as archive:
@@ -136,8 +137,8 @@ def _load(path: Path) -> Arrays | None:
     return arrays
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, but no symbolic link, without waiting for the writer of a pipe."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file that is no symbolic link. If it is a pipe, do not wait for its writer."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -164,12 +165,12 @@ def _checksum(arrays: Arrays, path: Path) -> np.ndarray:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """Remove files that are too old or exceed the total size, except the newest."""
+    """Remove files that are too old or exceed the total size, except ``newest``."""
     now, total = time.time(), newest.stat().st_size
     others = [(file.lstat(), file) for file in folder.iterdir() if file != newest]
     for stat, file in sorted(others, key=lambda other: -other[0].st_mtime):
         total += stat.st_size
-        is_too_large = total > MAX_CACHE_BYTES and not file.name.startswith(PARTIAL_PREFIX)
-        if is_too_large or now - stat.st_mtime > MAX_AGE_S:
+        exceeds_total = total > MAX_CACHE_BYTES and not file.name.startswith(PARTIAL_PREFIX)
+        if exceeds_total or now - stat.st_mtime > MAX_AGE_S:
             with contextlib.suppress(OSError):
                 file.unlink()

@@ -60,7 +60,8 @@ class StepBatch:
     """``[N, T]`` under the policy before the update. If steps have several parts (tokens or
     dimensions of an action), they have more axes: :mod:`rlinf.algorithms.importance_sampling`."""
     terminated: Tensor
-    """``[N, T]`` 1 at the end of an episode that terminated, or that got a single reward."""
+    """``[N, T]`` 1 at the last step of an episode that terminated, or that got one reward for the
+    whole episode: no value is bootstrapped after it."""
     truncated: Tensor
     """``[N, T]`` 1 where the episode was truncated."""
     bootstrap_values: Tensor
@@ -79,17 +80,18 @@ class StepBatch:
     returns: Tensor | None = None
     """Shaped like ``advantages``."""
     turns: Tensor | None = None
-    """``[N, T]`` number of the dialogue turn, from 0, that a step belongs to."""
+    """``[N, T]`` index of the dialogue turn, from 0, to which a step belongs."""
     choice_mask: Tensor | None = None
     """``[N, T, ...]`` 1 at the parts of a step that the loss includes. None: all."""
     loss_mask: Tensor | None = None
-    """``[N, T]`` or ``[N, T, K]`` 1 at the elements that the loss sums over."""
+    """``[N, T]`` or ``[N, T, K]`` 1 at the units over which the loss sums, each of which has its
+    own probability ratio (:mod:`rlinf.algorithms.importance_sampling`)."""
     old_logprob_interpolation: Tensor | None = None
     """``[N, T]`` position of ``old_logprobs`` between the policy that generated the step (0) and
     the policy in training (1), if they are interpolated."""
     on_policy_mask: Tensor | None = None
-    """``[N, T]`` 1 where ``mask`` is 1 and the current weights, before the update, chose the step.
-    Set in the first update of an iteration."""
+    """``[N, T]`` 1 where ``mask`` is 1 and the step was chosen with the weights before the update.
+    Set only for the first optimizer step of an iteration."""
     loss_weights: Tensor | None = None
     """``[N, T]`` weight of each step in the mean of the loss, before importance weights."""
 
@@ -110,7 +112,7 @@ class StepBatch:
     def select_spans(
         self, spans: Sequence[StepSpan], length: int, device: torch.device
     ) -> StepBatch:
-        """Return the steps of some spans, padded on the right to ``length``, on a device."""
+        """Return the steps of these spans, padded on the right to ``length``, on ``device``."""
         columns = {
             field.name: gather_steps(value, spans, length).to(device)
             for field in fields(self)
@@ -120,27 +122,27 @@ class StepBatch:
 
 
 def gather_steps(column: Tensor, spans: Sequence[StepSpan], length: int) -> Tensor:
-    """Return the steps of some spans of ``[N, T, ...]`` as ``[B, length, ...]``, padded with 0.
+    """Return the steps of spans, from ``[N, T, ...]`` to ``[B, length, ...]``, padded with 0.
 
-    From a column ``[N]``, return the value of each span's sample, ``[B]``.
+    From a column ``[N]``, it returns the value of each span's sample, ``[B]``.
     """
     if column.ndim == 1 or all(s.start == 0 and s.stop == length for s in spans):
         selected = column[[span.row for span in spans]]
         return selected if column.ndim == 1 else selected[:, :length]
     rows, start, stop = torch.tensor(spans).T
     positions = start[:, None] + torch.arange(length)
-    inside = positions < stop[:, None]
+    is_inside = positions < stop[:, None]
     values = column[rows[:, None], positions.clamp(max=column.shape[1] - 1)]
-    return torch.where(inside.view(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
+    return torch.where(is_inside.view(*is_inside.shape, *[1] * (values.ndim - 2)), values, 0)
 
 
 def join_by_identity(
     trajectories: Iterable[ChannelItem], *others: Iterable[ChannelItem]
 ) -> list[tuple[Any, ...]]:
-    """Match the items of several channels by identity, in the order of the first channel.
+    """Match the items of several channels by identity, in the order of ``trajectories``.
 
     Raises:
-        ValueError: a channel has no item for a trajectory, or two.
+        ValueError: another channel has no item, or two items, for a trajectory.
     """
     tables = []
     for channel in others:
@@ -164,7 +166,8 @@ def build_step_batch(samples: Sequence[TrainingSample]) -> StepBatch:
     """Return the step columns of samples as one padded batch.
 
     Raises:
-        InputError: a reward is on a masked step, or a step that is not a chunk has several values.
+        InputError: a person acted in a trajectory, a reward is on a masked step, or a step that is
+            not a chunk has several values.
     """
     trajectories = [sample.trajectory for sample in samples]
     step_rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -198,9 +201,9 @@ def build_step_batch(samples: Sequence[TrainingSample]) -> StepBatch:
             "step that is not masked, as rlinf.rewards.base.Reward does"
         )
     rollout_logprobs = column([t.logprobs for t in trajectories])
-    old = column([outputs.logprobs for outputs in inferred])
+    inferred_logprobs = column([outputs.logprobs for outputs in inferred])
     # Prefer the values of the rollout, which are from the same critic as the bootstrap values.
-    # Those of the inference stage may be newer: TD errors would mix two value functions.
+    # The inference stage may use a newer critic: TD errors would mix two value functions.
     values = column([t.values for t in trajectories])
     values = column([outputs.values for outputs in inferred]) if values is None else values
     has_action_values = values is not None and values.ndim > 2
@@ -208,7 +211,9 @@ def build_step_batch(samples: Sequence[TrainingSample]) -> StepBatch:
         mask=mask,
         rewards=rewards,
         groups=torch.tensor([t.require("group") for t in trajectories]),
-        old_logprobs=column_or_zeros(rollout_logprobs) if old is None else old,
+        old_logprobs=(
+            column_or_zeros(rollout_logprobs) if inferred_logprobs is None else inferred_logprobs
+        ),
         rollout_logprobs=rollout_logprobs,
         turns=column([t.turns for t in trajectories]),
         choice_mask=column([t.choice_mask for t in trajectories]),
@@ -225,9 +230,9 @@ def build_step_batch(samples: Sequence[TrainingSample]) -> StepBatch:
 
 
 def _action_rewards(samples: Sequence[TrainingSample], length: int) -> Tensor:
-    """Return the rewards of each action of chunks, ``[N, T, C]``.
+    """Return the reward of each action of the chunks, ``[N, T, C]``.
 
-    If the reward stage gave one reward per chunk, the last executed action gets it.
+    If the reward stage gave one reward per chunk, the chunk's last executed action gets it.
     """
     columns = []
     for sample in samples:
@@ -253,5 +258,6 @@ def _action_rewards(samples: Sequence[TrainingSample], length: int) -> Tensor:
 
 
 def _sums_match(action_rewards: np.ndarray, rewards: np.ndarray) -> bool:
-    sums, bound = action_rewards.sum(1, dtype=np.float64), 1e-5 * np.abs(rewards).max(initial=1.0)
-    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=bound))
+    """Return whether the rewards of actions ``[T, C]`` add up to those of chunks ``[T]``."""
+    sums, atol = action_rewards.sum(1, dtype=np.float64), 1e-5 * np.abs(rewards).max(initial=1.0)
+    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=atol))

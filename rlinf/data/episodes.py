@@ -1,9 +1,9 @@
 """Episodes within a trajectory: outcomes, carry-over, interventions and instructions.
 
-A simulator's trajectory may hold several episodes, one after another. Its ``outcomes`` have an
-entry for each episode, except for those that the simulator lost. An episode that is still open at
-the end has an entry only if it is the only episode and does not continue in the next iteration: it
-ran for a full horizon and gets the score that it reached.
+A simulator's trajectory may have several episodes, one after another. ``outcomes`` has the score of
+each episode, except of episodes that a failure of the simulator interrupted. An episode that is
+still open at the end has a score only if it is the only episode and does not continue in the next
+iteration: it ran for a full horizon, and its score is the one that it reached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def scored_episodes(trajectory: Trajectory) -> list[tuple[int, float, int]] | No
     """Return the episodes that have a score. None: the trajectory has no outcomes.
 
     Returns:
-        For each episode its last step, its score, and its number of unmasked steps.
+        For each episode the index of its last step, its score, and its number of unmasked steps.
     """
     if trajectory.outcomes is None:
         return None
@@ -34,8 +34,8 @@ def scored_episodes(trajectory: Trajectory) -> list[tuple[int, float, int]] | No
 
 
 def spans_several_episodes(trajectory: Trajectory) -> bool:
-    """Return whether unmasked steps follow the end of an episode. If so, a statistic of the whole
-    trajectory belongs to no single episode."""
+    """Return whether unmasked steps follow the end of the first episode. Then no statistic of the
+    whole trajectory belongs to a single episode."""
     ends = trajectory.outcome_steps
     if ends is None or not len(ends):
         return False
@@ -43,17 +43,16 @@ def spans_several_episodes(trajectory: Trajectory) -> bool:
 
 
 OPEN_EPISODES = "open_episodes"
-"""Channel of open episodes; the rollout of the next iteration reads it as an input."""
+"""Channel of open episodes, from which the rollout of the next iteration continues."""
 OPEN_STATE, OPEN_METRICS = "open_state", "open_measured"
-"""Context columns of a record of that channel: the simulator state to continue from, uint8 ``[n]``
-in the environment's own format, and the episode metrics so far, float64 ``[m]``."""
+"""Context columns of a record in ``OPEN_EPISODES``: the state of the simulator, uint8 ``[n]`` in
+the environment's own format, and the episode metrics so far, float64 ``[m]``."""
 
 
 def pop_open_episode(trajectory: Trajectory) -> Record | None:
-    """Pop the state of an unfinished episode from the trajectory. Returns None if the episode
-    ended.
+    """Remove the state of an open episode from the trajectory and return it; None if there is none.
 
-    The rollout stage stores it in a channel of its own, because no other stage uses it.
+    The rollout stage stores the state in a separate channel, because no other stage uses it.
     """
     if trajectory.open_state is None:
         return None
@@ -68,7 +67,7 @@ def pop_open_episode(trajectory: Trajectory) -> Record | None:
 def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Trajectory]:
     """Yield the episodes in which a person intervened, each as a trajectory.
 
-    Their ``actions`` are the executed ones. Episodes with masked steps are left out.
+    ``actions`` are the executed actions. Episodes with masked steps are left out.
 
     Args:
         first: sample number of the first episode.
@@ -79,26 +78,28 @@ def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Traj
     for name in ("intervened", "terminated", "truncated"):
         if getattr(trajectory, name) is None:
             raise InputError(
-                f"{trajectory.identity}: the trajectory has no {name!r}; it says where a person "
-                "acted if its world does (docs/howto/simulators.md, Franka)"
+                f"{trajectory.identity}: the trajectory has no {name!r}; only some simulators "
+                "record where a person acted (docs/howto/simulators.md, Franka)"
             )
-    acted: np.ndarray = np.asarray(trajectory.intervened).reshape(len(trajectory), -1).max(1) != 0
+    intervened: np.ndarray = (
+        np.asarray(trajectory.intervened).reshape(len(trajectory), -1).max(1) != 0
+    )
     mask, actions = loss_mask(trajectory), executed_actions(trajectory)
-    cuts = np.asarray(trajectory.require("truncation_steps"), np.int64)
+    truncation_steps = np.asarray(trajectory.require("truncation_steps"), np.int64)
     final_observations = np.asarray(trajectory.require("final_observations"))
     ended = (np.asarray(trajectory.terminated) != 0) | (np.asarray(trajectory.truncated) != 0)
     ends = np.flatnonzero(ended) + 1
     start = 0
     for end in sorted({*ends.tolist(), len(trajectory)}):
-        if acted[start:end].any() and mask[start:end].all():
-            is_inside = (start <= cuts) & (cuts < end)
+        if intervened[start:end].any() and mask[start:end].all():
+            is_inside = (start <= truncation_steps) & (truncation_steps < end)
             # No step of this episode is masked, so it needs no mask.
             steps = trajectory.slice_steps(start, end).to_record().steps
             columns = {name: np.asarray(column) for name, column in steps.items() if name != "mask"}
             yield Trajectory(
                 identity=RecordId(0, first),
                 **step_fields({**columns, "actions": actions[start:end]}),
-                truncation_steps=cuts[is_inside] - start,
+                truncation_steps=truncation_steps[is_inside] - start,
                 final_observations=final_observations[is_inside],
                 **info_fields(trajectory.scalars()),
             )
@@ -107,7 +108,8 @@ def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Traj
 
 
 INSTRUCTION_COLUMN = "instruction"
-"""Name of the column: UTF-8, padded with zeros. It may change at any step of an episode."""
+"""Column of instructions: UTF-8, uint8 ``[N]`` padded with zeros. An instruction may change at any
+step of an episode."""
 
 
 def decode_instruction(row: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """Rows of a JSON-lines file, each parsed when it is used.
 
 The file is checked once, row by row, and only an index of the row offsets stays in memory: about
-20 MB for a million rows. A malformed row is rejected by its line number before a run begins. The
+20 MB for a million rows. A malformed row is an error before a run begins, with its line number. The
 index of a large file is stored in the user's cache folder (:mod:`rlinf.data.array_cache`), under
 the digest of the file's bytes.
 """
@@ -27,11 +27,13 @@ from rlinf.yaml_file import check_is_file, not_utf8_error
 
 T = TypeVar("T")
 BOM = b"\xef\xbb\xbf"
+"""Byte-order mark with which some editors begin a UTF-8 file; it is skipped."""
 MAX_ROW_BYTES = 64 << 20
 """Maximum bytes of one row."""
 BLOCK_BYTES = 1 << 20
+"""Bytes that are read at once for the digest and the UTF-8 check."""
 MIN_CACHED_BYTES = 32 << 20
-"""Minimum size of a file whose index is cached; the index of a smaller one is fast to build."""
+"""Minimum size of a file whose index is cached; the index of a smaller file is fast to build."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class JsonLinesFile(Sequence[T], Generic[T]):
     """A sequence of all or some rows of a JSON-lines file, parsed on access.
 
     Raises:
-        DataError: the file is missing, empty or not UTF-8, or a row is malformed; names the line.
+        DataError: the file is missing, empty or not UTF-8, or a row is malformed; the message names
+            the line.
     """
 
     def __init__(
@@ -72,11 +75,11 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 
         Args:
             key: configuration key that names the file.
-            parse: makes a row from its location (for messages), its object and the flags.
-            settings: text of all that ``parse`` and ``row_text`` depend on beside the row; part of
-                the cache key.
+            parse: makes a row from its location (for messages), its JSON object and the flags.
+            settings: everything else on which ``parse`` and ``row_text`` depend, as a text; part
+                of the cache key.
             row_text: text of a row; rows with equal texts are equal.
-            observe: sets flags of the file from the object of a row.
+            observe: sets flags of the file from the JSON object of a row.
             flags: number of flags.
         """
         check_is_file(path, key, DataError)
@@ -85,15 +88,15 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         self._flags = np.zeros(flags, bool)
         self.digest = self._file.digest
 
-        def index() -> dict[str, np.ndarray]:
+        def build_columns() -> dict[str, np.ndarray]:
             columns = vars(self._build_index(row_text, observe))
-            self._reject_change()  # Else the index would be cached under the digest of other bytes.
+            self._reject_change()  # Otherwise the cache key would be the digest of other bytes.
             return columns
 
         address = f"{self.digest} {settings}"
         with name_key_in_memory_errors(key):
             columns = cached_arrays(
-                "rows", address, index, large=self._file.size >= MIN_CACHED_BYTES
+                "rows", address, build_columns, large=self._file.size >= MIN_CACHED_BYTES
             )
         self._index = JsonLinesIndex(**columns)
         self._flags = self._index.flags
@@ -116,9 +119,9 @@ class JsonLinesFile(Sequence[T], Generic[T]):
             return view
         row = int(self._rows[index])
         start, size = int(self._index.offsets[row]), int(self._index.sizes[row])
-        text = os.pread(self._file.number, size, start)
+        line = os.pread(self._file.fd, size, start)
         self._reject_change()
-        return self._parse_line(text, int(self._index.lines[row]))[1]
+        return self._parse_line(line, int(self._index.lines[row]))[1]
 
     @property
     def digests(self) -> np.ndarray:
@@ -126,10 +129,12 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         return self._index.digests[self._rows]
 
     def _reject_change(self) -> None:
+        """Raise an error if the file's bytes changed since it was opened."""
         if self._file.is_changed():
             raise DataError(f"{self.key}: {self.path} changed while it was in use; start again")
 
     def _parse_line(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
+        """Return the JSON object of a line, and the row that ``parse`` makes from it."""
         location = f"{self.key}: {self.path}, line {number}"
         try:
             item = json.loads(line.decode(), parse_constant=_reject_constant)
@@ -166,8 +171,8 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield the number, the offset and the bytes of each line."""
-        # Read the open file, because the path may lead to another file meanwhile.
-        with os.fdopen(os.dup(self._file.number), "rb") as file:
+        # Read the open file, because another file may have replaced it under this path.
+        with os.fdopen(os.dup(self._file.fd), "rb") as file:
             file.seek(0)
             start = len(BOM) if file.read(len(BOM)) == BOM else 0
             file.seek(start)
@@ -186,16 +191,16 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 class _Column:
     """An array that grows by one number at a time; full blocks are NumPy arrays."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind, self._full, self._open = kind, list[np.ndarray](), list[int]()
+    def __init__(self, dtype: str) -> None:
+        self._dtype, self._blocks, self._newest = dtype, list[np.ndarray](), list[int]()
 
     def add(self, value: int) -> None:
-        self._open.append(value)
-        if len(self._open) == 1 << 16:
-            self._full, self._open = [*self._full, np.array(self._open, self._kind)], []
+        self._newest.append(value)
+        if len(self._newest) == 1 << 16:
+            self._blocks, self._newest = [*self._blocks, np.array(self._newest, self._dtype)], []
 
     def array(self) -> np.ndarray:
-        return np.concatenate([*self._full, np.array(self._open, self._kind)])
+        return np.concatenate([*self._blocks, np.array(self._newest, self._dtype)])
 
 
 class _Descriptor:
@@ -203,7 +208,7 @@ class _Descriptor:
 
     def __init__(self, path: Path, key: str) -> None:
         try:
-            self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             reason = error.strerror or str(error)
             raise DataError(f"{key}: cannot read {path}: {reason}") from None
@@ -212,7 +217,7 @@ class _Descriptor:
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
-            os.close(self.number)
+            os.close(self.fd)
 
     @property
     def size(self) -> int:
@@ -222,8 +227,8 @@ class _Descriptor:
     def is_changed(self) -> bool:
         """Return whether the bytes changed since the file was opened.
 
-        A new modification time is no proof, because ``touch``, a copy of the same bytes or the
-        clock of a file server may set it. In that case the bytes are read again.
+        If only the modification time is new, the bytes are compared: ``touch``, a copy of the same
+        bytes or the clock of a file server may set it.
         """
         stamp = self._read_stamp()
         if stamp == self._stamp:
@@ -235,7 +240,7 @@ class _Descriptor:
 
     def _read_stamp(self) -> tuple[int, int, int]:
         """Return size, modification time and inode, which change when the file does."""
-        stat = os.fstat(self.number)
+        stat = os.fstat(self.fd)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
     def _read_digest(self) -> str:
@@ -246,7 +251,7 @@ class _Descriptor:
         return digest.hexdigest()
 
     def broken_byte(self) -> int | None:
-        """Return the position of the first invalid UTF-8 byte. None: the file is text."""
+        """Return the position of the first byte that is not UTF-8. None: the file is UTF-8."""
         decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
         for block in itertools.chain(self._blocks(), [b""]):
             pending = len(decoder.getstate()[0])
@@ -259,7 +264,7 @@ class _Descriptor:
 
     def _blocks(self) -> Iterator[bytes]:
         start = 0
-        while block := os.pread(self.number, BLOCK_BYTES, start):
+        while block := os.pread(self.fd, BLOCK_BYTES, start):
             yield block
             start += len(block)
 

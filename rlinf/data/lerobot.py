@@ -46,23 +46,28 @@ STATE_FEATURE, ACTION_FEATURE, REWARD_FEATURE, SUCCESS_FEATURE = (
 )
 CAMERA_FEATURE_PREFIX = "observation.images."
 PLACEHOLDER = re.compile(r"\{(\w+)(?::(0?\d{1,2}d))?\}")
-"""Placeholders in the paths of ``meta/info.json``, such as ``{chunk_index:03d}``."""
+"""Placeholder in the path templates of ``meta/info.json``, such as ``{chunk_index:03d}``."""
 REQUIRED_FEATURES = {
     STATE_FEATURE: "vectors that a policy observes",
     ACTION_FEATURE: "executed actions",
 }
+"""Features that a dataset must have, with their meaning for error messages."""
 
 
 @dataclass(frozen=True)
 class LeRobotEpisode:
     """Location of an episode: its rows in a data file, and its first frames in the videos."""
 
-    number: int
+    index: int
     task: str
-    data: Path
-    start: int
+    """Instruction."""
+    data_file: Path
+    first_row: int
+    """Index of the episode's first row in ``data_file``."""
     length: int
+    """Number of rows, and of frames of each video."""
     videos: dict[str, tuple[Path, int]]
+    """Video file, and index of the episode's first frame in it, by feature."""
 
 
 class LeRobotDataset:
@@ -70,7 +75,7 @@ class LeRobotDataset:
 
     Raises:
         DataError: the folder is not a dataset, has an unknown version, or lacks a feature.
-        MissingPackageError: the package that reads it is not installed.
+        MissingPackageError: pyarrow is not installed.
     """
 
     def __init__(self, folder: Path, *, all_successful: bool = False) -> None:
@@ -92,8 +97,10 @@ class LeRobotDataset:
             raise DataError(f"{path}: version {version}; versions 2.0 to 3.0 can be read")
         for name, meaning in REQUIRED_FEATURES.items():
             if name not in self.features:
-                has = ", ".join(sorted(self.features))
-                raise DataError(f"{path}: there is no feature {name!r} ({meaning}); it has {has}")
+                existing = ", ".join(sorted(self.features))
+                raise DataError(
+                    f"{path}: there is no feature {name!r} ({meaning}); it has {existing}"
+                )
         if SUCCESS_FEATURE not in self.features and not all_successful:
             raise DataError(
                 f"{path}: there is no feature {SUCCESS_FEATURE!r}, which marks successful "
@@ -104,6 +111,7 @@ class LeRobotDataset:
             for name, feature in self.features.items()
             if feature["dtype"] in ("image", "video")
         }
+        """Feature of each camera, by the camera's name."""
 
     @property
     def fps(self) -> int:
@@ -118,14 +126,15 @@ class LeRobotDataset:
         Raises:
             DataError: a file is missing or contradicts ``meta``.
         """
-        table: tuple[Path | None, Any] = (None, None)
+        table_path: Path | None = None
+        table: Any = None
         videos: dict[str, _VideoReader] = {}
         for episode in self._episodes():
-            if table[0] != episode.data:
-                table = (episode.data, _table(episode.data))
-            rows = table[1].slice(episode.start, episode.length)
+            if table_path != episode.data_file:
+                table_path, table = episode.data_file, _read_table(episode.data_file)
+            rows = table.slice(episode.first_row, episode.length)
             if len(rows) != episode.length or not episode.length:
-                raise DataError(f"{episode.data}: episode {episode.number} is incomplete")
+                raise DataError(f"{episode.data_file}: episode {episode.index} is incomplete")
             yield self._trajectory(episode, rows, self._images(episode, rows, videos, images))
 
     def _trajectory(
@@ -145,13 +154,14 @@ class LeRobotDataset:
         observations = _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32)
         final_observations, truncation_steps = observations[:0], np.zeros(0, np.int64)
         truncated = np.zeros(length, np.uint8)
+        # The last observation of a truncated episode is the observation after its last step.
         if not terminated[-1]:
             final_observations, length = observations[-1:], length - 1
             if length:
                 truncation_steps = np.array([length - 1], np.int64)
             truncated[:length][-1:] = 1
         trajectory = Trajectory(
-            identity=RecordId(0, episode.number),
+            identity=RecordId(0, episode.index),
             observations=observations,
             actions=_column(rows, ACTION_FEATURE).reshape(len(rows), -1).astype(np.float32),
             rewards=rewards,
@@ -161,19 +171,19 @@ class LeRobotDataset:
             images=images,
             truncation_steps=truncation_steps,
             final_observations=final_observations[: len(truncation_steps)],
-            group=episode.number,
+            group=episode.index,
             episode_return=float(rewards.sum()),
             episode_length=float(episode.length),
             success_once=float(success.any()),
             success_at_end=float(success[-1]),
             extra={INSTRUCTION_COLUMN: episode.task},
         )
-        # The last observation of a truncated episode is the observation after its last step.
         return trajectory.slice_steps(0, length)
 
     def _images(
         self, episode: LeRobotEpisode, rows: Any, videos: dict[str, _VideoReader], images: bool
     ) -> dict[str, np.ndarray]:
+        """Return the images of each camera, ``[length, H, W, 3]``; empty if not ``images``."""
         columns = {}
         for camera, name in self.cameras.items() if images else ():
             if self.features[name]["dtype"] == "image":
@@ -181,13 +191,13 @@ class LeRobotDataset:
                 columns[camera] = np.stack([self._image(cell) for cell in cells])
                 continue
             path, first = episode.videos[name]
-            if name not in videos or not videos[name].is_ahead(path, first):
+            if name not in videos or not videos[name].can_read(path, first):
                 videos[name] = _VideoReader(path)
-            columns[camera] = videos[name].take(first, episode.length)
+            columns[camera] = videos[name].read(first, episode.length)
         return columns
 
     def _image(self, cell: dict[str, Any]) -> np.ndarray:
-        """Return the image of a cell, which has its bytes or its path."""
+        """Return the image of a table cell, which has the file's bytes or its path."""
         from PIL import Image, UnidentifiedImageError
 
         try:
@@ -200,10 +210,10 @@ class LeRobotDataset:
             ) from None
 
     def _resolve(self, path: Path | str) -> Path:
-        """Return the path of a file, which must be inside the dataset because it is untrusted.
+        """Return the path of a file in the folder.
 
         Raises:
-            DataError: the path leads out of the folder, or is no regular file.
+            DataError: the path, which is untrusted, leads out of the folder, or is no regular file.
         """
         target = (self.folder / path).resolve()
         if not any(target.is_relative_to(folder) for folder in allowed_link_targets(self.folder)):
@@ -218,8 +228,12 @@ class LeRobotDataset:
     def _path_from_template(self, option: str, **values: Any) -> Path:
         """Return the path of a file whose template is in ``meta/info.json``.
 
+        Args:
+            option: key of the template.
+            values: values of the placeholders.
+
         Raises:
-            DataError: the template has other placeholders, or :meth:`_resolve` raises it.
+            DataError: the template has other placeholders, or :meth:`_resolve` rejects the path.
         """
         template = self.info[option]
         remaining = PLACEHOLDER.sub("", template)
@@ -249,15 +263,15 @@ class LeRobotDataset:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
     def _episodes_v3(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
-        """Yield the episodes of version 3: ``meta/episodes`` locates several in each file."""
-        starts: dict[Path, int] = {}
+        """Yield the episodes of version 3: a file has several, located by ``meta/episodes``."""
+        first_indices: dict[Path, int] = {}  # of the first row of each file, in the whole dataset
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
-            for row in _table(self._resolve(table.relative_to(self.folder))).to_pylist():
+            for row in _read_table(self._resolve(table.relative_to(self.folder))).to_pylist():
                 keys = ("chunk_index", "file_index")
                 indices = {key: int(row[f"data/{key}"]) for key in keys}
-                data = self._path_from_template("data_path", **indices)
-                first = int(row["dataset_from_index"])
-                start = first - starts.setdefault(data, first)
+                data_file = self._path_from_template("data_path", **indices)
+                first_index = int(row["dataset_from_index"])
+                first_row = first_index - first_indices.setdefault(data_file, first_index)
                 frames = {}
                 for name in videos:
                     indices = {key: int(row[f"videos/{name}/{key}"]) for key in keys}
@@ -265,25 +279,25 @@ class LeRobotDataset:
                     seconds = float(row[f"videos/{name}/from_timestamp"])
                     frames[name] = (path, round(seconds * self.fps))
                 task = " ".join(row["tasks"])
-                number = int(row["episode_index"])
-                yield LeRobotEpisode(number, task, data, start, int(row["length"]), frames)
+                index, length = int(row["episode_index"]), int(row["length"])
+                yield LeRobotEpisode(index, task, data_file, first_row, length, frames)
 
     def _episodes_v2(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
         """Yield the episodes of version 2: one file per episode and camera."""
         for line in self._resolve("meta/episodes.jsonl").read_text().splitlines():
             row = json.loads(line)
-            number = int(row["episode_index"])
+            index = int(row["episode_index"])
             indices = {
-                "episode_chunk": number // int(self.info["chunks_size"]),
-                "episode_index": number,
+                "episode_chunk": index // int(self.info["chunks_size"]),
+                "episode_index": index,
             }
             frames = {
                 name: (self._path_from_template("video_path", video_key=name, **indices), 0)
                 for name in videos
             }
-            data = self._path_from_template("data_path", **indices)
+            data_file = self._path_from_template("data_path", **indices)
             task = " ".join(row["tasks"])
-            yield LeRobotEpisode(number, task, data, 0, int(row["length"]), frames)
+            yield LeRobotEpisode(index, task, data_file, 0, int(row["length"]), frames)
 
 
 class _VideoReader:
@@ -292,11 +306,12 @@ class _VideoReader:
     def __init__(self, path: Path) -> None:
         self._path, self._next, self._images = path, 0, read_video(path)
 
-    def is_ahead(self, path: Path, first: int) -> bool:
-        """Return whether a frame of a file has not been read yet."""
+    def can_read(self, path: Path, first: int) -> bool:
+        """Return whether the reader's file is ``path`` and frame ``first`` is still ahead."""
         return path == self._path and first >= self._next
 
-    def take(self, first: int, count: int) -> np.ndarray:
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return ``count`` frames from frame ``first`` on, ``[count, H, W, 3]``."""
         frames = []
         while self._next < first + count:
             image = next(self._images, None)
@@ -313,7 +328,7 @@ def is_lerobot_dataset(folder: Path) -> bool:
     return (folder / INFO_FILE).is_file()
 
 
-def _table(path: Path) -> Any:
+def _read_table(path: Path) -> Any:
     """Return the rows of a Parquet file.
 
     Raises:
@@ -344,17 +359,21 @@ def _column(rows: Any, name: str) -> np.ndarray:
 
 
 LEROBOT_VERSION = "v3.0"
+"""Version of the format that is written."""
 FRAMES_PER_FILE = 20_000
-CHUNK_FILES = 1000
+"""A file ends after the episode in which it reaches this number of frames."""
+FILES_PER_FOLDER = 1000
+"""Number of files in each of the folders that the format calls chunks."""
 FEATURE_COLUMNS = {
     STATE_FEATURE: "observations",
     ACTION_FEATURE: "actions",
     REWARD_FEATURE: "rewards",
     SUCCESS_FEATURE: "success",
 }
+"""Field of the trajectory that is written as each feature."""
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""One image in this many is used for the statistics."""
+"""Distance between the images that are used for statistics."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -362,10 +381,11 @@ SCALAR_FEATURES = {
     "index": "int64",
     "task_index": "int64",
 }
+"""Data type of the features that the format requires of every frame."""
 
 
 def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the columns of each complete episode of a trajectory; ``done`` is 1 at its last step.
+    """Yield the columns of each episode of a trajectory; ``done`` is 1 at the step that ended it.
 
     Episodes with masked steps are left out.
 
@@ -407,7 +427,7 @@ class LeRobotWriter:
 
         Raises:
             InputError: the folder is not empty.
-            MissingPackageError: a package that writes it is not installed.
+            MissingPackageError: pyarrow is not installed.
         """
         require_package("pyarrow", "lerobot", "writing a LeRobot dataset")
         if folder.exists() and any(folder.iterdir()):
@@ -415,12 +435,18 @@ class LeRobotWriter:
         self._folder, self._fps, self._task, self._png = folder, fps, task, png
         self._robot = robot
         self._tasks: dict[str, int] = {}
+        """Index of each task, by instruction."""
         self._cameras: dict[str, tuple[int, ...]] = {}
+        """Shape of the images, by image column."""
         self._sizes: dict[str, int] = {}
+        """Number of components of an observation and of an action, by feature."""
         self._episodes: list[dict[str, Any]] = []
+        """Rows of ``meta/episodes``."""
         self._stats: dict[str, _FeatureStats] = {}
         self._buffered: list[dict[str, np.ndarray]] = []
-        self._frames, self._written, self._files = 0, 0, 0
+        """Columns of the episodes that are not written yet."""
+        self._frames, self._written_frames, self._files = 0, 0, 0
+        """Numbers of added frames, of written frames, and of written data files."""
 
     def add_trajectory(self, trajectory: Trajectory) -> None:
         """Add the episodes of a trajectory.
@@ -431,7 +457,7 @@ class LeRobotWriter:
         default_task = str(trajectory.extra.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
             self._check_columns(trajectory, episode)
-            # The instruction may be a column; the first row is the instruction at the start.
+            # If the instruction is a column, its first row is the instruction of the first step.
             task = (
                 decode_instruction(episode[INSTRUCTION_COLUMN][0])
                 if INSTRUCTION_COLUMN in episode
@@ -444,8 +470,8 @@ class LeRobotWriter:
                     "episode_index": len(self._episodes),
                     "tasks": [task],
                     "length": length,
-                    "data/chunk_index": self._files // CHUNK_FILES,
-                    "data/file_index": self._files % CHUNK_FILES,
+                    "data/chunk_index": self._files // FILES_PER_FOLDER,
+                    "data/file_index": self._files % FILES_PER_FOLDER,
                     "dataset_from_index": self._frames,
                     "dataset_to_index": self._frames + length,
                     **self._video_location(length),
@@ -465,7 +491,7 @@ class LeRobotWriter:
                 }
             )
             self._frames += length
-            if self._frames - self._written >= FRAMES_PER_FILE:
+            if self._frames - self._written_frames >= FRAMES_PER_FILE:
                 self._flush()
 
     def close(self) -> None:
@@ -514,13 +540,13 @@ class LeRobotWriter:
     def _video_location(self, length: int) -> dict[str, Any]:
         """Return the location of the next episode's frames."""
         location: dict[str, Any] = {}
-        begin = self._frames - self._written
+        first_frame = self._frames - self._written_frames
         for name in () if self._png else self._cameras:
-            key = f"videos/{_feature(name)}"
-            location[f"{key}/chunk_index"] = self._files // CHUNK_FILES
-            location[f"{key}/file_index"] = self._files % CHUNK_FILES
-            location[f"{key}/from_timestamp"] = begin / self._fps
-            location[f"{key}/to_timestamp"] = (begin + length) / self._fps
+            key = f"videos/{_camera_feature(name)}"
+            location[f"{key}/chunk_index"] = self._files // FILES_PER_FOLDER
+            location[f"{key}/file_index"] = self._files % FILES_PER_FOLDER
+            location[f"{key}/from_timestamp"] = first_frame / self._fps
+            location[f"{key}/to_timestamp"] = (first_frame + length) / self._fps
         return location
 
     def _flush(self) -> None:
@@ -530,7 +556,7 @@ class LeRobotWriter:
         import pyarrow
         from pyarrow import parquet
 
-        chunk, file = divmod(self._files, CHUNK_FILES)
+        chunk, file = divmod(self._files, FILES_PER_FOLDER)
         file_name = f"chunk-{chunk:03d}/file-{file:03d}"
         columns = {}
         for name, column in FEATURE_COLUMNS.items():
@@ -545,52 +571,52 @@ class LeRobotWriter:
                 )
         done = np.concatenate([episode["done"] for episode in self._buffered])
         columns[DONE_FEATURE] = pyarrow.array(done.astype(np.bool_))
-        for name, kind in SCALAR_FEATURES.items():
+        for name, dtype in SCALAR_FEATURES.items():
             values = np.concatenate([episode[name] for episode in self._buffered])
-            columns[name] = pyarrow.array(values.astype(kind))
+            columns[name] = pyarrow.array(values.astype(dtype))
         for name in self._cameras:
             images = [image for episode in self._buffered for image in episode[name]]
             # Image statistics are per channel, for values in [0, 1].
             for image in images[::STATISTICS_STRIDE]:
-                self._add_to_stats(_feature(name), image.reshape(-1, 3) / 255, channels=True)
+                self._add_to_stats(_camera_feature(name), image.reshape(-1, 3) / 255, is_image=True)
             if self._png:
-                cells = [{"bytes": _png(image), "path": None} for image in images]
-                kinds = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
-                columns[_feature(name)] = pyarrow.array(cells, pyarrow.struct(kinds))
+                cells = [{"bytes": _encode_png(image), "path": None} for image in images]
+                fields = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
+                columns[_camera_feature(name)] = pyarrow.array(cells, pyarrow.struct(fields))
             else:
-                video = self._folder / "videos" / _feature(name) / f"{file_name}.mp4"
+                video = self._folder / "videos" / _camera_feature(name) / f"{file_name}.mp4"
                 video.parent.mkdir(parents=True, exist_ok=True)
                 write_video(video, images, self._fps)
         path = self._folder / "data" / f"{file_name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pyarrow.table(columns), path)
-        self._buffered, self._written, self._files = [], self._frames, self._files + 1
+        self._buffered, self._written_frames, self._files = [], self._frames, self._files + 1
 
-    def _add_to_stats(self, name: str, values: np.ndarray, *, channels: bool = False) -> None:
+    def _add_to_stats(self, name: str, values: np.ndarray, *, is_image: bool = False) -> None:
         rows = values.reshape(len(values), -1).astype(np.float64)
-        self._stats.setdefault(name, _FeatureStats(channels)).add(rows)
+        self._stats.setdefault(name, _FeatureStats(is_image)).add(rows)
 
     def _info(self) -> dict[str, Any]:
-        def numeric_feature(name: str, kind: str) -> dict[str, Any]:
-            return {"dtype": kind, "shape": [self._sizes.get(name, 1)], "names": None}
+        def numeric_feature(name: str, dtype: str) -> dict[str, Any]:
+            return {"dtype": dtype, "shape": [self._sizes.get(name, 1)], "names": None}
 
-        kinds = {
+        dtypes = {
             STATE_FEATURE: "float32",
             ACTION_FEATURE: "float32",
             REWARD_FEATURE: "float32",
             SUCCESS_FEATURE: "bool",
         }
         features = {
-            name: numeric_feature(name, kind)
-            for name, kind in {**kinds, DONE_FEATURE: "bool"}.items()
+            name: numeric_feature(name, dtype)
+            for name, dtype in {**dtypes, DONE_FEATURE: "bool"}.items()
         }
         for name, shape in self._cameras.items():
-            features[_feature(name)] = {
+            features[_camera_feature(name)] = {
                 "dtype": "image" if self._png else "video",
                 "shape": [*(size + size % 2 for size in shape[:2]), 3] if not self._png else shape,
                 "names": ["height", "width", "channels"],
             }
-        features |= {name: numeric_feature(name, kind) for name, kind in SCALAR_FEATURES.items()}
+        features |= {name: numeric_feature(name, dtype) for name, dtype in SCALAR_FEATURES.items()}
         videos = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
         return {
             "codebase_version": LEROBOT_VERSION,
@@ -598,7 +624,7 @@ class LeRobotWriter:
             "total_episodes": len(self._episodes),
             "total_frames": self._frames,
             "total_tasks": len(self._tasks),
-            "chunks_size": CHUNK_FILES,
+            "chunks_size": FILES_PER_FOLDER,
             "fps": self._fps,
             "splits": {"train": f"0:{len(self._episodes)}"},
             "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -610,26 +636,28 @@ class LeRobotWriter:
 class _FeatureStats:
     """Minimum, maximum, mean and standard deviation of a feature."""
 
-    def __init__(self, channels: bool) -> None:
-        self._channels, self._rows, self._items = channels, 0, 0
-        self._min = self._max = self._sum = self._square = np.zeros(0)
+    def __init__(self, is_image: bool) -> None:
+        self._is_image, self._rows, self._items = is_image, 0, 0
+        # Rows: pixels of images, or vectors. Items: images, or vectors.
+        self._min = self._max = self._sum = self._square_sum = np.zeros(0)
 
     def add(self, rows: np.ndarray) -> None:
         """Add values ``[n, D]``; an image has one row per pixel."""
         low, high = rows.min(0), rows.max(0)
         if not self._rows:
             self._min, self._max = low, high
-            self._sum = self._square = np.zeros_like(low)
+            self._sum = self._square_sum = np.zeros_like(low)
         self._min, self._max = np.minimum(self._min, low), np.maximum(self._max, high)
-        self._sum, self._square = self._sum + rows.sum(0), self._square + np.square(rows).sum(0)
+        self._sum = self._sum + rows.sum(0)
+        self._square_sum = self._square_sum + np.square(rows).sum(0)
         self._rows += len(rows)
-        self._items += 1 if self._channels else len(rows)
+        self._items += 1 if self._is_image else len(rows)
 
     def values(self) -> dict[str, Any]:
         mean = self._sum / self._rows
-        deviation = np.sqrt(np.maximum(self._square / self._rows - np.square(mean), 0))
+        deviation = np.sqrt(np.maximum(self._square_sum / self._rows - np.square(mean), 0))
         statistics = {"min": self._min, "max": self._max, "mean": mean, "std": deviation}
-        shape = (-1, 1, 1) if self._channels else (-1,)
+        shape = (-1, 1, 1) if self._is_image else (-1,)
         lists = {name: value.reshape(shape).tolist() for name, value in statistics.items()}
         return {**lists, "count": [self._items]}
 
@@ -647,12 +675,12 @@ def write_lerobot_dataset(folder: Path, trajectories: Iterable[Trajectory], **op
     return len(writer._episodes)
 
 
-def _feature(camera: str) -> str:
-    """Return the feature name of an image column."""
-    return CAMERA_FEATURE_PREFIX + camera.removeprefix(IMAGE_PREFIX)
+def _camera_feature(column: str) -> str:
+    """Return the name of the feature of an image column."""
+    return CAMERA_FEATURE_PREFIX + column.removeprefix(IMAGE_PREFIX)
 
 
-def _png(image: np.ndarray) -> bytes:
+def _encode_png(image: np.ndarray) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()

@@ -21,16 +21,17 @@ class StepSpan(NamedTuple):
 def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
     """Distribute items over ``len(shares)`` workers so that the last worker finishes early.
 
-    The heaviest item goes first, to the worker that would finish it first (Graham 1969). If all
-    workers have one speed and :func:`karmarkar_karp` gives a smaller maximum, its partition is
-    used.
+    Items are assigned from the heaviest on, each to the worker that would finish it first (Graham
+    1969). If all workers are equally fast and :func:`karmarkar_karp` gives a smaller maximum, its
+    partition is used.
 
     Args:
         costs: cost of each item.
-        shares: relative speeds of the workers; load is cost divided by share.
+        shares: relative speeds of the workers; the time of a worker is its cost divided by its
+            share.
 
     Returns:
-        For each worker its item numbers, ascending. Every item is assigned exactly once.
+        For each worker its item indices, ascending. Every item is assigned exactly once.
 
     Raises:
         ValueError: a share is not positive.
@@ -41,8 +42,8 @@ def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[in
     loads = [0.0 for _ in shares]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         cost = costs[item]
-        ends = [(load + cost) / share for load, share in zip(loads, shares, strict=True)]
-        rank = ends.index(min(ends))
+        finish_times = [(load + cost) / share for load, share in zip(loads, shares, strict=True)]
+        rank = finish_times.index(min(finish_times))
         workers[rank].append(item)
         loads[rank] += cost
     lower_bound = max(-(-sum(costs) // len(shares)), max(costs, default=0))
@@ -54,7 +55,7 @@ def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[in
 
 
 def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
-    """Partition items into parts of similar cost by the largest differencing method.
+    """Partition items into ``count`` parts of similar cost by the largest differencing method.
 
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (UC Berkeley, CSD-83-113,
     1982), for several parts. Each item begins as a partition whose other parts are empty. The two
@@ -62,7 +63,7 @@ def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
     the other, until one partition is left.
 
     Returns:
-        Item numbers of each part, the most expensive part first. The costs of the parts do not
+        Item indices of each part, the most expensive part first. The costs of the parts do not
         depend on the order of the items.
     """
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
@@ -83,18 +84,18 @@ def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
             for (cost_a, a), (cost_b, b) in pairs
         ]
         joined.sort(key=_cost, reverse=True)
-        low = joined[-1][0]
-        joined = [(cost - low, items) for cost, items in joined]
+        lowest = joined[-1][0]
+        joined = [(cost - lowest, items) for cost, items in joined]
         heapq.heapreplace(heap, (-joined[0][0], tie_breaker, joined))
         tie_breaker += 1
-    return [_items(tree) for _, tree in heap[0][2]]
+    return [_leaves(tree) for _, tree in heap[0][2]]
 
 
 _cost = operator.itemgetter(0)
 
 
-def _items(tree: Any) -> list[int]:
-    """Return the leaves of a tree of pairs."""
+def _leaves(tree: Any) -> list[int]:
+    """Return the items in a tree of pairs."""
     leaves, stack = list[int](), [] if tree is None else [tree]
     while stack:
         top = stack.pop()
@@ -110,28 +111,31 @@ def pack_microbatches(
 ) -> list[list[int]]:
     """Group items into few micro-batches whose size stays within ``budget``.
 
-    An item that exceeds the budget forms a micro-batch of its own.
+    An item that exceeds the budget is in a micro-batch by itself.
 
     Args:
-        padded: True if the size of a group is its count times its largest cost, else its sum.
+        costs: length of each row, in positions.
+        items: indices into ``costs``.
+        padded: whether rows are padded. The size of a group is then its number of rows times its
+            largest cost; otherwise it is the sum of its costs.
 
     Returns:
-        Item numbers of each group, both by descending cost.
+        Item indices of each group. Groups, and items in them, are in descending order of cost.
     """
-    return _groups(costs, sorted(items, key=lambda i: (-costs[i], i)), budget, padded)
+    return _pack(costs, sorted(items, key=lambda i: (-costs[i], i)), budget, padded)
 
 
 def even_microbatches(
     costs: Sequence[int], items: Sequence[int], count: int, budget: int, *, padded: bool = True
 ) -> list[list[int]]:
-    """Group items into ``count`` groups of sizes as even as possible.
+    """Group items into ``count`` micro-batches of sizes as even as possible.
 
     Sizes are computed as in :func:`pack_microbatches`, and stay within ``budget`` if that function
     needs at most ``count`` groups. If there are fewer items than groups, each item is one group.
     """
     order = sorted(items, key=lambda i: (-costs[i], i))
     count = min(count, len(order))
-    best = _groups(costs, order, budget, padded)
+    best = _pack(costs, order, budget, padded)
     low, high = 0, budget
     if len(best) > count:
         high = sum(costs[i] for i in order[:1]) * len(order)
@@ -139,24 +143,24 @@ def even_microbatches(
     # A larger limit sometimes needs more groups, so keep the best result so far.
     while low < high:
         middle = (low + high) // 2
-        groups = _groups(costs, order, middle, padded)
+        groups = _pack(costs, order, middle, padded)
         if len(groups) <= count:
             high, best = middle, groups
         else:
             low = middle + 1
     while len(best) < count:
-        widest = max((g for g in best if len(g) > 1), key=lambda g: costs[g[0]] * len(g))
-        index, half = best.index(widest), (len(widest) + 1) // 2
-        best[index : index + 1] = [widest[:half], widest[half:]]
+        largest = max((g for g in best if len(g) > 1), key=lambda g: costs[g[0]] * len(g))
+        index, half = best.index(largest), (len(largest) + 1) // 2
+        best[index : index + 1] = [largest[:half], largest[half:]]
     return best
 
 
-def _groups(
-    costs: Sequence[int], order: Sequence[int], limit: int, padded: bool
-) -> list[list[int]]:
-    """Group items, most expensive first, within a size limit; a single item may exceed it. With
-    padding, next-fit needs the fewest groups: the longest item determines how many rows fit into
-    its group, and the next longest items waste the least padding there."""
+def _pack(costs: Sequence[int], order: Sequence[int], limit: int, padded: bool) -> list[list[int]]:
+    """Group items, in descending order of cost, within a size limit; a single item may exceed it.
+
+    With padding, next-fit needs the fewest groups: the longest item determines how many rows fit
+    into its group, and the next longest items need the least padding there.
+    """
     next_fit = _next_fit(costs, order, limit, padded)
     if padded:
         return next_fit
@@ -182,13 +186,13 @@ def _next_fit(
 
 
 def _best_fit(costs: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Group items by best-fit decreasing (Johnson 1974): each item joins the group that it
-    leaves the least room in.
+    """Group items by best-fit decreasing (Johnson 1974): each item joins the group in which it
+    leaves the least room.
 
-    It needs at most 11/9 of the fewest groups plus 2/3 of a group (Dosa 2007, for first-fit).
+    The number of groups is at most 11/9 of the minimum plus 2/3 (Dosa 2007, for first-fit).
     """
     groups: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # sorted pairs: room, index of the group
+    free: list[tuple[int, int]] = []  # sorted pairs: free size, index of the group
     for item in order:
         index = bisect.bisect_left(free, (costs[item], 0))
         if index == len(free):

@@ -1,4 +1,4 @@
-"""The record: the unit that travels through every channel; large columns are read when used."""
+"""The record: the item of every channel. Large columns are read from disk only when used."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IMAGE_PREFIX = "images."
 VIDEO_PREFIX = "video."
 """Prefix of the columns of images that are recorded for videos and not passed to the policy."""
 LARGE_ROW_BYTES = 1 << 10
-"""Step columns with rows of at least this size (images, for example) are read lazily."""
+"""Step columns with rows of at least this size, such as images, become :class:`LazyArray`."""
 
 
 class RecordId(NamedTuple):
-    """Identity of a record. A retry has the same iteration and sample, and another attempt."""
+    """Index of a record: iteration, and sample in it. A retry differs only in ``attempt``."""
 
     iteration: int
     sample: int
@@ -101,7 +101,8 @@ def digest_records(records: Iterable[Record]) -> int:
 
 
 def combine_digests(digests: Iterable[int]) -> int:
-    """Return the digest of a collection from its parts; equal parts do not cancel."""
+    """Return the digest of a collection from those of its members, in any order. It is their sum,
+    so that equal members do not cancel."""
     return sum(digests) % (1 << 64)
 
 
@@ -110,11 +111,11 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 class LazyArray(NDArrayOperatorsMixin):
-    """A stand-in for an array ``[T, ...]`` that holds no data.
+    """An array ``[T, ...]`` whose rows are read when they are used.
 
-    Shape, type and size cost nothing, and a slice of rows is lazy too. Everything else (arithmetic,
-    array methods, NumPy functions) reads the rows. Convert it with :func:`to_array` before
-    ``torch.from_numpy``.
+    Shape, type and size are known without reading, and a slice of rows is lazy too. Everything else
+    (arithmetic, array methods, NumPy functions) reads the rows. Convert a lazy array with
+    :func:`to_array` before ``torch.from_numpy``.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """The trajectory: one sample of a rollout, with every column declared.
 
 Environments create trajectories; policies, rewards, algorithms and stages read them. A
-:class:`rlinf.data.record.Record` is the form in which a trajectory travels and is stored: channels,
-files and live transfer carry records. A stage converts its inputs when it reads them and its
-outputs when it writes them. The tables of this module are the only place that knows the names of
-both forms.
+:class:`rlinf.data.record.Record` is the form in which a trajectory is sent and stored: channels,
+files and live transfer contain records. A stage converts its inputs when it reads them and its
+outputs when it writes them. The two forms use different names; the tables ``STEPS``, ``CONTEXT``
+and ``INFO`` map the names of a record to fields.
 
-The loss mask marks the steps that the policy chose and is trained on. Other steps, such as the
-output of a tool or steps after the end of an episode, have 0 in the column ``mask``; without that
-column the mask is 1 everywhere. If a step has several parts (tokens of an action, actions of a
+The loss mask is 1 at the steps that the policy chose and on which it is trained. Other steps, such
+as the output of a tool or steps after the end of an episode, have 0 in the column ``mask``; without
+that column the mask is 1 everywhere. If a step has several parts (tokens of an action, actions of a
 chunk), ``choice_mask`` is the mask of the parts.
 """
 
@@ -24,15 +24,15 @@ from rlinf.data.record import IMAGE_PREFIX, VIDEO_PREFIX, Record, RecordId, Scal
 from rlinf.errors import InputError
 
 STOP_REASON_ERROR = "error"
-"""``stop_reason`` of a dialogue that an error of a tool or of the user's code ended."""
+"""``stop_reason`` of a dialogue that ended by an error of a tool or of the user's code."""
 
 
 @dataclass(kw_only=True)
 class ChannelItem:
     """A typed item of a channel.
 
-    :attr:`STEPS` and :attr:`INFO` map the names of step columns, and of numbers and texts, in a
-    record to fields of this class. A field that is None is not in the record.
+    In a record, :attr:`STEPS` maps the names of step columns, and :attr:`INFO` those of numbers and
+    texts, to fields of this class. A field that is None is not in the record.
     """
 
     STEPS: ClassVar[Mapping[str, str]] = {}
@@ -48,11 +48,12 @@ class ChannelItem:
         return cls(identity=record.identity, **values)
 
     def to_record(self) -> Record:
-        """Return the record that this item travels as."""
+        """Return the item as a record."""
         info = dict(self._present(self.INFO))
         return Record(self.identity, dict(self._present(self.STEPS)), info=info)
 
     def _present(self, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+        """Yield the fields in ``names`` that are not None, with their names in a record."""
         for name, attribute in names.items():
             if (value := getattr(self, attribute)) is not None:
                 yield name, value
@@ -70,16 +71,16 @@ class StepRewards(ChannelItem):
     action_rewards: np.ndarray | None = None
     """Rewards of the actions in each chunk, float32 ``[T, C]``. None: no chunks."""
     episode_ends: np.ndarray | None = None
-    """1 at the end of an episode that got a single reward, even if it was truncated, uint8
-    ``[T]``; no value is bootstrapped there. None: episodes end where the environment reports it."""
+    """1 at the last step of an episode that got one reward for the whole episode, uint8 ``[T]``. No
+    value is bootstrapped there, even after a truncation. None: no episode got one."""
     score: float = 0.0
     """The task's score, or the sum of ``rewards`` if the reward needs no score."""
     is_included: bool = True
     """False: the update excludes the trajectory."""
     group: int = 0
     failure: str | None = None
-    """Reason why the trajectory has no reward, empty if it has one. None: the reward cannot
-    fail."""
+    """Kind of failure because of which the trajectory has no reward; empty if it has one. None: the
+    reward cannot fail."""
 
 
 @dataclass(kw_only=True)
@@ -127,7 +128,7 @@ class Trajectory(ChannelItem):
     group: int | None = None
     """Index of the prompt or initial state; samples of one group are compared."""
     policy_version: int | None = None
-    """Version of the weights that the sample began with. None: a demonstration."""
+    """Version of the weights with which the sample began. None: a demonstration."""
     stop_reason: str | None = None
     """``stop`` (ended by itself), ``length`` (reached the horizon), ``unfinished`` or ``error``."""
 
@@ -144,8 +145,8 @@ class Trajectory(ChannelItem):
     """Height and width of each image of the prompt, int64 ``[n, 2]``."""
 
     turns: np.ndarray | None = None
-    """Turn of a dialogue that a token belongs to, int32 ``[T]``; a tool's output belongs to the
-    turn before it."""
+    """Index of the dialogue turn to which a token belongs, int32 ``[T]``; a tool's output belongs
+    to the turn before it."""
     num_turns: int | None = None
     tool_errors: int | None = None
     tool_retries: int | None = None
@@ -178,8 +179,8 @@ class Trajectory(ChannelItem):
     """Value of the state after a truncation, float32 ``[T]``, 0 at all other steps."""
     action_low: np.ndarray | None = None
     action_high: np.ndarray | None = None
-    """Bounds of the environment's actions ``[A]``, infinite where there are none, of an integer
-    type where actions are rounded."""
+    """Bounds of the environment's actions ``[A]``; infinite: no bound. If their data type is an
+    integer type, actions are rounded."""
     num_executed: np.ndarray | None = None
     """Number of executed actions of each chunk, int32 ``[T]``. None: no chunks."""
     action_rewards: np.ndarray | None = None
@@ -193,7 +194,7 @@ class Trajectory(ChannelItem):
     outcome_steps: np.ndarray | None = None
     """Steps at which scored episodes ended, int64 ``[K]``."""
     outcomes: np.ndarray | None = None
-    """Scores of those episodes, float64 ``[K]``."""
+    """Score of each episode in ``outcome_steps``, float64 ``[K]``."""
     episode_return: float | None = None
     """Return of the episode, or the mean over the episodes of the sample."""
     episode_length: float | None = None
@@ -208,7 +209,7 @@ class Trajectory(ChannelItem):
     open_state: np.ndarray | None = None
     """State of the simulator in an episode that the next iteration continues, uint8 ``[n]``."""
     open_metrics: np.ndarray | None = None
-    """Metrics of that episode so far, float64 ``[m]``."""
+    """Metrics of the episode of ``open_state`` so far, float64 ``[m]``."""
 
     policy_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Step columns that only the policy uses, ``[T, ...]``: ``tokens`` of a VLA, ``chain``
@@ -252,7 +253,7 @@ class Trajectory(ChannelItem):
         "open_state": "open_state",
         "open_measured": "open_metrics",
     }
-    """Fields of a record's arrays that belong to the whole sample."""
+    """Maps the names of a record's context arrays, of the whole sample, to fields."""
     INFO = {
         "group": "group",
         "policy_version": "policy_version",
@@ -310,7 +311,7 @@ class Trajectory(ChannelItem):
         )
 
     def to_record(self) -> Record:
-        """Return the record that this trajectory travels as."""
+        """Return the trajectory as a record."""
         steps = dict(self._present(self.STEPS)) | dict(self.policy_columns)
         steps |= {IMAGE_PREFIX + name: column for name, column in self.images.items()}
         steps |= {VIDEO_PREFIX + name: column for name, column in self.videos.items()}
@@ -323,7 +324,7 @@ class Trajectory(ChannelItem):
 
     @property
     def is_failed(self) -> bool:
-        """Whether an error of a tool or of the user's code ended the dialogue."""
+        """Whether the dialogue ended by an error of a tool or of the user's code."""
         return self.stop_reason == STOP_REASON_ERROR
 
     def require(self, name: str) -> Any:
@@ -393,13 +394,14 @@ def info_fields(info: Mapping[str, Scalar]) -> dict[str, Any]:
 
 
 def _by_field(values: Mapping[str, Any], names: Mapping[str, str], rest: str) -> dict[str, Any]:
+    """Return values by their fields in ``names``; values without a field are in ``rest``."""
     arguments = {names[name]: value for name, value in values.items() if name in names}
     return {**arguments, rest: {name: value for name, value in values.items() if name not in names}}
 
 
 GROUPED_STEP_FIELDS = ("images", "videos", "policy_columns")
 GROUPED_FIELDS = (*GROUPED_STEP_FIELDS, "context_columns", "extra")
-"""Fields that hold several columns by name; the first tuple has only step columns."""
+"""Fields that contain several columns by name; ``GROUPED_STEP_FIELDS`` have only step columns."""
 
 
 def loss_mask(trajectory: Trajectory) -> np.ndarray:
@@ -429,33 +431,33 @@ def action_mask(trajectory: Trajectory) -> np.ndarray | None:
     return is_executed & loss_mask(trajectory)[:, None]
 
 
-def place_on_last_action(rewards: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """Place the reward of each chunk, ``[T]``, on its last unmasked action.
+def place_on_last_action(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Place the reward of each chunk on its last unmasked action.
 
     The reward results from all actions of the chunk.
 
     Args:
         rewards: ``[T]``.
-        actions: :func:`action_mask`, ``[T, C]``. A chunk without unmasked action uses its
-            first action.
+        mask: :func:`action_mask`, ``[T, C]``. If a chunk has no unmasked action, its first action
+            gets the reward.
 
     Returns:
         ``[T, C]``.
     """
-    last = np.maximum(actions.sum(1) - 1, 0)
-    placed: np.ndarray = rewards[:, None] * (np.arange(actions.shape[1]) == last[:, None])
+    last = np.maximum(mask.sum(1) - 1, 0)
+    placed: np.ndarray = rewards[:, None] * (np.arange(mask.shape[1]) == last[:, None])
     return placed
 
 
-def move_rewards_to_actions(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def move_rewards_to_unmasked(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Move rewards to unmasked steps; their sum stays the same.
 
-    The reward of a masked step goes to the last unmasked step before it, which led there. Rewards
-    before the first unmasked step go to that step.
+    The reward of a masked step is added to the last unmasked step before it, which led there.
+    Rewards before the first unmasked step are added to that step.
 
     Args:
         rewards: ``[T]``.
-        mask: bool ``[T]``, true at unmasked steps, of which there must be one.
+        mask: bool ``[T]``, true at unmasked steps; there must be at least one.
 
     Returns:
         float32 ``[T]``.

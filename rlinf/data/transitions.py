@@ -1,7 +1,7 @@
-"""Transitions: single steps with the next observation, which off-policy methods learn from.
+"""Transitions: single steps with their next observation, from which off-policy methods learn.
 
 ``terminated`` (the episode ended by itself) and ``truncated`` (the episode was cut off, so the next
-observation has a value) are separate. A target that treats a truncation as an end is biased
+observation has a value) are separate. A target that treats a truncation as a termination is biased
 (Pardo et al., 2018, arXiv 1712.00378).
 """
 
@@ -29,7 +29,7 @@ class Transitions(ABC):
     """An ordered collection of transitions, indexed from 0, oldest first."""
 
     dtype: np.dtype
-    """Structured type of a row, with :data:`TRANSITION_FIELDS`."""
+    """Structured type of a transition, with :data:`TRANSITION_FIELDS`."""
     num_new: int
     """Number of transitions at the end that were added since the last update."""
 
@@ -38,12 +38,12 @@ class Transitions(ABC):
         """Number of transitions."""
 
     @abstractmethod
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Return copies of the rows ``[n]`` with these numbers ``[n]``."""
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """Return copies of the transitions with these indices, both ``[n]``."""
 
 
 class InMemoryTransitions(Transitions):
-    """Transitions held in an array."""
+    """Transitions in an array in memory."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows, self.dtype, self.num_new = rows, rows.dtype, len(rows)
@@ -51,12 +51,12 @@ class InMemoryTransitions(Transitions):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        return self._rows[numbers]
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        return self._rows[indices]
 
 
 class ConcatenatedTransitions(Transitions):
-    """Two collections of transitions of one type, one after the other."""
+    """Two collections of transitions of the same type, one after the other."""
 
     def __init__(self, first: Transitions, second: Transitions) -> None:
         self._first, self._second = first, second
@@ -65,15 +65,15 @@ class ConcatenatedTransitions(Transitions):
     def __len__(self) -> int:
         return len(self._first) + len(self._second)
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        rows, later = np.empty(len(numbers), self.dtype), numbers >= len(self._first)
-        rows[~later] = self._first.take(numbers[~later])
-        rows[later] = self._second.take(numbers[later] - len(self._first))
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        rows, is_second = np.empty(len(indices), self.dtype), indices >= len(self._first)
+        rows[~is_second] = self._first.take(indices[~is_second])
+        rows[is_second] = self._second.take(indices[is_second] - len(self._first))
         return rows
 
 
 def transition_dtype(observation: int, action: int) -> np.dtype:
-    """Return the type of a row for observations ``[observation]`` and actions ``[action]``."""
+    """Return the type of a transition, given the sizes of an observation and of an action."""
     return np.dtype(
         [
             ("observations", "<f4", (observation,)),
@@ -87,7 +87,7 @@ def transition_dtype(observation: int, action: int) -> np.dtype:
 
 
 def dtype_fields(dtype: np.dtype) -> list[list[object]]:
-    """Return name, type and shape of each field as plain values."""
+    """Return name, type and shape of each field, as values for JSON."""
     described: list[list[object]] = []
     for name in dtype.names or ():
         base, shape = dtype[name].base, dtype[name].shape
@@ -96,12 +96,12 @@ def dtype_fields(dtype: np.dtype) -> list[list[object]]:
 
 
 def dtype_mismatch(expected: np.dtype, actual: np.dtype) -> str | None:
-    """Describe the first field that differs between two row types. None: they are equal."""
+    """Describe the first field that differs between two types; None if they are equal."""
     tables = [{str(f[0]): f[1:] for f in dtype_fields(dtype)} for dtype in (expected, actual)]
     for name in [*tables[0], *tables[1]]:
         if tables[0].get(name) != tables[1].get(name):
             texts = [" ".join(map(str, t[name])) if name in t else "none" for t in tables]
-            return f"field {name!r}: {texts[0]} is wanted, {texts[1]} is there"
+            return f"field {name!r}: expected {texts[0]}, got {texts[1]}"
     return None
 
 
@@ -120,7 +120,8 @@ def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.n
 def executed_actions(trajectory: Trajectory) -> np.ndarray:
     """Return the actions of a trajectory as they were executed, ``[T, ...]``.
 
-    They are clipped to the bounds. Where a person intervened, they are the person's actions.
+    Actions of the policy are clipped to the bounds. Where a person intervened, the result has the
+    person's actions.
     """
     actions = np.asarray(trajectory.actions)
     if trajectory.action_low is not None and trajectory.action_high is not None:
@@ -128,9 +129,10 @@ def executed_actions(trajectory: Trajectory) -> np.ndarray:
         actions = clip_actions(actions, low, high).astype(actions.dtype)
     if trajectory.intervened is None:
         return actions
-    acted = np.asarray(trajectory.intervened) != 0
-    acted = acted.reshape(*acted.shape, *[1] * (actions.ndim - acted.ndim))
-    return np.where(acted, trajectory.require("executed_actions"), actions).astype(actions.dtype)
+    by_person = np.asarray(trajectory.intervened) != 0
+    by_person = by_person.reshape(*by_person.shape, *[1] * (actions.ndim - by_person.ndim))
+    executed = trajectory.require("executed_actions")
+    return np.where(by_person, executed, actions).astype(actions.dtype)
 
 
 def action_clip_ratio(trajectory: Trajectory) -> float | None:
@@ -139,25 +141,25 @@ def action_clip_ratio(trajectory: Trajectory) -> float | None:
     if trajectory.action_low is None or trajectory.action_high is None:
         return None
     actions = np.asarray(trajectory.actions)
-    # Rounding errors of a policy that scales to the bounds are not clipping.
+    # A policy that scales actions to the bounds may exceed them by a rounding error.
     low = np.asarray(trajectory.action_low, np.float64)
     high = np.asarray(trajectory.action_high, np.float64)
-    slack = 1e-6 * np.minimum(np.maximum(abs(low), abs(high)), 1e18)
-    beyond = (actions < low - slack) | (actions > high + slack)
+    tolerance = 1e-6 * np.minimum(np.maximum(abs(low), abs(high)), 1e18)
+    is_outside = (actions < low - tolerance) | (actions > high + tolerance)
     mask, chunk_mask = loss_mask(trajectory), action_mask(trajectory)
     if chunk_mask is not None:
         mask = mask[:, None] & chunk_mask
-    unmasked = beyond[mask]
+    unmasked = is_outside[mask]
     return float(unmasked.mean()) if unmasked.size else 0.0
 
 
 def intervention_mask(trajectory: Trajectory) -> np.ndarray:
-    """Return the rows of :func:`to_transitions` in which a person intervened, bool ``[n]``."""
+    """Return for each transition of :func:`to_transitions` whether a person intervened, ``[n]``."""
     mask = loss_mask(trajectory)
     if trajectory.intervened is None:
         return np.zeros(int(mask.sum()), bool)
-    acted: np.ndarray = np.asarray(trajectory.intervened) != 0
-    return acted[mask]
+    by_person: np.ndarray = np.asarray(trajectory.intervened) != 0
+    return by_person[mask]
 
 
 def to_transitions(
@@ -166,14 +168,14 @@ def to_transitions(
     """Return the unmasked steps of a trajectory as transitions.
 
     Args:
-        trajectory: one with ``observations``, ``terminated``, ``truncation_steps`` and
-            ``final_observations``. A step that did not end its episode is followed by the
-            observation of the next step.
+        trajectory: must have ``observations``, ``terminated``, ``truncation_steps`` and
+            ``final_observations``.
         rewards: ``[T]``.
-        ends: ``[T]`` 1 where nothing follows although the episode was truncated. None: nowhere.
+        ends: ``[T]`` 1 at steps that count as terminated although the episode was truncated
+            (:attr:`StepRewards.episode_ends`). None: nowhere.
 
     Returns:
-        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was truncated, by
+        Array of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was truncated, by
         the environment or by the end of the rollout.
 
     Raises:
@@ -182,8 +184,8 @@ def to_transitions(
     needed = ("observations", "terminated", "truncation_steps", "final_observations")
     if missing := [name for name in needed if getattr(trajectory, name) is None]:
         raise InputError(
-            f"{trajectory.identity}: the trajectory has no {missing[0]!r}; transitions are made of "
-            "trajectories that a simulator gave (task.name=gym)"
+            f"{trajectory.identity}: the trajectory has no {missing[0]!r}; transitions need "
+            "trajectories of a simulator (task.name=gym)"
         )
     reject_action_chunks(trajectory)
     observations, length = np.asarray(trajectory.observations, np.float32), len(trajectory)
@@ -199,14 +201,14 @@ def to_transitions(
     if ends is not None:
         rows["terminated"] |= np.asarray(ends, np.uint8)
     rows["next_observations"][:-1] = observations[1:]
-    cut = trajectory.truncation_steps
-    rows["next_observations"][cut] = trajectory.final_observations
-    rows["truncated"][cut] = 1
+    truncation_steps = trajectory.truncation_steps
+    rows["next_observations"][truncation_steps] = trajectory.final_observations
+    rows["truncated"][truncation_steps] = 1
     ended = rows["terminated"] == 1
     rows["truncated"][ended] = 0
     if length and not (ended[-1] or rows["truncated"][-1]):
         raise InputError(f"{trajectory.identity}: it has no observation after its last step")
-    # There is no next observation: the value must not depend on which episode came next.
+    # After a termination there is no next observation; that of the next episode must not be used.
     rows["next_observations"][ended] = observations[ended]
     return rows[loss_mask(trajectory)]
 
@@ -219,8 +221,8 @@ def reject_action_chunks(trajectory: Trajectory) -> None:
     """
     if trajectory.is_chunked:
         raise InputError(
-            f"{trajectory.identity}: its policy acts by chunks, and what was seen between their "
-            "actions was not kept; collect with model.chunk_size=1"
+            f"{trajectory.identity}: its policy acts by chunks, and the observations between the "
+            "actions of a chunk were not recorded; collect with model.chunk_size=1"
         )
 
 
@@ -228,8 +230,8 @@ def concatenate_transitions(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """Return the rows of several trajectories as one array.
 
     Raises:
-        InputError: they are not of one type.
-        ValueError: there are none.
+        InputError: the arrays differ in type.
+        ValueError: there are no arrays.
     """
     rows = list(arrays)
     if not rows:

@@ -29,14 +29,14 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
     stream, count = None, 0
     with av.open(str(path), "w") as file:
         for frame in frames:
-            even = np.pad(frame, [(0, size % 2) for size in frame.shape[:2]] + [(0, 0)], "edge")
+            padded = np.pad(frame, [(0, size % 2) for size in frame.shape[:2]] + [(0, 0)], "edge")
             if stream is None:
                 stream = file.add_stream("libx264", rate=Fraction(fps), options={"crf": QUALITY})
-                stream.height, stream.width = even.shape[:2]
+                stream.height, stream.width = padded.shape[:2]
                 stream.pix_fmt = "yuv420p"
-            if (stream.height, stream.width) != even.shape[:2]:
+            if (stream.height, stream.width) != padded.shape[:2]:
                 raise ValueError(f"{path}: frames of one video must have one size")
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(padded, format="rgb24")))
             count += 1
         if stream is None:
             raise ValueError(f"{path}: a video needs a frame")

@@ -28,8 +28,6 @@ from rlinf.engines.server import PLUGIN_FOLDER, ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
 from rlinf.errors import ConfigError, DataError
 
-SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_sglang",)
-"""Modules that other processes run; they are part of the identity of outputs."""
 MEMORY_TAGS = ["kv_cache", "weights"]
 """SGLang's names of the memory that sleeping frees."""
 CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"

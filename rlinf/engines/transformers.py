@@ -281,5 +281,5 @@ class TransformersEngine(OffloadableTensors, Engine):
         return (
             logits
             if self._image_processor is None
-            else mask_tokens(logits, self._image_processor.ungenerated_token_ids)
+            else mask_tokens(logits, self._image_processor.suppressed_token_ids)
         )

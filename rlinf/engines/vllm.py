@@ -22,8 +22,6 @@ from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRe
 from rlinf.engines.server import ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
 
-SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_vllm",)
-"""Modules that other processes run; they are part of the identity of outputs."""
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension supports only the first model runner
     "VLLM_NO_USAGE_STATS": "1",

@@ -36,7 +36,7 @@ class ArithmeticConfig(Section):
     models learn it with far fewer examples (arXiv 2307.03381)."""
     rambling_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of demonstrations that continue with another question after the answer, as raw text
-    does. A model fine-tuned on them gives exact answers at most one minus this often."""
+    does. The accuracy of a model fine-tuned on them is thus at most one minus this share."""
     test_seed: int = Field(default=1234, ge=0)
     """Seed of the test questions; the run's seed does not change them."""
 
@@ -87,16 +87,16 @@ class ArithmeticEnvironment(PromptEnvironment):
         if request.split == "test":
             seed, iteration = self.config.test_seed, 0
         return [
-            self._draw(
-                generator(seed, "arithmetic", request.split, iteration, int(start)),
+            self._draw_from_split(
+                generator(seed, "arithmetic", request.split, iteration, int(group)),
                 request.split,
             )
-            for start in request.group_ids
+            for group in request.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         random = generator(seed, "arithmetic", "demonstration", step)
-        prompts = [self._draw(random, "train") for _ in range(count)]
+        prompts = [self._draw_from_split(random, "train") for _ in range(count)]
         answers = [self._demonstration_text(random, prompt.answer) for prompt in prompts]
         questions = self.encode_prompts([prompt.text for prompt in prompts])
         replies = self.encode(answers)
@@ -110,10 +110,10 @@ class ArithmeticEnvironment(PromptEnvironment):
     def grade(self, response: str, answer: str) -> float:
         return float(response.strip() == answer)
 
-    def _draw(self, random: np.random.Generator, split: str) -> Prompt:
+    def _draw_from_split(self, random: np.random.Generator, split: str) -> Prompt:
         """Draw questions until one belongs to the split."""
         while True:
-            prompt = self._question(random)
+            prompt = self._draw_question(random)
             if is_test_question(prompt.text) == (split == "test"):
                 return prompt
 
@@ -122,9 +122,9 @@ class ArithmeticEnvironment(PromptEnvironment):
         question."""
         if random.random() >= self.config.rambling_fraction:
             return answer
-        return f"{answer} {self._draw(random, 'train').text}"
+        return f"{answer} {self._draw_from_split(random, 'train').text}"
 
-    def _question(self, random: np.random.Generator) -> Prompt:
+    def _draw_question(self, random: np.random.Generator) -> Prompt:
         cumulative = np.cumsum(self.config.digit_weights or (1.0,) * len(self.config.digits))
         index = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
         digits = self.config.digits[int(index)]

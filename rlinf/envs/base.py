@@ -41,9 +41,9 @@ class RolloutRequest:
     group_ids: Sequence[int]
     """Ids of the groups (prompts or initial states) of the batch that this worker collects."""
     num_groups: int
-    """Groups that all workers together may collect in this iteration."""
+    """Number of groups that all workers together may collect in this iteration."""
     group_size: int
-    """Samples per group: sample ``group * group_size + k``."""
+    """Samples per group. Those of a group have the ids ``group * group_size + k``."""
     horizon: int
     temperature: float
     partial_samples: Mapping[int, Trajectory] | None = None
@@ -54,9 +54,9 @@ class RolloutRequest:
     samples start new episodes, and episodes that are unfinished at the end are saved. None: all
     samples start new episodes, and no episode is saved."""
     groups_per_batch: int | None = None
-    """Groups of one batch, if an iteration may draw several batches; None: ``num_groups``."""
+    """Number of groups of a batch, if an iteration may draw several; None: ``num_groups``."""
     num_videos: int = 0
-    """Samples below this number record the columns of :meth:`Environment.video_columns`."""
+    """Samples with an id below this number record :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
     """Other fields of :class:`rlinf.engines.token_sampling.SamplingParams`, as in the ``info`` of
     requests."""
@@ -66,11 +66,11 @@ class RolloutRequest:
         """Return the sampling settings, for the ``info`` of requests."""
         return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
-    def task_indices(self, groups: np.ndarray) -> np.ndarray:
-        """Return running numbers of groups; modulo the number of tasks they are the groups' tasks.
-        In training they continue over the iterations, so that each task has an equal share even if
-        a batch has fewer groups than there are tasks. If episodes continue over iterations, a group
-        keeps its task."""
+    def task_turns(self, groups: np.ndarray) -> np.ndarray:
+        """Return the turn of each group, a running number. Modulo the number of tasks, it is the
+        index of the group's task. In training, turns continue from iteration to iteration, so that
+        each task has an equal share even if a batch has fewer groups than there are tasks. In
+        evaluation, and if episodes continue over iterations, a group keeps its task."""
         if self.split == "test" or self.open_episodes is not None:
             return groups
         return self.iteration * (self.groups_per_batch or self.num_groups) + groups
@@ -95,13 +95,16 @@ class TaskSize:
     test: int | None = None
     """Number of distinct test groups."""
     max_prompt_tokens: int = 0
-    """Tokens of the longest prompt."""
+    """Number of tokens of the longest prompt; 0: unknown, or there are no prompts."""
 
 
 def score_trajectories(
     environment: Environment, trajectories: Sequence[Trajectory], counts: Counter[str]
 ) -> list[float]:
     """Return the task's score of each trajectory; NaN if a trajectory could not be scored.
+
+    Args:
+        counts: as for :meth:`Environment.score`.
 
     Raises:
         InputError: :meth:`Environment.score` returned a wrong number of scores, or values that are
@@ -191,8 +194,9 @@ class Environment(Component, ABC):
         """Return an estimate of the bytes of one step in the largest trajectory column, from the
         configuration alone.
 
-        From :data:`rlinf.data.record.LARGE_ROW_BYTES` on, trajectories are read from files. Each
-        process then reads only the steps that it computes with, unless the plan sets it otherwise.
+        If it is at least :data:`rlinf.data.record.LARGE_ROW_BYTES`, trajectories are read from
+        files: each process reads only the steps that it computes with, unless the plan says
+        otherwise.
         """
         return 0
 
@@ -264,7 +268,7 @@ class Environment(Component, ABC):
         """
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        """Return expert trajectories for supervised fine-tuning; none by default."""
+        """Return ``count`` expert trajectories for update ``step`` of SFT; none by default."""
         return []
 
     def test_demonstrations(self, count: int) -> list[Trajectory]:

@@ -31,6 +31,7 @@ from rlinf.registry import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWA
 from rlinf.seeding import generator
 
 ALPHABET = "0123456789+-*=?:erro "
+"""Characters of dialogues; the reply to a wrong call begins with ``error:``."""
 
 
 class CalculatorConfig(DialogueConfig):

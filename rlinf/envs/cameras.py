@@ -24,7 +24,7 @@ RENDERER_MODEL_FIELDS = (
 )
 """Fields of a MuJoCo model that a renderer copies to the GPU."""
 _RENDERERS: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Renderers of this process, by model fields, height and width."""
+"""Renderers of this process, by digest of those fields, height and width."""
 log = logging.getLogger("rlinf.envs.vector_env")
 
 
@@ -83,14 +83,14 @@ class MujocoCameras:
     def __init__(self, env: Any, images: Images) -> None:
         self._env, self._images = env, images
         self._mujoco = importlib.import_module("mujoco")
-        self._prepare()
+        self._create_renderers()
 
-    def _prepare(self) -> None:
-        """Create renderers for the model, which the environment may rebuild at a reset."""
+    def _create_renderers(self) -> None:
+        """Create the renderers of the current model; a reset may rebuild the model."""
         model = self._model = self._env.model
         check_cameras(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        # Meshes and textures take most of the memory, and are equal in all environments of a task.
+        # All environments of a task share renderers, which hold copies of meshes and textures.
         arrays = [getattr(model, name, None) for name in RENDERER_MODEL_FIELDS]
         data = [array.tobytes() for array in arrays if array is not None]
         digest = hashlib.blake2b(b"".join(data)).digest()
@@ -118,7 +118,7 @@ class MujocoCameras:
 
     def __call__(self, name: str, height: int, width: int) -> np.ndarray:
         if self._env.model is not self._model:
-            self._prepare()
+            self._create_renderers()
         mujoco, renderer = self._mujoco, self._renderers[height, width]
         camera = mujoco.MjvCamera()
         if name == "free":

@@ -43,10 +43,11 @@ CHATML_TEMPLATE = (
 )
 """ChatML, for small models that the configuration creates."""
 BEGIN, END = "<|im_start|>", "<|im_end|>"
+"""ChatML's tokens around a message."""
 
 
 class ConversationsConfig(ProblemSetConfig):
-    """The data files, and which messages are learnt."""
+    """The data files, and the messages that are trained on."""
 
     train: Path
     """JSON-lines file of training conversations."""
@@ -58,7 +59,7 @@ class ConversationsConfig(ProblemSetConfig):
     train_on: Literal["all", "last"] = "all"
     """Train on all of the assistant's messages, or on the last one only."""
     max_length: int = Field(default=4096, gt=0)
-    """Longer conversations are left out, tokens."""
+    """Maximum number of tokens of a conversation; longer ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         super().__init__(config, processor)
         self._datasets: dict[Split, RenderedDataset[Trajectory]] = {}
         self._sft_epoch: tuple[tuple[int, int], np.ndarray] | None = None
-        """Seed and number of the current epoch of fine-tuning, and its order of conversations."""
+        """The current epoch of SFT, as (seed, epoch), and its order of conversations."""
 
     @classmethod
     def load_problems(cls, config: ConversationsConfig, split: Split) -> JsonLinesFile[ChatProblem]:
@@ -107,6 +108,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
             return TaskSize(train - config.num_fewshot, test)
         environment = cls(config, processor)
+        # Check the conversations for SFT, too.
         environment._training_trajectories("train")
         environment._training_trajectories("test")
         return super().task_size(config, processor)
@@ -133,7 +135,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return [replace(t, identity=RecordId(0, i)) for i, t in enumerate(trajectories)]
 
     def _sft_order(self, seed: int, epoch: int, count: int) -> np.ndarray:
-        """Return the order of the conversations in an epoch of fine-tuning."""
+        """Return the order of the conversations in an epoch of SFT."""
         if self._sft_epoch is None or self._sft_epoch[0] != (seed, epoch):
             order = generator(seed, "conversations", "epoch", epoch).permutation(count)
             self._sft_epoch = ((seed, epoch), order)
@@ -157,7 +159,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return self._datasets[split]
 
     def _trajectories(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Trajectory]]:
-        """Return trajectories, each with the index of its conversation in the argument.
+        """Return trajectories, each with the index of its conversation in ``problems``.
 
         If the template renders an answer differently when another message follows (for instance
         without its reasoning), the conversation continues in a new trajectory. So each answer
@@ -173,7 +175,10 @@ class ConversationsEnvironment(ProblemSetEnvironment):
                 "has none"
             )
         problems = [problem.with_template(self.config.prompt_template) for problem in problems]
-        chats = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
+        chats = [
+            [*self._prompt_messages(p), {"role": "assistant", "content": p.answer}]
+            for p in problems
+        ]
         locations, last_only = [p.location for p in problems], self.config.train_on == "last"
         all_turns = self.chat_format.assistant_turns(chats, locations, last_only=last_only)
         rows = [(i, row) for i, turns in enumerate(all_turns) for row in self._spans(turns)]
@@ -184,7 +189,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         ]
 
     def _trajectory(self, spans: Sequence[tuple[np.ndarray, bool]]) -> Trajectory:
-        """Return the trajectory of spans: token ids, and whether the loss includes them."""
+        """Return the trajectory of spans, each as its token ids and whether it is in the loss."""
         (prompt, _), *rest = spans
         actions = [ids for ids, _ in rest]
         masks = [np.full(len(ids), in_loss, np.float32) for ids, in_loss in rest]
@@ -202,8 +207,8 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         )
 
     def _spans(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
-        """Return the spans of one conversation, in rows. A prompt that does not begin with the text
-        of the row so far starts a new row."""
+        """Return the spans of one conversation, in one row for each trajectory. A prompt that does
+        not begin with the text of the row so far starts a new row."""
         rows, text = list[list[ConversationSpan]](), ""
         for turn in turns:
             row = rows[-1] if rows and turn.prompt.startswith(text) else []

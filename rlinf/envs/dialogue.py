@@ -41,14 +41,13 @@ from rlinf.seeding import generator
 from rlinf.user_code import to_user_code_error
 
 log = logging.getLogger(__name__)
-
-"""Stop reason of a dialogue that was lost."""
 SLACK_S = 5.0
+"""Time that a tool call may take beside its attempts and waits."""
 TEST_SEED = 1234
 """Seed of evaluation dialogues; the run's seed does not change them."""
 
 DialogueStep = tuple[Sequence[ChatMessage], float, bool]
-"""Messages to the policy, the reward of its message, and whether the dialogue is done."""
+"""Reply messages, the reward of the policy's message, and whether the dialogue is done."""
 
 
 class ToolInputError(ValueError):
@@ -80,11 +79,11 @@ class Dialogue(ABC):
     info: Mapping[str, Scalar] = {}
     """Extra fields for the reward; they are in ``extra`` of the trajectory."""
     limits: ToolLimits = ToolLimits()
-    """Set by the environment from its configuration."""
+    """Limits of tool calls; the environment sets them from its configuration."""
     tool_errors: int = 0
-    """Rejected calls so far."""
+    """Number of rejected tool calls so far."""
     tool_retries: int = 0
-    """Calls retried after an outage so far."""
+    """Number of retries after an outage so far."""
 
     @abstractmethod
     def init(self) -> Sequence[ChatMessage]:
@@ -150,7 +149,7 @@ class ToolDialogue(Dialogue):
         try:
             calls = self.parse_calls(message)
         except ValueError as error:
-            return [{"role": "tool", "content": self._error_text(error)}], 0.0, False
+            return [{"role": "tool", "content": self._reject_call(error)}], 0.0, False
         if not calls:
             return [], self.score_answer(message), True
         results = await asyncio.gather(*map(self._call, calls))
@@ -160,17 +159,17 @@ class ToolDialogue(Dialogue):
         tool = self.tools.get(call.name)
         if tool is None:
             names = ", ".join(sorted(self.tools))
-            return self._error_text(f"no tool {call.name!r}; there are {names}")
+            return self._reject_call(f"no tool {call.name!r}; there are {names}")
         try:
             arguments = convert_arguments(tool, call.arguments)
         except ToolInputError as error:
-            return self._error_text(error)
+            return self._reject_call(error)
         for attempt in range(self.limits.retries + 1):
             try:
                 async with asyncio.timeout(self.limits.timeout_s):
                     return str(await _call_tool(tool, arguments))
             except ToolInputError as error:
-                return self._error_text(error)
+                return self._reject_call(error)
             except Exception as error:  # a tool may raise anything
                 if attempt == self.limits.retries:
                     raise
@@ -179,8 +178,8 @@ class ToolDialogue(Dialogue):
             await asyncio.sleep(self.limits.backoff_s * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _error_text(self, error: object) -> str:
-        """Count a wrong call; return the text that the policy reads after it."""
+    def _reject_call(self, error: object) -> str:
+        """Count a rejected call; return the text that the policy reads after it."""
         self.tool_errors += 1
         return f"error: {error}"
 
@@ -222,7 +221,7 @@ async def _call_tool(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     call = functools.partial(tool, **arguments)
     if inspect.iscoroutinefunction(tool):
         return await call()
-    result = await _in_thread(call)
+    result = await _run_in_thread(call)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -254,7 +253,7 @@ def check_step(dialogue: Dialogue, result: Any) -> DialogueStep:
     return messages, float(number), bool(done)
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def _run_in_thread(call: Callable[[], Any]) -> Any:
     """Return the result of a blocking call, which runs in a new thread so that no tool of a batch
     waits for another."""
     loop = asyncio.get_running_loop()
@@ -283,19 +282,19 @@ class DialogueConfig(Section):
     horizon."""
 
     max_turns: int = Field(default=8, gt=0)
-    """Most messages of the policy."""
+    """Maximum number of messages of the policy."""
     max_turn_tokens: int = Field(default=512, gt=0)
-    """Most tokens of one message of the policy."""
+    """Maximum number of tokens of one message of the policy."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for a step of the other side, and for each attempt of a tool
     call."""
     tool_retries: int = Field(default=2, ge=0)
     """Retries of a tool call after an outage; 0 if a call must not happen twice."""
     tool_backoff_s: float = Field(default=1.0, ge=0)
-    """Seconds before the first retry; the wait doubles with each."""
+    """Seconds before the first retry; the wait doubles with each further retry."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """Largest share of a batch's dialogues that may end in an outage. The stage fails above it, and
-    if all of them do."""
+    """Largest share of a batch's dialogues that may end in an outage. The stage fails if more of
+    them do, and if all of them do."""
 
 
 class DialogueEnvironment(TextEnvironment):
@@ -327,7 +326,7 @@ class DialogueEnvironment(TextEnvironment):
     ) -> Iterator[Trajectory]:
         states = [self._create_state(request, int(sample)) for sample in request.sample_ids()]
         try:
-            self._encode_openings(states)
+            self._encode_first_messages(states)
             live = states
             with asyncio.Runner() as runner:
                 while live:
@@ -359,7 +358,7 @@ class DialogueEnvironment(TextEnvironment):
         dialogue.limits = ToolLimits(config.timeout_s, config.tool_retries, config.tool_backoff_s)
         return _DialogueState(sample, group, dialogue)
 
-    def _encode_openings(self, states: Sequence[_DialogueState]) -> None:
+    def _encode_first_messages(self, states: Sequence[_DialogueState]) -> None:
         conversations = [state.dialogue.init() for state in states]
         texts = self._render(conversations)
         for state, text, ids in zip(states, texts, self.encode_prompts(texts), strict=True):
@@ -372,14 +371,14 @@ class DialogueEnvironment(TextEnvironment):
         observations: Channel,
         actions: Channel,
     ) -> None:
-        """Request the policy's next message in each dialogue."""
+        """Request and record the policy's next message in each dialogue."""
         stops = [*json.loads(str(request.request_info.get("stop", "[]"))), *self.stop_strings]
         by_limit: dict[int, list[_DialogueState]] = {}
         for state in live:
             max_tokens = min(self.config.max_turn_tokens, request.horizon - len(state.tokens))
             by_limit.setdefault(max_tokens, []).append(state)
-        for max_tokens, part in sorted(by_limit.items(), reverse=True):
-            observations.put(_request(request, part, max_tokens, stops))
+        for max_tokens, states in sorted(by_limit.items(), reverse=True):
+            observations.put(_request(request, states, max_tokens, stops))
         waiting = {state.sample: state for state in live}
         while waiting:
             reply = actions.get()
@@ -449,6 +448,7 @@ class DialogueEnvironment(TextEnvironment):
         ]
 
     def _is_inline(self, state: _DialogueState) -> bool:
+        """Return whether the reply continues the policy's turn; see :attr:`inline_replies`."""
         return self.chat_format.template is None or (
             self.inline_replies and not state.stop_token_text
         )
@@ -469,15 +469,18 @@ class _DialogueState:
     prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     prompt_text: str = ""
     tokens: list[int] = field(default_factory=list)
+    """Tokens of both sides after the prompt. The lists below have one value for each of them."""
     logprobs: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     token_turns: list[int] = field(default_factory=list)
-    """For each token the index of the policy's message that it belongs to or follows."""
+    """Index of the policy's message that a token belongs to or follows."""
     versions: list[int] = field(default_factory=list)
+    """Version of the weights; empty if the engine does not report it by token."""
     version: int | None = None
     """Version of the weights that generated the first message."""
     text: str = ""
+    """All messages after the prompt, with replies in brackets."""
     message: str = ""
     """The policy's last message."""
     stop_token_text: str = ""
@@ -531,7 +534,7 @@ class _DialogueState:
         self.rewards = [0.0] * len(self.rewards)
 
     def trajectory(self, request: RolloutRequest) -> Trajectory:
-        """Return the finished dialogue. Its own ``info`` does not override recorded fields."""
+        """Return the ended dialogue. :attr:`Dialogue.info` does not override recorded fields."""
         recorded: dict[str, Any] = {
             "group": self.group,
             "policy_version": int(self.version or 0),

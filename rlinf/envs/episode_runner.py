@@ -68,9 +68,11 @@ def run_interleaved(
 
 log = logging.getLogger(__name__)
 MAX_FAILED_EPISODES = 3
+"""Number of failed episodes of one sample at which the stage fails; if a sample is one episode, the
+number of groups at which it fails if all their episodes failed."""
 EPISODE_METRICS = ("return", "episode_length", "success_once", "success_at_end")
-"""Names of a trajectory's episode metrics, which are means over the sample's completed episodes (if
-none is completed, the open one)."""
+"""Names of the episode metrics. Those of a trajectory are means over its completed episodes, or the
+metrics of the open episode if none is completed."""
 REQUEST_NAMES = {STATE: "observation"}
 """Names of observations in requests; others keep their names."""
 TRAJECTORY_NAMES = {
@@ -113,7 +115,7 @@ def run_episodes(
         instruction: whether observations include the environment's instruction, or a text to use
             instead.
         score_metric: the metric of :data:`EPISODE_METRICS` that is an episode's score.
-        action_bounds: lower and upper bounds of actions, which trajectories keep.
+        action_bounds: lower and upper bounds of actions, recorded in trajectories.
         tracebacks: receives the errors of lost episodes.
 
     Raises:
@@ -132,14 +134,14 @@ def run_episodes(
             groups = recorder.groups[rows]
             # Test episodes use the simulator's list of initial states, if it has one.
             initial_states = groups.tolist() if request.split == "test" else None
-            turns = request.task_indices(groups).tolist()
+            turns = request.task_turns(groups).tolist()
             env_ids, seeds = (first_env + rows).tolist(), recorder.seeds(rows)
             recorder.reset(rows, envs.reset(env_ids, seeds, initial_states, turns))
 
     is_open = np.isin(samples, list(request.open_episodes or ()))
     if is_open.any():
         rows = live[is_open]
-        recorder.resume(rows, *envs.restore((first_env + rows).tolist(), recorder.states()))
+        recorder.resume(rows, *envs.restore((first_env + rows).tolist(), recorder.saved_states()))
     reset(live[~is_open])
     for time in range(request.horizon):
         if not len(live):
@@ -159,11 +161,11 @@ def run_episodes(
             live[recorder.truncated[live] | (is_last & ~recorder.terminated[live])], time
         )
         if has_one_episode:
-            live = live[~recorder.ended(live)]
+            live = live[~recorder.has_ended(live)]
         elif not is_last:
-            reset(live[recorder.ended(live)])
+            reset(live[recorder.has_ended(live)])
     if request.open_episodes is not None:
-        live = live[~recorder.ended(live)]
+        live = live[~recorder.has_ended(live)]
         recorder.keep_open(live, *envs.save((first_env + live).tolist()))
     if "values" in recorder.columns:
         recorder.columns["bootstrap"] = np.zeros_like(recorder.columns["rewards"])
@@ -227,13 +229,13 @@ class _TrajectoryRecorder:
         self._request, self._samples = request, samples
         self.groups = samples // request.group_size
         self.columns: dict[str, np.ndarray] = {}
-        """Columns ``[n, horizon, ...]`` by their names in a trajectory."""
+        """Columns ``[n, horizon, ...]`` by their names in the record of a trajectory."""
         self.observations = Arrays()
         self.truncated_observations: list[tuple[np.ndarray, int, Arrays]] = []
         """Rows that were truncated, the time step, and the observations after that step."""
         self.terminated, self.truncated = np.zeros((2, count), bool)
-        self._length, self._num_episodes, self._episode_starts = np.zeros((3, count), np.int64)
-        """By row: steps, episodes begun, and first step of the open episode."""
+        self._length, self._num_episodes, self._episode_first_steps = np.zeros((3, count), np.int64)
+        """By row: number of steps, number of begun episodes, and first step of the open episode."""
         self._open_metrics = np.zeros((len(EPISODE_METRICS), count))
         """Metrics of the open episodes."""
         self._finished: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
@@ -260,10 +262,10 @@ class _TrajectoryRecorder:
         """Begin the next episodes."""
         self._set_observations(rows, observations)
         self._num_episodes[rows] += 1
-        self._episode_starts[rows] = self._length[rows]
+        self._episode_first_steps[rows] = self._length[rows]
         self._open_metrics[:, rows] = 0
 
-    def states(self) -> list[np.ndarray]:
+    def saved_states(self) -> list[np.ndarray]:
         """Return the states of the episodes that continue, in the order of the samples."""
         episodes = self._request.open_episodes or {}
         return [episodes[s].context[OPEN_STATE] for s in self._samples.tolist() if s in episodes]
@@ -313,7 +315,7 @@ class _TrajectoryRecorder:
         """Return a copy of the samples' current observations."""
         return {name: column[rows] for name, column in self.observations.items()}
 
-    def ended(self, rows: np.ndarray) -> np.ndarray:
+    def has_ended(self, rows: np.ndarray) -> np.ndarray:
         """Return whether the last step ended its episode, ``[len(rows)]``."""
         return self.terminated[rows] | self.truncated[rows]
 
@@ -328,7 +330,7 @@ class _TrajectoryRecorder:
         """Record observations, replies, and the results of the actions.
 
         Args:
-            errors: by position in ``rows``, the simulator's errors, whose episodes are discarded.
+            errors: by position in ``rows``, the simulator's errors; their episodes are discarded.
 
         Raises:
             SimulatorError: the simulator has failed too often.
@@ -355,7 +357,7 @@ class _TrajectoryRecorder:
         episode_length[rows] += columns["executed"]
         success_once[rows] = np.maximum(success_once[rows], columns["solved"])
         success_at_end[rows] = columns["success"]
-        for row in rows[self.ended(rows)].tolist():
+        for row in rows[self.has_ended(rows)].tolist():
             self._finished[row].append(
                 (int(self._length[row]) - 1, self._open_metrics[:, row].copy())
             )
@@ -383,7 +385,7 @@ class _TrajectoryRecorder:
         """Discard an episode that ended with an error; the next one has a new simulator."""
         group, lost_steps = int(self.groups[row]), self._lost_steps[row]
         self._finished[row].pop()
-        lost_steps.append(slice(int(self._episode_starts[row]), int(self._length[row])))
+        lost_steps.append(slice(int(self._episode_first_steps[row]), int(self._length[row])))
         # The reward of a masked step is added to the unmasked step before it, which belongs to
         # another episode here.
         for name in ("rewards", "action_rewards"):
@@ -476,13 +478,15 @@ class _TrajectoryRecorder:
 def check_not_all_failed(
     trajectories: Sequence[Trajectory], tracebacks: Sequence[str], *, is_test: bool
 ) -> None:
-    """Check, if a sample is one episode, that not all episodes of several groups were lost.
+    """Check that not all episodes were lost. For trajectories of one episode each.
 
-    All samples of a single group may fail because of its initial state. Evaluation errors that are
-    not the user's are left to the stage, which also knows the results of other workers.
+    A few groups are not checked, because all samples of a group may fail because of its initial
+    state. In evaluation only errors of the user's code are raised; the stage checks the others,
+    because it also knows the results of other workers.
 
     Args:
         tracebacks: the simulator's errors.
+        is_test: whether this is an evaluation.
 
     Raises:
         SimulatorError: all episodes were lost, in at least :data:`MAX_FAILED_EPISODES` groups.
@@ -524,8 +528,8 @@ def policy_observations(
     video_cameras: Collection[str] = (),
 ) -> Arrays:
     """Return observations as a policy reads them: the state as float32; images unchanged, with the
-    prefix ``images.`` or :data:`rlinf.data.record.VIDEO_PREFIX`; and the environment's instruction
-    if ``instruction`` is true, or that text."""
+    prefix ``images.`` or :data:`rlinf.data.record.VIDEO_PREFIX`; and the instruction: the
+    environment's if ``instruction`` is true, or the given text."""
     arrays = {STATE: np.asarray(observations[STATE], np.float32)}
     for name, array in observations.items():
         if name not in (STATE, INSTRUCTION):

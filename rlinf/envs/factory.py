@@ -60,8 +60,8 @@ class MultiTaskEnv:
     ) -> Any:
         """
         Args:
-            turn: a running number that selects the task in rotation; by default the seed selects
-                the task.
+            turn: running number of the group (:meth:`RolloutRequest.task_turns`), which selects
+                the task in rotation; by default the seed selects the task.
             initial_state: running index of the episode in evaluation. A task with a list of
                 initial states uses the next one after each round of all tasks.
         """
@@ -104,6 +104,7 @@ class MultiTaskEnv:
             )
 
     def _describe_spaces(self) -> list[Any]:
+        """Return the part of the spaces' descriptions that must be equal in all tasks."""
         observation = describe_space(self._env.observation_space)
         action = describe_space(self._env.action_space)
         bounds = {name: action[name] for name in ("low", "high") if name in action}
@@ -134,7 +135,7 @@ class MultiTaskEnv:
 
 
 def _without_bounds(space: dict[str, Any]) -> Any:
-    """Return the part of a space's description that must be equal in all tasks."""
+    """Return a space's description without text and bounds."""
     if space["kind"] == "dict":
         return {name: _without_bounds(part) for name, part in space["parts"].items()}
     return {name: value for name, value in space.items() if name not in ("text", "low", "high")}
@@ -198,20 +199,20 @@ def create_env(
         env = factory()
     except (ImportError, ValueError) as error:
         raise InvalidEnvConfig(f"{_factory_error(error)} ({sys.executable})") from None
-    observed = {"_".join(path) or "pixels" for path, _ in leaf_spaces(env.observation_space)}
+    observed_names = {"_".join(path) or "pixels" for path, _ in leaf_spaces(env.observation_space)}
     env = flatten_env(env, selection, batched=batched)
-    rendered = {name: size for name, size in selection.images.items() if name not in observed}
-    return CameraWrapper(env, rendered) if rendered and not batched else env
+    to_render = {n: size for n, size in selection.images.items() if n not in observed_names}
+    return CameraWrapper(env, to_render) if to_render and not batched else env
 
 
 def create_task_env(
     factory: Callable[..., Any], factory_kwargs: dict[str, Any], selection: ObservationSelection
 ) -> Any:
-    """Create an environment, of several tasks if ``id`` is a list; raises as :func:`create_env`.
+    """Create an environment; raises as :func:`create_env`.
 
     Args:
-        factory_kwargs: the arguments of ``factory``; for several tasks also ``one_hot``, see
-            :class:`MultiTaskEnv`.
+        factory_kwargs: the arguments ``id`` and ``kwargs`` of ``factory``. If ``id`` is a list, the
+            environment has several tasks; ``one_hot`` is then that of :class:`MultiTaskEnv`.
     """
     if isinstance(factory_kwargs["id"], str):
         return create_env(functools.partial(factory, **factory_kwargs), selection)

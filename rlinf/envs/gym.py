@@ -1,7 +1,7 @@
 """Simulators as environments: Gymnasium, MuJoCo, and those of :mod:`rlinf.envs.simulators`.
 
 Every iteration starts new episodes, seeded by (seed, iteration, group, episode). Nothing is carried
-over between jobs, so every executor collects the same trajectories. With
+over between jobs, so runs in one process, in jobs and in pools collect the same trajectories. With
 ``task.carry_over_episodes`` episodes continue in the next iteration, from states that are saved as
 data of the run. The samples of a group begin in the same state and differ only in their actions.
 """
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a robot has to come to rest."""
 COUNTED_STEP_INFO = ("intervened", "late")
-"""Step info whose occurrences are counted in metrics."""
+"""Keys of step info that are flags; metrics count the steps at which they are set."""
 TaskId = Annotated[str, Field(min_length=1)]
 NUMERIC_KINDS = "iuf"
 """Kinds of numpy types that actions may have."""
@@ -169,8 +169,8 @@ class GymConfig(Section):
     """Length of an observation vector (the state, beside images); null: read from the simulator
     when a run is created. An observation of several parts is flattened into one vector."""
     ignore_observations: tuple[str, ...] = ()
-    """Names of parts of a structured observation that are left out. Every other part is used, or
-    refused."""
+    """Names of parts of a structured observation that are left out. Every other part is used; if a
+    policy cannot read it, the run is rejected."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, with height and width of their images;
     docs/howto/simulators.md lists their names. They need at least one process. An image that is
@@ -182,32 +182,33 @@ class GymConfig(Section):
     """MuJoCo's renderer: egl on a GPU (or in software by Mesa), osmesa in software."""
     action: ActionConfig | None = None
     """The action space. If ``observation`` or ``action`` is not set, it is read from the simulator
-    when a run is created, and frozen with the run. If that machine cannot build the simulator, both
-    must be set. The first stage checks them."""
+    when a run is created, and stored in its configuration. If the machine that creates the run
+    cannot build the simulator, both must be set. The first stage checks them."""
     kwargs: dict[str, Any] = {}
     """Further arguments of the simulator's factory."""
     instruction: bool | str = False
-    """Include the simulator's instruction in observations, for policies that read; or your own text
-    in its place, up to 256 bytes."""
+    """Include the simulator's instruction in observations, for policies that read text; or your own
+    text in its place, up to 256 bytes."""
     demonstrations: int = Field(default=0, ge=0)
-    """Episodes by the simulator's own expert, from which SFT learns; unsolved ones are
+    """Number of episodes by the simulator's own expert, from which SFT learns; unsolved ones are
     left out."""
     score_by_success: bool = False
     """Score an episode by whether the task was solved at any step, as the simulator's ``info``
     says; otherwise by its return."""
     num_processes: int = Field(default=0, ge=0)
-    """Processes that step the environments while the policy computes. 0: the stage's own process
-    steps them, which is faster for small simulators without images, but a crash or hang of the
-    simulator is one of the stage."""
+    """Number of processes that step the environments while the policy computes. 0: the stage's own
+    process steps them. This is faster for small simulators without images, but if the simulator
+    crashes or hangs, so does the stage."""
     max_parallel_envs: int | None = Field(default=None, gt=0)
-    """Most environments of a stage process at once, for simulators that fill the memory. The others
-    wait; results do not change. Null: all."""
+    """Maximum number of environments that a stage process has at once, for simulators that fill the
+    memory. Other samples wait; results do not change. Null: no limit."""
     python: str | None = None
-    """The interpreter of those processes (at least one then): a path, or the name of an environment
-    that ``make env`` has created or the site file defines. It needs only numpy and Gymnasium."""
+    """Interpreter of the simulator processes: a path, or the name of an environment that ``make
+    env`` has created or the site file defines. It needs only numpy and Gymnasium. If it is set,
+    there is at least one process."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Time for one answer of such a process, its start included. After that the process counts as
-    hung and is replaced. Environments in the stage's own process have no time limit."""
+    """Maximum wait for an answer of a simulator process, its start included. After that the process
+    counts as hung and is replaced. Environments in the stage's own process have no time limit."""
     carry_over_episodes: bool = False
     """A training sample begins where the same sample of the last iteration ended: an episode that
     its horizon truncated continues, with its return and length so far; otherwise a new one begins.
@@ -244,10 +245,11 @@ class GymEnvironment(Environment):
 
     If the simulator raises, only the current episode is lost: its steps are masked, and the next
     episode has a new simulator. The same holds for an episode that cannot begin, and for episodes
-    of a process that dies or hangs. The stage fails if a simulator fails
-    :data:`rlinf.envs.episode_runner.MAX_FAILED_EPISODES` times in a sample or, if a sample is one
-    episode, in every sample of as many groups. If an open episode cannot be saved, the next
-    iteration does not continue it, but its steps are complete and are not masked.
+    of a process that dies or hangs. The stage fails after
+    :data:`rlinf.envs.episode_runner.MAX_FAILED_EPISODES` failures in one sample. If a sample is one
+    episode, the stage fails if there are at least as many groups and all episodes failed. If an
+    open episode cannot be saved, the next iteration does not continue it, but its steps are
+    complete and are not masked.
 
     On the training split a sample has ``horizon`` steps; when an episode ends, a new one begins. On
     the test split, and in groups of several samples, a sample is one episode, truncated at the
@@ -450,7 +452,7 @@ class GymEnvironment(Environment):
         """Return the spec for :meth:`model_spec`, by building a simulator.
 
         Raises:
-            ConfigError: the environment is unknown, or its spaces are of another kind.
+            ConfigError: the environment is unknown, or no policy supports its spaces.
         """
         env = (
             create_simulator_process(config)
@@ -507,10 +509,10 @@ class GymEnvironment(Environment):
         def put(message: Record) -> None:
             observations.put(message)
 
-        is_single = get_requirements(self.config.simulator).single_instance
+        has_one_env = get_requirements(self.config.simulator).single_instance
         trajectories, tracebacks = list[Trajectory](), list[str]()
         try:
-            num_parallel = 1 if is_single else self.config.max_parallel_envs or len(samples) or 1
+            num_parallel = 1 if has_one_env else self.config.max_parallel_envs or len(samples) or 1
             for first in range(0, len(samples), num_parallel):
                 loops = self._loops(request, samples[first : first + num_parallel], tracebacks)
                 with _translate_user_errors(self.config):
@@ -524,13 +526,13 @@ class GymEnvironment(Environment):
         is_test = request.split == "test"
         if is_test or request.group_size > 1:
             check_not_all_failed(trajectories, tracebacks, is_test=is_test)
-        if is_single:
+        if has_one_env:
             # The next stage may run in another process, which needs the same robot.
             self.close()
         observations.close()
         ids = task_ids(self.config)
         for trajectory in trajectories if len(ids) > 1 else ():
-            turn = request.task_indices(np.array(trajectory.group))
+            turn = request.task_turns(np.array(trajectory.group))
             trajectory.task = ids[int(turn) % len(ids)]
         yield from trajectories
 
@@ -675,7 +677,7 @@ def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
 
 @contextlib.contextmanager
 def _translate_user_errors(config: GymConfig) -> Iterator[None]:
-    """Raise errors of the user's simulator in this process as a simulator process does."""
+    """Convert errors of the user's simulator in this process to SimulatorCodeError."""
     try:
         yield
     except (RlinfError, InvalidEnvConfig):

@@ -26,8 +26,8 @@ ALIGNMENT_BYTES = 64
 class SharedArrays:
     """A memory file shared by two processes: one writes arrays into it, the other reads them."""
 
-    def __init__(self, file: int) -> None:
-        self._file = file
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._map: Any = None
 
     def map_arrays(self, layout: list[list[Any]], size: int, *, is_writer: bool) -> Arrays:
@@ -36,8 +36,8 @@ class SharedArrays:
         if self._map is None or len(self._map) < size:
             if is_writer:
                 # Reserve the memory now: if none is left, a later write would kill the process.
-                os.posix_fallocate(self._file, 0, size)
-            self._map = mmap.mmap(self._file, size)
+                os.posix_fallocate(self._fd, 0, size)
+            self._map = mmap.mmap(self._fd, size)
         return {
             name: np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
             for name, dtype, shape, offset in layout
@@ -58,7 +58,9 @@ class SimulatorConnection:
         self._socket = end
         self._write_memory, self._read_memory = SharedArrays(write_fd), SharedArrays(read_fd)
         self._last_sent: tuple[Any, bytes, Arrays] = (None, b"", {})
+        """Message and layout of the last message, the same as JSON, and the mapped arrays."""
         self._last_received: tuple[bytes, dict[str, Any], Arrays] = (b"", {}, {})
+        """The last JSON, the message in it, and the mapped arrays."""
 
     def send(self, message: dict[str, Any], arrays: Arrays) -> None:
         """Send a message. Raises OSError if the other side has closed."""

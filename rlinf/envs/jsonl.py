@@ -34,15 +34,17 @@ class JsonlConfig(ProblemSetConfig):
     prompt_field: str = "question"
     """Field that holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
+    """Field that holds the reference answer."""
     info_fields: tuple[str, ...] = ()
     """Further fields of each row that the reward receives in ``extra`` of a trajectory. Texts
     and numbers stay as they are; other values become JSON. If a field is not a number in some row
     of the file, it is JSON in all rows."""
     grader_workers: int = Field(default=2, gt=0)
-    """Grading processes."""
+    """Number of grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Processor seconds to grade one response, to a second. After that the response counts as wrong
-    and is reported. After 64 such responses in a row the rest of the batch is skipped."""
+    """CPU seconds to grade one response, rounded up to whole seconds. A response that takes longer
+    counts as wrong and is reported. After 64 such responses in a row the rest of the batch is
+    skipped."""
 
     @field_validator("info_fields")
     @classmethod

@@ -17,8 +17,11 @@ Arrays = dict[str, np.ndarray]
 Images = dict[str, Sequence[int]]
 """Cameras by name, with the height and width of their images."""
 STATE, INSTRUCTION, OBSERVATION_PREFIX = "state", "instruction", "seen."
+"""Names of two observations, and the prefix of observations among the columns of a step."""
 INSTRUCTION_BYTES = 256
+"""Maximum size of an instruction in UTF-8."""
 STEP_FLAGS = ("terminated", "truncated", "success", "solved")
+"""Columns of flags; see :meth:`rlinf.envs.vector_env.SyncVectorEnv.step`."""
 LOST_EPISODE_FLAGS = (True, False, False, False)
 """Values of :data:`STEP_FLAGS` for the last step of a lost episode."""
 EMPTY_STATE = np.zeros(0, np.uint8)
@@ -36,7 +39,7 @@ class ObservationSelection(NamedTuple):
     ignored: Sequence[str] = ()
     """Observations that the user leaves out."""
     video_only: Sequence[str] = ()
-    """Images that other environments of the run record for videos."""
+    """Images that are left out here, because other environments record them for videos."""
 
 
 STATE_ONLY = ObservationSelection()
@@ -97,10 +100,10 @@ def get_instruction(env: Any) -> str | None:
 
 @functools.lru_cache(1024)
 def encode_instruction(text: str) -> np.ndarray:
-    """Return an instruction as :mod:`rlinf.data.episodes` decodes it, uint8 ``[256]``.
+    """Return an instruction in UTF-8, padded with zeros, uint8 ``[256]``.
 
     Raises:
-        InvalidEnvConfig: it is too long.
+        InvalidEnvConfig: the instruction is too long.
     """
     data = text.encode()
     if len(data) > INSTRUCTION_BYTES:

@@ -34,7 +34,7 @@ from rlinf.seeding import generator
 
 ROLES = ("system", "user", "assistant")
 PROMPT_PLACEHOLDER = "{prompt}"
-THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages that may hold the assistant's reasoning."""
 
 
@@ -48,9 +48,9 @@ class ChatProblem:
     location: str
     """File and line, for error messages."""
     demonstration: str | None = None
-    """The assistant's last message, if the row ends with one."""
+    """The assistant's last message; None: the row of the file does not end with one."""
     info: Mapping[str, Scalar] = field(default_factory=dict)
-    """Extra fields for the reward."""
+    """Extra fields for the reward, which reads them from ``extra`` of the trajectory."""
 
     def with_template(self, template: str) -> ChatProblem:
         """Return the problem with its last message inserted into a template."""
@@ -67,25 +67,31 @@ def read_problems(
     The prompt is a text or a list of messages (``role`` and ``content``). If the last message is
     the assistant's, it is the demonstration, and in rows without ``answer_field`` also the answer.
 
+    Args:
+        prompt_field, answer_field: names of the fields with the prompt and the reference answer.
+        key: configuration key that names the file. Error messages begin with a ``prefix``: key,
+            file and line.
+        info_fields: names of further fields, for :attr:`ChatProblem.info`.
+
     Raises:
         DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is
             missing, empty or of another type; names the line.
     """
 
-    def parse(source: str, item: dict[str, Any], texts: np.ndarray) -> ChatProblem:
-        location = source.removeprefix(f"{key}: ")
-        problem = _problem(item, prompt_field, answer_field, source, location)
+    def parse(prefix: str, item: dict[str, Any], is_text_field: np.ndarray) -> ChatProblem:
+        location = prefix.removeprefix(f"{key}: ")
+        problem = _parse_problem(item, prompt_field, answer_field, prefix, location)
         info = {}
-        for name, is_text in zip(info_fields, texts, strict=True):
-            value = _scalar(_field(item, name, "info_fields", source), source, name)
+        for name, is_text in zip(info_fields, is_text_field, strict=True):
+            value = _scalar(_field(item, name, "info_fields", prefix), prefix, name)
             info[name] = json.dumps(value) if is_text and not isinstance(value, str) else value
         return replace(problem, info=info)
 
-    def find_text_fields(item: dict[str, Any], texts: np.ndarray) -> None:
+    def find_text_fields(item: dict[str, Any], is_text_field: np.ndarray) -> None:
         # If a field is a text in some row, its numbers become JSON texts, because the records of a
         # channel have one schema.
         for i, name in enumerate(info_fields):
-            texts[i] |= isinstance(_scalar(item[name], "", name), str)
+            is_text_field[i] |= isinstance(_scalar(item[name], "", name), str)
 
     settings = f"problems {prompt_field!r} {answer_field!r} {[*info_fields]!r}"
     return JsonLinesFile(
@@ -108,15 +114,15 @@ def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatPr
             user and one of the assistant; names the line.
     """
 
-    def parse(source: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
-        messages = _messages(_field(item, field, "messages_field", source), source, field)
+    def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
+        messages = _parse_messages(_field(item, field, "messages_field", prefix), prefix, field)
         if [m["role"] for m in messages[-2:]] != ["user", "assistant"]:
             raise DataError(
-                f"{source}: {field!r} does not end with the assistant answering the user, so there "
+                f"{prefix}: {field!r} does not end with the assistant answering the user, so there "
                 "is no last answer to learn"
             )
         last = messages.pop()["content"]
-        return ChatProblem(tuple(messages), last, source.removeprefix(f"{key}: "), last)
+        return ChatProblem(tuple(messages), last, prefix.removeprefix(f"{key}: "), last)
 
     return JsonLinesFile(
         path, key, parse, settings=f"conversations {field!r}", row_text=question_text
@@ -138,108 +144,108 @@ def collapse_whitespace(text: str) -> str:
     return " ".join(text.split())
 
 
-def text_field(item: dict[str, Any], name: str, option: str, source: str) -> str:
-    """Return a field that is a text or a number, as text; ``option`` is the key that sets its name.
+def text_field(item: dict[str, Any], name: str, option: str, prefix: str) -> str:
+    """Return a field that is a text or a number, as text. ``option`` is the key of ``task`` that
+    has the field's name; for ``prefix`` see :func:`read_problems`.
 
     Raises:
         DataError: the field is missing, empty or of another type.
     """
-    value = _field(item, name, option, source)
+    value = _field(item, name, option, prefix)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{source}: {name!r} is {_short(value)}; expected a text or a number")
-    return _text(str(value), source, name)
+        raise DataError(f"{prefix}: {name!r} is {_excerpt(value)}; expected a text or a number")
+    return _check_not_empty(str(value), prefix, name)
 
 
-def _problem(
-    item: dict[str, Any], prompt_field: str, answer_field: str, source: str, location: str
+def _parse_problem(
+    item: dict[str, Any], prompt_field: str, answer_field: str, prefix: str, location: str
 ) -> ChatProblem:
-    messages = _messages(_field(item, prompt_field, "prompt_field", source), source, prompt_field)
+    messages = _parse_messages(
+        _field(item, prompt_field, "prompt_field", prefix), prefix, prompt_field
+    )
     demonstration = None
     if messages[-1]["role"] == "assistant":
         demonstration = messages.pop()["content"]
     if not messages or messages[-1]["role"] != "user":
-        raise DataError(f"{source}: {prompt_field!r} holds no message of the user to answer")
+        raise DataError(f"{prefix}: {prompt_field!r} holds no message of the user to answer")
     if answer_field not in item and demonstration is not None:
         return ChatProblem(tuple(messages), demonstration, location, demonstration)
-    answer = text_field(item, answer_field, "answer_field", source)
+    answer = text_field(item, answer_field, "answer_field", prefix)
     return ChatProblem(tuple(messages), answer, location, demonstration)
 
 
-def _scalar(value: Any, source: str, field: str) -> Scalar:
+def _scalar(value: Any, prefix: str, field: str) -> Scalar:
     """Return a field as a record can store it; values other than texts and numbers become JSON."""
     if isinstance(value, str):
-        return _valid_text(value, source, field)
+        return _check_unicode(value, prefix, field)
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return value if is_number else json.dumps(value, sort_keys=True)
 
 
-def _field(item: dict[str, Any], name: str, option: str, source: str) -> Any:
+def _field(item: dict[str, Any], name: str, option: str, prefix: str) -> Any:
     if name not in item:
         raise DataError(
-            f"{source}: no field {name!r}{did_you_mean(name, item)} (set task.{option})"
+            f"{prefix}: no field {name!r}{did_you_mean(name, item)} (set task.{option})"
         )
     return item[name]
 
 
-def _messages(value: Any, source: str, field: str) -> list[Mapping[str, str]]:
-    """Return a question, or a conversation of a file, as messages."""
+def _parse_messages(value: Any, prefix: str, field: str) -> list[Mapping[str, str]]:
+    """Return the messages of a field, which is a question or a list of messages."""
     if isinstance(value, str):
-        return [{"role": "user", "content": _text(value, source, field)}]
+        return [{"role": "user", "content": _check_not_empty(value, prefix, field)}]
     if not isinstance(value, list):
-        raise DataError(f"{source}: {field!r} is {_short(value)}; expected a text or messages")
+        raise DataError(f"{prefix}: {field!r} is {_excerpt(value)}; expected a text or messages")
     if not value:
-        raise DataError(f"{source}: {field!r} is empty")
+        raise DataError(f"{prefix}: {field!r} is empty")
     messages: list[Mapping[str, str]] = []
     for i, message in enumerate(value):
         name = f"{field}[{i}]"
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{source}: {name!r} is {_short(message)}; expected role and content")
+            raise DataError(f"{prefix}: {name!r} is {_excerpt(message)}; expected role and content")
         role, content = message["role"], message["content"]
         if role not in ROLES or (role == "system" and i):
             raise DataError(
-                f"{source}: {name!r} has the role {_short(role)}; expected user or assistant, or "
+                f"{prefix}: {name!r} has the role {_excerpt(role)}; expected user or assistant, or "
                 "system for the first"
             )
         if not isinstance(content, str):
-            raise DataError(f"{source}: the content of {name!r} is {_short(content)}, not a text")
-        content = _with_thought(message, content, source, name)
-        messages.append({"role": role, "content": _text(content, source, name)})
+            raise DataError(f"{prefix}: the content of {name!r} is {_excerpt(content)}, not a text")
+        content = _prepend_reasoning(message, content, prefix, name)
+        messages.append({"role": role, "content": _check_not_empty(content, prefix, name)})
     return messages
 
 
-def _with_thought(message: Mapping[str, Any], content: str, source: str, name: str) -> str:
-    """Return the content with the reasoning of a separate field before it, as models write it.
-
-    Args:
-        source, name: configuration key, file and line; and name of the message, for errors.
-    """
-    fields = [field for field in THOUGHT_FIELDS if message.get(field)]
+def _prepend_reasoning(message: Mapping[str, Any], content: str, prefix: str, name: str) -> str:
+    """Return a message's content, after reasoning in ``<think>`` tags if a field has it."""
+    fields = [field for field in REASONING_FIELDS if message.get(field)]
     if message["role"] != "assistant" or not fields:
         return content
-    thought = message[fields[0]]
-    if not isinstance(thought, str):
-        raise DataError(f"{source}: {fields[0]!r} of {name!r} is {_short(thought)}, not a text")
-    return f"<think>\n{thought.strip()}\n</think>\n\n{content}"
+    reasoning = message[fields[0]]
+    if not isinstance(reasoning, str):
+        raise DataError(f"{prefix}: {fields[0]!r} of {name!r} is {_excerpt(reasoning)}, not a text")
+    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content}"
 
 
-def _text(value: str, source: str, field: str) -> str:
+def _check_not_empty(value: str, prefix: str, field: str) -> str:
+    """Return a text of a field; raise DataError if it is blank or invalid Unicode."""
     if not value.strip():
-        raise DataError(f"{source}: {field!r} is empty")
-    return _valid_text(value, source, field)
+        raise DataError(f"{prefix}: {field!r} is empty")
+    return _check_unicode(value, prefix, field)
 
 
-def _valid_text(value: str, source: str, field: str) -> str:
+def _check_unicode(value: str, prefix: str, field: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{source}: {field!r} has half of a surrogate pair, which is no character")
+        raise DataError(f"{prefix}: {field!r} has half of a surrogate pair, which is no character")
     return value
 
 
-def _short(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     return json.dumps(value)[:40]
 
 
 def format_transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """Return a conversation as a transcript; a single message is its text."""
+    """Return a conversation as a transcript; a single message without its role."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -250,12 +256,13 @@ T = TypeVar("T")
 
 Split = Literal["train", "test"]
 RENDER_CHUNK, RENDER_CHUNK_CHARACTERS = 2048, 8 << 20
-"""Maximum number of problems, and about of characters, that are rendered at once."""
+"""Maximum number of problems, and approximate maximum of characters, that are rendered at once."""
 MAX_CACHED_PROMPTS = 4096
 """Number of rendered prompts that stay in memory."""
 DISK_CACHE_MIN_PROBLEMS = 20_000
 """From this many problems on, their token counts are cached on disk for all processes."""
 TOKENIZER_PROBES = 8
+"""Number of rendered problems in the key of the disk cache."""
 
 
 class ProblemSetConfig(Section):
@@ -266,10 +273,10 @@ class ProblemSetConfig(Section):
     system_prompt: str = ""
     """System message of conversations without one, for tokenizers with a chat template."""
     num_fewshot: int = Field(default=0, ge=0)
-    """Number of training problems that stand, answered, before each question as few-shot turns.
-    They are always the same, and are not trained on. For tokenizers with a chat template."""
+    """Number of training problems that precede each question, with their answers, as few-shot
+    turns. They are always the same, and are not trained on. For tokenizers with a chat template."""
     max_prompt_length: int = Field(default=1024, gt=0)
-    """Longer prompts are left out, tokens."""
+    """Maximum number of tokens of a prompt; longer prompts are left out."""
     allow_train_test_overlap: bool = False
     """Train even if every test problem is a training problem too."""
 
@@ -291,7 +298,7 @@ class RenderedProblem(Prompt):
     """The answer for supervised fine-tuning: the assistant's message in the row, or the reference
     answer."""
     num_tokens: int
-    """Tokens of ``rendered``."""
+    """Number of tokens of ``rendered``."""
     conversation: tuple[ChatMessage, ...]
     """The messages that ``rendered`` was built from."""
     location: str
@@ -306,7 +313,7 @@ class RenderedDataset(Generic[T]):
     """Items (prompts or whole conversations) that are rendered from problems on use.
 
     The last :data:`MAX_CACHED_PROMPTS` rendered items stay in memory. All others are rendered
-    again; only their number of tokens was checked.
+    again when they are used; the first rendering only counted their tokens.
     """
 
     def __init__(
@@ -317,27 +324,28 @@ class RenderedDataset(Generic[T]):
     ) -> None:
         """
         Args:
-            render: renders items from problems, each with the index of its problem in the argument.
-                One problem may become several consecutive items.
+            render: renders problems to items, each with the index of its problem in the argument. A
+                problem may become several consecutive items.
             size: returns the number of tokens of an item.
         """
         self._problems, self.render, self._size = problems, render, size
         self._cache: OrderedDict[tuple[int, int], T] = OrderedDict()
-        self._keys = np.zeros((0, 2), np.int64)
-        """For each item within the limit: index of its problem, and its index in the problem."""
+        self._places = np.zeros((0, 2), np.int64)
+        """For each item within the limit: the index of its problem, and its index among the items
+        of that problem, int64 ``[N, 2]``."""
         self.longest = 0
-        """Tokens of the longest item within the limit."""
+        """Number of tokens of the longest item within the limit."""
         self.total = 0
-        """Items of any length."""
+        """Number of items of any length."""
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._places)
 
     def filter_by_length(self, max_tokens: int, cache_key: str | None = None) -> None:
         """Select the items of at most ``max_tokens`` tokens.
 
         Args:
-            cache_key: text that determines the lengths, as the key of the disk cache; None: do not
+            cache_key: key of the disk cache, a text that determines the lengths; None: do not
                 cache.
         """
         arrays = (
@@ -346,15 +354,15 @@ class RenderedDataset(Generic[T]):
             else cached_arrays("tokens", cache_key, self._count_tokens, large=True)
         )
         tokens = arrays["tokens"]
-        self._keys, self.total = arrays["places"][tokens <= max_tokens], len(tokens)
+        self._places, self.total = arrays["places"][tokens <= max_tokens], len(tokens)
         self.longest = int(tokens[tokens <= max_tokens].max(initial=0))
 
     def take(self, indices: Sequence[int]) -> list[T]:
-        """Return the items with these indices, which count the items within the limit."""
-        keys = [(int(row), int(part)) for row, part in self._keys[list(indices)]]
-        rows = list(dict.fromkeys(row for row, part in keys if (row, part) not in self._cache))
+        """Return items by index among the items within the limit."""
+        places = [(int(row), int(part)) for row, part in self._places[list(indices)]]
+        rows = list(dict.fromkeys(place[0] for place in places if place not in self._cache))
         rendered = self._render_rows(rows, [self._problems[row] for row in rows]) if rows else {}
-        items = [rendered[key] if key in rendered else self._cache[key] for key in keys]
+        items = [rendered[p] if p in rendered else self._cache[p] for p in places]
         self._add_to_cache(rendered)
         return items
 
@@ -362,14 +370,14 @@ class RenderedDataset(Generic[T]):
         return self.take([index])[0]
 
     def _count_tokens(self) -> dict[str, np.ndarray]:
-        """Return the number of tokens and the key of every item."""
-        keys, tokens = list[np.ndarray](), list[np.ndarray]()
+        """Return the number of tokens of every item, and its place, as in :attr:`_places`."""
+        places, tokens = list[np.ndarray](), list[np.ndarray]()
         for rows, problems in _chunks(self._problems):
             rendered = self._render_rows(rows, problems)
-            keys.append(np.array(list(rendered), np.int64).reshape(-1, 2))
+            places.append(np.array(list(rendered), np.int64).reshape(-1, 2))
             tokens.append(np.array([self._size(item) for item in rendered.values()], np.int64))
             self._add_to_cache(rendered)
-        return {"places": np.concatenate(keys), "tokens": np.concatenate(tokens)}
+        return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
 
     def _render_rows(
         self, rows: Sequence[int], problems: Sequence[ChatProblem]
@@ -409,10 +417,10 @@ class ProblemSetEnvironment(PromptEnvironment):
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
         self._epoch: tuple[tuple[int, int], np.ndarray] | None = None
-        """Seed and number of the current epoch, and its order of the training problems."""
+        """The current epoch, as (seed, epoch), and its order of the training problems."""
         training = self.load_problems(config, "train")
         examples, training = training[: config.num_fewshot], training[config.num_fewshot :]
-        self._examples = [
+        self._fewshot_messages = [
             message
             for problem in examples
             for message in (
@@ -469,7 +477,7 @@ class ProblemSetEnvironment(PromptEnvironment):
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         problems = self._problems["train"]
-        # "jsonl" for all tasks, so that runs that began with an earlier version are the same.
+        # The name is "jsonl" for all tasks, so that older runs give the same results when resumed.
         random = generator(seed, "jsonl", "demonstration", step)
         prompts = problems.take(random.integers(len(problems), size=count).tolist())
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
@@ -485,7 +493,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         ]
 
     def _answers(self, prompts: Sequence[RenderedProblem]) -> list[str]:
-        """Return the demonstrations as the chat template renders them after the prompts."""
+        """Return the demonstrations of the prompts, as the chat template renders them."""
         if self.chat_format.template is None:
             return [prompt.demonstration for prompt in prompts]
         conversations = [
@@ -536,10 +544,10 @@ class ProblemSetEnvironment(PromptEnvironment):
     def _cache_key(
         self, problems: Sequence[ChatProblem], dataset: RenderedDataset[Any]
     ) -> str | None:
-        """Return a text that determines the lengths of items; None if the set is so small that its
-        lengths are not cached.
+        """Return the cache key for :meth:`RenderedDataset.filter_by_length`; None if the set is so
+        small that its lengths are not cached.
 
-        The text includes the first rendered problems, because they depend on all settings of the
+        The key includes the first rendered problems, because they depend on all settings of the
         tokenizer and its template.
         """
         if not isinstance(problems, JsonLinesFile) or len(problems) < DISK_CACHE_MIN_PROBLEMS:
@@ -575,7 +583,7 @@ class ProblemSetEnvironment(PromptEnvironment):
                 text,
                 problem.demonstration or problem.answer,
                 length,
-                tuple(self._messages(problem)),
+                tuple(self._prompt_messages(problem)),
                 problem.location,
                 info=problem.info,
             )
@@ -583,7 +591,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         ]
 
     def _model_inputs(self, problems: Sequence[ChatProblem], key: str) -> list[str]:
-        """Return the texts of the prompts."""
+        """Return the texts that the model receives."""
         if self.chat_format.template is None:
             if self.config.system_prompt or self.config.num_fewshot:
                 system = "system_prompt", "a system message"
@@ -599,7 +607,7 @@ class ProblemSetEnvironment(PromptEnvironment):
                         "template, and that of model.path has none"
                     )
             return [problem.messages[0]["content"] for problem in problems]
-        conversations = [self._messages(problem) for problem in problems]
+        conversations = [self._prompt_messages(problem) for problem in problems]
         texts = self.chat_format.render_prompts(conversations)
         for problem, messages, text in zip(problems, conversations, texts, strict=True):
             # Templates may trim messages, and drop the reasoning of earlier answers.
@@ -626,7 +634,7 @@ class ProblemSetEnvironment(PromptEnvironment):
             self._epoch = ((seed, epoch), order)
         return self._epoch[1]
 
-    def _messages(self, problem: ChatProblem) -> list[ChatMessage]:
+    def _prompt_messages(self, problem: ChatProblem) -> list[ChatMessage]:
         """Return the messages of a prompt: system message, few-shot examples, and the problem."""
         opening, messages = list[ChatMessage](), problem.messages
         if messages[0]["role"] == "system":
@@ -634,4 +642,4 @@ class ProblemSetEnvironment(PromptEnvironment):
             messages = messages[1:]
         elif self.config.system_prompt:
             opening = [{"role": "system", "content": self.config.system_prompt}]
-        return [*opening, *self._examples, *messages]
+        return [*opening, *self._fewshot_messages, *messages]

@@ -42,12 +42,12 @@ class ReasoningGymConfig(ProblemSetConfig):
     dataset_kwargs: dict[str, Any] = {}
     """Keys of the dataset's own configuration: sizes and difficulties."""
     train_size: int = Field(default=4096, gt=0, le=TEST_SEED)
-    """Training problems; those that are also test problems are left out."""
+    """Number of training problems; those that are also test problems are left out."""
     test_size: int = Field(default=400, gt=0)
-    """Test problems."""
+    """Number of test problems."""
     allow_eval_graders: bool = False
     """Allow datasets whose graders evaluate the response as an expression, which a model may
-    exploit. They run in the process of the reward stage."""
+    exploit. Graders run in the process of the reward stage."""
 
 
 class ReasoningGymEnvironment(ProblemSetEnvironment):
@@ -105,7 +105,7 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
         dataset = load_dataset(self.config, split)
         entry = dataset[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
         if HUGE_NUMBER.search(answer):
-            # Graders that compute it exactly would take hours, and cannot be interrupted.
+            # Graders that compute such a number would take hours, and cannot be interrupted.
             counts["parse_failures"] += 1
             return 0.0
         try:

@@ -52,7 +52,7 @@ from rlinf.seeding import generator
 CALL_PATTERN = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
 """Matches the first complete call. The text of a match contains no other tag."""
 TOKENIZE_CHUNK = 4096
-"""Questions that are tokenized at once."""
+"""Number of questions that are tokenized at once."""
 INSTRUCTION = (
     "Answer the question. You can look things up: write <search>words</search>, and what is found "
     "comes back between <information> and </information>. End with the answer alone, as "
@@ -64,19 +64,20 @@ class SearchConfig(DialogueConfig):
     """The questions, the corpus, and the rewards."""
 
     max_turns: int = Field(default=4, gt=0)
-    """Most messages of the policy: searches, malformed ones and the answer."""
+    """Maximum number of messages of the policy: searches, malformed messages and the answer."""
     max_turn_tokens: int = Field(default=128, gt=0)
     max_searches: int = Field(default=2, ge=0)
-    """Most searches; a further one returns an error."""
+    """Maximum number of searches; a further one returns an error."""
     results_per_search: int = Field(default=3, gt=0)
-    """Texts that a search returns."""
+    """Maximum number of texts that a search returns."""
     max_result_tokens: int = Field(default=256, ge=16)
-    """Most tokens of a search's results; the rest is cut off, but not the closing tag."""
+    """Maximum number of tokens of a search's results, with their tags. Longer results are cut off
+    before the closing tag."""
     corpus: Literal["countries", "manual"] = "countries"
-    """The corpus without files: sentences built from tables about countries, or real text, Python's
-    manual."""
+    """Built-in corpus, used without ``documents``: sentences built from tables about countries, or
+    Python's manual."""
     documents: Path | None = None
-    """JSON-lines file of texts; null: ``corpus`` (and no ``train`` and ``test``)."""
+    """JSON-lines file of texts; null: the texts and questions of ``corpus``."""
     train: Path | None = None
     """JSON-lines file of training questions."""
     test: Path | None = None
@@ -93,14 +94,14 @@ class SearchConfig(DialogueConfig):
     instruction: str = INSTRUCTION
     """Text before the question."""
     num_fewshot: int = Field(default=0, ge=0)
-    """Number of training questions that stand, answered, before each question; they are not trained
-    on."""
+    """Number of training questions that precede each question, with their answers; they are not
+    trained on."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
-    """Reward of a wrong answer if every message was a search or an answer; a right one loses as
-    much if one was not (arXiv 2505.15117)."""
+    """Reward of a wrong answer if no message before it caused an error; a right answer after an
+    error (a malformed message, or a search too many) loses this much (arXiv 2505.15117)."""
     retrieval_reward: float = Field(default=0.0, ge=0, lt=1)
-    """Reward of the first search whose results contain an answer (arXiv 2505.11821, section 4),
-    beside that of the answer itself."""
+    """Reward of the first search whose results contain an answer (arXiv 2505.11821, section 4), in
+    addition to the reward of the policy's answer."""
 
     @model_validator(mode="after")
     def _check_files(self) -> SearchConfig:
@@ -125,7 +126,7 @@ class SearchDialogue(Dialogue):
         self._question, self._opening, self._config = question, opening, config
         self._search = search
         self._num_searches = self._num_errors = 0
-        self._has_retrieved = False
+        self._has_found_answer = False
         self.info = {
             "answer": question.answers[0],
             "answers": json.dumps(question.answers),
@@ -147,9 +148,9 @@ class SearchDialogue(Dialogue):
             return self._error_step("no search is left; write <answer>words</answer>")
         self._num_searches += 1
         results = self._search(text)
-        is_first = not self._has_retrieved and contains_answer(results, self._question.answers)
-        self._has_retrieved |= is_first
-        reward = self._config.retrieval_reward * is_first
+        is_hit = not self._has_found_answer and contains_answer(results, self._question.answers)
+        self._has_found_answer |= is_hit
+        reward = self._config.retrieval_reward * is_hit
         return [{"role": "user", "content": results}], reward, False
 
     def _score(self, predicted: str) -> float:
@@ -163,7 +164,7 @@ class SearchDialogue(Dialogue):
 
     def _error_step(self, error: str) -> DialogueStep:
         self._num_errors += 1
-        return [{"role": "user", "content": _information(f"error: {error}")}], 0.0, False
+        return [{"role": "user", "content": _wrap_results(f"error: {error}")}], 0.0, False
 
 
 class SearchEnvironment(DialogueEnvironment):
@@ -203,14 +204,15 @@ class SearchEnvironment(DialogueEnvironment):
             return TaskSize()
         environment = cls(config, processor)
         longest = max(
-            map(environment._longest, (environment._train, environment._test)), key=itemgetter(0)
+            map(environment._longest, (environment._train, environment._test)),
+            key=itemgetter(0),
         )[1]
         (ids,) = environment.encode_prompts(environment._render([environment._opening(longest)]))
         return TaskSize(max_prompt_tokens=len(ids))
 
     def _longest(self, questions: Sequence[SearchQuestion]) -> tuple[int, SearchQuestion]:
-        """Return the number of tokens of the longest question, and the first question of that
-        length."""
+        """Return the number of tokens of the longest question, and the first question with that
+        number."""
         longest: tuple[int, SearchQuestion] | None = None
         for first in range(0, len(questions), TOKENIZE_CHUNK):
             chunk = list(questions[first : first + TOKENIZE_CHUNK])
@@ -223,7 +225,7 @@ class SearchEnvironment(DialogueEnvironment):
     def create_dialogue(self, split: str, random: np.random.Generator) -> SearchDialogue:
         questions = self._test if split == "test" else self._train
         question = questions[int(random.integers(len(questions)))]
-        return SearchDialogue(question, self._opening(question), self.config, self._find)
+        return SearchDialogue(question, self._opening(question), self.config, self._search)
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         return [math.nan if t.is_failed else float(t.extra["exact"]) for t in trajectories]
@@ -278,10 +280,10 @@ class SearchEnvironment(DialogueEnvironment):
         """Return the texts of a whole dialogue, each with its loss mask."""
         parts = []
         for query in question.queries[: self.config.max_searches]:
-            parts += [(f"<search>{query}</search>", 1.0), (self._find(query), 0.0)]
+            parts += [(f"<search>{query}</search>", 1.0), (self._search(query), 0.0)]
         return [*parts, (f"<answer>{question.answers[0]}</answer>", 1.0)]
 
-    def _find(self, query: str) -> str:
+    def _search(self, query: str) -> str:
         """Return the results of a query as the policy reads them: at most ``max_result_tokens``
         tokens."""
         documents = self._index.search(query, self.config.results_per_search)
@@ -293,13 +295,13 @@ class SearchEnvironment(DialogueEnvironment):
         (ids,), max_tokens = self.encode([text], literal=True), self.config.max_result_tokens
         num_kept = len(ids)
         while num_kept:
-            (wrapped_ids,) = self.encode([_information(text)], literal=True)
+            (wrapped_ids,) = self.encode([_wrap_results(text)], literal=True)
             if len(wrapped_ids) <= max_tokens:
                 break
             num_kept = max(0, num_kept - (len(wrapped_ids) - max_tokens))
-            # Without the part of a character that the cut may leave at the end.
+            # The cut may leave a part of a character at the end, which is dropped.
             text = self.tokenizer.decode(ids[:num_kept]).rstrip("\ufffd")
-        return _information(text)
+        return _wrap_results(text)
 
 
 def load_documents(config: SearchConfig) -> Sequence[Document]:
@@ -310,7 +312,7 @@ def load_documents(config: SearchConfig) -> Sequence[Document]:
         MissingPackageError: the tables about countries are not installed.
     """
     if config.documents is None:
-        return _corpus(config)[0]
+        return _load_corpus(config)[0]
     return read_documents(config.documents, config.document_field)
 
 
@@ -327,7 +329,7 @@ def load_questions(
     train: Sequence[SearchQuestion]
     test: Sequence[SearchQuestion]
     if config.train is None or config.test is None:
-        _, train, test = _corpus(config)
+        _, train, test = _load_corpus(config)
     else:
         fields = config.question_field, config.answer_field
         train = read_questions(config.train, "task.train", *fields)
@@ -339,13 +341,13 @@ def load_questions(
     return train, test
 
 
-def _corpus(
+def _load_corpus(
     config: SearchConfig,
 ) -> tuple[tuple[Document, ...], tuple[SearchQuestion, ...], tuple[SearchQuestion, ...]]:
     return load_python_manual() if config.corpus == "manual" else load_countries()
 
 
-def _information(text: str) -> str:
+def _wrap_results(text: str) -> str:
     return f"\n\n<information>{text}</information>\n\n"
 
 

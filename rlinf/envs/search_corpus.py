@@ -37,6 +37,7 @@ from rlinf.errors import ConfigError, DataError, require_package
 from rlinf.seeding import generator
 
 PACKAGE_EXTRA = "search"
+"""Extra of rlinf that installs the packages of search tasks."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
         DataError: missing or empty file, or a malformed line.
     """
 
-    def parse(source: str, item: dict[str, Any], flags: np.ndarray) -> Document:
-        return Document(text_field(item, field, "document_field", source))
+    def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> Document:
+        return Document(text_field(item, field, "document_field", prefix))
 
     return JsonLinesFile(path, "task.documents", parse, settings=f"documents {field!r}")
 
 
 def read_questions(
-    path: Path, key: str, question: str, answer: str
+    path: Path, key: str, question_field: str, answer_field: str
 ) -> JsonLinesFile[SearchQuestion]:
     """Return the questions of a JSON-lines file, each read when it is used.
 
@@ -88,13 +89,13 @@ def read_questions(
         DataError: missing or empty file, or a malformed line.
     """
 
-    def parse(source: str, item: dict[str, Any], flags: np.ndarray) -> SearchQuestion:
-        text = text_field(item, question, "question_field", source)
-        answers = _texts(item, answer, "answer_field", source)
-        queries = _texts(item, "queries", "queries", source) if "queries" in item else (text,)
+    def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> SearchQuestion:
+        text = text_field(item, question_field, "question_field", prefix)
+        answers = _text_fields(item, answer_field, "answer_field", prefix)
+        queries = _text_fields(item, "queries", "queries", prefix) if "queries" in item else (text,)
         return SearchQuestion(text, answers, queries)
 
-    settings = f"questions {question!r} {answer!r}"
+    settings = f"questions {question_field!r} {answer_field!r}"
     return JsonLinesFile(path, key, parse, settings=settings, row_text=question_key)
 
 
@@ -103,13 +104,14 @@ def question_key(question: SearchQuestion) -> str:
     return collapse_whitespace(question.text)
 
 
-def _texts(item: dict[str, Any], field: str, option: str, source: str) -> tuple[str, ...]:
+def _text_fields(item: dict[str, Any], field: str, option: str, prefix: str) -> tuple[str, ...]:
+    """Return the texts of a field that is a text or a list; arguments as for :func:`text_field`."""
     values = item.get(field)
     if not isinstance(values, list):
-        return (text_field(item, field, option, source),)
+        return (text_field(item, field, option, prefix),)
     if not values:
-        raise DataError(f"{source}: {field!r} is an empty list")
-    return tuple(text_field({field: value}, field, option, source) for value in values)
+        raise DataError(f"{prefix}: {field!r} is an empty list")
+    return tuple(text_field({field: value}, field, option, prefix) for value in values)
 
 
 @lru_cache(maxsize=1)
@@ -222,7 +224,7 @@ class Bm25Index:
             ) from None
 
     def search(self, query: str, max_results: int) -> list[Document]:
-        """Return at most ``max_results`` texts that contain words of a query, by falling score;
+        """Return at most ``max_results`` texts that contain words of a query, by descending score;
         texts with equal scores are in the order of the corpus."""
         vocabulary = self._bm25.vocab_dict
         word_ids = [vocabulary[word] for word in split_words(query) if word in vocabulary]
@@ -280,6 +282,7 @@ PARAGRAPH_CHARS = (40, 800)
 """Minimum and maximum characters of a paragraph. Shorter ones are headings; longer ones, mostly
 tables, would be truncated in search results."""
 SENTENCE_CHARS = (50, 220)
+"""Minimum and maximum characters of a sentence that becomes a question."""
 BLANK = "____"
 CLOZE_TEMPLATE = "Which name stands at {} in Python's manual? {}"
 

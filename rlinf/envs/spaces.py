@@ -112,8 +112,8 @@ def describe_space(space: Any) -> dict[str, Any]:
         parts = {name: describe_space(part) for name, part in space.spaces.items()}
         return {"kind": "dict", "parts": parts, "text": str(space)}
     if is_box(space):
-        kind = np.dtype(space.dtype).name
-        description = {"kind": "box", "shape": list(space.shape), "dtype": kind, "text": str(space)}
+        dtype, text = np.dtype(space.dtype).name, str(space)
+        description = {"kind": "box", "shape": list(space.shape), "dtype": dtype, "text": text}
         if len(space.shape) == 1:
             description.update(low=_bounds_list(space.low), high=_bounds_list(space.high))
         return description
@@ -196,15 +196,15 @@ class _ObservationFlattener:
     """Converts observations of a space to a state and images."""
 
     def __init__(self, space: Any, selection: ObservationSelection) -> None:
-        self._states: list[tuple[SpacePath, Any]] = []
-        self._images: list[tuple[SpacePath, Any]] = []
+        self._state_parts: list[tuple[SpacePath, Any]] = []
+        self._image_parts: list[tuple[SpacePath, Any]] = []
         ignored, matched = set(selection.ignored), set[str]()
         leaves = list(leaf_spaces(space))
         for path, part in leaves:
             if matches := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
                 matched |= matches
             elif path == (INSTRUCTION,) and is_box(part):
-                self._images.append((path, part))
+                self._image_parts.append((path, part))
             elif is_image(part):
                 self._add_image(path, part, selection)
             elif (obstacle := _flatten_obstacle(part)) is not None:
@@ -213,19 +213,20 @@ class _ObservationFlattener:
                     f"{obstacle}; leave it out by its name here, or wrap the environment"
                 )
             else:
-                self._states.append((path, part))
+                self._state_parts.append((path, part))
         for name in sorted(ignored - matched):
             names = ", ".join("_".join(path) for path, _ in leaves if path) or "no names"
             raise InvalidEnvConfig(f"task.ignore_observations: there is no {name!r}, but {names}")
-        if not self._states:
+        if not self._state_parts:
             raise InvalidEnvConfig(
                 f"task.id: its observations are {space}; policies need numbers in addition to "
                 "images; wrap the environment so that it returns some"
             )
-        (path, part), *others = self._states
+        (path, part), *others = self._state_parts
         is_vector = not others and is_box(part) and len(part.shape) == 1
-        has_flat_images = all(len(path) == 1 for path, _ in self._images)
+        has_flat_images = all(len(path) == 1 for path, _ in self._image_parts)
         self.is_flat = is_vector and path in ((), (STATE,)) and has_flat_images and not matched
+        """Whether observations need no conversion."""
         self.space = space if self.is_flat else self._flat_space()
 
     def _add_image(self, path: SpacePath, part: Any, selection: ObservationSelection) -> None:
@@ -242,20 +243,21 @@ class _ObservationFlattener:
             )
         if list(selection.images[name]) != size:
             raise InvalidEnvConfig(f"task.images.{name}: its images are {size}")
-        self._images.append((path, part))
+        self._image_parts.append((path, part))
 
     def _flat_space(self) -> Any:
-        bounds = [_flat_bounds(part) for _, part in self._states]
+        bounds = [_flat_bounds(part) for _, part in self._state_parts]
         low, high = (np.concatenate(arrays) for arrays in zip(*bounds))  # noqa: B905 - Python 3.9
-        images = {"_".join(path): part for path, part in self._images}
+        images = {"_".join(path): part for path, part in self._image_parts}
         return SimpleNamespace(spaces={STATE: Box(low, high), **images})
 
     def flatten(self, observation: Any, *, batched: bool = False) -> Arrays:
         """Return the state ``[D]`` and images by name; for many environments ``[n, ...]`` each."""
         vectors = [
-            _to_vector(part, _value_at(observation, path), batched) for path, part in self._states
+            _to_vector(part, _value_at(observation, path), batched)
+            for path, part in self._state_parts
         ]
-        images = {"_".join(p): np.array(_value_at(observation, p)) for p, _ in self._images}
+        images = {"_".join(p): np.array(_value_at(observation, p)) for p, _ in self._image_parts}
         return {STATE: np.concatenate(vectors, -1), **images}
 
 
@@ -269,6 +271,7 @@ class _ActionConverter:
         self._sizes: list[tuple[int, ...]] = []
         """For each part, the number of values of its discrete actions; empty for boxes."""
         self.is_flat = (is_box(space) and len(space.shape) == 1) or is_discrete(space)
+        """Whether actions need no conversion."""
         if self.is_flat:
             self.space: Any = space
         elif self._parts and _are_boxes_of_one_kind(self._parts):
@@ -352,7 +355,7 @@ def is_image(space: Any) -> bool:
 
 
 class _Gymnasium(NamedTuple):
-    """The class and functions that are used of Gymnasium."""
+    """The class and functions of Gymnasium that this module uses."""
 
     space: type
     flatten: Any

@@ -40,8 +40,9 @@ from rlinf.envs.vector_env import step_info_columns
 from rlinf.errors import InputError, RlinfError, UserCodeError
 
 EXIT_TIMEOUT_S = 2.0
+"""Wait for the exit code of a process that closed its connection."""
 MAX_START_ATTEMPTS = 3
-"""Number of processes that may die one after another before an episode has begun."""
+"""Number of processes that are tried, one after another, to begin episodes."""
 SITE_PACKAGE_DIRS = ("site-packages", "dist-packages")
 BOOTSTRAP_CODE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 """Runs a file as ``__main__`` without its folder on the module search path."""
@@ -50,6 +51,7 @@ T = TypeVar("T")
 AsyncCall = Generator[None, None, T]
 """A request to a process: sent at the first ``next``; its result is awaited after that."""
 VectorStep = tuple[Arrays, dict[int, str]]
+"""Arrays by name, and errors by row."""
 
 
 class SimulatorError(RlinfError):
@@ -112,6 +114,7 @@ class SubprocessVectorEnv:
         """The process in which each environment's episode began."""
         self._empty_columns: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
         self._empty_columns |= {name: np.zeros(0, np.uint8) for name in STEP_FLAGS}
+        """Columns of a step without rows, for steps after the process died."""
         self._num_envs = 0
         """The largest number of environments so far, which a new process creates again."""
         self._step_info_keys: tuple[str, ...] = ()
@@ -446,16 +449,16 @@ class _ProcessDied(Exception):
 
 
 def _stop_process(
-    process: subprocess.Popen[bytes], files: Sequence[int], end: socket.socket, timeout_s: float
+    process: subprocess.Popen[bytes], fds: Sequence[int], sock: socket.socket, timeout_s: float
 ) -> None:
-    end.close()  # the process exits when its connection closes
+    sock.close()  # the process exits when its connection closes
     if timeout_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
     process.kill()
     process.wait()
-    for file in files:
-        os.close(file)
+    for fd in fds:
+        os.close(fd)
 
 
 def _python_path(python: str | None) -> str:

@@ -80,7 +80,7 @@ class TextEnvironment(Environment):
 
         A chat template writes BOS itself. Other prompts start with the special tokens that the
         tokenizer puts before a text, unless they are present. An empty prompt becomes BOS or EOS,
-        because a language model predicts no probability of the first token of a sequence.
+        because a language model predicts no probability for the first token of a sequence.
         """
         bos = self.tokenizer.bos_token_id
         bos = self.tokenizer.eos_token_id if bos is None else bos
@@ -91,7 +91,7 @@ class TextEnvironment(Environment):
         return [ids if len(ids) else empty_prompt for ids in prompts]
 
     def append_end_token(self, ids: np.ndarray) -> np.ndarray:
-        """Return the token ids of an answer, with the end token."""
+        """Return the token ids of an answer, followed by the token that ends answers."""
         return np.append(ids, np.int64(self.chat_format.end_of_turn_token_id))
 
 

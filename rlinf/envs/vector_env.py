@@ -122,7 +122,8 @@ class SyncVectorEnv:
         Args:
             initial_states: indices of initial states (modulo their number), for environments that
                 have a list of them; by default the seeds determine the states.
-            turns: running numbers that select tasks in rotation, if there are several.
+            turns: running numbers of the groups (:meth:`RolloutRequest.task_turns`), which select
+                tasks in rotation, if there are several.
         """
         if self._single_instance and max(env_ids, default=0):
             raise InvalidEnvConfig(
@@ -134,9 +135,9 @@ class SyncVectorEnv:
         failed: dict[int, tuple[Any, ...]] = {}
         for row, (env_id, seed) in enumerate(zip(env_ids, seeds)):  # noqa: B905 - Python 3.9
             initial_state = None if initial_states is None else initial_states[row]
-            start = (initial_state, None if turns is None else turns[row])
+            options = (initial_state, None if turns is None else turns[row])
             try:
-                self._reset_one(env_id, seed, *start)
+                self._reset_one(env_id, seed, *options)
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -147,12 +148,12 @@ class SyncVectorEnv:
                         "resume the run"
                     ) from error
                 self._recreate(env_id)
-                if not self._retry_reset(env_id, seed, *start):
-                    failed[env_id] = (seed ^ 1, *start)
+                if not self._retry_reset(env_id, seed, *options):
+                    failed[env_id] = (seed ^ 1, *options)
         if failed and not self._templates:
             # No observation is known yet; an episode with another seed provides one, or raises.
-            env_id, other_start = next(iter(failed.items()))
-            self._reset_one(env_id, *other_start)
+            env_id, other_reset = next(iter(failed.items()))
+            self._reset_one(env_id, *other_reset)
         for env_id in failed:
             self._last_observations[env_id] = {
                 name: np.zeros_like(a) for name, a in self._templates.items()
@@ -385,8 +386,8 @@ class SyncVectorEnv:
         self._last_observations[env_id] = observations
 
     def _read(self, env_id: int, observation: Any) -> Arrays:
-        """Return an observation; raise ValueError if its shape or type differs from the first
-        one."""
+        """Return an observation; raise ValueError if its shapes or types are not those of the first
+        observation."""
         observations = self._readers[env_id].read(observation)
         if not self._templates:
             check_all_used(observations)
@@ -438,6 +439,7 @@ class BatchedVectorEnv:
         self.min_envs = 0
         """Minimum number of environments: as many as a previous process had."""
         self._failure = ""
+        """Traceback of the simulator's error; empty if there was none."""
         self._failed_resets: dict[int, str] = {}
         """Errors of episodes that could not begin, by environment."""
 
@@ -501,45 +503,45 @@ class BatchedVectorEnv:
     def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Step as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
         environment returns values that are not finite, or could not begin, its episode ends."""
-        rows, space = list(env_ids), self._env.action_space
+        ids, space = list(env_ids), self._env.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
             raise InvalidEnvConfig(
                 "task.simulator: this simulator steps all environments together, so it accepts "
                 "no chunks of actions; choose a policy of single actions"
             )
         all_actions = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
-        all_actions[rows] = to_env_actions(space, actions)
-        reward, flags = np.zeros(len(rows)), np.zeros((len(STEP_FLAGS), len(rows)), np.uint8)
+        all_actions[ids] = to_env_actions(space, actions)
+        reward, flags = np.zeros(len(ids)), np.zeros((len(STEP_FLAGS), len(ids)), np.uint8)
         errors = dict[int, str]()
         try:
             observation, all_rewards, *all_flags = self._env.step(all_actions)
         except Exception as error:  # a simulator may raise anything
             self._failure = format_error(error, self._user_modules)
-            errors = dict.fromkeys(range(len(rows)), self._failure)
+            errors = dict.fromkeys(range(len(ids)), self._failure)
             flags[0] = True
         else:
-            observations = {name: column[rows] for name, column in self._read(observation).items()}
-            reward[:] = np.asarray(all_rewards, np.float64)[rows]
-            flags[:3] = [np.asarray(column, np.uint8)[rows] for column in all_flags]
+            observations = {name: column[ids] for name, column in self._read(observation).items()}
+            reward[:] = np.asarray(all_rewards, np.float64)[ids]
+            flags[:3] = [np.asarray(column, np.uint8)[ids] for column in all_flags]
             flags[3] = flags[2]
             errors = find_non_finite(observations)
-            for row, env_id in enumerate(rows):
+            for row, env_id in enumerate(ids):
                 if env_id in self._failed_resets:
                     errors[row] = self._failed_resets.pop(env_id)
             for row in np.flatnonzero(~np.isfinite(reward)).tolist():
                 errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
-            valid = [row for row in range(len(rows)) if row not in errors]
+            valid = [row for row in range(len(ids)) if row not in errors]
             for name, column in observations.items():
-                self._last_observations[name][[rows[row] for row in valid]] = column[valid]
+                self._last_observations[name][[ids[row] for row in valid]] = column[valid]
             reward[list(errors)], flags[:, list(errors)] = (
                 0,
                 np.array(LOST_EPISODE_FLAGS, np.uint8)[:, None],
             )
-        columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
+        columns: Arrays = {"reward": reward, "executed": np.ones(len(ids), np.int32)}
         columns.update(zip(STEP_FLAGS, flags))  # noqa: B905 - Python 3.9
         return {
             **columns,
-            **prefix_observations({n: c[rows] for n, c in self._last_observations.items()}),
+            **prefix_observations({n: c[ids] for n, c in self._last_observations.items()}),
         }, errors
 
     def _reset_envs(self, env_ids: Sequence[int], seeds: Sequence[int]) -> Arrays:
@@ -642,7 +644,7 @@ def main(
     factory_kwargs_json: str,
     options_json: str,
 ) -> None:
-    """Serve a stage.
+    """Run a simulator process, which serves a stage.
 
     Args:
         socket_fd: file descriptor of this process's end of the socket pair.

@@ -35,12 +35,12 @@ COLOURS = {
     "yellow": (235, 200, 40),
 }
 SHAPES = ("circle", "square", "triangle")
-BACKGROUND = 245
+BACKGROUND_GREY = 245
 ANSWER_PATTERN = re.compile(r"<answer>([^<>]*)</answer>\s*$")
 MAX_SCENE_DRAWS = 10_000
 """Maximum number of scenes that are drawn for a question. One in eight is a test scene, and most
 scenes allow a question of the drawn kind."""
-BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 
 
 class VisualQuestionsConfig(Section):
@@ -53,12 +53,12 @@ class VisualQuestionsConfig(Section):
     grid_size: int = Field(default=2, gt=0, le=8)
     """Rows and columns of the grid; a cell holds at most one shape."""
     max_objects: int = Field(default=4, gt=0)
-    """Most shapes of a scene; it has at least one, and at most one in each cell."""
+    """Maximum number of shapes in a scene, which has at least one, and at most one in each cell."""
     instruction: str = ""
-    """Text after each question, which tells a pretrained model the format."""
+    """Text after each question that describes the format to a pretrained model."""
     format_reward: float = Field(default=0.1, ge=0, lt=1)
     """Reward of a wrong answer in the right format, ``<answer>...</answer>`` at the end; a right
-    one has 1."""
+    answer gets 1."""
     test_seed: int = Field(default=1234, ge=0)
     """Seed of the test questions; the run's seed does not change them."""
 
@@ -81,15 +81,16 @@ class SceneObject(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """Shapes on a grid."""
+    """Shapes on a grid. Its ``repr`` determines the split, so names of fields must not change."""
 
     objects: tuple[SceneObject, ...]
     cells: int
+    """Rows, and columns, of the grid."""
 
     def render(self, size: int) -> np.ndarray:
         """Return the image, uint8 ``[size, size, 3]``; a pixel belongs to a shape if its centre is
         inside the shape."""
-        image = np.full((size, size, 3), BACKGROUND, np.uint8)
+        image = np.full((size, size, 3), BACKGROUND_GREY, np.uint8)
         centres = (np.arange(size) + 0.5) * self.cells / size
         for item in self.objects:
             # Coordinates within the item's cell, from -1 to 1; y grows downwards.
@@ -110,7 +111,7 @@ class VisualPrompt(Prompt):
 
     image: np.ndarray
     image_tokens: int
-    """Tokens that represent the image."""
+    """Number of tokens that represent the image."""
 
     def extra_columns(self) -> Mapping[str, np.ndarray]:
         return self._columns
@@ -121,7 +122,7 @@ class VisualPrompt(Prompt):
 
     @property
     def model_input(self) -> str:
-        return f"{BEGIN}{IMAGE * self.image_tokens}{END}{self.text}"
+        return f"{VISION_START}{IMAGE_PAD * self.image_tokens}{VISION_END}{self.text}"
 
 
 class VisualQuestionsEnvironment(PromptEnvironment):
@@ -155,7 +156,7 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         environment = cls(config, processor)
         random = generator(0, "visual_questions", "extent")
         examples = environment.encode_prompts(
-            [environment._draw(random, "train").model_input for _ in range(64)]
+            [environment._draw_from_split(random, "train").model_input for _ in range(64)]
         )
         return TaskSize(max_prompt_tokens=max(map(len, examples)))
 
@@ -165,13 +166,13 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             seed, iteration = self.config.test_seed, 0
         key = ("visual_questions", request.split, iteration)
         return [
-            self._draw(generator(seed, *key, int(group)), request.split)
+            self._draw_from_split(generator(seed, *key, int(group)), request.split)
             for group in request.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         random = generator(seed, "visual_questions", "demonstration", step)
-        prompts = [self._draw(random, "train") for _ in range(count)]
+        prompts = [self._draw_from_split(random, "train") for _ in range(count)]
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode([f"<answer>{prompt.answer}</answer>" for prompt in prompts])
         return [
@@ -200,15 +201,15 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             return 0.0
         return 1.0 if match[1].strip() == answer else self.config.format_reward
 
-    def _draw(self, random: np.random.Generator, split: str) -> VisualPrompt:
+    def _draw_from_split(self, random: np.random.Generator, split: str) -> VisualPrompt:
         """Draw questions until one belongs to the split.
 
         Raises:
             ConfigError: none of :data:`MAX_SCENE_DRAWS` scenes has a question of the split.
         """
         for _ in range(MAX_SCENE_DRAWS):
-            scene = self._scene(random)
-            question = self._question(scene, random)
+            scene = self._draw_scene(random)
+            question = self._draw_question(scene, random)
             if question is None or is_test_question(f"{scene}{question[0]}") != (split == "test"):
                 continue
             image = self._images.resize(scene.render(self.config.image_size))
@@ -219,7 +220,7 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             f"{split} split among {MAX_SCENE_DRAWS:,} scenes; draw more cells (2 or more)"
         )
 
-    def _scene(self, random: np.random.Generator) -> Scene:
+    def _draw_scene(self, random: np.random.Generator) -> Scene:
         cells = self.config.grid_size
         count = int(random.integers(1, min(self.config.max_objects, cells**2) + 1))
         positions = random.permutation(cells**2)[:count]
@@ -236,7 +237,7 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             cells,
         )
 
-    def _question(self, scene: Scene, random: np.random.Generator) -> tuple[str, str] | None:
+    def _draw_question(self, scene: Scene, random: np.random.Generator) -> tuple[str, str] | None:
         """Return a question of a random kind and its answer; None if it would be ambiguous."""
         kind = self.config.question_kinds[int(random.integers(len(self.config.question_kinds)))]
         if kind == "count":

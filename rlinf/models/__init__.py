@@ -1,4 +1,4 @@
-"""Policies: what is trained, and how its step outputs are read."""
+"""Policies: the networks that are trained, with a common interface to trajectories."""
 
 from rlinf.registry import Registry
 

@@ -41,13 +41,13 @@ class ActionBox:
     """The scaling of action vectors with ``A`` components."""
 
     center: np.ndarray
-    """The simulator's value of 0, float64 ``[A]``."""
+    """The action in the simulator's units that the policy's 0 represents, float64 ``[A]``."""
     half_range: np.ndarray
-    """The distance from the center to 1, in the simulator's units, float64 ``[A]``."""
+    """The difference between the policy's 0 and 1 in the simulator's units, float64 ``[A]``."""
     low: np.ndarray
     """The simulator's lower bounds, infinite if there are none; integers for integer actions."""
     high: np.ndarray
-    """The simulator's upper bounds, likewise."""
+    """The simulator's upper bounds, like ``low``."""
 
     @classmethod
     def from_spec(cls, action: Mapping[str, Any], scale: float | None) -> ActionBox:
@@ -108,7 +108,8 @@ def check_action_scale(action: Mapping[str, Any], scale: float | None, *, squash
     Args:
         action: As for :meth:`ActionBox.from_spec`.
         scale: See :data:`ActionScale`.
-        squashed: Whether the policy needs an interval in each component.
+        squashed: Whether the policy squashes actions into an interval (tanh), and so needs both
+            bounds of each component.
 
     Raises:
         ConfigError: The interval exceeds the bounds, or a needed bound is missing.
@@ -143,6 +144,7 @@ def _bounds(bounds: float | Sequence[float | None] | None, size: int, none: floa
 
 
 STATISTICS_FILE = "dataset_statistics.json"
+"""The file with action statistics by data set, as OpenVLA writes it."""
 BIN_EPS = 1e-8
 """Constant that OpenVLA-OFT adds to the width of an interval."""
 
@@ -209,7 +211,7 @@ class ActionBins:
 def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:
     """Return the ``action`` statistics of a data set for a :data:`STATISTICS_FILE` file.
 
-    Constant numbers are not scaled.
+    Constant numbers are not scaled (``mask``).
 
     Args:
         actions: All actions of the data set, ``[N, D]``.
@@ -241,20 +243,20 @@ def read_action_statistics(path: Path, dataset: str | None, key: str) -> tuple[s
     try:
         datasets = json.loads(read_text(path))
     except (OSError, ValueError) as error:
-        raise _malformed(key, str(path), error) from None
+        raise _statistics_error(key, str(path), error) from None
     return select_action_statistics(datasets, dataset, key, str(path))
 
 
 def select_action_statistics(
     datasets: Any, dataset: str | None, key: str, source: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the name and the statistics of a data set in the content of such a file.
+    """Return the name and the statistics of a data set.
 
     Args:
-        datasets: The content of the file.
+        datasets: The content of a :data:`STATISTICS_FILE` file.
         dataset: Name of the data set; None: the only one.
         key: The configuration key, for error messages.
-        source: The source of the content, for error messages.
+        source: The file of the content, for error messages.
 
     Raises:
         DataError: The content is malformed or lacks the data set.
@@ -268,11 +270,11 @@ def select_action_statistics(
             )
         ActionBins.from_statistics(datasets[name]["action"], 0, 2)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _malformed(key, source, error) from None
+        raise _statistics_error(key, source, error) from None
     return str(name), datasets[name]
 
 
-def _malformed(key: str, source: str, error: Exception) -> DataError:
+def _statistics_error(key: str, source: str, error: Exception) -> DataError:
     return DataError(
         f"{key}: {source} is no {STATISTICS_FILE} ({error}); for each data set it must have the "
         "quantiles q01 and q99 of the action, a list each"
@@ -283,14 +285,16 @@ ValueLevel = Literal["chunk", "action"]
 """Whether a policy has one value per chunk or one per action. Both depend only on the state at the
 start of the chunk."""
 VALUE_HEAD_OUTPUT = "value_head.fc2."
-"""Prefix of the last layer of a value head."""
+"""Prefix of the tensor names of a value head's last layer."""
 
 
 def reset_mismatched_value_head(
     stored: Mapping[str, Tensor], initial: Mapping[str, Tensor], folder: Path
 ) -> dict[str, Tensor]:
-    """Replace the last layer of a stored value head by the initial one if its shape differs. The
-    shape depends on value level and chunk length. A warning is logged."""
+    """Replace the last layer of a stored value head by the initial one if its shape differs.
+
+    The shape depends on value level and chunk length. A warning is logged.
+    """
     heads = [name for name in stored if name.startswith(VALUE_HEAD_OUTPUT)]
     mismatched = [name for name in heads if stored[name].shape != initial[name].shape]
     if mismatched:

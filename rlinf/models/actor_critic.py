@@ -35,8 +35,8 @@ class MLPConfig(Section):
     initial_log_std: float = 0.0
     """Initial log standard deviation of a Gaussian policy; learned, equal for all states."""
     action_scale: ActionScale = None
-    """For a Gaussian policy, the simulator's units of 1; null: -1 to 1 spans the task's bounds.
-    Actions beyond the bounds are clipped when they are executed."""
+    """For a Gaussian policy, the action in the simulator's units that output 1 represents; null: -1
+    to 1 spans the task's bounds. Actions beyond the bounds are clipped when executed."""
     observation_clip: float = Field(default=10.0, gt=0)
     """Largest magnitude of a (standardized) observation."""
     chunk_size: int = Field(default=1, gt=0)
@@ -45,7 +45,7 @@ class MLPConfig(Section):
     """Whether there is one value (and advantage) per chunk or per action."""
 
     @model_validator(mode="after")
-    def _chunks_are_valued(self) -> MLPConfig:
+    def _check_value_level(self) -> MLPConfig:
         if self.value_level == "action" and self.chunk_size == 1:
             raise ValueError(
                 "value_level: action needs chunks, and a step is one action here; set chunk_size "
@@ -55,27 +55,27 @@ class MLPConfig(Section):
 
 
 class MLPActorCritic(ObservationNormalizer):
-    """An MLP from observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``,
-    or ``[..., C]`` per action of a chunk."""
+    """An MLP from observations ``[..., D]`` to action parameters ``[..., A]`` (logits or means) and
+    values ``[...]``, or ``[..., C]`` per action of a chunk."""
 
-    def __init__(self, settings: dict[str, Any], features: int = 0) -> None:
+    def __init__(self, settings: dict[str, Any], num_features: int = 0) -> None:
         """
         Args:
             settings: The policy's ``config.json``.
-            features: Number of further inputs after the observation.
+            num_features: Number of further inputs after the observation.
         """
         size = settings["observation"]
         # Older folders have no chunk size.
-        out = settings["action"]["size"] * settings.get("chunk_size", 1)
+        num_outputs = settings["action"]["size"] * settings.get("chunk_size", 1)
         super().__init__(size, float(settings["observation_clip"]))
-        sizes = [size + features, *settings["hidden"]]
+        sizes = [size + num_features, *settings["hidden"]]
         trunk, head = (sizes, sizes[-1:]) if settings["shared_trunk"] else (sizes[:1], sizes)
         self.trunk = tanh_network(trunk, last_gain=None)
-        self.policy = tanh_network([*head, out], last_gain=0.01)
+        self.policy = tanh_network([*head, num_outputs], last_gain=0.01)
         self._has_action_values = settings.get("value_level") == "action"
         num_values = settings["chunk_size"] if self._has_action_values else 1
         self.value = tanh_network([*head, num_values], last_gain=1.0)
-        self.log_std = nn.Parameter(torch.full((out,), float(settings["initial_log_std"])))
+        self.log_std = nn.Parameter(torch.full((num_outputs,), float(settings["initial_log_std"])))
         self.log_std.requires_grad_(settings["action"]["kind"] == "box")
 
     def forward(
@@ -118,7 +118,7 @@ class MLPPolicy(NormalizedVectorPolicy):
         return replace(trajectory, actions=chunks, choice_mask=mask)
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        out, log_std, values = self._parameters(batch["observations"], batch)
+        out, log_std, values = self._action_parameters(batch["observations"], batch)
         logprobs, entropies = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
         mask = batch["mask"]
         part_mask = mask if self.chunk_size == 1 else mask[..., None, None]
@@ -139,7 +139,7 @@ class MLPPolicy(NormalizedVectorPolicy):
         outputs: tuple[Tensor, Tensor, Tensor] = self.module(state)
         return outputs
 
-    def _parameters(
+    def _action_parameters(
         self, state: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the network's outputs, with action parameters ``[..., C, A]`` for chunks."""
@@ -167,7 +167,7 @@ class MLPPolicy(NormalizedVectorPolicy):
         actions are ``[n, C]`` or ``[n, C, A]`` and log-probabilities ``[n, C, 1]`` or ``[n, C,
         A]``; with ``value_level`` ``action``, values are ``[n, C]``.
         """
-        out, log_std, values = self._parameters(observations["observation"], observations)
+        out, log_std, values = self._action_parameters(observations["observation"], observations)
         if noise is None:
             actions = out.argmax(-1) if self.is_discrete else out
         elif self.is_discrete:
@@ -183,7 +183,7 @@ class MLPPolicy(NormalizedVectorPolicy):
     def logprobs_and_entropy(
         self, out: Tensor, log_std: Tensor, actions: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies ``[...]`` of actions in the policy's units.
+        """Return log-probabilities and entropies ``[...]`` of actions.
 
         For chunks they are per dimension, ``[..., C, A]``, or per discrete action, ``[..., C, 1]``.
         The temperature divides logits or multiplies standard deviations; 0 (greedy) counts as 1.
@@ -191,7 +191,7 @@ class MLPPolicy(NormalizedVectorPolicy):
         Args:
             out: Action parameters of the network.
             log_std: Log standard deviations of the network.
-            actions: The actions to score.
+            actions: The actions in the policy's units.
             temperature: Sampling temperature.
         """
         if self.is_discrete:
@@ -225,7 +225,7 @@ class MLPPolicy(NormalizedVectorPolicy):
 CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel and stride of each layer (Mnih et al. 2015, doi 10.1038/nature14236)."""
 MIN_IMAGE_SIDE = 36
-"""Smallest height or width of an image, so that the convolutions have an output."""
+"""Smallest height or width of an image for which the convolutions have an output."""
 
 
 class CNNConfig(MLPConfig):
@@ -234,19 +234,19 @@ class CNNConfig(MLPConfig):
     features_dim: int = Field(default=256, gt=0)
     """Number of features per image."""
     use_state: bool = True
-    """Whether the state is an input, too; otherwise only images are."""
+    """Whether the state is an input besides the images."""
 
 
 class CNNActorCritic(MLPActorCritic):
     """An :class:`MLPActorCritic` with image features, which policy and value share."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        count = settings["features_dim"]
-        super().__init__(settings, count * len(settings["images"]))
+        features_dim = settings["features_dim"]
+        super().__init__(settings, features_dim * len(settings["images"]))
         self.uses_state = bool(settings["use_state"])
         sizes = settings["images"].items()
         self.encoders = nn.ModuleDict(
-            {name: _image_encoder(size[0], size[1], count) for name, size in sizes}
+            {name: _image_encoder(size[0], size[1], features_dim) for name, size in sizes}
         )
 
     def forward(
@@ -304,7 +304,8 @@ class CNNPolicy(MLPPolicy):
         return outputs
 
 
-def _image_encoder(height: int, width: int, features: int) -> nn.Sequential:
+def _image_encoder(height: int, width: int, features_dim: int) -> nn.Sequential:
+    """Return convolutions and a linear layer, from images to ``features_dim`` numbers."""
     layers: list[nn.Module] = []
     channels = 3
     for out, kernel, stride in CONVOLUTIONS:
@@ -314,7 +315,7 @@ def _image_encoder(height: int, width: int, features: int) -> nn.Sequential:
             (width - kernel) // stride + 1,
             out,
         )
-    layers += [nn.Flatten(), nn.Linear(height * width * channels, features), nn.ReLU()]
+    layers += [nn.Flatten(), nn.Linear(height * width * channels, features_dim), nn.ReLU()]
     for layer in layers:
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.orthogonal_(layer.weight, 2**0.5)

@@ -1,7 +1,7 @@
 """The policy interface: one object between the trajectories and the network.
 
-Algorithms and trainers see only step outputs ``[B, T]``. Whether a step is a token or an action of
-a robot is known only to the policy and its environment.
+Algorithms and trainers see only :class:`StepOutputs`: log-probability, entropy and value of each
+step, ``[B, T]``. Only the policy and its environment know whether a step is a token or an action.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ModelSpec = dict[str, Any]
 """Properties of an environment that a new policy needs: alphabet, observations, actions."""
 
 Batch = dict[str, Tensor]
-"""Model inputs padded to ``[B, ...]``; always has ``mask`` ``[B, T]`` (1: a step)."""
+"""Model inputs, padded to ``[B, ...]``. Always has ``mask`` ``[B, T]``: 1 for steps, else 0."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Policy(Component, ABC):
         """Check that :meth:`create` would succeed, without creating the policy.
 
         Returns:
-            The :meth:`processor` if it already exists, or None.
+            The result of :meth:`processor` if it is available before :meth:`create`, else None.
 
         Raises:
             DataError, ConfigError: As :meth:`create`.
@@ -135,7 +135,7 @@ class Policy(Component, ABC):
     def meta_from_folder(cls, folder: Path, config: Any) -> Policy:
         """Create the policy of a folder for a trainer that shards it.
 
-        Its parameters may be on the ``meta`` device. The trainer allocates the shard of each rank
+        The parameters may be on the ``meta`` device. The trainer allocates the shard of each rank
         and calls :meth:`load_weights`.
         """
         raise NotImplementedError
@@ -163,7 +163,7 @@ class Policy(Component, ABC):
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert a demonstration of the task to a training trajectory; default: no change.
 
-        SFT maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
+        SFT maximizes the ``logprobs`` of :meth:`evaluate` for the result. For policies without a
         tractable density, these are the negative of another loss. If some parts of a step are
         padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.trajectory`).
 
@@ -194,7 +194,7 @@ class Policy(Component, ABC):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Draw the noise that :meth:`act` needs for one sample: float32 ``[steps, ...]``.
 
-        For policies that provide :data:`rlinf.registry.SINGLE_PASS_ACTIONS`, as :meth:`act`.
+        Like :meth:`act`, only for policies with :data:`rlinf.registry.SINGLE_PASS_ACTIONS`.
         """
         raise NotImplementedError
 
@@ -252,11 +252,12 @@ class Policy(Component, ABC):
         """Update running statistics with all trajectories of a batch, after the policy update."""
 
     def num_tokens(self, trajectory: Trajectory) -> int:
-        """Return the number of positions of a trajectory in a batch, for token budgets."""
+        """Return the sequence positions that a trajectory needs in a batch, for token budgets."""
         return max(1, len(trajectory))
 
     def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:
-        """Return key and length of the prefix. A batch computes a prefix of equal key only once."""
+        """Return key and length of the prefix that trajectories may share; default: no prefix. A
+        batch computes prefixes with equal keys once."""
         return b"", 0
 
     supports_lora: bool = True
@@ -306,7 +307,7 @@ class Policy(Component, ABC):
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights, of any floating type and device, into a network; tied weights may be missing.
+    """Copy weights of any floating type and device into a network. Of tied weights, one suffices.
 
     For a sharded network, this copies the rows of this rank.
 
@@ -353,8 +354,8 @@ def local_device(name: str) -> torch.device:
     """Return the device of this process for a configured device name.
 
     Args:
-        name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` (of the visible GPUs, the one with
-            the index of the local rank), or one GPU such as ``cuda:1``.
+        name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` (the visible GPU with the index of
+            the local rank), or one GPU such as ``cuda:1``.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ from rlinf.models.character_tokenizer import write_character_tokenizer
 from rlinf.models.chat_format import check_template_kwargs
 from rlinf.models.checkpoint_tensors import (
     check_checkpoint_tensors,
-    has_own_checkpoint_names,
+    checkpoint_names_differ,
     to_checkpoint_tensors,
 )
 from rlinf.models.hf_folder import (
@@ -82,7 +82,7 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares_prompts = False, False
-        self._ungenerated_tokens: tuple[int, ...] = ()
+        self._suppressed_token_ids: tuple[int, ...] = ()
         """Ids of tokens that the policy must not generate."""
         self.supports_packing = (
             getattr(getattr(self.network, "config", None), "model_type", "") in PACKABLE_FAMILIES
@@ -95,7 +95,7 @@ class CausalLM(Policy):
 
     @property
     def networks(self) -> list[Any]:
-        """All models that compute the tokens, one after the other."""
+        """The policy's network and, if it is separate, the critic's."""
         return [self.network]
 
     @classmethod
@@ -177,8 +177,8 @@ class CausalLM(Policy):
         module = load_meta_module(folder, config)
         if module is None:
             log.warning(
-                "%s: only the model library can convert its files to the network's tensors; each "
-                "process loads the full model before it is sharded",
+                "%s: only transformers can convert the tensors of this checkpoint to those of the "
+                "network; each process loads the full model before it is sharded",
                 folder,
             )
             return cls.load(folder, config)
@@ -193,7 +193,7 @@ class CausalLM(Policy):
 
     def save_state(self, folder: Path, state: StreamedState) -> None:
         copy_non_weight_files(self._folder, folder)
-        if has_own_checkpoint_names(self.network):
+        if checkpoint_names_differ(self.network):
             state = StreamedState.from_tensors(to_checkpoint_tensors(self.network, state.collect()))
         tied = getattr(self.network, "_tied_weights_keys", None) or {}
         if not getattr(self.network.config, "tie_word_embeddings", False):
@@ -225,7 +225,7 @@ class CausalLM(Policy):
         ]
         return {
             "tokens": pad_right(tokens, max(len(row) for row in tokens)),
-            "starts": torch.tensor([len(prompt) for prompt in prompts]),
+            "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
             **steps,
         }
 
@@ -235,56 +235,59 @@ class CausalLM(Policy):
         return key
 
     def _positions(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray] | None:
-        """Return the positions of the tokens, ``[..., P + T - 1]`` each; None: consecutive."""
+        """Return the position ids of each row: ``P`` prompt and ``T`` response tokens without the
+        last one, ``[..., P + T - 1]`` (``...``: axes of M-RoPE). None: 0, 1, 2 and so on."""
         return None
 
     def _extra_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the further inputs of the network."""
+        """Return inputs of the network besides the tokens, such as images."""
         return {}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         mask = batch["mask"]
-        if "places" in batch:
+        if "step_indices" in batch:  # packed, see pack()
             inputs: dict[str, Any] = {
                 "input_ids": batch["tokens"],
                 "position_ids": batch["positions"],
-                "logits_to_keep": batch["kept"],
+                "logits_to_keep": batch["logit_indices"],
             }
             inputs |= self._extra_inputs(batch)
             if (rows := PackedRows.from_batch(batch)) is not None:
                 inputs["rows"] = rows
-            targets = batch["actions"].flatten()[batch["places"]][None]
-            outputs = self._score(inputs, lambda features: features, targets, temperature, entropy)
-            columns = [None if x is None else unpack(x[0], batch["places"], mask) for x in outputs]
+            targets = batch["actions"].flatten()[batch["step_indices"]][None]
+            outputs = self._token_outputs(inputs, lambda x: x, targets, temperature, entropy)
+            logprobs, entropies, values = (
+                None if x is None else unpack(x[0], batch["step_indices"], mask) for x in outputs
+            )
         else:
-            columns = list(self._evaluate_padded(batch, temperature, entropy))
-        logprobs, entropies, values = columns
+            logprobs, entropies, values = self._evaluate_padded(batch, temperature, entropy)
         assert logprobs is not None
         return StepOutputs(logprobs * mask, entropies, None if values is None else values * mask)
 
     def _evaluate_padded(self, batch: Batch, temperature: float, entropy: bool) -> TokenOutputs:
-        tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
+        tokens, prompt_lengths = batch["tokens"], batch["prompt_lengths"]
+        length = batch["mask"].shape[1]
         # With padding on the right, causal attention needs no mask and uses its fastest path.
-        first_kept = int(starts.min()) - 1
+        first_kept = int(prompt_lengths.min()) - 1
         num_kept = tokens.shape[1] - 1 - first_kept
-        # The token at position p is predicted at p - 1; rows start at their own columns.
-        columns = starts[:, None] - 1 - first_kept + torch.arange(length, device=tokens.device)
-        columns = columns.clamp(max=num_kept - 1)
-        is_aligned = int(starts.max()) - 1 == first_kept
+        # The token at position p is predicted at p - 1. Rows have different prompt lengths.
+        offsets = prompt_lengths[:, None] - 1 - first_kept
+        indices = (offsets + torch.arange(length, device=tokens.device)).clamp(max=num_kept - 1)
+        is_aligned = int(prompt_lengths.max()) - 1 == first_kept
 
         def select(features: Tensor) -> Tensor:
             if is_aligned:
                 return features
-            return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
+            return features.gather(1, indices[..., None].expand(-1, -1, features.shape[-1]))
 
         inputs = {
             "input_ids": tokens[:, :-1],
             "logits_to_keep": num_kept,
             **self._extra_inputs(batch),
         }
-        return self._score(inputs, select, batch["actions"], temperature, entropy)
+        return self._token_outputs(inputs, select, batch["actions"], temperature, entropy)
 
-    def _score(
+    def _token_outputs(
         self,
         inputs: Mapping[str, Any],
         select: Callable[[Tensor], Tensor],
@@ -295,14 +298,15 @@ class CausalLM(Policy):
         """Return log-probabilities, entropies and values of tokens ``[B, T]``.
 
         Args:
-            select: Selects the positions that predict the tokens from all positions in
-                ``logits_to_keep``.
+            inputs: Arguments of the network, with ``logits_to_keep``.
+            select: Returns, of features at the positions in ``logits_to_keep``, those at which the
+                tokens are predicted.
         """
 
         def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self._ungenerated_tokens:
+            if self._suppressed_token_ids:
                 full_bias = weight.new_zeros(len(weight)) if bias is None else bias
-                bias = mask_tokens(full_bias, self._ungenerated_tokens)
+                bias = mask_tokens(full_bias, self._suppressed_token_ids)
             out = head_logprobs(
                 select(hidden).flatten(0, 1),
                 weight,
@@ -318,10 +322,10 @@ class CausalLM(Policy):
         head, settings = plain_head(self.network), getattr(self.network, "config", None)
         if settings is not None and hasattr(settings, "get_text_config"):
             settings = settings.get_text_config()
-        large = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
-        if large and head is None:
+        is_large = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
+        if is_large and head is None:
             warn_full_logits(getattr(settings, "model_type", ""))
-        in_chunks = large and head is not None
+        in_chunks = is_large and head is not None
         cap = final_softcap(self.network) if in_chunks else None
         with contextlib.ExitStack() as stack:
             if head and in_chunks:
@@ -335,11 +339,12 @@ class CausalLM(Policy):
         values = None if values is None else select(values[..., None])[..., 0]
         if in_chunks:
             return out[..., 0], out[..., 1] if entropy else None, values
-        logits = mask_tokens(select(out), self._ungenerated_tokens)
+        logits = mask_tokens(select(out), self._suppressed_token_ids)
         return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return logits ``[B, K, V]`` and, with a critic, values ``[B, K]``."""
+        """Return logits ``[B, K, V]`` at the positions in ``logits_to_keep`` and, with a critic,
+        values ``[B, K]``."""
         return self.module(**inputs, use_cache=False).logits, None
 
     @classmethod
@@ -351,6 +356,7 @@ class CausalLM(Policy):
 
     def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         for network in self.networks:
+            # The result depends only on device and type, so it is equal for all networks.
             self._shares_prompts = enable_packed_attention(network, device, dtype)
         self._packing = True
 
@@ -378,7 +384,12 @@ class CausalLM(Policy):
 
 
 def causal_mask(attend: Tensor) -> Tensor:
-    """Return the mask, bool ``[B, 1, L, L]``, of each position and the earlier valid positions."""
+    """Return the mask, bool ``[B, 1, L, L]`` (query, key), by which each position attends to itself
+    and to earlier valid positions.
+
+    Args:
+        attend: Whether a position is valid, bool ``[B, L]``.
+    """
     length = attend.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=attend.device).tril()
     diagonal = torch.eye(length, dtype=torch.bool, device=attend.device)
@@ -408,7 +419,7 @@ def check_max_model_len(hf_folder: HFFolder | None, config: CausalLMConfig) -> N
     """Check that the model supports ``model.max_model_len`` tokens.
 
     Raises:
-        ConfigError: It does not, or its remote code would choose rotary frequencies per batch.
+        ConfigError: The model does not, or its remote code chooses rotary frequencies per batch.
     """
     max_length: int | None = config.max_position_embeddings
     if hf_folder is not None:
@@ -417,10 +428,10 @@ def check_max_model_len(hf_folder: HFFolder | None, config: CausalLMConfig) -> N
             max_length = scaling.max_length
             if "auto_map" in hf_folder.config_json and config.trust_remote_code:
                 raise ConfigError(
-                    f"model.trust_remote_code: the own code of {hf_folder.folder} chooses rotary "
+                    f"model.trust_remote_code: the code in {hf_folder.folder} chooses rotary "
                     f"frequencies by the longest row of a call ({scaling.rope_type} in "
-                    "config.json), so samples would depend on their neighbours; remove auto_map "
-                    "from its config.json and set this to false, for families that transformers has"
+                    "config.json), so samples would depend on their neighbours; if transformers "
+                    "has this family, remove auto_map from config.json and set this to false"
                 )
     limit = config.max_model_len
     if limit is not None and max_length is not None and limit > max_length:

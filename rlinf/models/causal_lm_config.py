@@ -17,7 +17,7 @@ SLIDING_WINDOW_FAMILIES = {"gemma2", "gemma3_text", "mixtral"}
 """Architectures with sliding-window attention: in every second layer of Gemma, in all layers of
 Mixtral."""
 MOE_FAMILIES = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "olmoe": "num_experts"}
-"""Architectures that are mixtures of experts, with their name for the number of experts."""
+"""Architectures that are mixtures of experts, with the key of ``config.json`` for their number."""
 
 
 class CausalLMConfig(Section):
@@ -53,7 +53,7 @@ def check_model_sizes(config: CausalLMConfig) -> None:
     """Check the sizes of a new network.
 
     Raises:
-        ConfigError: They are inconsistent, or the architecture does not support an option.
+        ConfigError: The sizes are inconsistent, or the architecture does not support an option.
     """
     if config.hidden % config.heads or config.heads % config.kv_heads:
         raise ConfigError(
@@ -67,7 +67,7 @@ def check_model_sizes(config: CausalLMConfig) -> None:
         )
     if config.sliding_window is not None and config.architecture not in SLIDING_WINDOW_FAMILIES:
         raise ConfigError(
-            f"model.sliding_window: {config.architecture} has no layers with a window here; leave "
+            f"model.sliding_window: {config.architecture} has no layers with a window; leave "
             "it out, or choose model.architecture among "
             f"{', '.join(sorted(SLIDING_WINDOW_FAMILIES))}"
         )
@@ -109,7 +109,7 @@ def hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
 
 
 def family_settings(config: CausalLMConfig, head_dim: int) -> dict[str, Any]:
-    """Return the options that only this architecture has, by their keys in ``config.json``."""
+    """Return the options that only some architectures have, by their keys in ``config.json``."""
     options: dict[str, Any] = {}
     if config.sliding_window is not None:
         options["sliding_window"] = config.sliding_window
@@ -131,20 +131,20 @@ ENCODER_FAMILIES = {
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Families that are encoders unless their ``config.json`` has ``is_decoder`` true."""
-DRAFT_MODEL = "it drafts tokens from the hidden states of another model and reads no text by itself"
-AUDIO_MODEL = "its tokens are those of sound, several at each step"
+DRAFT_MODEL = "it drafts tokens from the hidden states of another model and cannot be used alone"
+AUDIO_MODEL = "its tokens encode audio, several per step"
 UNSUPPORTED_FAMILIES = {
-    "blt": "it reads bytes in patches that a second network cuts",
+    "blt": "a second network divides its bytes into patches",
     "cpmant": "its positions depend on the padding of its input",
-    "dots3_note": "only its language model by itself (dots3_note_text) was tried",
-    "emu3": "it writes images as well, whose tokens no task reads",
+    "dots3_note": "only its language model alone (dots3_note_text) was tested",
+    "emu3": "it also generates image tokens, which no task supports",
     "gemma4_assistant": DRAFT_MODEL,
     "gemma4_unified_assistant": DRAFT_MODEL,
     "moshi": AUDIO_MODEL,
     "musicgen": AUDIO_MODEL,
     "musicgen_melody": AUDIO_MODEL,
-    "prophetnet": "each of its positions predicts several tokens from streams of their own",
-    "reformer": "its attention draws random hashes and takes lengths of whole chunks only",
+    "prophetnet": "each of its positions predicts several tokens",
+    "reformer": "its attention draws random hashes, and lengths must be multiples of its chunks",
     "xlm": "it reads tokens in both directions",
     "xlnet": "it reads tokens in both directions",
 }
@@ -155,7 +155,7 @@ def check_causal(settings: Any, source: str) -> None:
     """Check that a model is causal: each token depends only on the tokens before it.
 
     Args:
-        settings: The library's configuration of the model.
+        settings: The ``transformers`` configuration of the model.
         source: The key and the folder, for error messages.
 
     Raises:
@@ -164,7 +164,7 @@ def check_causal(settings: Any, source: str) -> None:
     family = settings.model_type
     reason = UNSUPPORTED_FAMILIES.get(family)
     if getattr(settings, "is_encoder_decoder", False):
-        reason = "it answers what an encoder has read (is_encoder_decoder in config.json)"
+        reason = "it is an encoder-decoder model (is_encoder_decoder in config.json)"
     elif family in ENCODER_FAMILIES and not settings.is_decoder:
         reason = "it reads tokens in both directions (is_decoder is not true in config.json)"
     if reason is not None:

@@ -39,7 +39,7 @@ class CausalLMCriticConfig(CausalLMConfig):
 
     critic: CriticType = "own"
     """``own``: a separate network, initialized from the language model; ``shared``: a value head on
-    the last hidden states of the language model, which its loss also trains."""
+    the last hidden states of the language model, whose weights the value loss also trains."""
 
 
 class CausalLMActorCritic(nn.Module):
@@ -54,6 +54,7 @@ class CausalLMActorCritic(nn.Module):
         self.has_separate_critic = kind == "own"
         create = _create_separate_critic if self.has_separate_critic else _create_value_head
         self.critic: Any = create(policy)
+        """A separate network, or the value head of a shared critic."""
 
     @property
     def value_head(self) -> nn.Linear:
@@ -83,7 +84,7 @@ class CausalLMActorCritic(nn.Module):
 
 
 class CausalLMCritic(CausalLM):
-    """A causal language model with a critic; the values depend only on earlier tokens."""
+    """A causal language model with a critic; each value depends only on earlier tokens."""
 
     Config = CausalLMCriticConfig
     provides = frozenset({LANGUAGE_MODEL, VALUE_ESTIMATES})
@@ -155,6 +156,7 @@ class CausalLMCritic(CausalLM):
             shutil.rmtree(folder / CRITIC_FOLDER)
 
     def _head_names(self) -> set[str]:
+        """Return the names of the value head's tensors in the critic."""
         head = self.module.value_head
         modules = self.module.critic.named_modules()
         prefixes = [name for name, module in modules if module is head]
@@ -180,12 +182,12 @@ class CausalLMCritic(CausalLM):
 
 @torch.no_grad()
 def initialize_critic(module: CausalLMActorCritic) -> None:
-    """Initialize the critic from the policy; for a sharded one, the rows of this rank."""
+    """Initialize the critic from the policy; for sharded networks, the rows of this rank."""
     networks = (module.policy, module.critic)
     policy, critic = (network.state_dict(keep_vars=True) for network in networks)
-    zeros = {id(tensor) for tensor in module.value_head.parameters()}
+    head_ids = {id(tensor) for tensor in module.value_head.parameters()}
     for name, tensor in critic.items():
-        if id(tensor) in zeros:
+        if id(tensor) in head_ids:
             local_shard(tensor).zero_()
         else:
             local_shard(tensor).copy_(local_shard(policy[name]))
@@ -197,8 +199,8 @@ def is_untrained(head: Mapping[str, Tensor]) -> bool:
 
 
 def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
-    """Split a streamed state into the states of the language model and of the critic. A tensor of
-    the other state is buffered. In module order, nothing is buffered."""
+    """Split a streamed state into the states of the language model and of the critic. While one is
+    read, tensors of the other are buffered: none if all tensors of the policy are first."""
     buffered: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
 
     def select(prefix: str) -> StreamedState:

@@ -1,7 +1,7 @@
 """A character tokenizer in the Hugging Face format, for tasks with a small alphabet.
 
-It is byte-level BPE without merges, because ``AutoTokenizer`` converts the tokenizers of some
-architectures to this form and so leaves this one unchanged.
+It is byte-level BPE without merges. ``AutoTokenizer`` converts tokenizers of some architectures to
+this form, so this one stays unchanged.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / TOKENIZER_FILE
     try:
         return Tokenizer.from_str(read_text(path))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # tokenizers raises plain Exception
         raise DataError(
             f"model.path: {path} is no tokenizer ({str(error)[:100]}); fetch it again"
         ) from None

@@ -25,10 +25,11 @@ from rlinf.models.chat_template import ChatMessage, render_conversations, templa
 log = logging.getLogger(__name__)
 PATH_KEY = "model.path"
 KWARGS_KEY = "model.chat_template_kwargs"
+"""Configuration keys in error messages."""
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that are never arguments."""
 ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
-"""Placeholders of an answer and of the following user message, to inspect a template."""
+"""Placeholders of an answer and of the following user message, while a template is inspected."""
 
 
 class ThinkingMarks(NamedTuple):
@@ -39,7 +40,7 @@ class ThinkingMarks(NamedTuple):
 
 
 DEFAULT_THINKING_MARKS = ThinkingMarks("<think>", "</think>")
-"""The marks in data: ``reasoning_content`` of a row becomes content between these marks."""
+"""The marks in data sets: ``reasoning_content`` of a row becomes content between these marks."""
 KNOWN_THINKING_MARKS = (
     DEFAULT_THINKING_MARKS,
     ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -137,16 +138,16 @@ class ChatFormat:
             DataError: The template omits an answer, or the text before it differs from its
                 generation prompt.
         """
-        counts, without = [], list[Sequence[ChatMessage]]()
+        counts, without_answer = [], list[Sequence[ChatMessage]]()
         with_answer = list[Sequence[ChatMessage]]()
         for conversation in conversations:
             roles = [message["role"] for message in conversation]
             answers = [i for i, role in enumerate(roles) if role == "assistant"]
             answers = answers[-1:] if last_only else answers
             counts.append(len(answers))
-            without += [conversation[:i] for i in answers]
+            without_answer += [conversation[:i] for i in answers]
             with_answer += [conversation[: i + 1] for i in answers]
-        prompts = iter(self.render_prompts(without))
+        prompts = iter(self.render_prompts(without_answer))
         completed = iter(self.render_completed(with_answer))
         contents = (conversation[-1]["content"] for conversation in with_answer)
         return [
@@ -155,14 +156,22 @@ class ChatFormat:
         ]
 
     def _turn(self, prompt: str, rendered: str, content: str, source: str) -> AssistantTurn:
-        """Return one answer as the template renders it, with its thought even if it was dropped."""
+        """Return one answer as the template renders it, with its thought even if the template drops
+        thoughts.
+
+        Args:
+            prompt: The rendered messages before the answer, with the generation prompt.
+            rendered: The rendered messages up to the answer.
+            content: The content of the answer.
+            source: The source of the conversation, for error messages.
+        """
         thought, answer = split_thought(content, self.thinking_marks)
         if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
         shared = self._shared_prefix_length(prompt, rendered)
         rest, end = prompt[shared:], _answer_end(rendered, shared, thought, answer)
         if end is not None and not rest.strip():  # only white space differs
-            return AssistantTurn(prompt, rendered[shared : self._end_of_turn(rendered, end)])
+            return AssistantTurn(prompt, rendered[shared : self._turn_end_position(rendered, end)])
         if thought is not None and self._closes_thought(prompt):
             if end is None or self.template_kwargs:
                 raise DataError(
@@ -172,7 +181,7 @@ class ChatFormat:
                 )
             _warn_of_closed_thoughts()
             return AssistantTurn(
-                rendered[:shared], rendered[shared : self._end_of_turn(rendered, end)]
+                rendered[:shared], rendered[shared : self._turn_end_position(rendered, end)]
             )
         completion = self._complete_prompt(prompt, rendered, thought, answer, source)
         return AssistantTurn(prompt, completion)
@@ -180,7 +189,8 @@ class ChatFormat:
     def _complete_prompt(
         self, prompt: str, rendered: str, thought: str | None, answer: str, source: str
     ) -> str:
-        """Return the text of an answer after its prompt, if the template rewrites the prompt."""
+        """Return the completion of a prompt, for templates that rewrite the prompt once the answer
+        follows."""
         shared, marks = self._shared_prefix_length(prompt, rendered), self.thinking_marks
         end, rest = _answer_end(rendered, shared, None, answer), prompt[shared:]
         if end is None:
@@ -193,7 +203,7 @@ class ChatFormat:
                 "continuation of its generation prompt, so training and generation would use "
                 "different prompts; use another template"
             )
-        tail = rendered[end : self._end_of_turn(rendered, end)]
+        tail = rendered[end : self._turn_end_position(rendered, end)]
         if marks is None or (thought is None and not self.opens_thought(prompt)):
             return answer + tail
         return self._answer_with_thought(prompt, thought, answer) + tail
@@ -201,7 +211,7 @@ class ChatFormat:
     def _shared_prefix_length(self, prompt: str, rendered: str) -> int:
         """Return the length of the common prefix of two texts, without cutting a thinking mark.
 
-        An answer may begin like a mark of the prompt, such as ``<answer>`` and ``<think>``.
+        For example, an answer with ``<answer>`` begins like the mark ``<think>`` of the prompt.
         """
         shared = _common_prefix_length(prompt, rendered)
         for mark in (mark.strip() for mark in self.thinking_marks or ()):
@@ -218,9 +228,9 @@ class ChatFormat:
         line = "" if not reasoning and prompt.endswith("\n") else "\n"
         return f"{begin}{reasoning}{line}{marks.end}\n\n{answer}"
 
-    def _end_of_turn(self, rendered: str, end: int) -> int:
-        """Return the end of the turn whose answer ends at ``end``."""
-        mark = self._turn_end
+    def _turn_end_position(self, rendered: str, end: int) -> int:
+        """Return the index after the turn whose answer ends before index ``end``."""
+        mark = self._turn_end_text
         position = rendered.find(mark, end) if mark else -1
         if position >= 0 and mark is not None:
             return position + len(mark)
@@ -228,6 +238,7 @@ class ChatFormat:
         return min(others, default=len(rendered))
 
     def opens_thought(self, prompt: str) -> bool:
+        """Return whether a prompt ends with the mark before a thought."""
         return self.thinking_marks is not None and prompt.rstrip().endswith(
             self.thinking_marks.begin.rstrip()
         )
@@ -248,7 +259,7 @@ class ChatFormat:
         )
 
     def _fields(self, message: ChatMessage) -> ChatMessage:
-        """Convert a message for templates with thoughts in a separate field."""
+        """Add the thought of a message as separate fields, for templates that read those."""
         if self.thinking_marks in (None, DEFAULT_THINKING_MARKS) or message["role"] != "assistant":
             return message
         thought, answer = split_thought(message["content"], self.thinking_marks)
@@ -283,9 +294,9 @@ class ChatFormat:
     @cached_property
     def end_of_turn_token_id(self) -> int:
         """The id of the token that ends the assistant's turn, in training and in generation."""
-        if self._turn_end is None:
+        if self._turn_end_text is None:
             return int(self.tokenizer.eos_token_id)
-        return int(self.tokenizer.convert_tokens_to_ids(self._turn_end))
+        return int(self.tokenizer.convert_tokens_to_ids(self._turn_end_text))
 
     @property
     def end_of_turn_text(self) -> str:
@@ -293,12 +304,12 @@ class ChatFormat:
         return str(self.tokenizer.convert_ids_to_tokens(self.end_of_turn_token_id))
 
     @cached_property
-    def _turn_end(self) -> str | None:
+    def _turn_end_text(self) -> str | None:
         """The text with which the template ends an answer, or None.
 
         It is a special token after each answer, or else after the last answer (``<|return|>`` of
         harmony), or else at the start of the next message (GLM's ``<|user|>``). Of several tokens,
-        the first token in ``eos_token_ids`` counts, or else the first token.
+        it is the first one in ``eos_token_ids``, or else the first one.
         """
         if self.template is None:
             return None
@@ -320,7 +331,7 @@ class ChatFormat:
 
     @cached_property
     def bos_token_ids(self) -> np.ndarray:
-        """The special tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
+        """The ids of tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         rendered = self.tokenizer("a", add_special_tokens=True)["input_ids"]
         starts = range(len(rendered) - len(plain) + 1)
@@ -328,18 +339,18 @@ class ChatFormat:
         return np.asarray(rendered[:begin], np.int64)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        """Return the ids of those texts that are special tokens."""
+        """Return the ids of the texts that are special tokens; other texts are ignored."""
         special = set(self.special_tokens)
         return {self._id(text) for text in texts if text in special}
 
     def undecoded_token_in(self, text: str) -> str | None:
-        """Return a special token inside a longer text that :meth:`decode` would omit, if any."""
+        """Return a special token in a longer text that :meth:`decode` would omit, or None."""
         inside = (s for s in self.special_tokens if s in text and s != text)
         return next((s for s in inside if self._id(s) in self._undecoded_ids), None)
 
     @cached_property
     def _undecoded_ids(self) -> frozenset[int]:
-        """The special tokens that :meth:`decode` omits: all except thinking marks."""
+        """Ids of special tokens that :meth:`decode` omits: all except thinking marks."""
         marks = "" if self.thinking_marks is None else "".join(self.thinking_marks)
         special = {self._id(s) for s in self.special_tokens if s not in marks}
         return frozenset(special | {self.end_of_turn_token_id})
@@ -356,7 +367,7 @@ def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None
 
     Args:
         content: The content of the message.
-        marks: The marks of the template; ``<think>`` and ``</think>`` are recognized, too.
+        marks: The marks of the template, or None. ``<think>`` and ``</think>`` also count.
     """
     for begin, end in filter(None, (marks, DEFAULT_THINKING_MARKS)):
         thought, mark, answer = content.partition(end)
@@ -366,7 +377,7 @@ def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None
 
 
 def check_template_kwargs(arguments: Mapping[str, Any], template: str | None) -> None:
-    """Check that a chat template uses all its arguments.
+    """Check that a chat template uses all ``chat_template_kwargs``.
 
     Raises:
         ConfigError: The template does not use an argument, or there is no template.
@@ -406,7 +417,8 @@ def select_chat_template(template: Any, source: str) -> str | None:
 
 
 def _answer_end(rendered: str, start: int, thought: str | None, answer: str) -> int | None:
-    """Return the end of an answer that follows ``start``, after its thought; None: not found."""
+    """Return the index after an answer (and its thought) that begins at or after ``start``, or None
+    if the text has no such answer."""
     if thought:
         position = rendered.find(thought, start)
         if position < 0:
@@ -440,7 +452,8 @@ def _warn_of_closed_thoughts() -> None:
 
 @functools.lru_cache(64)
 def _texts_after_answer(template: str, variables: str) -> tuple[str, str]:
-    """Return the text that a template renders after an answer: at the end, and before a message."""
+    """Return the text that a template renders after an answer if this is the last message, and if
+    another message follows."""
     question = {"role": "user", "content": "."}
     messages: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
     tails = []
@@ -462,17 +475,19 @@ LEADING_MESSAGES = (
     {"role": "user", "content": "."},
     {"role": "assistant", "content": CONTENT_PLACEHOLDER},
 )
-
+"""A conversation before the messages whose affixes are determined."""
 RenderFunction = Callable[[Sequence[Sequence[ChatMessage]]], list[str]]
+"""Returns the text of each conversation."""
 
 
 def chat_template_affixes(
     render: RenderFunction, replies: Sequence[Sequence[ChatMessage]]
 ) -> list[list[str]]:
-    """Return the text after the assistant's answer for replies to it, split at the messages.
+    """Return the text that a template renders for each reply to an assistant's answer.
 
-    Template text and message contents alternate. Contents are as the template renders them
-    (trimmed or quoted, for example), and are never interpreted as template text.
+    A reply is a list of messages. Its text begins after the answer and is split: template text and
+    message contents alternate. Contents are as the template renders them (trimmed or quoted, for
+    example), and are never interpreted as template text.
 
     Raises:
         DataError: The template omits messages.
@@ -508,8 +523,11 @@ def chat_template_affixes(
 
 
 def _template_gaps(text: str, count: int) -> list[tuple[str, str]]:
-    """Return the text before, between and after messages, each twice. Of the text before the first
-    message, the second one begins after the assistant's answer."""
+    """Return the template text before, between and after ``count`` messages, each as a pair.
+
+    The texts of a pair are equal, except in the first pair: there, the second text begins after the
+    assistant's answer.
+    """
     head, mark, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
     if not mark or parts[1::2] != [str(n) for n in range(count)]:

@@ -2,9 +2,9 @@
 
 A template comes with a checkpoint and may be an untrusted program. Jinja's sandbox protects files
 and Python internals, but does not limit time and memory; a subprocess does. One process renders all
-conversations of a file and imports only Jinja. It has the environment of ``transformers``: trimmed
-blocks, loop controls, ``raise_exception``, ``tojson``, ``strftime_now``. The date is constant, so
-that prompts do not change when a run is resumed on another day.
+conversations of a file and imports only Jinja. Templates can use what ``transformers`` provides:
+trimmed blocks, loop controls, ``raise_exception``, ``tojson``, ``strftime_now``. The date is
+constant, so that prompts do not change when a run is resumed on another day.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from rlinf.errors import DataError
 from rlinf.package_paths import child_python_path
 
 ChatMessage = Mapping[str, str]
+"""A message with ``role`` and ``content``."""
 FIRST_RENDER_S, RENDER_S = 10.0, 0.05
-"""Time limits of the first conversation and of each further one, seconds."""
+"""Time limit of a subprocess, and its increase per conversation, seconds."""
 MEMORY_BYTES = 2 << 30
+"""Memory limit of a subprocess."""
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
+"""The date that ``strftime_now`` formats."""
 
 
 def render_conversations(
@@ -50,14 +53,14 @@ def render_conversations(
     if not conversations:
         return []
     limit_s = FIRST_RENDER_S + RENDER_S * len(conversations)
-    task = {
+    request = {
         "template": template,
         "variables": dict(variables),
         "conversations": [list(map(dict, messages)) for messages in conversations],
         "limit_s": limit_s,
-        "answering": add_generation_prompt,
+        "add_generation_prompt": add_generation_prompt,
     }
-    texts: list[str] = _run_subprocess(task, key)["texts"]
+    texts: list[str] = _run_subprocess(request, key)["texts"]
     return texts
 
 
@@ -70,9 +73,9 @@ def template_variables(template: str, key: str) -> set[str]:
     return set(_run_subprocess({"template": template, "limit_s": FIRST_RENDER_S}, key)["names"])
 
 
-def _run_subprocess(task: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _run_subprocess(request: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Run :func:`run_renderer` in a subprocess and return its result."""
-    limit_s = float(task["limit_s"])
+    limit_s = float(request["limit_s"])
     try:
         process = subprocess.run(
             [
@@ -80,7 +83,7 @@ def _run_subprocess(task: Mapping[str, Any], key: str) -> dict[str, Any]:
                 "-c",
                 "from rlinf.models.chat_template import run_renderer; run_renderer()",
             ],
-            input=json.dumps(task).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
             check=False,
             timeout=limit_s,
@@ -91,13 +94,13 @@ def _run_subprocess(task: Mapping[str, Any], key: str) -> dict[str, Any]:
     if process.returncode < 0:
         raise DataError(_limit_message(key, limit_s))
     try:
-        answer = json.loads(process.stdout)
+        result = json.loads(process.stdout)
     except ValueError:
         tail = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise DataError(f"{key}: the chat template cannot be rendered ({tail[:200]})") from None
-    if "error" in answer:
-        raise DataError(f"{key}: the chat template cannot be used: {answer['error']}")
-    return dict(answer)
+    if "error" in result:
+        raise DataError(f"{key}: the chat template cannot be used: {result['error']}")
+    return dict(result)
 
 
 def _limit_message(key: str, limit_s: float) -> str:
@@ -108,9 +111,9 @@ def _limit_message(key: str, limit_s: float) -> str:
 
 
 def run_renderer() -> None:
-    """Main function of the subprocess: read a task from stdin and write the result to stdout."""
-    task = json.loads(sys.stdin.buffer.read())
-    limit_s = int(task["limit_s"]) + 1
+    """Main function of the subprocess: read a request from stdin and write the result to stdout."""
+    request = json.loads(sys.stdin.buffer.read())
+    limit_s = int(request["limit_s"]) + 1
     from jinja2.exceptions import TemplateError
 
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
@@ -118,34 +121,34 @@ def run_renderer() -> None:
     soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     try:
-        answer: dict[str, Any] = _process(task)
+        result: dict[str, Any] = _process(request)
     except MemoryError:
-        answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+        result = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         location = f" (line {line})" if line else ""
-        answer = {"error": f"{str(error)[:200]}{location}"}
+        result = {"error": f"{str(error)[:200]}{location}"}
     except Exception as error:  # templates may raise any exception
-        answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-    sys.stdout.write(json.dumps(answer))
+        result = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    sys.stdout.write(json.dumps(result))
 
 
-def _process(task: Mapping[str, Any]) -> dict[str, Any]:
+def _process(request: Mapping[str, Any]) -> dict[str, Any]:
     from jinja2 import meta
 
     jinja = jinja_environment()
-    if "conversations" not in task:
-        return {"names": sorted(meta.find_undeclared_variables(jinja.parse(task["template"])))}
-    compiled = jinja.from_string(task["template"])
+    if "conversations" not in request:
+        return {"names": sorted(meta.find_undeclared_variables(jinja.parse(request["template"])))}
+    compiled = jinja.from_string(request["template"])
     texts = [
         compiled.render(
             messages=messages,
             tools=None,
             documents=None,
-            add_generation_prompt=task["answering"],
-            **task["variables"],
+            add_generation_prompt=request["add_generation_prompt"],
+            **request["variables"],
         )
-        for messages in task["conversations"]
+        for messages in request["conversations"]
     ]
     return {"texts": texts}
 

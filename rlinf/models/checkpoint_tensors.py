@@ -21,10 +21,11 @@ from rlinf.models.hf_folder import one_line, tensor_files
 
 V = TypeVar("V")
 MAX_LISTED_NAMES = 3
-"""Maximum number of names in a message; of further names it has only the number."""
+"""Maximum number of tensor names in an error message; further names are only counted."""
 IMAGE_FAMILIES = {"qwen2_5_vl"}
 """Families with image inputs, which have their own policy classes."""
 TensorShapes = Mapping[str, Sequence[int]]
+"""Shape of each tensor by name."""
 LEGACY_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|position_ids)$"
 )
@@ -32,7 +33,7 @@ LEGACY_BUFFERS = re.compile(
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of each tensor in the weight files of a folder; reads only headers.
+    """Return the shape of each tensor in the weight files of a folder; only headers are read.
 
     Raises:
         DataError: A file is truncated, empty, or not in safetensors format.
@@ -65,7 +66,7 @@ def network_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], set[s
 
 
 def check_tensors(source: str, stored: TensorShapes, module: nn.Module) -> None:
-    """Check that stored tensors fit a network by name and shape; one of several tied is enough.
+    """Check that stored tensors fit a network by name and shape. Of tied tensors, one suffices.
 
     Raises:
         DataError: See :func:`raise_tensor_mismatch`.
@@ -94,7 +95,7 @@ def raise_tensor_mismatch(
     unexpected: Iterable[str],
     mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Reject a checkpoint with missing or unexpected tensors or other shapes.
+    """Raise an error if tensors of a checkpoint are missing, unexpected or of another shape.
 
     Args:
         source: The key and the folder, for the error message.
@@ -103,7 +104,7 @@ def raise_tensor_mismatch(
         mismatched: Name, stored shape and shape in the network.
 
     Raises:
-        DataError: One of the three is not empty; the message lists some names and counts all.
+        DataError: There are such tensors; the message lists some names and counts all.
     """
     shapes = [
         f"{name} {list(stored)}, not {list(expected)}"
@@ -131,8 +132,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{listed} and {omitted} more" if omitted > 0 else listed
 
 
-def has_own_checkpoint_names(module: Any) -> bool:
-    """Return whether checkpoints of a network use other tensor names than the network."""
+def checkpoint_names_differ(module: Any) -> bool:
+    """Return whether checkpoints have other tensor names than the network in memory."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -147,13 +148,16 @@ def has_own_checkpoint_names(module: Any) -> bool:
 
 
 def network_class(settings: Any) -> Any:
-    """Return the library's class for a configuration: a causal or an image-text language model.
+    """Return the ``transformers`` class of a model: a causal or an image-text language model.
 
-    For checkpoints with image inputs whose language model has its own class (Qwen3.5), this is the
+    If a checkpoint has image inputs and its language model has its own class (Qwen3.5), this is the
     class of the full model, so that saving preserves all weights.
 
+    Args:
+        settings: The ``transformers`` configuration of the model.
+
     Raises:
-        KeyError: The library has no such class.
+        KeyError: There is no such class.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -177,7 +181,7 @@ def to_checkpoint_tensors(module: Any, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def add_base_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
-    """Add the base model prefix to the names of a checkpoint that has no head."""
+    """Add the base model prefix (``model.``) to the tensor names of a checkpoint without a head."""
     prefix, names = f"{getattr(module, 'base_model_prefix', '')}.", module.state_dict().keys()
     if prefix == "." or any(name.startswith(prefix) for name in stored):
         return dict(stored)
@@ -187,8 +191,8 @@ def add_base_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
 def check_checkpoint_tensors(folder: Path) -> None:
     """Check that a checkpoint has exactly the tensors of its network, without loading it.
 
-    If the files use other names than the network (own model code, tensors that are fused during
-    loading), the check happens during loading.
+    If the files have other tensor names than the network (own model code, or tensors that are fused
+    during loading), they are checked during loading instead.
 
     Raises:
         DataError: The message lists missing and unexpected tensors and other shapes.
@@ -208,5 +212,5 @@ def check_checkpoint_tensors(folder: Path) -> None:
         raise DataError(
             f"model.path: {folder}: cannot build the network ({one_line(error)})"
         ) from None
-    if not has_own_checkpoint_names(module):
+    if not checkpoint_names_differ(module):
         check_tensors(f"model.path: {folder}", add_base_prefix(stored, module), module)

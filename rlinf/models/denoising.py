@@ -20,10 +20,10 @@ from torch import Tensor
 from rlinf.config import Section
 
 CHAIN_COLUMN = "chain"
-"""Step column of trajectories with the chain of each step, float32 ``[T, N + 1, ...]``."""
+"""Column of trajectories with the chain of points of each step, float32 ``[T, N + 1, ...]``."""
 VelocityFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Maps points ``[..., K, *E]`` and noise fractions ``[K]`` to velocities and, if the noise is
-learned, log standard deviations (else None), both with the shape of the points."""
+"""Maps points ``[..., K, *E]`` (``*E``: axes of an action) and noise fractions ``[K]`` to
+velocities and, if the noise is learned, log standard deviations, both like the points."""
 
 
 class DenoisingConfig(Section):
@@ -33,7 +33,7 @@ class DenoisingConfig(Section):
     """``sde``: noise that preserves the marginal distributions in the limit of many steps
     (Flow-SDE); ``learned``: a network computes the standard deviation (Flow-Noise)."""
     noise_level: float = Field(default=0.5, gt=0)
-    """Noise level ``a`` of Flow-SDE, with noise ``a sqrt(tau / (1 - tau))``."""
+    """Factor ``a`` of the noise ``a sqrt(tau / (1 - tau))`` of Flow-SDE."""
     noise_std_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (
         0.08,
         0.16,
@@ -41,7 +41,7 @@ class DenoisingConfig(Section):
     """Smallest and largest standard deviation of Flow-Noise."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_noise_range(self) -> Self:
         low, high = self.noise_std_range
         if low >= high:
             raise ValueError(f"noise_std_range: the first, {low}, is to be below {high}")
@@ -49,23 +49,26 @@ class DenoisingConfig(Section):
 
 
 def noise_fractions(steps: int) -> Tensor:
-    """Return the noise fractions ``tau`` at the start of each step, float32 ``[N]``: 1 to 1/N."""
+    """Return the noise fraction ``tau`` at the start of each denoising step, float32 ``[N]``: 1 to
+    1/N."""
     # In double precision, because time embeddings with short periods depend on the last bit.
     return (1 - torch.arange(steps, dtype=torch.float64) / steps).float()
 
 
 def flow_sde_sigmas(steps: int, level: float) -> Tensor:
-    """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``. For ``tau = 1``
-    the denominator uses the next ``tau``."""
+    """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``.
+
+    At ``tau = 1`` the denominator is that of the next step.
+    """
     tau = noise_fractions(steps)
     denominator = torch.where(tau == 1, 1 / steps, 1 - tau)
     return level * (tau / denominator).sqrt()
 
 
 def step_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, steps: int) -> Tensor:
-    """Return the mean of the next point.
+    """Return the mean of the next point of a chain.
 
-    For ``sigma = 0`` it is the Euler step of the flow, otherwise the Euler step of the stochastic
+    For ``sigma = 0`` this is the Euler step of the flow, otherwise the Euler step of the stochastic
     differential equation with equal marginals (Song et al., 2020, arXiv 2011.13456).
 
     Args:
@@ -85,40 +88,41 @@ def bounded_log_std(raw: Tensor, noise_range: tuple[float, float]) -> Tensor:
     return 0.5 * (low + high) + 0.5 * (high - low) * raw.float().tanh()
 
 
-class DenoisingChain:
-    """The denoising steps from noise to actions, and their likelihood.
+class DenoisingProcess:
+    """Samples chains of points from noise to actions, and computes their likelihood.
 
     The temperature multiplies the standard deviations of the steps. At temperature 0, a chain
     starts at zero and follows the Euler method; its likelihood is that of temperature 1.
     """
 
-    def __init__(self, steps: int, level: float, dimensions: int) -> None:
+    def __init__(self, steps: int, level: float, num_axes: int) -> None:
         """
         Args:
             steps: Number of steps ``N``.
             level: Noise level of Flow-SDE; not used if the noise is learned.
-            dimensions: Number of axes of an action: 1 for a vector, 2 for a chunk of vectors.
+            num_axes: Number of axes of an action: 1 for a vector, 2 for a chunk of vectors.
         """
-        self.steps, self.level, self.dimensions = steps, level, dimensions
+        self.steps, self.level, self.num_axes = steps, level, num_axes
 
     def step_distribution(
         self,
         points: Tensor,
         velocity: Tensor,
         log_std: Tensor | None,
-        steps: Tensor,
+        indices: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation of the points after ``points`` ``[..., K, *E]``.
 
-        ``steps`` ``[K]`` are the indices of the steps. At temperature 0 the mean is the Euler step.
+        ``indices`` ``[K]`` are those of the denoising steps. At temperature 0 the mean is the Euler
+        step.
         """
-        shape = (-1, *[1] * self.dimensions)
-        tau = noise_fractions(self.steps).to(points.device)[steps].reshape(shape)
+        shape = (-1, *[1] * self.num_axes)
+        tau = noise_fractions(self.steps).to(points.device)[indices].reshape(shape)
         sigma = torch.zeros_like(tau)
         if log_std is None:
-            levels = flow_sde_sigmas(self.steps, self.level * temperature).to(points.device)
-            sigma = levels[steps].reshape(shape)
+            sigmas = flow_sde_sigmas(self.steps, self.level * temperature).to(points.device)
+            sigma = sigmas[indices].reshape(shape)
             log_std = (sigma / math.sqrt(self.steps)).log()
         elif temperature:
             log_std = log_std + math.log(temperature)
@@ -131,18 +135,18 @@ class DenoisingChain:
 
         Args:
             velocity: The velocity function of the policy.
-            first: The first points, ``[..., *E]``.
+            first: The first point of each chain, ``[..., *E]``.
             noise: Standard normal noise of each step, ``[..., N, *E]``; None at temperature 0.
             temperature: Multiplies the standard deviations.
         """
-        axis = first.ndim - self.dimensions
+        axis = first.ndim - self.num_axes
         points, chain = first.unsqueeze(axis), [first]
         fractions = noise_fractions(self.steps).to(first.device)
         for index in range(self.steps):
-            step = torch.tensor([index], device=first.device)
-            outputs = velocity(points, fractions[step])
+            indices = torch.tensor([index], device=first.device)
+            outputs = velocity(points, fractions[indices])
             scale = 0.0 if noise is None else temperature
-            points, log_std = self.step_distribution(points, *outputs, step, scale)
+            points, log_std = self.step_distribution(points, *outputs, indices, scale)
             if noise is not None:
                 points = points + noise.narrow(axis, index, 1) * log_std.exp()
             chain.append(points.squeeze(axis))
@@ -155,14 +159,16 @@ class DenoisingChain:
         the first points, summed over the steps.
 
         Args:
-            chain: The points.
-            velocity, log_std: At all points except the last, ``[..., N, *E]``.
+            chain: The points of each chain.
+            velocity, log_std: Outputs at all points except the last, ``[..., N, *E]``.
             temperature: Multiplies the standard deviations.
         """
-        axis = chain.ndim - self.dimensions - 1
-        steps = torch.arange(self.steps, device=chain.device)
+        axis = chain.ndim - self.num_axes - 1
+        indices = torch.arange(self.steps, device=chain.device)
         points, next_points = chain.narrow(axis, 0, self.steps), chain.narrow(axis, 1, self.steps)
-        mean, log_std = self.step_distribution(points, velocity, log_std, steps, temperature or 1.0)
+        mean, log_std = self.step_distribution(
+            points, velocity, log_std, indices, temperature or 1.0
+        )
         distance = (next_points - mean) / log_std.exp()
         logprobs = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
         entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).expand_as(logprobs)

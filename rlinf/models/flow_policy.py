@@ -18,8 +18,8 @@ from rlinf.models.action_encoding import ActionScale, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
 from rlinf.models.denoising import (
     CHAIN_COLUMN,
-    DenoisingChain,
     DenoisingConfig,
+    DenoisingProcess,
     bounded_log_std,
     noise_fractions,
 )
@@ -36,8 +36,8 @@ class FlowConfig(DenoisingConfig):
     denoising_steps: int = Field(default=4, gt=0, le=100)
     """Number of denoising steps ``N``."""
     action_scale: ActionScale = None
-    """Factor from the last point of a chain to the action in the simulator's units; null: -1 to 1
-    spans the task's bounds. The initial noise has standard deviation 1."""
+    """Factor from the output (last point of a chain) to the action in the simulator's units; null:
+    -1 to 1 spans the task's bounds. The initial noise has standard deviation 1."""
     normalize_observations: bool = False
     """Standardize observations with running statistics, which are part of the weights."""
     observation_clip: float = Field(default=10.0, gt=0)
@@ -48,14 +48,16 @@ class FlowNetworks(ObservationNormalizer):
     """The networks of velocity, value and, if it is learned, noise."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        size, out, hidden = settings["observation"], settings["action"]["size"], settings["hidden"]
+        size, action_size = settings["observation"], settings["action"]["size"]
+        hidden = settings["hidden"]
         super().__init__(size, float(settings["observation_clip"]))
-        self.velocity = tanh_network([size + out + 1, *hidden, out], last_gain=0.01)
+        self.velocity = tanh_network([size + action_size + 1, *hidden, action_size], last_gain=0.01)
         self.value = tanh_network([size, *hidden, 1], last_gain=1.0)
         self.spread = None
+        """The network of the log standard deviations; None: they are not learned."""
         if settings["noise_method"] == "learned":
-            self.spread = tanh_network([size + 1, *hidden, out], last_gain=0.01)
-        self._range: tuple[float, float] = tuple(settings["noise_std_range"])
+            self.spread = tanh_network([size + 1, *hidden, action_size], last_gain=0.01)
+        self._std_range: tuple[float, float] = tuple(settings["noise_std_range"])
 
     def forward(
         self, observations: Tensor, points: Tensor, tau: Tensor
@@ -66,7 +68,7 @@ class FlowNetworks(ObservationNormalizer):
         Args:
             observations: ``[..., D]``.
             points: ``[..., K, A]``.
-            tau: ``[K, 1]`` or ``[..., K, 1]``.
+            tau: Noise fractions, ``[K, 1]`` or ``[..., K, 1]``.
         """
         # With mixed precision, the parameters have another type than the observations.
         dtype = next(self.value.parameters()).dtype
@@ -76,15 +78,15 @@ class FlowNetworks(ObservationNormalizer):
         velocity = self.velocity(torch.cat([state, points.to(dtype)], -1)).float()
         log_std = None
         if self.spread is not None:
-            log_std = bounded_log_std(self.spread(state), self._range)
+            log_std = bounded_log_std(self.spread(state), self._std_range)
         return velocity, log_std, self.value(inputs)[..., 0].float()
 
 
 class FlowPolicy(NormalizedVectorPolicy):
     """A flow-matching policy.
 
-    The log-probability of a step is that of its chain given the first point, which is noise without
-    parameters. Its entropy is the sum over the denoising steps.
+    The log-probability of a step is that of its chain, given the first point (noise that does not
+    depend on the parameters). The entropy of a step is the sum over the denoising steps.
     """
 
     Config = FlowConfig
@@ -96,8 +98,9 @@ class FlowPolicy(NormalizedVectorPolicy):
 
     def __init__(self, module: FlowNetworks, settings: dict[str, Any]) -> None:
         super().__init__(module, settings)
-        self.steps, self.size = int(settings["denoising_steps"]), int(settings["action"]["size"])
-        self._denoising = DenoisingChain(self.steps, float(settings["noise_level"]), 1)
+        self.steps = int(settings["denoising_steps"])
+        self.action_size = int(settings["action"]["size"])
+        self._denoising = DenoisingProcess(self.steps, float(settings["noise_level"]), 1)
 
     @classmethod
     def check(cls, config: FlowConfig, spec: ModelSpec) -> None:
@@ -111,7 +114,7 @@ class FlowPolicy(NormalizedVectorPolicy):
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Add random numbers for the imitation loss: ``noise`` ``[T, A]``, ``uniform`` ``[T]``."""
         random = generator(seed, "imitation", *trajectory.identity.key)
-        noise = random.standard_normal((len(trajectory), self.size), np.float32)
+        noise = random.standard_normal((len(trajectory), self.action_size), np.float32)
         draws = {"noise": noise, "uniform": random.random(len(trajectory), np.float32)}
         return replace(trajectory, policy_columns={**trajectory.policy_columns, **draws})
 
@@ -119,10 +122,10 @@ class FlowPolicy(NormalizedVectorPolicy):
         """Return the inputs of the base class and ``chain`` ``[B, T, N + 1, A]`` or, for
         demonstrations, ``noise`` and ``uniform``."""
         length = max(len(trajectory) for trajectory in trajectories)
-        sampled = CHAIN_COLUMN in trajectories[0].policy_columns
+        is_sampled = CHAIN_COLUMN in trajectories[0].policy_columns
         columns = {
             name: pad_right([t.policy_columns[name] for t in trajectories], length)
-            for name in ([CHAIN_COLUMN] if sampled else ["noise", "uniform"])
+            for name in ([CHAIN_COLUMN] if is_sampled else ["noise", "uniform"])
         }
         return {**super().collate(trajectories), **columns}
 
@@ -152,14 +155,14 @@ class FlowPolicy(NormalizedVectorPolicy):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return standard normal noise ``[steps, N + 1, A]``: the start of each chain and the noise
         of its steps."""
-        shape = (steps, self.steps + 1, self.size)
+        shape = (steps, self.steps + 1, self.action_size)
         return random.standard_normal(size=shape).astype(np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Return, for ``observation`` ``[n, D]``, ``action`` ``[n, A]``, ``chain`` ``[n, N + 1,
-        A]``, ``logprob`` and ``value`` ``[n]``, all float32."""
+        """Return ``action`` ``[n, A]``, ``chain`` ``[n, N + 1, A]``, ``logprob`` ``[n]`` and
+        ``value`` ``[n]`` for ``observation`` ``[n, D]``, all float32."""
         inputs = observations["observation"]
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -168,7 +171,7 @@ class FlowPolicy(NormalizedVectorPolicy):
             )
             return outputs[:2]
 
-        first = torch.zeros(len(inputs), self.size, device=inputs.device)
+        first = torch.zeros(len(inputs), self.action_size, device=inputs.device)
         step_noise = None
         if noise is not None:
             first, step_noise = noise[:, 0], noise[:, 1:]
@@ -185,7 +188,8 @@ class FlowPolicy(NormalizedVectorPolicy):
     def imitation_loss(self, batch: Batch) -> Tensor:
         """Return the conditional flow matching loss ``[...]`` (arXiv 2210.02747, eq. 14).
 
-        It is the squared error of the velocity at a uniform random time between noise and action.
+        The loss is the squared error of the velocity at a uniform random time between noise and
+        action.
         """
         action, noise = batch["actions"], batch["noise"]
         tau = 1 - batch["uniform"][..., None]

@@ -1,7 +1,7 @@
 """Model folders in the Hugging Face format, read in one place for all trainers, engines and tasks.
 
-:class:`HFFolder` reads the configuration, weight files, context length, tokenizer, chat template
-and stop tokens. Nothing here loads weights.
+:class:`HFFolder` reads the configuration, context length, tokenizer, chat template and stop tokens.
+Nothing here loads weights.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+"""The file that maps each tensor to one of several weight files."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"
 """File of older folders with the processor's chat template, which tokenizers ignore."""
 LFS_POINTER = b"version https://git-lfs"
+"""First bytes of a git-lfs pointer, the placeholder of a file that was not fetched."""
 ADAPTER_FILE = "adapter_config.json"
 MISTRAL_PREFIX = "consolidated"
+"""Prefix of weight files in Mistral's format."""
 MAX_HEADER_BYTES = 100_000_000
 """Largest header of the safetensors format."""
 QUANTIZED_DTYPES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"}
-"""Element types of quantized weights; bool masks and int64 positions of older files are not."""
+"""Element types of quantized weights. Bool masks and int64 positions of older files are allowed."""
 LENGTH_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -43,7 +46,7 @@ LENGTH_KEYS = (
     "max_seq_length",
     "seq_len",
 )
-"""Names of the context length in the configurations of families, as in vLLM."""
+"""Keys of the context length in the ``config.json`` of different families, as in vLLM."""
 PREEXTENDED_ROPE_TYPES = {
     "llama3",
     "longrope",
@@ -89,10 +92,10 @@ class HFFolder:
 
     @cached_property
     def hf_config(self) -> Any:
-        """The library's configuration of the network.
+        """The ``transformers`` configuration of the network.
 
         Raises:
-            DataError: The library does not know the model type, or rejects a value.
+            DataError: ``transformers`` does not know the model type, or rejects a value.
         """
         from transformers import AutoConfig
 
@@ -103,30 +106,22 @@ class HFFolder:
                 )
         except ArtifactError:
             raise
-        except Exception as error:  # the library raises many types
+        except Exception as error:  # transformers raises many types
             raise DataError(
                 f"model.path: {self.folder / 'config.json'} cannot be used ({one_line(error)})"
             ) from None
 
     @cached_property
-    def weight_files(self) -> list[Path]:
-        """The files with the tensors; see :func:`tensor_files`."""
-        return tensor_files(self.folder)
-
-    @cached_property
     def context_length(self) -> int | None:
-        """The largest number of tokens of a sample; None without a limit.
-
-        See :func:`context_length`.
-        """
+        """The largest number of tokens of a sample; None: no limit (:func:`context_length`)."""
         return context_length(self.hf_config)
 
     def max_model_len(self, limit: int | None) -> int | None:
-        """Return the largest number of tokens of a sample in a run, or None without a limit.
+        """Return the largest number of tokens of a sample in a run; None: no limit.
 
         Args:
-            limit: The limit of the run (``model.max_model_len``); None: the limit of the model, or,
-                if rotary frequencies depend on the length, the length without scaling (as vLLM).
+            limit: The limit of the run (``model.max_model_len``). None: the limit of the model; if
+                its rotary frequencies depend on the length, the length without scaling (as vLLM).
         """
         from rlinf.models.rotary import length_scaling
 
@@ -138,7 +133,9 @@ class HFFolder:
         """The vocabulary size of the model, if its configuration has it."""
         size = self.config_json.get("vocab_size")
         if size is None:
-            size = next((inner.get("vocab_size") for inner in _nested(self.config_json)), None)
+            size = next(
+                (inner.get("vocab_size") for inner in _text_configs(self.config_json)), None
+            )
         return size if isinstance(size, int) else None
 
     @cached_property
@@ -188,7 +185,7 @@ class HFFolder:
 
     @cached_property
     def _configured_eos_ids(self) -> frozenset[int]:
-        configs = (self.generation_config, self.config_json, *_nested(self.config_json))
+        configs = (self.generation_config, self.config_json, *_text_configs(self.config_json))
         ids = {token for config in configs for token in _token_ids(config.get("eos_token_id"))}
         size = self.vocabulary_size
         return frozenset(token for token in ids if size is None or token < size)
@@ -230,12 +227,12 @@ class HFFolder:
 def context_length(config: Any) -> int | None:
     """Return the context length of a model, or None if its configuration has no limit.
 
-    It is the largest length that vLLM 0.32 accepts for the model (``_get_and_verify_max_len`` in
+    This is the largest length that vLLM 0.32 accepts for the model (``_get_and_verify_max_len`` in
     ``vllm/config/model.py``). Most rotary scalings are already part of
     ``max_position_embeddings``; linear and dynamic ones multiply it by their factor.
 
     Args:
-        config: The library's configuration of the model.
+        config: The ``transformers`` configuration of the model.
     """
     text = config.get_text_config()
     values = [getattr(text, name, None) for name in LENGTH_KEYS]
@@ -247,21 +244,21 @@ def context_length(config: Any) -> int | None:
         return int(length)
     factors = [
         rope.get("factor") or 1.0
-        for rope in _rotary(text)
+        for rope in _rope_parameters(text)
         if rope.get("rope_type", "default") not in PREEXTENDED_ROPE_TYPES
     ]
     return int(length * max(factors, default=1.0))
 
 
-def _rotary(text: Any) -> list[Mapping[str, Any]]:
+def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
     """Return the rotary parameters of a configuration, one per layer type if they differ."""
     rotary = getattr(text, "rope_parameters", None) or {}
     is_nested = rotary and all(isinstance(value, Mapping) for value in rotary.values())
     return [*rotary.values()] if is_nested else [rotary]
 
 
-def _nested(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the configuration of the language model inside a multimodal model."""
+def _text_configs(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the language model's part of a multimodal model's ``config.json``, if there is one."""
     inner = settings.get("text_config")
     return [inner] if isinstance(inner, Mapping) else []
 
@@ -273,7 +270,7 @@ def _token_ids(value: Any) -> Iterable[int]:
 
 
 def one_line(error: BaseException, max_length: int = 200) -> str:
-    """Return the message of an error on one line, truncated."""
+    """Return the message of an error on one line, truncated to ``max_length`` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_length else f"{text[:max_length]}..."
 
@@ -288,7 +285,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     settings = read_json_object(path)
     if not isinstance(settings.get("model_type"), str):
         raise DataError(f"model.path: {path} names no model_type; is it a checkpoint folder?")
-    for config in (settings, *_nested(settings)):
+    for config in (settings, *_text_configs(settings)):
         if config.get("quantization_config") or config.get("compression_config"):
             raise _quantized_error(
                 f"{folder} holds quantized weights (quantization_config in {path.name})"
@@ -382,21 +379,21 @@ def read_json_object(path: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def check_links(folder: Path) -> None:
-    """Check that links in a checkpoint folder lead to allowed locations and owners.
+    """Check that symbolic links in a checkpoint folder have allowed targets.
 
-    Targets must be in one of the folder's allowed locations and belong to the folder's owner, this
-    user or root. Otherwise another user could replace the weights.
+    Targets must be in one of :func:`rlinf.verified_io.allowed_link_targets` and belong to the
+    folder's owner, this user or root. Otherwise another user could replace the weights.
 
     Raises:
         DataError: A link is not allowed; the message names it and the remedy.
     """
-    home, allowed = folder.resolve(), allowed_link_targets(folder)
-    owners = {home.stat().st_uid, os.getuid(), 0}
-    for path in sorted(home.rglob("*")):
+    root, allowed = folder.resolve(), allowed_link_targets(folder)
+    owners = {root.stat().st_uid, os.getuid(), 0}
+    for path in sorted(root.rglob("*")):
         if not path.is_symlink():
             continue
         target = path.resolve()
-        name = f"model.path: {folder}: {path.relative_to(home)}"
+        name = f"model.path: {folder}: {path.relative_to(root)}"
         if not any(target.is_relative_to(location) for location in allowed):
             raise DataError(
                 f"{name} is a link that leads out of the folder, to {target}; copy the file in its "
@@ -414,8 +411,8 @@ def check_links(folder: Path) -> None:
 def tensor_files(folder: Path) -> list[Path]:
     """Return the files with the tensors of a checkpoint folder.
 
-    As in the library, ``model.safetensors`` has priority over the files in the index. Other files,
-    such as ``consolidated.safetensors`` of Mistral's format, are ignored.
+    As in ``transformers``, ``model.safetensors`` has priority over the files in the index. Other
+    files, such as ``consolidated.safetensors`` of Mistral's format, are ignored.
 
     Raises:
         DataError: There are no files, or the index cannot be read.
@@ -433,7 +430,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def _files_in_index(index: Path) -> list[str]:
-    """Return the names of the files in a weight index."""
+    """Return the names of the weight files that an index lists."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"model.path: {index} has no weight_map; copy the folder again")
@@ -462,7 +459,7 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
     """Check that a folder has a model that this process may load.
 
     Raises:
-        DataError: There is no such model.
+        DataError: The folder has no model, or one with disallowed links or code.
     """
     if folder.is_file():
         raise DataError(f"model.path: {folder} is a file; give the folder it is in")
@@ -488,7 +485,7 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the tensors, and the index if it is used.
+    """Return the files of :func:`tensor_files`, and the index if it is used.
 
     Raises:
         DataError: As :func:`tensor_files`.
@@ -498,7 +495,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def non_weight_files(folder: Path) -> list[str]:
-    """Return the names of all other files: configuration, tokenizer, templates, model code."""
+    """Return the names of all files except weights: configuration, tokenizer, templates, code."""
     suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
     return [
         path.name
@@ -519,7 +516,7 @@ def check_vocabulary(hf_folder: HFFolder) -> None:
     """Check that the vocabulary of the model covers all tokens of its tokenizer.
 
     Raises:
-        DataError: It does not.
+        DataError: The tokenizer has token ids beyond the model's vocabulary.
     """
     size = hf_folder.vocabulary_size
     highest = max(hf_folder.raw_tokenizer.get_vocab().values(), default=0)

@@ -1,7 +1,7 @@
 """Image preprocessing of vision-language models: sizes, patches, and rotary positions.
 
-Records have images as RGB bytes, resized to a multiple of the patch size. Policies and engines
-convert them to patches themselves, so they need no other image library.
+Records have images as RGB bytes, resized to whole tokens. Policies and engines convert the images
+to patches themselves, without another image library.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class ImageProcessor:
 
     image_token_id: int
     """Id of the token that represents ``merge_size x merge_size`` patches of an image."""
-    ungenerated_token_ids: tuple[int, ...]
+    suppressed_token_ids: tuple[int, ...]
     """Ids of image and video tokens, which a policy must not generate."""
     patch_size: int = 14
     """Side of a patch, pixels."""
     merge_size: int = 2
+    """Side of the square of patches that one token represents."""
     temporal_patch_size: int = 2
-    """Frames of a patch; a still image is repeated."""
+    """Number of video frames in a patch; a still image is repeated."""
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     rescale_factor: float = 1 / 255
@@ -61,11 +62,11 @@ class ImageProcessor:
         try:
             values = json.loads(read_text(path))
             size = values.get("size") or {}
-            image = int(settings["image_token_id"])
+            image_token = int(settings["image_token_id"])
             return cls(
-                image_token_id=image,
-                ungenerated_token_ids=tuple(
-                    sorted({image, int(settings.get("video_token_id", image))})
+                image_token_id=image_token,
+                suppressed_token_ids=tuple(
+                    sorted({image_token, int(settings.get("video_token_id", image_token))})
                 ),
                 patch_size=int(values["patch_size"]),
                 merge_size=int(values["merge_size"]),
@@ -151,7 +152,7 @@ class ImageProcessor:
         return np.repeat(patches, self.temporal_patch_size, axis=2).reshape(len(patches), -1)
 
     def patch_grids(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the number of patches along frames, height and width, int64 ``[n, 3]``.
+        """Return the number of patches along time, height and width, int64 ``[n, 3]``.
 
         Args:
             sizes: Height and width of each image, ``[n, 2]``.
@@ -172,8 +173,8 @@ class ImageProcessor:
         """Return rotary positions along time, height and width (M-RoPE, arXiv 2409.12191).
 
         Text tokens have equal positions on all three axes. The tokens of an image share one time
-        position and count rows and columns from it. The next text starts after the largest
-        position.
+        position, from which rows and columns are counted. The next text starts after the largest
+        position of the image.
 
         Args:
             tokens: The token ids of a prompt, or of a prompt and its answer, ``[L]``.
@@ -207,7 +208,7 @@ class ImageProcessor:
         return result
 
     def rope_shift(self, sizes: np.ndarray) -> int:
-        """Return the offset from index to rotary position for tokens after the images."""
+        """Return the rotary position minus the index of tokens after the images."""
         grids = self.patch_grids(sizes)[:, 1:] // self.merge_size
         return int((grids.max(1) - grids.prod(1)).sum()) if len(grids) else 0
 
@@ -220,6 +221,7 @@ class ImageProcessor:
 
 
 NO_SIZES = np.zeros((0, 2), np.int64)
+"""The sizes of a prompt without images."""
 
 
 def pack_images(images: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -231,7 +233,7 @@ def pack_images(images: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def unpack_images(columns: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Return the images in the columns of a record; padding is ignored."""
+    """Return the images in the columns of a record; sizes of zero (padding) are ignored."""
     if SIZES_COLUMN not in columns:
         return []
     pixels, images, start = columns[PIXELS_COLUMN], list[np.ndarray](), 0

@@ -1,7 +1,7 @@
 """Networks of checkpoint folders: load, create on meta, export, and convert from GGUF.
 
 :class:`CheckpointExporter` converts a network's tensors to the names and shapes of its checkpoints.
-They differ if the model library joins tensors, for example all experts of a layer.
+They differ if ``transformers`` joins tensors, for example all experts of a layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlinf.models.causal_lm_config import CausalLMConfig, hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
-    has_own_checkpoint_names,
+    checkpoint_names_differ,
     network_class,
     raise_tensor_mismatch,
     to_checkpoint_tensors,
@@ -55,8 +55,8 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             has model code without permission to run it.
     """
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
-        # Read the weights here, because the library maps files and would see later changes.
+        cls, settings = _class_and_config(folder, config)
+        # Read the weights first: transformers memory-maps files and would see later changes.
         module, info = cls.from_pretrained(
             None,
             config=settings,
@@ -80,17 +80,17 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
 def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
     """Create the network of a folder with parameters on ``meta``, for :func:`load_weights`.
 
-    Returns None if only the library can convert the tensors in the files to those of the network.
+    Return None if only ``transformers`` can convert the tensors in the files to the network's.
 
     Raises:
         DataError: As :func:`load_module`.
     """
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         if "auto_map" in read_config_json(folder):
             return None
         module = _create_on_meta(cls, settings, config)
-        if module is not None and has_own_checkpoint_names(module):
+        if module is not None and checkpoint_names_differ(module):
             return None
     if module is not None:
         freeze_rotary(
@@ -109,7 +109,7 @@ def check_rotary(folder: Path, config: CausalLMConfig) -> None:
     if length_scaling(read_config_json(folder)) is None:
         return
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         with meta_parameters():
             module = cls._from_config(settings)
         freeze_rotary(
@@ -128,7 +128,7 @@ def new_meta_module(config: CausalLMConfig) -> Any:
 def text_config(config: CausalLMConfig) -> Any:
     """Return the text config of a language model, from its checkpoint or from the options.
 
-    Its field names are those of transformers, independent of the family.
+    For new models it has only the numbers of attention and KV heads, named as in ``transformers``.
 
     Raises:
         DataError: As :func:`load_module`.
@@ -139,19 +139,19 @@ def text_config(config: CausalLMConfig) -> Any:
         )
     folder = config.path.expanduser()
     with _checkpoint_errors(folder):
-        return _network(folder, config)[1].get_text_config()
+        return _class_and_config(folder, config)[1].get_text_config()
 
 
 def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
     """Return a network with the names, shapes and types of :func:`load_module`, for inspection.
 
-    It is on the ``meta`` device, unless only loading determines some of its types.
+    The network is on the ``meta`` device, unless some of its types are known only after loading.
 
     Raises:
         DataError: As :func:`load_module`.
     """
     with _checkpoint_errors(folder):
-        cls, settings = _network(folder, config)
+        cls, settings = _class_and_config(folder, config)
         module = _create_on_meta(cls, settings, config)
     return load_module(folder, config) if module is None else module
 
@@ -196,28 +196,28 @@ def iter_weights(
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsReader(path)) for path in tensor_files(folder)]
-        stored = {name: (file, name) for file in files for name in file.shapes}
+        in_files = {name: (file, name) for file in files for name in file.shapes}
         if module is None:
             for file in files:
                 yield from file.tensors()
             return
-        by_name = add_base_prefix(stored, module)
-        shapes = {name: file.shapes[key] for name, (file, key) in by_name.items()}
+        by_name = add_base_prefix(in_files, module)
+        shapes = {name: file.shapes[stored] for name, (file, stored) in by_name.items()}
         check_tensors(source, shapes, module)
         state = module.state_dict(keep_vars=True)
         for file in files:
             names = {
-                key: name
-                for name, (source_file, key) in by_name.items()
+                stored: name
+                for name, (source_file, stored) in by_name.items()
                 if source_file is file and name in state
             }
             rows = (
                 None
                 if row_range is None
-                else {key: row_range(state[name]) for key, name in names.items()}
+                else {stored: row_range(state[name]) for stored, name in names.items()}
             )
-            for key, tensor in file.tensors(names.keys() if rows is None else rows):
-                yield names[key], tensor
+            for stored, tensor in file.tensors(names.keys() if rows is None else rows):
+                yield names[stored], tensor
 
 
 def reload_weights(module: Any, folder: Path) -> bool:
@@ -234,7 +234,7 @@ def reload_weights(module: Any, folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _checkpoint_errors(folder: Path) -> Iterator[None]:
-    """Convert exceptions of the library to DataErrors for the folder, and silence its warnings."""
+    """Convert exceptions of ``transformers`` to DataErrors for the folder; silence its warnings."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
@@ -256,8 +256,8 @@ def _checkpoint_errors(folder: Path) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
-    """Return the class and the configuration of a checkpoint's network."""
+def _class_and_config(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
+    """Return the class and the ``transformers`` configuration of a checkpoint's network."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -284,9 +284,9 @@ def _create_on_meta(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
 
 
 def _attention(settings: Any) -> str | None:
-    """Return the library's attention implementation, before packing or an engine sets another.
+    """Return the attention implementation until packing or an engine sets another one.
 
-    None: torch's fused attention if all parts of the network support it, else eager attention.
+    None lets ``transformers`` choose fused attention if all parts support it, else eager attention.
     """
     return "eager" if settings.model_type in EAGER_ATTENTION_FAMILIES else None
 
@@ -302,7 +302,7 @@ def meta_parameters() -> Iterator[None]:
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta and threading.get_ident() == thread:
-            # Memory that was allocated but never written is not resident.
+            # Allocated memory uses no physical memory before the first write.
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
@@ -316,7 +316,7 @@ def meta_parameters() -> Iterator[None]:
 def disable_dropout(settings: Any) -> None:
     """Set all dropout rates of a model's configuration to zero.
 
-    Dropout would add noise to the probability ratio of an update, from an unseeded generator.
+    Dropout would add unseeded noise to the probability ratios of an update.
     """
     configs = (settings, settings.get_text_config(), getattr(settings, "vision_config", None))
     for config in filter(None, configs):
@@ -337,12 +337,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 class CheckpointExporter:
-    """Converts the tensors of a network to those of its checkpoints; the first of tied tensors."""
+    """Converts a network's tensors to its checkpoint's; uses the first of tied tensors."""
 
     def __init__(self, module: Any) -> None:
         """
         Args:
-            module: A network of the library; its memory is not referenced afterwards.
+            module: A network of ``transformers``, which is moved to ``meta``.
         """
         first_names = dict[int, str]()
         state = module.state_dict(keep_vars=True)
@@ -352,9 +352,9 @@ class CheckpointExporter:
         self._templates: dict[str, Tensor] = {n: tensor.to("meta") for n, tensor in state.items()}
         self._module = module.to("meta")
         untied = {name: self._templates[name] for name in self._first_names.values()}
-        self._renames = has_own_checkpoint_names(module)
+        self._renames = checkpoint_names_differ(module)
         self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
-        """A tensor on ``meta`` for each name, with its shape and type."""
+        """Each checkpoint tensor on ``meta``, with its shape and type."""
 
     def export(
         self,
@@ -368,12 +368,12 @@ class CheckpointExporter:
         Tensors are consumed one at a time, unless a checkpoint tensor consists of several tensors.
 
         Args:
-            tensors: Tensors by the network's names, in any order; of tied tensors, any one.
+            tensors: Tensors by the network's names, in any order; of tied tensors, at least one.
             device: The device of the results.
             copy: Whether to copy each tensor to new memory.
 
         Raises:
-            DataError: A name or shape does not fit; after the last one: tensors are missing.
+            DataError: A name or shape does not fit, or tensors are missing (raised at the end).
         """
         checked = self._check_each(tensors, device, copy)
         if not self._renames:

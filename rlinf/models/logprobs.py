@@ -22,7 +22,7 @@ from rlinf.models.checkpoint_tensors import IMAGE_FAMILIES
 
 log = logging.getLogger("rlinf")
 MAX_LOGITS = 1 << 25
-"""Largest number of logits that are computed at once, for a batch without chunks or a chunk."""
+"""Largest number of logits in memory at once; a batch with more logits is computed in chunks."""
 
 
 def token_logprobs(
@@ -59,7 +59,7 @@ def head_logprobs(
         weight: ``[V, H]``, of the same type as ``hidden``.
         targets: Token ids ``[N]``.
         temperature: Divides the logits; 0 counts as 1.
-        max_logits: Maximum number of logits of a chunk, which has at least one position.
+        max_logits: Maximum number of logits of a chunk. A chunk has at least one position.
         bias: ``[V]``.
         softcap: ``c`` in ``c * tanh(logits / c)`` (Gemma 2, arXiv 2408.00118, section 2).
         entropy: Whether to compute the entropy.
@@ -68,9 +68,9 @@ def head_logprobs(
         ``[N, 2]``, log-probability and entropy of each row, or ``[N, 1]`` without entropy; float32,
         or float64 for float64 inputs.
     """
-    rows = max(1, max_logits // weight.shape[0])
+    chunk_size = max(1, max_logits // weight.shape[0])
     outputs: Tensor = _HeadFunction.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature or 1.0, rows, softcap, entropy
+        hidden, weight, bias, targets, temperature or 1.0, chunk_size, softcap, entropy
     )
     return outputs
 
@@ -84,26 +84,28 @@ class _HeadFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        rows: int,
+        chunk_size: int,
         cap: float | None,
         entropy: bool,
     ) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         out = torch.empty(len(hidden), 1 + entropy, dtype=dtype, device=hidden.device)
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
+        for start in range(0, len(hidden), chunk_size):
+            part = slice(start, start + chunk_size)
             logprobs = _logprobs(_capped(_logits(hidden[part], weight, bias), cap), temperature)
             out[part, 0] = logprobs.gather(-1, targets[part, None])[:, 0]
             if entropy:
                 out[part, 1] = -(logprobs.exp() * logprobs).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, out)
-        ctx.temperature, ctx.rows, ctx.cap, ctx.entropy = temperature, rows, cap, entropy
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.cap, ctx.entropy = cap, entropy
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """With p = softmax(z / T): d log p_a / dz_j = (1[j = a] - p_j) / T, and of the entropy H
-        dH / dz_j = -p_j (log p_j + H) / T. Where z = c tanh(x / c): dz / dx = 1 - (z / c)^2."""
+        """For logits z, p = softmax(z / T), target a and entropy H: d log p_a / dz_j =
+        (1[j = a] - p_j) / T and dH / dz_j = -p_j (log p_j + H) / T. With a soft cap c,
+        z = c tanh(x / c) and dz / dx = 1 - (z / c)^2."""
         (grad,) = grads
         hidden, weight, bias, targets, out = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
@@ -113,12 +115,12 @@ class _HeadFunction(torch.autograd.Function):
         grad_bias = None
         if bias is not None and needs_grad[2]:
             grad_bias = torch.zeros_like(bias, dtype=out.dtype)
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
+        for start in range(0, len(hidden), ctx.chunk_size):
+            part = slice(start, start + ctx.chunk_size)
             logits = _capped(_logits(hidden[part], weight, bias), ctx.cap)
-            slope = None
+            cap_slope = None
             if ctx.cap is not None:
-                slope = 1 - (logits.to(out.dtype) / ctx.cap).square()
+                cap_slope = 1 - (logits.to(out.dtype) / ctx.cap).square()
             logprobs = _logprobs(logits, ctx.temperature)
             del logits
             grad_logprob = grad[part, :1]
@@ -131,8 +133,8 @@ class _HeadFunction(torch.autograd.Function):
                 logprobs.exp_().mul_(grad_logprob)
             grad_logits = logprobs.neg_().scatter_add_(1, targets[part, None], grad_logprob)
             grad_logits.div_(ctx.temperature)
-            if slope is not None:
-                grad_logits.mul_(slope)
+            if cap_slope is not None:
+                grad_logits.mul_(cap_slope)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -192,12 +194,12 @@ PLAIN_HEAD_FAMILIES = {
 """Families whose logits are the outputs of the head, without scaling or capping."""
 
 SOFTCAP_FAMILIES = {"gemma2", "gemma3_text"}
-"""Families that only apply a soft cap after the output head, if their configuration has
+"""Families like these, but with a soft cap after the output head if their configuration has
 ``final_logit_softcapping``."""
 
 
 def plain_head(module: Any) -> nn.Linear | None:
-    """Return the output head if at most a known soft cap follows it, otherwise None."""
+    """Return the output head if nothing but a known soft cap changes its logits, else None."""
     if (
         getattr(module.config, "model_type", None)
         not in PLAIN_HEAD_FAMILIES | SOFTCAP_FAMILIES | IMAGE_FAMILIES
@@ -229,7 +231,7 @@ def without_final_softcap(module: Any) -> Iterator[None]:
 
 @functools.cache
 def warn_full_logits(family: str) -> None:
-    """Log, once per family, that its logits are not computed in chunks."""
+    """Warn, once per family, that its logits are not computed in chunks."""
     log.warning(
         "models of type %s may change the logits after their output head: log-probabilities are "
         "computed from all logits at once, several float32 numbers for each position and token of "
@@ -244,7 +246,8 @@ def override_head(
 ) -> Iterator[None]:
     """Replace the computation of an output head.
 
-    It must run inside the network's forward pass, because sharded weights are gathered only there.
+    ``compute`` must run inside the network's forward pass, because only there are sharded weights
+    gathered. Its arguments are hidden states, weight and bias of the head.
     """
     head.__dict__["forward"] = lambda hidden: compute(hidden, head.weight, head.bias)
     try:

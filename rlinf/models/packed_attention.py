@@ -1,8 +1,9 @@
-"""Packed sequences: rows of tokens in one sequence without padding, with separate attention.
+"""Packed sequences: the rows of a batch in one sequence without padding, with separate attention.
 
-All operations except attention see only the packed tokens. A prompt that several rows share is
-stored once; its responses follow as branches with the positions that they have in their own row.
-:func:`packed_attention` separates the rows: it gathers rows of similar length into blocks.
+A row is a prompt and its response. All operations except attention see only the packed tokens. A
+prompt that several rows share is stored once, and its responses follow with the position ids of
+their own rows. :func:`packed_attention` gathers rows of similar length into blocks and computes the
+attention of each row separately.
 
 With flash attention on GPUs, prompts are repeated and rows are contiguous. Flash attention finds
 the rows by positions that restart at 0 and needs no padding.
@@ -51,7 +52,7 @@ def enable_packed_attention(module: Any, device: torch.device, dtype: torch.dtyp
         dtype: The type of its computation.
 
     Returns:
-        Whether prompts are shared.
+        Whether a prompt of several rows is stored once; false with flash attention.
 
     Raises:
         ConfigError: The family does not support packing.
@@ -70,7 +71,7 @@ def enable_packed_attention(module: Any, device: torch.device, dtype: torch.dtyp
 
 
 def check_packable(family: str) -> None:
-    """Check that a family separates packed rows; recurrent layers, for example, do not.
+    """Check that packed rows of a family are independent. Recurrent layers would mix them.
 
     Raises:
         ConfigError: The family does not support packing.
@@ -86,18 +87,18 @@ def check_packable(family: str) -> None:
 class PackedRows:
     """The layout of packed tokens for attention, as blocks of rows of similar length.
 
-    A block has queries ``[n, r]``, padded on the right with arbitrary tokens, and keys ``[n, k]``:
-    the prompt of each row, padded on the left, followed by the row itself.
+    A block of ``n`` rows has queries ``[n, r]``, right-padded with arbitrary tokens. Its keys
+    ``[n, k]`` are the shared prompt of each row, left-padded, followed by the row itself.
     """
 
     queries: Tensor
-    """Index of each query of the flattened blocks in the packed tokens."""
+    """Index in the packed tokens of each query; all blocks are flattened and concatenated."""
     keys: Tensor
-    """Index of each key of the flattened blocks in the packed tokens."""
+    """Index in the packed tokens of each key, for all blocks as in ``queries``."""
     key_padding: Tensor
     """Number of left padding tokens in the keys of each row, over all blocks."""
     order: Tensor
-    """Index of each packed token in the queries, ``[L]``."""
+    """Index in ``queries`` of each packed token, ``[L]``."""
     shapes: list[tuple[int, int, int, int]]
     """``(n, r, k)`` of each block, followed by 1 if its keys have left padding, else 0."""
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class PackedRows:
         if "shapes" not in batch:
             return None
         shapes = [(n, r, k, padded) for n, r, k, padded in batch["shapes"].tolist()]
-        return cls(batch["queries"], batch["keys"], batch["begins"], batch["order"], shapes)
+        return cls(batch["queries"], batch["keys"], batch["key_padding"], batch["order"], shapes)
 
     def mask(self, block: int, window: int | None) -> Tensor | None:
         """Return the attention mask of a block, bool ``[n, 1, r, k]`` or ``[1, 1, r, k]``. It is
@@ -126,15 +127,15 @@ class PackedRows:
         if num_queries == num_keys and window is None:
             return None
         keys = torch.arange(num_keys, device=self.keys.device)
-        last = torch.arange(num_keys - num_queries, num_keys, device=keys.device)[:, None]
-        visible = keys <= last
+        queries = torch.arange(num_keys - num_queries, num_keys, device=keys.device)[:, None]
+        visible = keys <= queries
         if window is not None:
-            visible = visible & (keys > last - window)
+            visible = visible & (keys > queries - window)
         # Right padding follows all tokens of its row, so no token sees it.
         if not has_left_padding:
             return visible[None, None]
-        begins = torch.split(self.key_padding, [n for n, *_ in self.shapes])[block]
-        return (visible & (keys >= begins[:, None, None]))[:, None]
+        padding = torch.split(self.key_padding, [n for n, *_ in self.shapes])[block]
+        return (visible & (keys >= padding[:, None, None]))[:, None]
 
 
 def pack(
@@ -153,22 +154,22 @@ def pack(
         actions: Token ids of each response.
         length: The length of the padded outputs.
         share: Whether a prompt of several rows is stored once.
-        keys: A key per row; rows with equal keys share their prompt. Default: the tokens.
-        positions: Positions of the tokens of each row, ``[..., P + T - 1]``; default: from 0.
+        keys: A key per row; rows with equal keys share their prompt. Default: the prompt tokens.
+        positions: Position ids of each row's tokens, ``[..., P + T - 1]``; default: from 0.
 
     Returns:
         ``tokens`` ``[1, L]`` and ``positions`` ``[..., 1, L]``, without the last token of each
-        response. ``kept`` and ``places`` ``[n]`` have, for each response token, the index in ``L``
-        at which it is predicted and its index in the flattened ``[B, length]``. With ``share``,
-        also the fields of :class:`PackedRows`.
+        response. For each response token, ``logit_indices`` ``[n]`` is the index in ``L`` at which
+        it is predicted, and ``step_indices`` ``[n]`` its index in the flattened ``[B, length]``.
+        With ``share``, also the fields of :class:`PackedRows`.
     """
     tokens, token_positions = list[np.ndarray](), list[np.ndarray]()
     spans = list[tuple[int, int, int]]()
     size = 0
 
-    def append(row: int, part: np.ndarray, offset: int, prompt: int) -> int:
-        """Append the part of a row after its first ``offset`` tokens, and return its start.
-        ``prompt`` is the start of these first tokens."""
+    def append(row: int, part: np.ndarray, offset: int, prompt_start: int) -> int:
+        """Append the part of a row after its first ``offset`` tokens, and return its index in
+        ``L``. ``prompt_start`` is the index of these first tokens; -1: there are none."""
         nonlocal size
         begin, size = size, size + len(part)
         if len(part):
@@ -177,30 +178,31 @@ def pack(
             token_positions.append(
                 np.arange(offset, stop) if positions is None else positions[row][..., offset:stop]
             )
-            spans.append((begin, len(part), prompt if offset else -1))
+            spans.append((begin, len(part), prompt_start if offset else -1))
         return begin
 
     prompt_keys = list[object](keys or [prompt.tobytes() for prompt in prompts])
     prompt_keys = prompt_keys if share else list(range(len(prompts)))
     counts = Counter[object](prompt_keys)
     prompt_starts: dict[object, int] = {}
-    kept = []
+    logit_indices = []
     for i, (key, prompt, answer) in enumerate(zip(prompt_keys, prompts, actions, strict=True)):
         if counts[key] == 1:
             begin = append(i, np.concatenate((prompt, answer[:-1])), 0, -1)
-            kept.append(begin + len(prompt) - 1 + np.arange(len(answer)))
+            logit_indices.append(begin + len(prompt) - 1 + np.arange(len(answer)))
             continue
         if key not in prompt_starts:
             prompt_starts[key] = append(i, prompt, 0, -1)
         begin = append(i, answer[:-1], len(prompt), prompt_starts[key])
         predictors = begin - 1 + np.arange(len(answer))
         predictors[:1] = prompt_starts[key] + len(prompt) - 1
-        kept.append(predictors)
+        logit_indices.append(predictors)
+    step_indices = [i * length + np.arange(len(answer)) for i, answer in enumerate(actions)]
     arrays = {
         "tokens": np.concatenate(tokens)[None],
         "positions": np.concatenate(token_positions, axis=-1)[..., None, :],
-        "kept": np.concatenate(kept),
-        "places": np.concatenate([i * length + np.arange(len(a)) for i, a in enumerate(actions)]),
+        "logit_indices": np.concatenate(logit_indices),
+        "step_indices": np.concatenate(step_indices),
     }
     if share:
         ends = {begin: begin + size for begin, size, prompt in spans if prompt < 0}
@@ -214,11 +216,11 @@ def _blocks(
     """Return the fields of :class:`PackedRows`.
 
     Args:
-        spans: Start, length, and start of the prompt (or -1) of each row.
+        spans: Start and length of each row, and the start of its shared prompt (or -1).
         ends: The end of each prompt, by its start.
-        size: Number of all tokens.
+        size: Number of packed tokens.
     """
-    queries, keys, begins = list[np.ndarray](), list[np.ndarray](), list[int]()
+    queries, keys, key_padding = list[np.ndarray](), list[np.ndarray](), list[int]()
     order, num_queries, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
     # Only rows with a shared prompt need a mask.
     for rows in (
@@ -239,11 +241,11 @@ def _blocks(
             num_queries += width
             queries.append(indices[max_prompt:])
             keys.append(indices)
-            begins.append(padding)
+            key_padding.append(padding)
             has_left_padding |= padding > 0
         shapes.append((len(rows), width, max_prompt + width, has_left_padding))
     arrays = {"queries": np.concatenate(queries), "keys": np.concatenate(keys), "order": order}
-    return {**arrays, "begins": np.array(begins), "shapes": np.array(shapes)}
+    return {**arrays, "key_padding": np.array(key_padding), "shapes": np.array(shapes)}
 
 
 def _group_by_length(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -271,7 +273,7 @@ def packed_attention(
     rows: PackedRows,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows; an attention function of ``transformers``.
+    """Compute the attention of packed rows, with the signature of ``transformers``.
 
     Args:
         query: ``[1, H, L, D]``; keys and values may have fewer heads.
@@ -346,6 +348,6 @@ def softcapped_attention(
     return weights.to(query.dtype) @ value
 
 
-def unpack(values: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+def unpack(values: Tensor, step_indices: Tensor, mask: Tensor) -> Tensor:
     """Scatter values ``[n]`` to a tensor with the shape ``[B, T]`` of ``mask``, zero elsewhere."""
-    return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
+    return values.new_zeros(mask.numel()).index_copy(0, step_indices, values).view(mask.shape)

@@ -1,8 +1,8 @@
 """Qwen2.5-VL policies (arXiv 2502.13923): language models with image inputs.
 
 The images of a prompt are in its trajectory (:mod:`rlinf.models.images`), and the prompt has their
-image tokens. With sharded weights, all ranks must call the vision network for a micro-batch, or no
-rank. Therefore all prompts of a task must have images, or no prompt.
+image tokens. With sharded weights, either all ranks must call the vision network for a micro-batch,
+or none. Therefore either all prompts of a task have images, or none.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Qwen25VL(CausalLM):
     def __init__(self, module: nn.Module, folder: Path) -> None:
         super().__init__(module, folder)
         self.supports_packing = True
-        self._images = self.image_processor(folder)
-        self._ungenerated_tokens = self._images.ungenerated_token_ids
+        self._image_processor = self.image_processor(folder)
+        self._suppressed_token_ids = self._image_processor.suppressed_token_ids
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor:
@@ -151,7 +151,7 @@ class Qwen25VL(CausalLM):
             model_class: Any = Qwen2_5_VLForConditionalGeneration
             module = model_class._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
-        defaults = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
+        defaults = ImageProcessor(image_token_id=0, suppressed_token_ids=())
         values = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": config.patch_size,
@@ -169,7 +169,7 @@ class Qwen25VL(CausalLM):
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         for trajectory in trajectories:
-            if np.isin(trajectory.actions[:-1], self._ungenerated_tokens).any():
+            if np.isin(trajectory.actions[:-1], self._suppressed_token_ids).any():
                 raise DataError(
                     f"trajectory {tuple(trajectory.identity)}: an answer has an image token, "
                     "which engines must not generate"
@@ -188,9 +188,10 @@ class Qwen25VL(CausalLM):
             images += unpack_images(columns)
             sizes.append(image_sizes(columns))
         if images:
-            patches = np.concatenate([self._images.to_patches(image) for image in images])
+            processor = self._image_processor
+            patches = np.concatenate([processor.to_patches(image) for image in images])
             batch["patches"] = torch.from_numpy(patches)
-            batch["grids"] = torch.from_numpy(self._images.patch_grids(np.concatenate(sizes)))
+            batch["grids"] = torch.from_numpy(processor.patch_grids(np.concatenate(sizes)))
         return batch
 
     def _prompt_key(self, trajectory: Trajectory) -> bytes:
@@ -201,7 +202,7 @@ class Qwen25VL(CausalLM):
 
     def _positions(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         return [
-            self._images.rope_positions(
+            self._image_processor.rope_positions(
                 np.concatenate([trajectory.require("prompt"), trajectory.actions[:-1]]),
                 image_sizes(_image_columns(trajectory)),
             )
@@ -232,7 +233,7 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
     from transformers import Qwen2_5_VLConfig
 
     num_frequencies = config.hidden // config.heads // 2
-    per_axis = 3 * num_frequencies // 8
+    per_side = 3 * num_frequencies // 8
     return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(vocabulary),
@@ -242,11 +243,11 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
             "num_key_value_heads": config.kv_heads,
             "intermediate_size": config.intermediate,
             "max_position_embeddings": config.max_position_embeddings,
-            # Time, height and width divide the frequencies as in the published models.
+            # Frequencies of time, height and width, in the ratio 2 : 3 : 3 of published models.
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
-                "mrope_section": [num_frequencies - 2 * per_axis, per_axis, per_axis],
+                "mrope_section": [num_frequencies - 2 * per_side, per_side, per_side],
             },
             "pad_token_id": 0,
             "eos_token_id": 1,

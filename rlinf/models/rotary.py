@@ -1,8 +1,8 @@
 """Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-``transformers`` chooses such frequencies in each call, by the longest row. A row would then depend
-on the other rows, and an update on its micro-batches. Here the frequencies are chosen once, by
-``model.max_model_len``, as vLLM does.
+``transformers`` chooses these frequencies in each call, by the longest row. The results of a row
+would then depend on the other rows, and an update on its micro-batches. Here the frequencies are
+chosen once, by ``model.max_model_len``, as in vLLM.
 
 Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from rlinf.errors import DataError
 
 ROPE_TYPES = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
-"""Rope types in ``config.json`` and their names in the library."""
+"""Rope types in ``config.json`` that depend on the length, and their names in ``transformers``."""
 
 LENGTH_KEYS = ("max_position_embeddings", "model_max_length", "max_seq_len")
 """Names of the context length in ``config.json``."""
@@ -45,18 +45,18 @@ def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     lengths = (settings.get(name) for name in LENGTH_KEYS)
     max_length = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
-        kind = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
-        if kind is None or max_length is None:
+        rope_type = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
+        if rope_type is None or max_length is None:
             continue
-        if kind == "dynamic" and is_hunyuan and rope.get(HUNYUAN_FIXED_KEY):
+        if rope_type == "dynamic" and is_hunyuan and rope.get(HUNYUAN_FIXED_KEY):
             continue
         key = "original_max_position_embeddings"
         original_length = settings.get(key) or rope.get(key)
-        if kind == "longrope":
-            return LengthScaling(kind, int(original_length or max_length), max_length)
-        # The library does not scale up to max_position_embeddings.
+        if rope_type == "longrope":
+            return LengthScaling(rope_type, int(original_length or max_length), max_length)
+        # Up to max_position_embeddings, transformers does not scale.
         factor = max(1.0, float(rope.get("factor") or 1.0))
-        return LengthScaling(kind, max_length, int(max_length * factor))
+        return LengthScaling(rope_type, max_length, int(max_length * factor))
     return None
 
 
@@ -72,7 +72,7 @@ def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, source: str) -> None:
     """Fix length-dependent frequencies for the longest sequence of the run.
 
-    Other networks do not change.
+    Networks without such frequencies do not change.
 
     Args:
         module: A network of ``transformers``; changed in place.
@@ -82,54 +82,55 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, sour
         source: The key and the folder, for error messages.
 
     Raises:
-        DataError: The network has no rotary embedding of the library that can be fixed, or its own
-            code depends on the longest row.
+        DataError: The network has no rotary embedding of ``transformers`` that can be fixed, or its
+            own code depends on the longest row.
     """
     scaling = length_scaling(settings)
     if scaling is None:
         return
     length = limit or scaling.original_length
-    has_scaled = False
+    has_scaling = False
     for part in module.modules():
-        kinds = getattr(part, "rope_type", None)
-        layers = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer_type in [name for name, kind in layers.items() if _depends_on_length(kind)]:
-            has_scaled = True
+        value = getattr(part, "rope_type", None)
+        rope_types = value if isinstance(value, dict) else {None: value}  # by layer type
+        for layer_type in [k for k, value in rope_types.items() if _depends_on_length(value)]:
+            has_scaling = True
             _freeze(part, length, layer_type)
             if not _is_frozen(part, scaling, length, layer_type):
                 raise DataError(
-                    f"{source}: {type(part).__name__} of the model library chooses its "
+                    f"{source}: {type(part).__name__} of transformers chooses its "
                     f"{scaling.rope_type} scaling by the longest row of each call, so beyond "
                     f"{scaling.original_length} tokens samples would depend on their neighbours; "
                     "set model.max_model_len (reward.max_length of a reward model) to "
                     f"{scaling.original_length} at most"
                 )
-    if not has_scaled:
+    if not has_scaling:
         raise DataError(
             f"{source}: no rotary embedding of its network has the {scaling.rope_type} scaling of "
             "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
-            "on their neighbours; use a checkpoint of a family whose scaling the model library "
+            "on their neighbours; use a checkpoint of a family whose scaling transformers "
             "computes, such as Llama or Phi-3"
         )
 
 
-def _depends_on_length(kind: Any) -> bool:
-    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+def _depends_on_length(rope_type: Any) -> bool:
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
 
 
 def _freeze(part: Any, length: int, layer_type: str | None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     prefix = "" if layer_type is None else f"{layer_type}_"
-    kind = part.rope_type if layer_type is None else part.rope_type[layer_type]
+    rope_type = part.rope_type if layer_type is None else part.rope_type[layer_type]
     buffer = getattr(part, f"{prefix}inv_freq")
     if buffer.is_meta:  # the network is only inspected
         return
     options = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, None, seq_len=length, **options)
+    compute = ROPE_INIT_FUNCTIONS[rope_type]
+    frequencies, scaling = compute(part.config, None, seq_len=length, **options)
     buffer.copy_(frequencies)
     setattr(part, f"{prefix}attention_scaling", scaling)
-    # The library updates the frequencies in each call only for these rope types.
+    # For the type "default", transformers does not update the frequencies in each call.
     if layer_type is None:
         part.rope_type = "default"
     else:
@@ -137,17 +138,17 @@ def _freeze(part: Any, length: int, layer_type: str | None) -> None:
 
 
 def _is_frozen(part: Any, scaling: LengthScaling, length: int, layer_type: str | None) -> bool:
-    """Return whether a rotary embedding is the same with a short and with a long other row."""
+    """Return whether the embedding of a position is independent of a later position in the call."""
     import torch
 
     if getattr(part, f"{'' if layer_type is None else f'{layer_type}_'}inv_freq").is_meta:
         return True
     settings = part.config.rope_parameters
     settings = settings if layer_type is None else settings[layer_type]
-    position, last = min(scaling.original_length, length) - 1, length - 1
+    position, last_position = min(scaling.original_length, length) - 1, length - 1
     embeddings = []
-    for neighbour in (position, last):
-        positions = torch.tensor([[position, neighbour]])
+    for other in (position, last_position):
+        positions = torch.tensor([[position, other]])
         if "mrope_section" in settings:  # time, height and width
             positions = positions.expand(3, -1, -1)
         options = {} if layer_type is None else {"layer_type": layer_type}

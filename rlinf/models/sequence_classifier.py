@@ -19,7 +19,7 @@ from rlinf.errors import DataError
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
-    has_own_checkpoint_names,
+    checkpoint_names_differ,
     raise_tensor_mismatch,
     stored_shapes,
 )
@@ -54,7 +54,7 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
     with _report_under_key(folder, key):
         check_checkpoint(folder, trust_remote_code=False)
         check_weight_files(folder)
-        cls, settings = _network(folder)
+        cls, settings = _class_and_config(folder)
         module = _check_head(folder, cls, settings)
         freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
         hf_folder = HFFolder(folder)
@@ -65,9 +65,9 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
 def load_classifier(
     folder: Path, dtype: torch.dtype, key: str, limit: int | None = None
 ) -> nn.Module:
-    """Load the network of a folder that :func:`check_classifier` accepts, on the CPU.
+    """Load the network of a classifier folder on the CPU.
 
-    It maps ``input_ids`` and ``attention_mask`` ``[B, T]`` to ``logits`` ``[B, 1]``.
+    The network maps ``input_ids`` and ``attention_mask`` ``[B, T]`` to ``logits`` ``[B, 1]``.
 
     Args:
         folder: The model folder.
@@ -79,8 +79,8 @@ def load_classifier(
         DataError: As :func:`check_classifier`, or tensors are missing or do not fit the network.
     """
     with _report_under_key(folder, key):
-        cls, settings = _network(folder)
-        # Read the weights here, because the library maps files and would see later changes.
+        cls, settings = _class_and_config(folder)
+        # Read the weights first: transformers memory-maps files and would see later changes.
         module, info = cls.from_pretrained(
             None,
             config=settings,
@@ -96,7 +96,7 @@ def load_classifier(
     return network
 
 
-def _network(folder: Path) -> tuple[Any, Any]:
+def _class_and_config(folder: Path) -> tuple[Any, Any]:
     """Return the class and the configuration of the network."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
@@ -127,16 +127,16 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
             f"model.path: {folder} has {settings.num_labels} labels (id2label in config.json); a "
             "reward model has one"
         )
-    if not has_own_checkpoint_names(module):
+    if not checkpoint_names_differ(module):
         check_tensors(f"model.path: {folder}", stored, module)
     return module
 
 
 @contextlib.contextmanager
 def _report_under_key(folder: Path, key: str) -> Iterator[None]:
-    """Report errors of the folder under its configuration key.
+    """Replace ``model.path`` in errors by the folder's configuration key, and silence warnings.
 
-    The functions for checkpoint folders use the key model.path.
+    The functions for checkpoint folders always report ``model.path``.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging

@@ -39,7 +39,7 @@ from rlinf.models.character_tokenizer import (
     write_character_tokenizer,
 )
 from rlinf.models.checkpoint_tensors import check_tensors
-from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain, bounded_log_std, noise_fractions
+from rlinf.models.denoising import CHAIN_COLUMN, DenoisingProcess, bounded_log_std, noise_fractions
 from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
 from rlinf.models.smolvla_folder import (
     ACTION_FEATURE,
@@ -72,8 +72,9 @@ from rlinf.seeding import generator
 from rlinf.verified_io import copy_file, read_text
 
 HEADS_FILE = "heads.safetensors"
+"""The file with the weights of :data:`ADDED_HEADS`."""
 ADDED_HEADS = ("value_head.", "noise_head.")
-"""Modules that LeRobot's network does not have; they are initialized if a folder lacks them."""
+"""Prefixes of modules that LeRobot's network lacks; they are initialized if a folder lacks them."""
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 TOKEN_EMBEDDINGS = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 
@@ -109,18 +110,20 @@ class SmolVLAPolicy(Policy):
         # Adapters do not cover the noise head.
         self.supports_lora = config.noise_method != "learned"
         self.steps = int(settings["num_steps"])
-        self._denoising = DenoisingChain(self.steps, config.noise_level, 2)
+        """Number of denoising steps ``N``."""
+        self._denoising = DenoisingProcess(self.steps, config.noise_level, 2)
         self._cameras = list(map_cameras(settings, config.camera_map).values())
         self._image_columns = [IMAGE_PREFIX + camera for camera in self._cameras]
-        self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
-        self._state = read_normalizer(
+        self._max_state_dim = int(settings["max_state_dim"])
+        self._max_action_dim = int(settings["max_action_dim"])
+        self._state_normalizer = read_normalizer(
             folder,
             PREPROCESSOR,
             NORMALIZER_STEP,
             STATE_FEATURE,
             feature_size(settings, STATE_FEATURE),
         )
-        self._action = read_normalizer(
+        self._action_normalizer = read_normalizer(
             folder, POSTPROCESSOR, UNNORMALIZER_STEP, ACTION_FEATURE, self.action_shape[1]
         )
         max_length = int(settings["tokenizer_max_length"])
@@ -129,7 +132,7 @@ class SmolVLAPolicy(Policy):
             text = text if text.endswith("\n") else text + "\n"
             return list(tokenizer.encode(text).ids)[:max_length]
 
-        self._tokenize = InstructionTokenizer(tokenize, pad_start=False)
+        self._tokenize = InstructionTokenizer(tokenize, pad_left=False)
 
     @classmethod
     def check(cls, config: SmolVLAConfig, spec: ModelSpec) -> Any:
@@ -140,8 +143,8 @@ class SmolVLAPolicy(Policy):
             )
         if action.get("kind") != "box":
             raise ConfigError(
-                "model.name: smolvla acts by vectors of numbers, and this task's actions are "
-                "choices; choose model.name=cnn"
+                "model.name: smolvla needs vector actions, and this task has discrete actions; "
+                "choose model.name=cnn"
             )
         if config.path is None:
             settings = new_policy_config(config, spec)
@@ -213,7 +216,7 @@ class SmolVLAPolicy(Policy):
         vlm_folder, _ = locate_vlm(source, settings, config.vlm_path)
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
         copy_non_weight_files(vlm_folder.resolve(), folder / VLM_FOLDER)
-        # Training updates these two weights separately, so they must not be tied.
+        # Training updates token embeddings and output head separately, so they must not be tied.
         vlm = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
             "tie_word_embeddings": False
         }
@@ -280,7 +283,7 @@ class SmolVLAPolicy(Policy):
         length = self.action_shape[0]
         chunks, mask = action_chunks(trajectory.actions, length)
         random = generator(seed, "imitation", *trajectory.identity.key)
-        shape = (len(trajectory), length, self._widths[1])
+        shape = (len(trajectory), length, self._max_action_dim)
         draws = {
             "noise": random.standard_normal(shape).astype(np.float32),
             "uniform": random.random(len(trajectory), np.float32),
@@ -291,17 +294,17 @@ class SmolVLAPolicy(Policy):
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories.
 
-        These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and its mask ``there``
-        ``[B, T, L]``, ``state`` ``[B, T, max_state_dim]`` and ``mask``. Trajectories add ``chain``
-        ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise`` ``[B, T, C, A]`` and
-        ``uniform``.
+        These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and ``prompt_mask``
+        ``[B, T, L]``, ``state`` ``[B, T, max_state_dim]`` and ``mask``. Sampled trajectories add
+        ``chain`` ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise``
+        ``[B, T, C, A]`` and ``uniform``.
         """
         length = max(map(len, trajectories))
         rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
         prompt, prompt_mask = self._tokenize(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
-            "there": prompt_mask,
+            "prompt_mask": prompt_mask,
             "state": self._scale_state(
                 pad_right([t.require("observations") for t in trajectories], length)
             ),
@@ -314,8 +317,9 @@ class SmolVLAPolicy(Policy):
         for name in [CHAIN_COLUMN] if is_sampled else ["noise", "uniform"]:
             batch[name] = pad_right([t.policy_columns[name] for t in trajectories], length)
         if CHAIN_COLUMN not in batch:
-            actions = self._action.normalize(pad_right([t.actions for t in trajectories], length))
-            batch["actions"] = F.pad(actions, (0, self._widths[1] - self.action_shape[1]))
+            actions = pad_right([t.actions for t in trajectories], length)
+            actions = self._action_normalizer.normalize(actions)
+            batch["actions"] = F.pad(actions, (0, self._max_action_dim - self.action_shape[1]))
         return batch
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
@@ -323,14 +327,12 @@ class SmolVLAPolicy(Policy):
         imitation losses."""
         flat = FlatSteps(batch)
         columns = flat.columns
-        if CHAIN_COLUMN not in columns:
+        if (chain := columns.get(CHAIN_COLUMN)) is None:
             losses, values = self._imitation_loss(columns)
             return StepOutputs(flat.scatter(-losses), None, flat.scatter(values))
         tau = noise_fractions(self.steps).to(batch["mask"].device)
-        velocity, raw, values = self.module(
-            *self._inputs(columns, columns[CHAIN_COLUMN][:, :-1], tau)
-        )
-        logprobs, entropies = self._score_chain(columns[CHAIN_COLUMN], velocity, raw, temperature)
+        velocity, noise_outputs, values = self.module(*self._inputs(columns, chain[:, :-1], tau))
+        logprobs, entropies = self._chain_logprobs(chain, velocity, noise_outputs, temperature)
         return StepOutputs(
             flat.scatter(logprobs),
             flat.scatter(entropies) if entropy else None,
@@ -340,7 +342,7 @@ class SmolVLAPolicy(Policy):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return standard normal noise ``[steps, N + 1, C, max_action_dim]``: the start of each
         chain and the noise of its steps."""
-        shape = (steps, self.steps + 1, self.action_shape[0], self._widths[1])
+        shape = (steps, self.steps + 1, self.action_shape[0], self._max_action_dim)
         return random.standard_normal(size=shape).astype(np.float32)
 
     def act(
@@ -355,14 +357,14 @@ class SmolVLAPolicy(Policy):
         )
         prompt, prompt_mask = (x[0].to(state.device) for x in self._tokenize(rows[None]))
         images = [observations[name] for name in self._image_columns]
-        prefix = self.module.prefix(prompt, prompt_mask, self._scale_state(state), *images)
+        prefix = self.module.encode_prefix(prompt, prompt_mask, self._scale_state(state), *images)
         chain = self.sample_chains(prefix, noise, temperature)
         tau = noise_fractions(self.steps).to(state.device)
-        velocity, raw = self.module.velocity(prefix, chain[:, :-1], tau)
+        velocity, noise_outputs = self.module.velocity(prefix, chain[:, :-1], tau)
         return {
-            "action": self._action.unnormalize(chain[:, -1, :, : self.action_shape[1]]),
+            "action": self._action_normalizer.unnormalize(chain[:, -1, :, : self.action_shape[1]]),
             CHAIN_COLUMN: chain,
-            "logprob": self._score_chain(chain, velocity, raw, temperature)[0],
+            "logprob": self._chain_logprobs(chain, velocity, noise_outputs, temperature)[0],
             "value": self.module.value(prefix),
         }
 
@@ -372,10 +374,10 @@ class SmolVLAPolicy(Policy):
         """Sample chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as in :meth:`act`."""
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
-            result, raw = self.module.velocity(prefix, points, tau)
-            return result, None if raw is None else bounded_log_std(raw, self._noise_range)
+            result, noise_outputs = self.module.velocity(prefix, points, tau)
+            return result, self._log_std(noise_outputs)
 
-        shape = (len(prefix.last_hidden), self.action_shape[0], self._widths[1])
+        shape = (len(prefix.last_hidden), self.action_shape[0], self._max_action_dim)
         first, step_noise = torch.zeros(shape, device=prefix.last_hidden.device), None
         if noise is not None:
             first, step_noise = noise[:, 0], noise[:, 1:]
@@ -386,7 +388,7 @@ class SmolVLAPolicy(Policy):
 
     def num_tokens(self, trajectory: Trajectory) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
-        patches = (self.module.width // vision.patch_size) ** 2 * len(self._image_columns)
+        patches = (self.module.image_size[0] // vision.patch_size) ** 2 * len(self._image_columns)
         return max(1, len(trajectory)) * (patches + self.steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:
@@ -399,13 +401,17 @@ class SmolVLAPolicy(Policy):
     ) -> tuple[Tensor, ...]:
         """Return the network inputs of rows ``[n, ...]``."""
         images = (columns[name] for name in self._image_columns)
-        return columns["prompt"], columns["there"], columns["state"], points, tau, *images
+        return columns["prompt"], columns["prompt_mask"], columns["state"], points, tau, *images
 
-    def _score_chain(
-        self, chain: Tensor, velocity: Tensor, raw: Tensor | None, temperature: float
+    def _log_std(self, noise_outputs: Tensor | None) -> Tensor | None:
+        """Return log standard deviations from outputs of the noise head; None: not learned."""
+        return None if noise_outputs is None else bounded_log_std(noise_outputs, self._noise_range)
+
+    def _chain_logprobs(
+        self, chain: Tensor, velocity: Tensor, noise_outputs: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies ``[n, C, D]`` of chains."""
-        log_std = None if raw is None else bounded_log_std(raw, self._noise_range)
+        log_std = self._log_std(noise_outputs)
         result = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
         return result[0][..., : self.action_shape[1]], result[1][..., : self.action_shape[1]]
 
@@ -414,8 +420,8 @@ class SmolVLAPolicy(Policy):
 
         The loss is the squared error of the velocity (arXiv 2210.02747, eq. 14).
 
-        As in LeRobot, times follow ``Beta(1.5, 1)``, so most of them are near the noise. The errors
-        of padding dimensions are distributed equally over the other dimensions.
+        As in LeRobot, times follow ``Beta(1.5, 1)``: most of them are near the noise (time 1). The
+        errors of padding dimensions are distributed equally over the other dimensions.
         """
         tau = 0.001 + 0.999 * columns["uniform"][:, None] ** (1 / 1.5)
         weight, noise, actions = tau[..., None], columns["noise"], columns["actions"]
@@ -426,9 +432,9 @@ class SmolVLAPolicy(Policy):
 
     def _scale_state(self, observations: Tensor) -> Tensor:
         """Return the normalized and padded state ``[..., max_state_dim]``."""
-        size = len(self._state.low)
-        scaled = self._state.normalize(observations[..., :size])
-        return F.pad(scaled, (0, self._widths[0] - size))
+        size = len(self._state_normalizer.low)
+        scaled = self._state_normalizer.normalize(observations[..., :size])
+        return F.pad(scaled, (0, self._max_state_dim - size))
 
 
 def _create_network(
@@ -439,7 +445,7 @@ def _create_network(
 
 
 def _read_statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Read the statistics of states and actions from a data set's ``stats.json``.
+    """Read the statistics of states and actions from a data set's ``meta/stats.json``.
 
     Raises:
         DataError: Some statistics are missing.
@@ -457,7 +463,7 @@ def _read_statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[
 
 
 def _write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the weights and the added heads to their files."""
+    """Write the weights to :data:`WEIGHTS_FILE` and those of added heads to :data:`HEADS_FILE`."""
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     heads = {name: tensor for name, tensor in contiguous.items() if name.startswith(ADDED_HEADS)}
     rest = {name: tensor for name, tensor in contiguous.items() if name not in heads}

@@ -1,10 +1,10 @@
 """Policy folders of :mod:`rlinf.models.smolvla` in LeRobot's format: create, read, and check.
 
 A folder of LeRobot 0.4 has a ``config.json`` of the type ``smolvla``, ``model.safetensors``, and
-the processors ``policy_preprocessor.json`` and ``policy_postprocessor.json``. These are lists of
-steps with safetensors files that have the statistics of states and actions. The statistics belong
-to the weights and are never computed again. LeRobot loads sizes and tokenizer of the
-vision-language model by its name on a hub; here they are in the subfolder ``vlm``.
+the processors ``policy_preprocessor.json`` and ``policy_postprocessor.json``. A processor is a list
+of steps. Safetensors files of its normalization steps have the statistics of states and actions,
+which belong to the weights and are never computed again. LeRobot loads sizes and tokenizer of the
+vision-language model by its name on the Hugging Face hub; here they are in the subfolder ``vlm``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from rlinf.verified_io import read_text
 STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
+"""LeRobot's names of features, processors and normalization steps."""
 EPS = 1e-8
+"""Constant against division by zero."""
 MEAN_STD = "MEAN_STD"
 RANGE_MODES = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
 """Normalization modes that map the range between two statistics to [-1, 1]."""
@@ -63,7 +65,7 @@ class FeatureNormalizer:
             statistics: Statistics by name.
             size: Number of dimensions.
             source: Prefix of error messages.
-            eps: Constant against division by zero.
+            eps: See :data:`EPS`.
 
         Raises:
             DataError: The statistics of the mode are missing or have another size.
@@ -76,7 +78,7 @@ class FeatureNormalizer:
             raise DataError(f"{source}: scaled by {mode!r}; known are {modes}")
         if missing := [name for name in names if name not in statistics]:
             raise DataError(
-                f"{source}: no {', '.join(missing)}, by which it is scaled ({mode}); give "
+                f"{source}: no {', '.join(missing)} for the normalization {mode}; give "
                 "model.norm_stats, the meta/stats.json of the data set that the policy acts on"
             )
         low, high = (torch.as_tensor(statistics[name], dtype=torch.float32) for name in names)
@@ -127,9 +129,7 @@ def read_normalizer(
         steps = json.loads(read_text(path))["steps"]
         entry = next((entry for entry in steps if entry.get("registry_name") == step), None)
         if entry is None:
-            raise DataError(
-                f"model.path: {path}: no step {step}, which says how {feature} is scaled"
-            )
+            raise DataError(f"model.path: {path}: no step {step}, which normalizes {feature}")
         settings = entry["config"]
         kind = settings["features"][feature]["type"]
         mode = settings["norm_map"].get(kind, "IDENTITY")
@@ -143,8 +143,8 @@ def read_normalizer(
         )
     except FileNotFoundError as error:
         raise DataError(
-            f"model.path: no {error.filename}, which says how actions are scaled; folders of "
-            "LeRobot before 0.4 lack it: bring it up to date with LeRobot's "
+            f"model.path: no {error.filename}, which has the normalization of actions; folders of "
+            "LeRobot before 0.4 lack it: convert the folder with LeRobot's "
             "migrate_policy_normalization"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -155,6 +155,10 @@ def read_feature_statistics(
     path: Path, sizes: Mapping[str, int]
 ) -> dict[str, dict[str, list[float]]]:
     """Read the statistics of the leading dimensions of features from a data set's ``stats.json``.
+
+    Args:
+        path: The file.
+        sizes: Number of dimensions to read, by feature.
 
     Raises:
         DataError: The file cannot be read, or lacks a feature or dimensions.
@@ -177,7 +181,7 @@ def read_feature_statistics(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"model.norm_stats: {path} is no stats.json of a data set of LeRobot ({error!r}); it "
-            f"has of {' and '.join(sizes)} mean, std and the like, a list each"
+            f"must have lists such as mean and std for {' and '.join(sizes)}"
         ) from None
     return statistics
 
@@ -340,7 +344,7 @@ class SmolVLAConfig(DenoisingConfig):
     """Number of leading state dimensions that are inputs; null: all."""
 
     @model_validator(mode="after")
-    def _heads(self) -> SmolVLAConfig:
+    def _check_sizes(self) -> SmolVLAConfig:
         for key, width, heads in (
             ("heads", self.hidden, self.heads),
             ("kv_heads", self.heads, self.kv_heads),
@@ -349,7 +353,7 @@ class SmolVLAConfig(DenoisingConfig):
             if width % heads:
                 raise ValueError(f"{key}: {width} is no multiple of {heads}")
         if self.hidden // self.heads % 2:
-            raise ValueError(f"heads: of {self.hidden // self.heads} numbers each, and not even")
+            raise ValueError(f"heads: of {self.hidden // self.heads} numbers, which is not even")
         if (width := int(self.hidden * self.expert_width_multiplier)) % 2:
             raise ValueError(f"expert_width_multiplier: a width of {width} is not even")
         return self
@@ -529,7 +533,7 @@ def check_smolvla_task(
     """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: The task does not fit.
     """
     cameras, images = map_cameras(settings, {}), spec["images"]
     if unknown := sorted(config.camera_map.keys() - cameras.keys()):

@@ -24,14 +24,15 @@ from rlinf.models.vla_network import GeluMLP
 ROPE_THETA = 10_000.0
 """Base of the rotary embedding in LeRobot, which ignores ``rope_theta``."""
 KeyValues = tuple[Tensor, Tensor]
-"""Keys and values of a layer, ``[n, heads, L, size]``."""
+"""Keys and values of a layer, ``[n, heads, L, head_dim]``."""
 
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """Keys and values of the vision-language model for images, instruction and state."""
+    """The vision-language model's results for the prefix: images, instruction and state."""
 
     layers: list[KeyValues]
+    """Keys and values of each layer."""
     mask: Tensor
     """Valid positions, bool ``[n, P]``."""
     last_hidden: Tensor
@@ -45,8 +46,8 @@ class SmolVLALayer(nn.Module):
         """
         Args:
             llama_layer: The layer of transformers whose modules are used.
-            cross_width: Width of the keys of a cross-attention layer; None: self-attention with
-                optional further keys.
+            cross_width: For a cross-attention layer, width of the other model's keys; None:
+                self-attention, to which the other model's keys may be added.
         """
         super().__init__()
         self.self_attn, self.mlp = llama_layer.self_attn, llama_layer.mlp
@@ -95,7 +96,7 @@ class SmolVLALayer(nn.Module):
 
 
 def apply_rope(column: Tensor, positions: Tensor) -> Tensor:
-    """Apply rotary embeddings (arXiv 2104.09864) to ``[n, heads, L, size]`` at positions ``[n,
+    """Apply rotary embeddings (arXiv 2104.09864) to ``[n, heads, L, head_dim]`` at positions ``[n,
     L]``."""
     half = column.shape[-1] // 2
     exponents = torch.arange(half, device=column.device) * (2 / column.shape[-1])
@@ -140,7 +141,7 @@ class VLMWithExpert(nn.Module):
         count = settings["num_vlm_layers"]
         vlm_layers = text.layers[:count] if count > 0 else text.layers
         text.layers = nn.ModuleList(SmolVLALayer(layer) for layer in vlm_layers)
-        # The language model head is not used; as a buffer it stays in the folder untrained.
+        # The language model head is not used; as a buffer it is saved but not trained.
         head = self.vlm.lm_head.weight.detach()
         del self.vlm.lm_head.weight
         self.vlm.lm_head.register_buffer("weight", head)
@@ -160,7 +161,7 @@ class VLMWithExpert(nn.Module):
             )
             layers.append(SmolVLALayer(layer, None if is_self_attention else kv_width))
         self.lm_expert = nn.ModuleDict({"layers": nn.ModuleList(layers), "norm": expert.norm})
-        self.width = width
+        self.expert_width = width
 
 
 def expert_intermediate_size(width: int) -> int:
@@ -174,7 +175,7 @@ class VLAFlowMatching(nn.Module):
     def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
         super().__init__()
         self.vlm_with_expert = VLMWithExpert(settings, vlm)
-        expert_width = self.vlm_with_expert.width
+        expert_width = self.vlm_with_expert.expert_width
         self.state_proj = nn.Linear(settings["max_state_dim"], vlm["text_config"]["hidden_size"])
         self.action_in_proj = nn.Linear(settings["max_action_dim"], expert_width)
         self.action_out_proj = nn.Linear(expert_width, settings["max_action_dim"])
@@ -197,14 +198,16 @@ class SmolVLANetwork(nn.Module):
         Args:
             settings: The ``config.json`` of a folder.
             vlm: The ``config.json`` of the vision-language model.
-            learned_noise: Whether a noise head learns the noise of denoising steps.
+            learned_noise: Whether a noise head computes the noise of denoising steps.
             value_level: Whether there is one value per chunk or per action.
         """
         super().__init__()
         self.model = VLAFlowMatching(settings, vlm)
-        self.width, self.height = settings["resize_imgs_with_padding"]
-        self.periods = (float(settings["min_period"]), float(settings["max_period"]))
-        width, expert_width = vlm["text_config"]["hidden_size"], self.model.vlm_with_expert.width
+        self.image_size: tuple[int, int] = tuple(settings["resize_imgs_with_padding"])
+        """Width and height of the vision transformer's input, pixels."""
+        self._time_periods = (float(settings["min_period"]), float(settings["max_period"]))
+        width = vlm["text_config"]["hidden_size"]
+        expert_width = self.model.vlm_with_expert.expert_width
         self._value_level = value_level
         num_values = int(settings["n_action_steps"]) if value_level == "action" else 1
         self.value_head = GeluMLP(width, width, num_values)
@@ -226,8 +229,8 @@ class SmolVLANetwork(nn.Module):
         tau: Tensor,
         *images: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return velocities and, if learned, noise outputs, float32 ``[n, K, C, A]``, and values as
-        :meth:`value`.
+        """Return velocities and outputs of the noise head (None without), float32 ``[n, K, C, A]``,
+        and the values of :meth:`value`.
 
         Args:
             prompt: Token ids ``[n, L]``, padded on the right.
@@ -237,10 +240,10 @@ class SmolVLANetwork(nn.Module):
             tau: The times, ``[K]`` or ``[n, K]``.
             images: Images uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
         """
-        prefix = self.prefix(prompt, prompt_mask, state, *images)
+        prefix = self.encode_prefix(prompt, prompt_mask, state, *images)
         return *self.velocity(prefix, points, tau), self.value(prefix)
 
-    def prefix(
+    def encode_prefix(
         self, prompt: Tensor, prompt_mask: Tensor, state: Tensor, *images: Tensor
     ) -> PrefixCache:
         """Compute the keys and values of all inputs except the actions."""
@@ -248,7 +251,7 @@ class SmolVLANetwork(nn.Module):
         text, dtype = vlm.text_model, self.model.state_proj.weight.dtype
         embeddings = []
         for image in images:
-            pixels = resize_with_padding(image.permute(0, 3, 1, 2) / 255, self.width, self.height)
+            pixels = resize_with_padding(image.permute(0, 3, 1, 2) / 255, *self.image_size)
             features = vlm.vision_model(pixel_values=(2 * pixels - 1).to(dtype)).last_hidden_state
             embeddings.append(vlm.connector(features))
         embeddings.append(text.embed_tokens(prompt).to(dtype))
@@ -273,29 +276,33 @@ class SmolVLANetwork(nn.Module):
     def velocity(
         self, prefix: PrefixCache, points: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return velocities and noise outputs at points ``[n, K, C, A]``. Times are ``[K]`` or
-        ``[n, K]``. One pass computes all of them; different times do not attend to each other."""
+        """Return velocities and outputs of the noise head at points ``[n, K, C, A]``.
+
+        One pass computes the points of all times ``tau`` (``[K]`` or ``[n, K]``). Points of
+        different times do not attend to each other.
+        """
         model = self.model
         expert: Any = model.vlm_with_expert.lm_expert
-        count, times, length = points.shape[:3]
+        count, num_times, length = points.shape[:3]
         dtype = model.action_in_proj.weight.dtype
         actions = model.action_in_proj(points.to(dtype))
-        tau = tau.expand(count, times)
-        time = sinusoidal_time_embedding(tau, actions.shape[-1], *self.periods).to(dtype)
+        tau = tau.expand(count, num_times)
+        time = sinusoidal_time_embedding(tau, actions.shape[-1], *self._time_periods).to(dtype)
         inputs = torch.cat([actions, time[:, :, None].expand_as(actions)], -1)
         hidden = model.action_time_mlp_out(F.silu(model.action_time_mlp_in(inputs))).flatten(1, 2)
-        index = torch.arange(times * length, device=points.device)
-        block, step = index // length, index % length
-        causal_mask = (block[:, None] == block) & (step[:, None] >= step)
-        prefix_mask = prefix.mask[:, None, None].expand(-1, 1, times * length, -1)
+        index = torch.arange(num_times * length, device=points.device)
+        time_index, action_index = index // length, index % length
+        causal_mask = (time_index[:, None] == time_index) & (action_index[:, None] >= action_index)
+        prefix_mask = prefix.mask[:, None, None].expand(-1, 1, num_times * length, -1)
         full_mask = torch.cat([prefix_mask, causal_mask.expand(count, 1, -1, -1)], -1)
         start = prefix.mask.sum(1, keepdim=True)
         for layer, key_values in zip(expert["layers"], prefix.layers, strict=True):
             # As in LeRobot, positions of cross-attention layers start at 0.
-            positions = step.expand(count, -1) if layer.is_cross_attention else start + step
-            mask = prefix_mask if layer.is_cross_attention else full_mask
+            is_cross = layer.is_cross_attention
+            positions = action_index.expand(count, -1) if is_cross else start + action_index
+            mask = prefix_mask if is_cross else full_mask
             hidden = layer(hidden, positions, mask, key_values)[0]
-        hidden = expert["norm"](hidden).reshape(count, times, length, -1)
+        hidden = expert["norm"](hidden).reshape(count, num_times, length, -1)
         noise = None if self.noise_head is None else self.noise_head(hidden).float()
         return model.action_out_proj(hidden).float(), noise
 

@@ -1,7 +1,7 @@
 """Tanh-Gaussian policies with action-value critics, for vector observations (SAC and others).
 
-Actions are normal vectors, squashed into [-1, 1] (SAC, arXiv 1812.05905, app. C). An ensemble
-computes all critics with batched matrix products.
+Actions are normal vectors, squashed into [-1, 1] by tanh (SAC, arXiv 1812.05905, app. C). The
+critics form an ensemble, computed with batched matrix products.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from rlinf.models.vector_policy import VectorPolicy
 from rlinf.registry import ACTION_VALUES, IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS
 
 TANH_EDGE = 1e-6
-"""Distance from the edge of the interval to which other actions are clamped, because the density at
-the edge is undefined."""
+"""Actions are clamped to magnitude ``1 - TANH_EDGE`` before tanh is inverted, because the density
+is undefined at magnitude 1."""
 
 
 def inverse_tanh(actions: Tensor, edge: float = TANH_EDGE) -> Tensor:
-    """Return the inverse of ``tanh`` for actions clamped to ``1 - edge``."""
+    """Return the inverse of ``tanh`` for actions, clamped to magnitude ``1 - edge``."""
     return torch.atanh(actions.clamp(edge - 1, 1 - edge))
 
 
 def tanh_normal_log_prob(raw: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Return the log-density ``[...]`` of ``tanh(raw)``; all arguments are ``[..., A]``.
 
-    ``log (1 - tanh(u)^2)`` is ``2 (log 2 - u - softplus(-2 u))``: exact where ``tanh`` rounds to 1.
+    ``log (1 - tanh(u)^2)`` is computed as ``2 (log 2 - u - softplus(-2 u))``, which is exact even
+    where ``tanh`` rounds to 1.
     """
     distance = (raw - mean) / log_std.exp()
     normal = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
-    slope = 2 * (math.log(2) - raw - F.softplus(-2 * raw))
-    return (normal - slope).sum(-1)
+    log_slope = 2 * (math.log(2) - raw - F.softplus(-2 * raw))
+    return (normal - log_slope).sum(-1)
 
 
 CriticNorm = Literal["none", "layer", "batch_renorm"]
 RENORM_MOMENTUM = 0.01
 """Update rate of the running statistics of batch renormalization (CrossQ: momentum 0.99)."""
 R_MAX, D_MAX = 3.0, 5.0
+"""Limits of the corrections ``r`` and ``d`` (:class:`EnsembleBatchRenorm`)."""
 RENORM_WARMUP_BATCHES = 100_000
 """Number of batches before training uses the running statistics (CrossQ, appendix)."""
 
@@ -98,9 +100,9 @@ class CriticEnsemble(nn.Module):
 
         Args:
             inputs: ``[B, I]``.
-            frozen: Compute gradients only for the inputs and do not update running statistics, for
-                the loss of an actor.
-            critics: int64 ``[K]``, compute only these networks: ``[K, B]``.
+            frozen: For the loss of an actor: compute gradients only for the inputs, and do not
+                update running statistics.
+            critics: Indices of the networks to compute, int64 ``[K]``; the outputs are ``[K, B]``.
         """
         count = len(self.weights[0]) if critics is None else len(critics)
         x = inputs.expand(count, *inputs.shape)
@@ -140,14 +142,16 @@ class EnsembleLayerNorm(nn.Module):
 class EnsembleBatchRenorm(nn.Module):
     """Batch renormalization for each network of an ensemble (Ioffe, 2017, arXiv 1702.03275).
 
-    Training normalizes with the statistics of the batch, corrected towards the running ones by
-    ``r`` and ``d``, which have no gradient. Evaluation uses the running statistics. In the first
-    :data:`RENORM_WARMUP_BATCHES` batches, ``r`` is 1 and ``d`` is 0.
+    Training normalizes with the statistics of the batch. A factor ``r`` and an offset ``d``, which
+    have no gradient, correct the result towards that of the running statistics. In the first
+    :data:`RENORM_WARMUP_BATCHES` batches, ``r`` is 1 and ``d`` is 0. Evaluation uses the running
+    statistics.
     """
 
     mean: Tensor
     variance: Tensor
     batches: Tensor
+    """Number of training batches so far, float32 ``[1]``."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -162,7 +166,7 @@ class EnsembleBatchRenorm(nn.Module):
         if frozen or not self.training:
             mean, variance = _select_critics(self.mean, self.variance, True, critics)
             return (x - mean) / (variance + 1e-5).sqrt() * gain + shift
-        assert critics is None, "running statistics are of all networks"
+        assert critics is None, "statistics are updated for all networks"
         variance, mean = torch.var_mean(x, 1, unbiased=False, keepdim=True)
         deviation = (variance + 1e-5).sqrt()
         out = (x - mean) / deviation
@@ -189,8 +193,7 @@ def _select_critics(
 
 LOG_STD_RANGE = (-20.0, 2.0)
 IMITATION_EDGE = 1e-3
-"""Distance from the edge of the interval to which imitated actions are clamped, because the density
-is unbounded at the edge."""
+"""Like :data:`TANH_EDGE`, for imitated actions; larger, because the density grows without bound."""
 
 
 class MLPQConfig(Section):
@@ -222,18 +225,19 @@ class QNetworks(nn.Module):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
-        width, size = settings["observation"], settings["action"]["size"]
-        self.policy = _network([width, *settings["hidden"], 2 * size])
-        count, hidden = settings["num_critics"], settings["critic_hidden"]
-        self.critics = CriticEnsemble(count, width + size, hidden, settings["critic_norm"])
+        observation_size, action_size = settings["observation"], settings["action"]["size"]
+        self.policy = _relu_network([observation_size, *settings["hidden"], 2 * action_size])
+        count, size = settings["num_critics"], observation_size + action_size
+        hidden, norm = settings["critic_hidden"], settings["critic_norm"]
+        self.critics = CriticEnsemble(count, size, hidden, norm)
         self.targets: CriticEnsemble | None = None
         if settings["use_target_critics"]:
-            self.targets = CriticEnsemble(count, width + size, hidden, settings["critic_norm"])
+            self.targets = CriticEnsemble(count, size, hidden, norm)
             self.targets.load_state_dict(self.critics.state_dict())
             self.targets.requires_grad_(False)
-        self.value = (
-            _network([width, *settings["hidden"], 1]) if settings["use_state_value"] else None
-        )
+        self.value: nn.Sequential | None = None
+        if settings["use_state_value"]:
+            self.value = _relu_network([observation_size, *settings["hidden"], 1])
         initial = math.log(settings["initial_temperature"])
         self.log_temperature = nn.Parameter(torch.full((1,), initial))
 
@@ -266,7 +270,7 @@ class MLPQPolicy(VectorPolicy):
 
     def __init__(self, module: QNetworks, settings: dict[str, Any]) -> None:
         super().__init__(module, settings)
-        self.size = int(settings["action"]["size"])
+        self.action_size = int(settings["action"]["size"])
 
     @classmethod
     def check(cls, config: MLPQConfig, spec: ModelSpec) -> None:
@@ -299,7 +303,7 @@ class MLPQPolicy(VectorPolicy):
             observations: ``[..., D]``.
             actions: ``[..., A]``; clamped to ``1 - eps``.
             temperature: Multiplies standard deviations; 0 (greedy) counts as 1.
-            eps: Distance of the clamp from the edge of the interval.
+            eps: See :data:`TANH_EDGE`.
         """
         mean, log_std = self.module(observations)
         raw = inverse_tanh(actions.double(), eps)
@@ -318,13 +322,15 @@ class MLPQPolicy(VectorPolicy):
         return torch.tanh(raw), tanh_normal_log_prob(raw, mean, log_std)
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
-        return random.standard_normal(size=(steps, self.size)).astype(np.float32)
+        return random.standard_normal(size=(steps, self.action_size)).astype(np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Return, for ``observation`` ``[n, D]``, ``action`` float64 ``[n, A]`` in the simulator's
-        units, precise enough to invert tanh, and ``logprob`` float32 ``[n]``.
+        """Return ``action`` ``[n, A]`` and ``logprob`` ``[n]`` for ``observation`` ``[n, D]``.
+
+        Actions are float64, precise enough to invert tanh, in the simulator's units.
+        Log-probabilities are float32.
         """
         mean, log_std = self.module(observations["observation"])
         raw = mean.double()
@@ -340,7 +346,7 @@ class MLPQPolicy(VectorPolicy):
         return -self.action_logprob(batch["observations"], batch["actions"], eps=IMITATION_EDGE)
 
     def parameter_group(self, parameter: str) -> str:
-        """Return ``critic``, ``value`` (of a state), ``temperature``, or else ``policy``."""
+        """Return ``critic``, ``value`` (the state value), ``temperature``, or else ``policy``."""
         module = parameter.partition(".")[0]
         groups = {
             "critics": "critic",
@@ -351,7 +357,7 @@ class MLPQPolicy(VectorPolicy):
         return groups.get(module, "policy")
 
 
-def _network(sizes: Sequence[int]) -> nn.Sequential:
+def _relu_network(sizes: Sequence[int]) -> nn.Sequential:
     """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(sizes):

@@ -28,8 +28,8 @@ WEIGHTS_FILE, SETTINGS_FILE = "model.safetensors", "config.json"
 
 
 class VectorPolicy(Policy):
-    """A policy for vector observations. Its ``settings``, the model spec of the task and the policy
-    options, define the network."""
+    """A policy for vector observations. Its ``settings`` (``config.json``) define the network: the
+    model spec of the task, merged with the policy options."""
 
     Network: ClassVar[Any]
     """Class of the module; its argument is the settings."""
@@ -104,8 +104,8 @@ class VectorPolicy(Policy):
 class ObservationNormalizer(nn.Module):
     """A network with running statistics of its observations, as buffers in double precision.
 
-    The buffers are ``seen`` (count), ``mean`` and ``square`` (variance). They accumulate over the
-    entire run.
+    The buffers are ``seen`` (the number of observations), ``mean`` and ``square`` (the variance).
+    They cover the entire run.
     """
 
     seen: Tensor
@@ -116,7 +116,7 @@ class ObservationNormalizer(nn.Module):
         """
         Args:
             size: Dimension of an observation.
-            clip: Largest magnitude of a standardized observation.
+            clip: Largest magnitude of a component of a standardized observation.
         """
         super().__init__()
         self.clip = clip
@@ -140,8 +140,8 @@ class NormalizedVectorPolicy(VectorPolicy):
     def update_observation_stats(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the observations of unmasked steps to the running statistics.
 
-        Observations of masked steps may not be simulator states. The pairwise update of Chan,
-        Golub and LeVeque (1979) is exact for all batch sizes.
+        Masked steps may have observations that are not simulator states. The pairwise update of
+        Chan, Golub and LeVeque (1979) is exact for all batch sizes.
         """
         if not self.settings["normalize_observations"]:
             return
@@ -165,7 +165,8 @@ class NormalizedVectorPolicy(VectorPolicy):
 
 
 def tanh_network(sizes: Sequence[int], last_gain: float | None) -> nn.Sequential:
-    """Return linear layers, each followed by tanh; with ``last_gain`` the last layer is linear."""
+    """Return linear layers with tanh after each. If ``last_gain`` is given, the last layer has no
+    tanh, and this gain in its orthogonal initialization (others: sqrt(2))."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         is_output = last_gain is not None and i + 2 == len(sizes)

@@ -2,11 +2,11 @@
 
 The network is OpenVLA (arXiv 2406.09246) with the parallel decoding of OpenVLA-OFT (arXiv
 2502.19645). Image patch features become tokens before the prompt. After the prompt there is one
-placeholder for each number of each action of the chunk (empty in the paper, learned here).
+placeholder for each number of each action of the chunk (zeros in the paper, learned here).
 Attention is bidirectional, and one pass gives the distribution of each placeholder over the action
 tokens (:mod:`rlinf.models.action_encoding`). As in any language model, the logits of a placeholder
 are at the position before it. With OpenVLA's two vision towers (``use_fused_vision_backbone``) the
-layout is that of OpenVLA-OFT, and placeholders are empty.
+layout is that of OpenVLA-OFT, and placeholders are zeros.
 
 The policy folder (:mod:`rlinf.models.vla_folder`) has the Hugging Face format: ``config.json``,
 safetensors weights, a tokenizer, and the action statistics that define the bins.
@@ -95,7 +95,7 @@ class VLAPolicy(Policy):
             ids: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
             return ids
 
-        self._tokenize = InstructionTokenizer(tokenize, pad_start=True)
+        self._tokenize = InstructionTokenizer(tokenize, pad_left=True)
 
     @classmethod
     def check(cls, config: VLAConfig, spec: ModelSpec) -> Any:
@@ -104,8 +104,8 @@ class VLAPolicy(Policy):
             raise ConfigError("task.images: model.name=vla reads images; name a camera and a size")
         if action.get("kind") != "box":
             raise ConfigError(
-                "model.name: vla acts by vectors of numbers, and this task's actions are choices; "
-                "choose model.name=cnn"
+                "model.name: vla needs vector actions, and this task has discrete actions; choose "
+                "model.name=cnn"
             )
         if config.path is not None:
             source = config.path.expanduser()
@@ -176,7 +176,7 @@ class VLAPolicy(Policy):
             tensors = read_weights(folder)
             check_vla_tensors(folder, {n: t.shape for n, t in tensors.items()}, module)
             if module.places is not None and "places" not in tensors:
-                # The placeholders of OpenVLA-OFT are empty.
+                # The placeholders of OpenVLA-OFT are zeros.
                 tensors["places"] = torch.zeros_like(module.places)
             initial = module.state_dict()
             tensors = reset_mismatched_value_head(tensors, initial, folder)
@@ -206,7 +206,7 @@ class VLAPolicy(Policy):
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories.
 
-        These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and its mask ``there``
+        These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and ``prompt_mask``
         ``[B, T, L]``, ``state`` ``[B, T, proprio_dim]``, ``actions`` (token ids) ``[B, T, C, D]``
         and ``mask`` ``[B, T]``.
         """
@@ -215,7 +215,7 @@ class VLAPolicy(Policy):
         prompt, prompt_mask = self._tokenize(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
-            "there": prompt_mask,
+            "prompt_mask": prompt_mask,
             "actions": pad_right([t.policy_columns["tokens"] for t in trajectories], length),
             "mask": pad_right([np.ones(len(t), np.float32) for t in trajectories], length),
         }
@@ -232,8 +232,8 @@ class VLAPolicy(Policy):
         columns = flat.columns
         logits, values = self._forward(columns)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
-        bins = columns["actions"] - self.module.first_action_token
-        action_logprobs = logprobs.gather(-1, bins[..., None])[..., 0]
+        indices = columns["actions"] - self.module.first_action_token
+        action_logprobs = logprobs.gather(-1, indices[..., None])[..., 0]
         entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
         return StepOutputs(
             flat.scatter(action_logprobs),
@@ -256,20 +256,20 @@ class VLAPolicy(Policy):
             None if instructions is None else instructions.cpu().numpy(), len(state)
         )
         prompt, prompt_mask = (x[0].to(state.device) for x in self._tokenize(rows[None]))
-        columns = {**observations, "prompt": prompt, "there": prompt_mask, "state": state}
+        columns = {**observations, "prompt": prompt, "prompt_mask": prompt_mask, "state": state}
         logits, values = self._forward(columns)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
         if noise is None:
-            bins = logprobs.argmax(-1)
+            indices = logprobs.argmax(-1)
         else:
             # Inverse transform sampling from the cumulative distribution.
             is_below = logprobs.exp().cumsum(-1) <= noise[..., None]
-            bins = is_below.sum(-1).clamp(max=self.module.n_action_bins - 1)
-        tokens = bins + self.module.first_action_token
+            indices = is_below.sum(-1).clamp(max=self.module.n_action_bins - 1)
+        tokens = indices + self.module.first_action_token
         return {
             "action": self.bins.decode(tokens),
             "tokens": tokens,
-            "logprob": logprobs.gather(-1, bins[..., None])[..., 0],
+            "logprob": logprobs.gather(-1, indices[..., None])[..., 0],
             "value": values,
         }
 
@@ -277,8 +277,8 @@ class VLAPolicy(Policy):
         return "value" if parameter.startswith("value_head.") else "policy"
 
     def num_tokens(self, trajectory: Trajectory) -> int:
-        # The template approximates the length of the prompt.
-        return max(1, len(trajectory)) * (self.module.positions + len(self._prompt))
+        # The template's length in characters approximates the prompt's length in tokens.
+        return max(1, len(trajectory)) * (self.module.num_positions + len(self._prompt))
 
     def blocks(self) -> list[nn.Module]:
         return self.module.blocks
@@ -288,6 +288,6 @@ class VLAPolicy(Policy):
         images = {camera: columns[IMAGE_PREFIX + camera] for camera in self.module.cameras}
         state = columns["state"][:, : self.module.proprio_dim] if self.module.proprio_dim else None
         outputs: tuple[Tensor, Tensor] = self.module(
-            columns["prompt"], columns["there"], state, **images
+            columns["prompt"], columns["prompt_mask"], state, **images
         )
         return outputs

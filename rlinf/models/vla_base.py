@@ -1,4 +1,4 @@
-"""Shared parts of vision-language-action policies: instruction tokens and flat batches of steps."""
+"""Shared code of vision-language-action policies: instruction tokens, and batches of steps."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlinf.models.base import Batch
 class InstructionTokenizer:
     """Converts instructions to padded token ids, with a cache."""
 
-    def __init__(self, tokenize: Callable[[str], list[int]], *, pad_start: bool) -> None:
+    def __init__(self, tokenize: Callable[[str], list[int]], *, pad_left: bool) -> None:
         """
         Args:
             tokenize: Returns the token ids of a text.
-            pad_start: Whether to pad on the left; otherwise on the right.
+            pad_left: Whether to pad on the left; otherwise on the right.
         """
-        self._pad_start = pad_start
+        self._pad_left = pad_left
         self._tokenize = functools.lru_cache(4096)(
             lambda row: tokenize(decode_instruction(np.frombuffer(row, np.uint8)))
         )
 
     def __call__(self, instructions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return token ids int64 ``[B, T, L]`` and their mask, bool, for instructions uint8
+        """Return token ids int64 ``[B, T, L]`` and their bool mask for instructions as bytes, uint8
         ``[B, T, N]`` (:mod:`rlinf.data.episodes`)."""
         flat = instructions.reshape(-1, instructions.shape[-1])
         rows = [self._tokenize(row.tobytes()) for row in flat]
         length = max(1, *map(len, rows))
         ids, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), bool)
         for index, row in enumerate(rows):
-            begin = length - len(row) if self._pad_start else 0
+            begin = length - len(row) if self._pad_left else 0
             ids[index, begin : begin + len(row)] = row
             mask[index, begin : begin + len(row)] = True
         shape = (*instructions.shape[:2], length)
@@ -48,7 +48,7 @@ def instructions_or_empty(column: np.ndarray | None, count: int) -> np.ndarray:
 
 
 class FlatSteps:
-    """The steps of a batch without padding, because padding would cost as much compute."""
+    """The steps of a batch without padding, because the network would compute padding, too."""
 
     def __init__(self, batch: Batch) -> None:
         self._mask = batch["mask"]

@@ -1,9 +1,9 @@
 """Policy folders of :mod:`rlinf.models.vla`: create, read, and check against a task.
 
-There are two kinds of ``config.json``. Folders of this project have all sizes. Folders of OpenVLA
-and OpenVLA-OFT name the two vision towers (``timm_model_ids``) and have the action statistics
-inside (``norm_stats``), unless there is a ``dataset_statistics.json``. They define chunk, cameras
-and prompt in code, so :func:`missing_settings` adds these when a policy folder is created.
+There are two kinds of ``config.json``. In folders of this project, it has all sizes. In folders of
+OpenVLA and OpenVLA-OFT, it names the two vision towers (``timm_model_ids``) and has the action
+statistics (``norm_stats``), unless there is a ``dataset_statistics.json``. OpenVLA's code defines
+chunk, cameras and prompt; :func:`missing_settings` adds them when a policy folder is created.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TOWER_NORMALIZATION = {
     "featurizer": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
     "fused_featurizer": {"mean": [0.5] * 3, "std": [0.5] * 3},
 }
-"""Mean and std of colours in [0, 1] for new towers; those of ImageNet for DINOv2."""
+"""Mean and std of colours in [0, 1] for new towers; for DINOv2, those of ImageNet."""
 OPTIONAL_TENSORS = ("value_head.", "proprio_projector.", "places")
 """Tensors that a folder may lack."""
 
@@ -75,7 +75,7 @@ class VLAConfig(Section):
     """A policy folder. It defines all sizes; published folders lack chunk, state and prompt, which
     these options then define."""
     use_fused_vision_backbone: bool = False
-    """Whether a new network has OpenVLA's two vision towers (each of these sizes) and layout."""
+    """Whether a new network has OpenVLA's layout and two vision towers (both of these sizes)."""
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=3, gt=0)
     heads: int = Field(default=4, gt=0)
@@ -201,8 +201,8 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
         absent += _missing_vision_keys(settings["vision_config"], fused=is_fused)
     if absent:
         raise DataError(
-            f"{source} has no {', '.join(absent)}; model.name=vla reads folders of its own, and "
-            "published ones of two vision towers (use_fused_vision_backbone)"
+            f"{source} has no {', '.join(absent)}; model.name=vla reads folders that it wrote, and "
+            "published ones with two vision towers (use_fused_vision_backbone)"
         )
     if has_named_towers:
         settings["vision_config"] = _known_towers(source, settings)
@@ -213,8 +213,8 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
     if parts := sorted(path.name for path in folder.glob("*_checkpoint.pt")):
         raise DataError(
             f"model.path: {folder} has {', '.join(parts)}: parts beside the language model, which "
-            "model.name=vla has not. A head of its own for actions gives no probabilities; take a "
-            "checkpoint that acts by tokens"
+            "model.name=vla does not have. A separate action head gives no probabilities; use a "
+            "checkpoint with action tokens"
         )
     return settings
 
@@ -260,7 +260,7 @@ def _add_normalization(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three "
+            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it must have mean and std of three "
             f"colours for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
@@ -282,7 +282,7 @@ def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[s
     if not settings.get("use_fused_vision_backbone") or "cameras" in settings:
         return {}
     name, statistics = read_folder_statistics(folder, settings, config)
-    # In the original training an empty token precedes the action tokens.
+    # In OpenVLA's training an empty token precedes the action tokens: hence the space at the end.
     return {
         "num_actions_chunk": config.chunk_size,
         "action_dim": len(statistics["action"]["q01"]),
@@ -298,10 +298,10 @@ def read_folder_statistics(
 ) -> tuple[str, dict[str, Any]]:
     """Return the name and the action statistics of the data set that defines a folder's bins.
 
-    They are in ``dataset_statistics.json``, or else in ``config.json``.
+    The statistics are in ``dataset_statistics.json``, or else in ``config.json``.
 
     Raises:
-        DataError: They are missing, malformed, or ambiguous.
+        DataError: The statistics are missing, malformed, or ambiguous.
     """
     dataset = config.unnorm_key or settings.get("unnorm_key")
     if "norm_stats" not in settings or (folder / STATISTICS_FILE).exists():
@@ -319,7 +319,7 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
         module: The network; may be on the meta device.
 
     Raises:
-        DataError: They do not fit; the message names files and tensors.
+        DataError: Tensors do not fit; the message names files and tensors.
     """
     optional = {
         name: tensor.shape
@@ -356,7 +356,7 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: The task does not fit.
     """
     images, towers = spec["images"], tower_settings(settings)
     vision = towers[0]

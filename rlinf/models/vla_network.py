@@ -33,7 +33,7 @@ class ViTAttention(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """Two linear layers with a GELU between them."""
+    """Two linear layers with a GELU; ``sizes`` are those of input, hidden layer and output."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ class ViTBlock(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """A linear embedding of image patches."""
+    """A linear embedding of image patches with side ``patch_size``."""
 
-    def __init__(self, patch: int, width: int) -> None:
+    def __init__(self, patch_size: int, width: int) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, width, patch, patch)
+        self.proj = nn.Conv2d(3, width, patch_size, patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.proj(x).flatten(2).transpose(1, 2)
@@ -102,11 +102,11 @@ class VisionTower(nn.Module):
                 ``num_hidden_layers``, ``num_attention_heads`` and ``intermediate_size``.
         """
         super().__init__()
-        width, patch = settings["hidden_size"], settings["patch_size"]
-        rows, columns = (side // patch for side in settings["image_size"])
-        self.patches = rows * columns
-        self.patch_embed = PatchEmbedding(patch, width)
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.patches, width))
+        width, patch_size = settings["hidden_size"], settings["patch_size"]
+        rows, columns = (side // patch_size for side in settings["image_size"])
+        self.num_patches = rows * columns
+        self.patch_embed = PatchEmbedding(patch_size, width)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.num_patches, width))
         heads, mlp = settings["num_attention_heads"], settings["intermediate_size"]
         self.blocks = nn.ModuleList(
             ViTBlock(width, heads, mlp) for _ in range(settings["num_hidden_layers"])
@@ -122,8 +122,8 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module that is in published folders but never computed. They are buffers, so
-    that no component expects gradients."""
+    """The tensors of a module that published folders have and policies do not compute. They are
+    buffers, so that no component expects gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -160,14 +160,14 @@ class PretrainedVisionTower(nn.Module):
                 registers and no layer scale.
         """
         super().__init__()
-        width, patch, registers = (
+        width, patch_size, registers = (
             settings[name] for name in ("hidden_size", "patch_size", "registers")
         )
         heads, mlp = settings["num_attention_heads"], settings["intermediate_size"]
-        rows, columns = (side // patch for side in settings["image_size"])
-        self.patches = rows * columns
-        self.patch_embed = PatchEmbedding(patch, width)
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.patches, width))
+        rows, columns = (side // patch_size for side in settings["image_size"])
+        self.num_patches = rows * columns
+        self.patch_embed = PatchEmbedding(patch_size, width)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.num_patches, width))
         self.num_prefix_tokens = 0
         if registers is not None:
             self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
@@ -197,7 +197,7 @@ TOWERS = ("featurizer", "fused_featurizer")
 
 
 def first_action_token(settings: Mapping[str, Any]) -> int:
-    """Return the id of the first action token. Action tokens end the vocabulary, before padding."""
+    """Return the id of the first action token. Action tokens precede the vocabulary's padding."""
     size = settings["text_config"]["vocab_size"] - settings.get("pad_to_multiple_of", 0)
     return int(size - settings["n_action_bins"])
 
@@ -212,7 +212,7 @@ class SingleTowerBackbone(nn.Module):
         """
         super().__init__()
         self.featurizer = VisionTower(settings)
-        self.width, self.patches = int(settings["hidden_size"]), self.featurizer.patches
+        self.width, self.num_patches = int(settings["hidden_size"]), self.featurizer.num_patches
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -232,15 +232,15 @@ class FusedVisionBackbone(nn.Module):
         """
         Args:
             settings: For each of :data:`TOWERS`, the settings of :class:`PretrainedVisionTower`
-                with ``mean`` and ``std`` of its training data, for colours between 0 and 1.
+                with ``mean`` and ``std`` of the colours in its training data, in [0, 1].
         """
         super().__init__()
         self.featurizer, self.fused_featurizer = (
             PretrainedVisionTower(settings[t]) for t in TOWERS
         )
         self.width = sum(int(settings[tower]["hidden_size"]) for tower in TOWERS)
-        self.patches = self.featurizer.patches
-        self._scaling = [[x for t in TOWERS for x in settings[t][name]] for name in ("mean", "std")]
+        self.num_patches = self.featurizer.num_patches
+        self._mean_std = [[x for t in TOWERS for x in settings[t][n]] for n in ("mean", "std")]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -249,7 +249,7 @@ class FusedVisionBackbone(nn.Module):
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return the images, normalized for each of the two towers, float32 ``[n, 6, H, W]``."""
-        mean, std = torch.tensor(self._scaling, device=images.device)[..., None, None]
+        mean, std = torch.tensor(self._mean_std, device=images.device)[..., None, None]
         return (images.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
 
     def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,6 +275,7 @@ class VLANetwork(nn.Module):
     """The network from images, prompt and state to logits of all placeholders and a value."""
 
     places: nn.Parameter | None
+    """Learned placeholders ``[C * D, width]``; None: placeholders are zeros."""
 
     def __init__(self, settings: Mapping[str, Any], value_level: ValueLevel = "chunk") -> None:
         """
@@ -312,8 +313,8 @@ class VLANetwork(nn.Module):
         self._num_placeholders = self.action_shape[0] * self.action_shape[1]
         eos = text.eos_token_id
         self._eos_token_id = eos[0] if isinstance(eos, list) else int(eos or 0)
-        # Empty placeholders differ only by their positions, which small networks learn slowly. So
-        # small networks have learned placeholders.
+        # If placeholders are zeros, they differ only by their positions, which small networks learn
+        # slowly. So small networks have learned placeholders.
         placeholders = (
             None
             if self.use_fused_vision_backbone
@@ -328,9 +329,9 @@ class VLANetwork(nn.Module):
         nn.init.zeros_(self.value_head.fc2.bias)
 
     @property
-    def positions(self) -> int:
-        """Number of positions of a step, without its prompt."""
-        inputs = self.vision_backbone.patches * len(self.cameras) + bool(self.proprio_dim)
+    def num_positions(self) -> int:
+        """Number of sequence positions of a step, without its prompt."""
+        inputs = self.vision_backbone.num_patches * len(self.cameras) + bool(self.proprio_dim)
         return int(inputs + self._num_placeholders + self.use_fused_vision_backbone)
 
     @property

@@ -51,8 +51,8 @@ class ReplayView(Transitions):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        return np.asarray(self._rows[(numbers + self.start) % len(self._rows)])
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        return np.asarray(self._rows[(indices + self.start) % len(self._rows)])
 
 
 class ReplayBuffer:

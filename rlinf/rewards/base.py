@@ -19,7 +19,7 @@ from rlinf.data.trajectory import (
     Trajectory,
     action_mask,
     loss_mask,
-    move_rewards_to_actions,
+    move_rewards_to_unmasked,
     place_on_last_action,
 )
 from rlinf.errors import InputError, RlinfError
@@ -92,8 +92,8 @@ def _to_float64(value: Any, source: str) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError):  # from ragged lists or torch tensors
         pass
     raise InputError(
-        f"{source} got {_kind(value)}, which is no number; give one number, or an array with one "
-        "number per step"
+        f"{source} got {_describe(value)}, which is no number; give one number, or an array with "
+        "one number per step"
     )
 
 
@@ -105,7 +105,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) or bool(getattr(value, "shape", ()))
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Return the type and the shortened representation of a value, for error messages."""
     if value is None:
         return "None"
@@ -157,8 +157,8 @@ class Reward(Component, ABC):
             per step. The reward of a masked step moves to the last unmasked step before it. A
             simulator's trajectory of several episodes (:mod:`rlinf.data.episodes`) needs one number
             per step. Where a step is a chunk of actions, there may be one number per action; a
-            number per step is placed on the last action that was executed. A :class:`RewardResult`
-            for a trajectory that could not be scored.
+            number per step is placed on the last action that was executed. For a trajectory that
+            could not be scored, a :class:`RewardResult`.
         """
 
     @final
@@ -183,8 +183,8 @@ class Reward(Component, ABC):
 
         Raises:
             InputError: :meth:`compute` returned no sequence, a wrong number of rewards, a reward
-                that is not a finite number, one of a wrong shape, or one number for several
-                episodes; names the sample.
+                that is not finite or has a wrong shape, or one number for several episodes; names
+                the sample.
         """
         try:
             computed = self.compute(trajectories, scores)
@@ -195,7 +195,7 @@ class Reward(Component, ABC):
         name = f"reward {type(self).__name__}"
         if not _is_list(computed):
             raise InputError(
-                f"{name}: compute returned {_kind(computed)}; it must return a list with one "
+                f"{name}: compute returned {_describe(computed)}; it must return a list with one "
                 "number for each trajectory"
             )
         if len(computed) != len(trajectories):
@@ -239,7 +239,7 @@ class Reward(Component, ABC):
             reward = np.append(np.zeros(length - 1), reward)
         if reward.shape != mask.shape:
             reward = place_on_last_action(reward, mask)
-        return move_rewards_to_actions(reward.ravel(), mask.ravel()).reshape(mask.shape)
+        return move_rewards_to_unmasked(reward.ravel(), mask.ravel()).reshape(mask.shape)
 
     def close(self) -> None:
-        """Free the reward's devices and end its processes."""
+        """Free the device memory of the reward and end its processes."""

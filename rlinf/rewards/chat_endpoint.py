@@ -32,20 +32,19 @@ from rlinf.config import Section
 from rlinf.errors import ConfigError, DataError
 from rlinf.verified_io import is_owner_only
 
-MAX_BLOCKS = 1000
-"""Number of blocks of a large budget. In a small budget each request is a block."""
+MIN_BLOCKS = 1000
+"""Minimum number of blocks of a large budget. In a small budget each request is a block."""
 
 
-class SharedRequestQuota:
-    """Requests of the run's budget that its processes have reserved before sending them.
+class RequestBlocks:
+    """The blocks of requests that processes reserve from the budget of a run before sending them.
 
-    Requests are reserved in blocks. A block is a file that contains its number of requests. Its
-    name is the next free number. It is created with ``link``, which fails if another process
-    was first, also on NFS. So any number of processes together reserve no more than the budget.
-    Requests left in a block are lost when its process ends, so a block is no larger than its
-    process needs.
+    A block is a file that contains a number of requests. Its name is the next free number. It is
+    created with ``link``, which fails if another process was first, also on NFS. So any number of
+    processes together reserve no more than the budget. Unsent requests of a block are lost when its
+    process ends, so a block is no larger than its process needs.
 
-    One quota belongs to one process and is not thread-safe.
+    An object belongs to one process and is not thread-safe.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -56,14 +55,15 @@ class SharedRequestQuota:
         """
         self._folder = folder
         self._next = self._reserved = 0
-        """Number of known blocks, and of the requests in them."""
+        """Number of the next block, and of the requests in all blocks before it."""
 
     def reserve(self, budget: int, num_needed: int) -> int:
         """Reserve a block of a budget.
 
         Args:
             budget: number of requests in the budget.
-            num_needed: maximum size of the block; below 1 it counts as 1.
+            num_needed: requests that this process needs, the maximum size of the block; below 1 it
+                counts as 1.
 
         Returns:
             The size of the block; 0: the budget is used up.
@@ -73,7 +73,7 @@ class SharedRequestQuota:
         """
         while True:
             self._refresh()
-            size = min(budget - self._reserved, max(1, min(budget // MAX_BLOCKS, num_needed)))
+            size = min(budget - self._reserved, max(1, min(budget // MIN_BLOCKS, num_needed)))
             if size <= 0:
                 return 0
             if self._folder is None or self._create_block(self._folder / str(self._next), size):
@@ -124,6 +124,7 @@ TIMEOUT_MESSAGE = "no answer within {:g} s"
 BYTES_PER_TOKEN = 4
 """Estimate that is used if a server does not report the number of tokens."""
 UNANSWERED, REFUSED, OVER_BUDGET = "unanswered", "refused", "over_budget"
+"""Values of :attr:`ChatReply.failure`."""
 
 
 class ChatEndpointConfig(Section):
@@ -154,8 +155,8 @@ class ChatEndpointConfig(Section):
     """Budget of a run in tokens of requests and answers. Requests in flight may exceed it."""
 
     @model_validator(mode="after")
-    def _is_safe_url(self) -> ChatEndpointConfig:
-        parts = _split(self.base_url)
+    def _check_url_and_key(self) -> ChatEndpointConfig:
+        parts = _split_url(self.base_url)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError(
                 "base_url has more than scheme, host and path; a key belongs in api_key_env or "
@@ -178,7 +179,8 @@ class ChatReply:
     text: str | None
     """Text of the answer; None: there is no answer."""
     failure: str = ""
-    """Reason why there is no answer: :data:`UNANSWERED`, :data:`REFUSED` or :data:`OVER_BUDGET`."""
+    """Reason why there is no answer: no retry helped, the server rejected this request, or the
+    budget is used up. Empty: there is an answer."""
     num_requests: int = 0
     """Number of requests that were sent."""
     num_tokens: int = 0
@@ -221,18 +223,19 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
 
 
 class RequestBudget:
-    """Requests and tokens that a run has used of its budget; shared by threads and processes."""
+    """The budget of a run, and the usage that this process knows; thread-safe."""
 
-    def __init__(self, config: ChatEndpointConfig, quota: SharedRequestQuota | None = None) -> None:
+    def __init__(self, config: ChatEndpointConfig, blocks: RequestBlocks | None = None) -> None:
         """
         Args:
-            quota: requests reserved by all processes of the run; None: this is the only process.
+            blocks: requests that all processes have reserved; None: there is only this process.
         """
         self._config, self._lock = config, threading.Lock()
-        self._quota = SharedRequestQuota(None) if quota is None else quota
+        self._blocks = RequestBlocks(None) if blocks is None else blocks
         self._unsent = self._expected = 0
         """Unsent requests of the last reserved block, and requests that are still expected."""
         self.requests = self.tokens = 0
+        """Requests sent and tokens used by all processes, as far as this one knows."""
 
     def expect_requests(self, requests: int) -> None:
         """Announce the number of requests that are about to be sent, without retries."""
@@ -240,7 +243,7 @@ class RequestBudget:
             self._expected = requests
 
     def record_usage(self, requests: int, tokens: int) -> None:
-        """Record the known usage of all processes. Lower numbers than known ones are ignored."""
+        """Record the usage of all processes; a number below the known one is ignored."""
         with self._lock:
             self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
 
@@ -248,7 +251,7 @@ class RequestBudget:
         """Return whether another request may be sent, and count it if so.
 
         Raises:
-            DataError: as :meth:`rlinf.rewards.chat_endpoint.SharedRequestQuota.reserve`.
+            DataError: as :meth:`rlinf.rewards.chat_endpoint.RequestBlocks.reserve`.
         """
         max_requests, max_tokens = self._config.max_requests, self._config.max_total_tokens
         with self._lock:
@@ -258,7 +261,7 @@ class RequestBudget:
                 # Known requests may be from an earlier run without blocks.
                 if self.requests >= max_requests:
                     return False
-                self._unsent = self._unsent or self._quota.reserve(max_requests, self._expected)
+                self._unsent = self._unsent or self._blocks.reserve(max_requests, self._expected)
                 if not self._unsent:
                     return False
                 self._unsent, self._expected = self._unsent - 1, max(0, self._expected - 1)
@@ -280,9 +283,10 @@ class ChatEndpoint:
         """
         self._config, self._budget = config, budget
         self._key = read_api_key(config)
-        self._parts = _split(config.base_url)
+        self._parts = _split_url(config.base_url)
         self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
         self._not_before = 0.0
+        """Monotonic time before which the server forbids further requests (``Retry-After``)."""
 
     def complete(
         self, model: str, messages: Sequence[Mapping[str, str]], **extra_body: Any
@@ -321,7 +325,7 @@ class ChatEndpoint:
                     )
                 retry_after_s = parse_retry_after(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
-                if not isinstance(error, _Unreached):
+                if not isinstance(error, _NotSentError):
                     # The answer is lost, but the server may charge for it.
                     used = len(body) // BYTES_PER_TOKEN
                     self._budget.add_tokens(used)
@@ -342,6 +346,7 @@ class ChatEndpoint:
         return ChatReply(None, UNANSWERED, num_requests, num_tokens)
 
     def _post(self, body: str) -> tuple[int, Mapping[str, str], bytes]:
+        """Return the status, the headers by lower-case name, and the body of the response."""
         config, parts = self._config, self._parts
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key is not None:
@@ -374,7 +379,7 @@ class ChatEndpoint:
                 connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
                 sockets.append(connection.sock)
             if timed_out.is_set():  # timed out before there was a socket to shut down
-                raise _Unreached(TIMEOUT_MESSAGE.format(config.timeout_s))
+                raise _NotSentError(TIMEOUT_MESSAGE.format(config.timeout_s))
             connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
             response = connection.getresponse()
             data = response.read(MAX_RESPONSE_BYTES + 1)
@@ -384,7 +389,7 @@ class ChatEndpoint:
                 raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
             return response.status, {k.lower(): v for k, v in response.headers.items()}, data
         except (OSError, http.client.HTTPException) as error:
-            if timed_out.is_set() and not isinstance(error, _Unreached):
+            if timed_out.is_set() and not isinstance(error, _NotSentError):
                 raise TimeoutError(TIMEOUT_MESSAGE.format(config.timeout_s)) from None
             raise
         finally:
@@ -398,20 +403,21 @@ class ChatEndpoint:
         return (text if self._key is None else text.replace(self._key, "(key)"))[:300]
 
 
-class _Unreached(OSError):
+class _NotSentError(OSError):
     """Error of a request that was not sent."""
 
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Return a connection. The host's addresses share the remaining time evenly.
+    """Return a connection to the first address that accepts one. All addresses of the host share
+    the remaining time evenly.
 
     Raises:
-        _Unreached: no address could be reached in time.
+        _NotSentError: no address could be reached in time.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise _Unreached(str(error)) from None
+        raise _NotSentError(str(error)) from None
     reason = "it has no address"
     for num_tried, (family, kind, protocol, _, address) in enumerate(addresses):
         remaining_s = deadline - time.monotonic()
@@ -425,7 +431,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
         except OSError as error:
             connection.close()
             reason = str(error)
-    raise _Unreached(f"{host}:{port} cannot be reached ({reason})")
+    raise _NotSentError(f"{host}:{port} cannot be reached ({reason})")
 
 
 def parse_retry_after(value: str | None) -> float | None:
@@ -462,7 +468,7 @@ def _parse_response(data: bytes, body: str) -> tuple[str, int]:
     return text, used
 
 
-def _split(url: str) -> SplitResult:
+def _split_url(url: str) -> SplitResult:
     parts = urlsplit(url)
     try:
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

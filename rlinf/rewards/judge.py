@@ -32,8 +32,8 @@ from rlinf.rewards.chat_endpoint import (
     ChatEndpoint,
     ChatEndpointConfig,
     ChatReply,
+    RequestBlocks,
     RequestBudget,
-    SharedRequestQuota,
     read_api_key,
 )
 
@@ -125,10 +125,12 @@ class AnswerCache:
 log = logging.getLogger(__name__)
 
 UNPARSABLE = "unreadable"
+"""Reason of a failure: the answer has no verdict."""
 TEMPLATE_FIELD = re.compile(r"\{(\w+)\}")
 FIELD_ALIASES = {"prompt": "prompt_text", "response": "text"}
-"""Fields that have another name in the record of a trajectory."""
+"""Names in the template that stand for another field of the trajectory."""
 RESERVED_FIELDS = frozenset({"model", "messages", "temperature", "max_tokens"})
+"""Fields of a request that ``extra_body`` cannot set, because they have keys of their own."""
 VERDICT_PATTERN = r"(?im)^\W*?(?:(?:score|rating|verdict|reward)\W*?)?(-?\d+(?:\.\d+)?)\W*$"
 """A line that is a number, or a label and a number, such as ``Score: 7``, but not ``7/10``."""
 
@@ -139,14 +141,14 @@ class VerdictConfig(Section):
     pattern: str = VERDICT_PATTERN
     """Regular expression with one group."""
     labels: dict[str, float] = {}
-    """Number of each label, compared without case; empty: the group is a number."""
+    """Number of each label, compared without case; empty: the text in the group is a number."""
     min_value: float = 0.0
     max_value: float = 1.0
     """A number below ``min_value`` or above ``max_value`` is not a verdict."""
 
     @field_validator("pattern")
     @classmethod
-    def _has_a_group(cls, value: str) -> str:
+    def _check_pattern(cls, value: str) -> str:
         try:
             groups = re.compile(value).groups
         except re.error as error:
@@ -158,7 +160,7 @@ class VerdictConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> VerdictConfig:
+    def _check_range(self) -> VerdictConfig:
         if self.min_value >= self.max_value:
             raise ValueError(
                 f"min_value {self.min_value:g} is not below max_value {self.max_value:g}"
@@ -196,8 +198,8 @@ class JudgeConfig(Section):
     model: str = Field(min_length=1)
     """Name of the model at the endpoint."""
     prompt: str
-    """Question template. ``{prompt}``, ``{response}``, ``{answer}`` and other names of the
-    trajectory's texts and numbers are replaced by them; other braces stay."""
+    """Question template. ``{prompt}``, ``{response}``, ``{answer}`` and other names of texts and
+    numbers of the trajectory are replaced by their values; other braces stay."""
     system_prompt: str = ""
     """System message; empty: none."""
     temperature: float = Field(default=0.0, ge=0)
@@ -213,14 +215,14 @@ class JudgeConfig(Section):
 
     @field_validator("prompt")
     @classmethod
-    def _contains_response(cls, value: str) -> str:
+    def _check_prompt(cls, value: str) -> str:
         if "response" not in TEMPLATE_FIELD.findall(value):
             raise ValueError("does not contain {response}, so that nothing would be judged")
         return value
 
     @field_validator("extra_body")
     @classmethod
-    def _has_no_reserved_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_extra_body(cls, value: dict[str, Any]) -> dict[str, Any]:
         if reserved := sorted(RESERVED_FIELDS & value.keys()):
             raise ValueError(f"holds {reserved[0]}, which has a key of its own beside it")
         return value
@@ -244,9 +246,7 @@ class JudgeReward(Reward):
         name = f"{os.uname().nodename}-r{resources.world.data_parallel_rank}"
         self._answer_cache = AnswerCache(resources.folder, name)
         folder = resources.folder
-        self._budget = RequestBudget(
-            config.endpoint, SharedRequestQuota(folder and folder / "requests")
-        )
+        self._budget = RequestBudget(config.endpoint, RequestBlocks(folder and folder / "requests"))
         self._endpoint = ChatEndpoint(config.endpoint, self._budget)
 
     def compute(
@@ -258,68 +258,70 @@ class JudgeReward(Reward):
             ConfigError: the endpoint rejects all requests.
             DataError: the prompt names a field that a trajectory does not have.
         """
-        questions = [self._messages(trajectory) for trajectory in trajectories]
-        keys = [json_digest({**self._settings(), "messages": question}) for question in questions]
+        questions = [self._question_messages(trajectory) for trajectory in trajectories]
+        settings = self._request_settings()
+        digests = [json_digest({**settings, "messages": question}) for question in questions]
         self._answer_cache.refresh()
         self._budget.record_usage(self._answer_cache.requests, self._answer_cache.tokens)
         missing = {
-            key: question
-            for key, question in zip(keys, questions, strict=True)
-            if self._answer_cache.get(key) is None
+            digest: question
+            for digest, question in zip(digests, questions, strict=True)
+            if self._answer_cache.get(digest) is None
         }
-        num_cached = len(set(keys)) - len(missing)
+        num_cached = len(set(digests)) - len(missing)
         failures = self._request_answers(missing)
         results: list[RewardValue | RewardResult] = []
-        for key in keys:
-            text = self._answer_cache.get(key)
+        for digest in digests:
+            text = self._answer_cache.get(digest)
             verdict = None if text is None else self.config.verdict.parse(text)
             if verdict is None:
-                results.append(self._fallback(failures.get(key, UNPARSABLE)))
+                results.append(self._fallback_result(failures.get(digest, UNPARSABLE)))
             else:
                 results.append(self.config.scale * verdict + self.config.offset)
         log.info(
             "judge: %d questions, %d of them answered before; %d requests and %d tokens in all",
-            *(len(set(keys)), num_cached, self._budget.requests, self._budget.tokens),
+            *(len(set(digests)), num_cached, self._budget.requests, self._budget.tokens),
         )
         return results
 
     def _request_answers(self, questions: Mapping[str, list[dict[str, str]]]) -> dict[str, str]:
-        """Request the missing answers. Return the failure of each question without an answer."""
+        """Request the answers to questions, by digest, and cache them. Return the failure of each
+        question without an answer."""
         if not questions:
             return {}
-        settings, failures = self._settings(), dict[str, str]()
+        settings, failures = self._request_settings(), dict[str, str]()
         failed = threading.Event()
         self._budget.expect_requests(len(questions))
 
-        def request(key: str) -> ChatReply:
+        def request(digest: str) -> ChatReply:
             if failed.is_set():  # another request failed; its error is raised below
                 return ChatReply(None, UNANSWERED)
             try:
-                answer = self._endpoint.complete(messages=questions[key], **settings)
+                reply = self._endpoint.complete(messages=questions[digest], **settings)
             except BaseException:
                 failed.set()
                 raise
-            if answer.num_requests:
-                self._answer_cache.put(key, answer.text, answer.num_requests, answer.num_tokens)
+            if reply.num_requests:
+                self._answer_cache.put(digest, reply.text, reply.num_requests, reply.num_tokens)
                 self._budget.record_usage(self._answer_cache.requests, self._answer_cache.tokens)
-            return answer
+            return reply
 
         pool = ThreadPoolExecutor(self.config.endpoint.max_concurrency, "judge")
         try:
-            for key, answer in zip(questions, pool.map(request, questions), strict=True):
-                if answer.text is None:
-                    failures[key] = answer.failure
+            for digest, reply in zip(questions, pool.map(request, questions), strict=True):
+                if reply.text is None:
+                    failures[digest] = reply.failure
         finally:
             # After an error, pending requests are cancelled.
             pool.shutdown(wait=True, cancel_futures=True)
         return failures
 
-    def _settings(self) -> dict[str, Any]:
+    def _request_settings(self) -> dict[str, Any]:
         config = self.config
         sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
         return {"model": config.model, **sampling, **config.extra_body}
 
-    def _messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
+    def _question_messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
         question = fill_template(self.config.prompt, trajectory)
         system = (
             [{"role": "system", "content": self.config.system_prompt}]
@@ -328,13 +330,14 @@ class JudgeReward(Reward):
         )
         return [*system, {"role": "user", "content": question}]
 
-    def _fallback(self, failure: str) -> RewardResult:
+    def _fallback_result(self, failure: str) -> RewardResult:
         masked = self.config.fallback == "mask"
         return RewardResult(0.0 if masked else float(self.config.fallback), not masked, failure)
 
 
 def fill_template(template: str, trajectory: Trajectory) -> str:
-    """Fill a template with the texts of a trajectory's fields, which are not templates themselves.
+    """Return a template with names replaced by the trajectory's fields. Names within a field's text
+    are not replaced.
 
     Raises:
         DataError: the template names a field that the trajectory does not have.

@@ -1,9 +1,9 @@
 """Compare two answers mathematically.
 
 rlinf/rewards/math_parsing.py parses mathematical answers; this module parses choices and words.
-math-verify parses the expressions, and compares those that have variables. Numbers are compared
-here, exactly or to a relative tolerance, because math-verify rounds to six decimal places and so
-treats both 1.6e-19 and 1.7e-19 as zero.
+math-verify parses expressions, and compares expressions with variables. Numbers are compared here,
+exactly or to a relative tolerance, because math-verify rounds to six decimal places and so treats
+both 1.6e-19 and 1.7e-19 as zero. Patterns are named after the text that they match.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def parse_reference(text: str) -> MathAnswer:
         )
     try:
         answer = parse_answer(inner)
-        _check(answer)
+        _check_parsable(answer)
     except UnparsableAnswerError:
         return MathAnswer("words", normalize_words(inner))
     if answer.kind == "words" and not answer.name:
@@ -111,14 +111,14 @@ def _same_choice(reference: MathAnswer, response: str) -> bool:
         return _matches(reference.items[0], response)
 
 
-def _check(answer: MathAnswer) -> None:
+def _check_parsable(answer: MathAnswer) -> None:
     """Parse all expressions of an answer.
 
     Raises:
         UnparsableAnswerError: math-verify cannot parse an expression.
     """
     for item in answer.items:
-        _check(item)
+        _check_parsable(item)
     if answer.kind == "expression" and _parse_rational(answer.text) is None:
         _parse_expression(answer.text)
 
@@ -129,11 +129,11 @@ def grade_with_math_verify(response: str, answer: str) -> bool:
     from math_verify import verify
 
     actual = plain_parse(response[-SEARCHED_CHARS:], parsing_timeout=None)
-    return bool(verify(_plain_reference(answer), actual, timeout_seconds=None))
+    return bool(verify(_parse_plain_reference(answer), actual, timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
-def _plain_reference(answer: str) -> Any:
+def _parse_plain_reference(answer: str) -> Any:
     from math_verify import parse as plain_parse
 
     marked = marked_answers(answer)
@@ -161,7 +161,7 @@ def equivalent(reference: MathAnswer, actual: MathAnswer) -> bool:
         return reference.text == actual.text
     if _is_region(reference) or _is_region(actual):
         return _same_regions(reference, actual)
-    if _values_of_names(reference) or _values_of_names(actual):
+    if _values_by_unknown(reference) or _values_by_unknown(actual):
         return _same_named(reference, actual)
     if reference.name and actual.name and reference.name != actual.name:
         return False
@@ -173,7 +173,7 @@ def equivalent(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 
 def _same_collections(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Return whether two answers, at least one of them a list or a set, have the same members."""
+    """Return whether two answers have the same members; at least one of them is a list or a set."""
     kinds = {reference.kind, actual.kind}
     if "ordered" in kinds:
         tuples = [answer for answer in (reference, actual) if answer.kind == "ordered"]
@@ -204,7 +204,7 @@ def _same_members(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) -
 # ------------------------------------------------------------------ values of several unknowns
 
 
-def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
+def _values_by_unknown(answer: MathAnswer) -> dict[str, MathAnswer] | None:
     """Return the values of different unknowns, ``x=1, y=2`` or ``(x,y)=(1,2)``; None for any other
     answer."""
     if answer.kind == "ordered" and "," in answer.name:
@@ -222,7 +222,7 @@ def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
 
 def _same_named(reference: MathAnswer, actual: MathAnswer) -> bool:
     """Return whether each unknown has the same value; values without names are in order."""
-    left, right = _values_of_names(reference), _values_of_names(actual)
+    left, right = _values_by_unknown(reference), _values_by_unknown(actual)
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(
             equivalent(left[name], right[name]) for name in left
@@ -267,7 +267,8 @@ def _same_regions(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 
 def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Compare inequalities of several variables, or ones whose solution set is unknown."""
+    """Return whether inequalities are equal that have several variables or an unknown solution
+    set."""
     if reference.kind != actual.kind:
         return False
     if len(reference.items) == len(actual.items) == 1:
@@ -276,6 +277,7 @@ def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 
 def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
+    """Return the unknowns of a region; empty for any other answer."""
     if answer.kind != "region" or not all(
         item.kind in ("expression", "region") for item in answer.items
     ):
@@ -361,11 +363,11 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Return whether two equations have the same solutions. They do if ``left - right`` of one
-    equation is a multiple of ``left - right`` of the other."""
+    """Return whether two equations are equivalent: the difference of the sides of one is a multiple
+    of that of the other."""
     import sympy
 
-    if _compact(left) == _compact(right):
+    if _unspaced(left) == _unspaced(right):
         return True
     first, second = _parse_expression(left), _parse_expression(right)
     if not (isinstance(first, sympy.Eq) and isinstance(second, sympy.Eq)):
@@ -382,6 +384,7 @@ def _have_different_units(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 
 def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
+    """Return whether two values are equal; degrees and radians, and per cent, are converted."""
     if reference.unit and not actual.unit:
         # "450J" is a product unless the reference is in joules.
         spaced = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", actual.text))
@@ -390,26 +393,26 @@ def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
     angles = {"degree^1": r"\cdot\frac{\pi}{180}", "rad^1": ""}
     if units and units <= angles.keys() and reference.unit != actual.unit:
         radians = [f"({a.text}){angles.get(a.unit, '')}" for a in (reference, actual)]
-        if _equal(*radians):
+        if _same_formulas(*radians):
             return True
     if len(units) > 1:
         return False
     if "percent^1" in units and reference.unit != actual.unit:
         is_percent = reference.unit == "percent^1"
         plain, percent = (actual, reference) if is_percent else (reference, actual)
-        if _equal(plain.text, rf"\frac{{{percent.text}}}{{100}}"):
+        if _same_formulas(plain.text, rf"\frac{{{percent.text}}}{{100}}"):
             return True
         number = _parse_rational(plain.text)
         # 0.5 % is not 0.5, but "%" may be missing if the reference is in per cent.
         if number is not None and abs(number) < 1:
             return False
-    return _equal(reference.text, actual.text)
+    return _same_formulas(reference.text, actual.text)
 
 
-def _equal(reference: str, actual: str) -> bool:
-    if _compact(reference) == _compact(actual):
+def _same_formulas(reference: str, actual: str) -> bool:
+    if _unspaced(reference) == _unspaced(actual):
         return True
-    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _compact(text)) for text in (reference, actual)]
+    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _unspaced(text)) for text in (reference, actual)]
     if any(base and base[1].isalnum() and base[1][0].isdigit() for base in bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
     left, right = _parse_rational(reference), _parse_rational(actual)
@@ -501,6 +504,7 @@ def _parse_expression(latex: str) -> Any:
 
 
 def _parse_rational(text: str) -> Fraction | None:
+    """Return the value of a decimal number or a fraction; None for any other text."""
     match = _RATIONAL.fullmatch(text.strip())
     if match is None:
         return None
@@ -513,27 +517,27 @@ def _parse_rational(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def _compact(text: str) -> str:
+def _unspaced(text: str) -> str:
     return re.sub(r"(?<=\\[a-z])\s+(?=[A-Za-z])|\s+", "", text)
 
 
 # ruff: noqa: RUF001
 
 
-_MARKUP = re.compile(
+_MARKUP_SYMBOLS = re.compile(
     r"\\(?:text|math)(?:bf|rm|it|sf|tt|normal|up)?\s*\{|\*\*|__|[$`{}\x22]|\\[()\[\]]|\\(?=[\s,;])|"
     r"\\q?quad|\\[,;:!]"
 )
-_LEAD = re.compile(
+_FILLER_WORDS = re.compile(
     r"[\s:>]*(?:(?:so|thus|hence|therefore|is|the|(?-i:an?)|(?:final\s+|correct\s+)?answer|option|"
     r"choice|correct|best)\b[\s:,]*)*",
     re.IGNORECASE,
 )
-_HEAD = re.compile(
+_CHOICE_LETTER = re.compile(
     r"\((?P<round>[A-Ja-j])\)|(?P<sharp>[A-J])(?=\s*(?:[.,:;)]|$|[-–—]\s)|"
     r"\s+(?:is(?!\s+(?:not|wrong|incorrect|false)\b)|because|since|as|and|or)\b)|(?P<small>[a-j])(?=\)|[.]?\s*$)"
 )
-_MORE = re.compile(r"\s*[.)]?\s*(?:,|/|&|or|and)\s*\(?(?:[A-J]\)?(?![A-Za-z'])|not\b)")
+_FURTHER_CHOICE = re.compile(r"\s*[.)]?\s*(?:,|/|&|or|and)\s*\(?(?:[A-J]\)?(?![A-Za-z'])|not\b)")
 _CHOICE_PHRASES = (
     re.compile(
         r"\b(?:option|choice|answer)\s+\(?(?P<letter>[A-J])\)?(?:\s*\([^()]*\))?\s+(?:is|must\s+be)"
@@ -554,17 +558,12 @@ _CHOICE_PHRASES = (
     ),
     re.compile(r"\bis\s+\(?(?P<letter>[A-J])\)?(?=\s*[.!]?\s*$)", re.MULTILINE),
 )
-_ASIDE = re.compile(
-    r"\s*[:;(—]|\s*,?\s*(?:because|since|as|for|so|which|namely|not)\b"
-    r"|,\s*(?:it|they|he|she|this|that|the|there|we|you|i\.e)\b",
-    re.IGNORECASE,
-)
 _MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 _NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.,;\n]{0,20}$", re.IGNORECASE)
 
 
 def choice_letter(response: str) -> str:
-    """Return the letter of the choice with which a response ends, in upper case.
+    """Return the letter of the choice that a response states as its answer, in upper case.
 
     Raises:
         UnparsableAnswerError: the response names no choice, or more than one.
@@ -600,16 +599,18 @@ def _raise_no_choice() -> str:
 
 
 def _remove_markup(text: str) -> str:
-    return _MARKUP.sub(" ", normalize_characters(text))
+    return _MARKUP_SYMBOLS.sub(" ", normalize_characters(text))
 
 
 def _single_letter(text: str) -> str:
+    """Return the letter with which a text begins; raise UnparsableAnswerError if there is none, or
+    several."""
     bare = _remove_markup(text).strip()
-    lead = _LEAD.match(bare)
+    lead = _FILLER_WORDS.match(bare)
     assert lead is not None
     # "A" is also an article, so the lead may have consumed the letter itself.
-    head = _HEAD.match(bare) or _HEAD.match(bare, lead.end())
-    if head is None or _MORE.match(bare, head.end()):
+    head = _CHOICE_LETTER.match(bare) or _CHOICE_LETTER.match(bare, lead.end())
+    if head is None or _FURTHER_CHOICE.match(bare, head.end()):
         return _raise_no_choice()
     return str(head["round"] or head["sharp"] or head["small"]).upper()
 
@@ -622,22 +623,23 @@ def ends_with_words(response: str, words: str) -> bool:
     """
     marked = marked_answers(response)
     if marked is not None:
-        return len(marked) == 1 and _begins(_as_marked(marked[0]), words)
+        return len(marked) == 1 and _begins_with(_normalize_marked(marked[0]), words)
     text = searchable_text(response)
     statement = announced_answer(text)
     if statement is not None:
-        return any(_begins(reading, words) for reading in _openings(statement))
+        return any(_begins_with(reading, words) for reading in _openings(statement))
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise UnparsableAnswerError("no answer")
     return any(reading == words for reading in _endings(lines[-1])) or _opens_bold(text, words)
 
 
-def _as_marked(text: str) -> str:
+def _normalize_marked(text: str) -> str:
     return re.sub(r"^(?:the )?(?:final )?answer(?: is|:)\s*", "", normalize_words(text))
 
 
 def _openings(statement: str) -> Iterator[str]:
+    """Yield the first sentence and the first line of a statement, in normalised words."""
     line = statement.strip().split("\n", 1)[0]
     yield normalize_words(
         re.split(r"(?<=[^\s.][^\s.])[.!?](?:\s|$)", _remove_markup(line), maxsplit=1)[0]
@@ -645,7 +647,7 @@ def _openings(statement: str) -> Iterator[str]:
     yield normalize_words(_remove_markup(line))
 
 
-def _begins(text: str, words: str) -> bool:
+def _begins_with(text: str, words: str) -> bool:
     """Return whether a sentence begins with the words and has at most an aside after them."""
     rest = text.removeprefix(words)
     return (
@@ -678,7 +680,7 @@ def _opens_bold(text: str, words: str) -> bool:
 
 
 def normalize_words(text: str) -> str:
-    """Return words in lower case, without surrounding markup, article and punctuation."""
+    """Return words in lower case, without the markup, article and punctuation around them."""
     try:
         spelled, _ = normalize_latex(text)
     except UnparsableAnswerError:

@@ -1,7 +1,7 @@
 """Locate the answer in a response: the box, the phrase that announces it, or its last formula.
 
 This module works on text only. rlinf/rewards/math_parsing.py parses the located text as
-mathematics.
+mathematics. Patterns are named after the text that they match.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ quadratic time."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BETWEEN_BOXES = re.compile(r"\\(?:text|mbox|q?quad)(?![A-Za-z])|\\[()\[\],; ]|[${}]")
 """Markup that is ignored in the text between two joined boxes."""
-_FINAL = re.compile(r"(?<!#)####(?!#)([^\n]*)")
+_HASHES = re.compile(r"(?<!#)####(?!#)([^\n]*)")
 """GSM8K's mark of the final answer of a worked solution; in Markdown it is a heading."""
-_TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_ANSWER_TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\s$])([^$\n]{1,500}?)(?<![\s\\])\$"
@@ -49,17 +49,18 @@ _VALUE = (
 )
 VALUES = re.compile(rf"(?<![\w.,/:^])-?{_VALUE}(?:,?\s+(?:or|and)\s+{_VALUE})*")
 _JOIN = re.compile(r"\s*(?:,?\s*(?:\band\b|\bor\b)|,)\s*")
+"""Text that joins two parts of one answer."""
 
-_LINK = (
+_COPULA = (
     r"\s*(?:\*\*|__)?\s*(?:[:=]|[-–—]\s|(?:\b(?:is|are|be|was|equals|est|es|è|é|ist|lautet|sind)\b|[是为為は])"
     r"(?:\s*:)?)"
 )
-_NOUN = (
+_ANSWER_NOUN = (
     r"(?:\b(?:answers?|answer\s+choice|correct\s+(?:option|choice)|(?:right|best)\s+(?:option|choice)"
     r"|respuesta|réponse|risposta|resposta|antwort|ответ|jawaban)\b|答案|答え|答|정답)"
 )
-_ANSWER_IS = re.compile(rf"{_NOUN}(?P<between>[^\n.:=]{{0,40}}?){_LINK}", re.IGNORECASE)
-_HEADING = re.compile(
+_ANSWER_IS = re.compile(rf"{_ANSWER_NOUN}(?P<between>[^\n.:=]{{0,40}}?){_COPULA}", re.IGNORECASE)
+_ANSWER_HEADING = re.compile(
     r"^[#* ]*(?:the\s+|our\s+|my\s+)?(?:final\s+)?answer(?:\s+is)?[* ]*$", re.I | re.M
 )
 _IS_THE_ANSWER = re.compile(
@@ -67,38 +68,38 @@ _IS_THE_ANSWER = re.compile(
     r"(?:(?:final|correct|right|best)\s+)?(?:answer|option|choice)\b(?!\s+(?:to|is|of|for)\b)",
     re.IGNORECASE,
 )
-_LEAD = re.compile(
+_FILLER = re.compile(
     r"(?:[\s:=>→⇒]|(?:(?:about|approximately|roughly|around|exactly|equal\s+to|simply|just|clearly|"
     r"indeed|then|therefore|thus|hence|so|that|given\s+by|the\s+(?:option|choice|number|value)|"
     r"option|choice|\\approx)(?![A-Za-z])))*",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<=[^\s.])[.!?](?:\s+(?=[A-Z*\\$(])|\s*$)")
-_ASIDE = re.compile(
+_ASIDE = re.compile(  # all that follows the answer in its sentence
     r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()\\]*[A-Za-z]{2,})|\s[-–—]+\s(?=[A-Za-z]{3,})|[—–]"
     r"|\b(?:because|since|as|where|which|when|if|from|for|with|not|so|per\s+the|in\s+total)\b).*",
     re.IGNORECASE | re.DOTALL,
 )
-_NO_VALUE = re.compile(
+_INDEFINITE_START = re.compile(  # the beginning of a sentence that does not state one value
     r"(?:not|no(?!\s+(?:real\s+)?solution)|between|at\s+least|at\s+most|either|neither)\s+\S",
     re.IGNORECASE,
 )
-_BOUND = re.compile(
+_BOUND_BEFORE = re.compile(  # words before a value by which it is only a bound
     r"\b(?:at\s+least|at\s+most|(?:fewer|less|more|greater|larger|smaller|higher|lower)\s+than|"
     r"up\s+to|between|not|n't)\s*[\\$*(]*$",
     re.IGNORECASE,
 )
-_IN_PHRASE = re.compile(r"\b(?:in|at|after|for|within|every|per|during)\s+[\\$(*]*$", re.IGNORECASE)
-_PREDICATE = re.compile(
+_PREPOSITION = re.compile(r"\b(?:in|at|after|for|within|every|per|during)\s+[\\$(*]*$", re.I)
+_PREDICATE = re.compile(  # the group is the text after the last "is"
     r".*\b(?:is|are|be|equals|get|gives|have|point)\b:?\s+(?=[\d\\(\[{+-])(.+?)\.?$"
 )
-_BROKEN_OFF = re.compile(
+_BROKEN_OFF = re.compile(  # the end of a response that stops within a sentence
     r"(?:\b(?:which|the|that|is|are|to|of|and|or|with|by|we|an?|then|as|because|if|has|have|so|equals|"
     r"be|from|for|in|on|at|this|let|when|where|but)|[-+=/]|(?<!\*)\*)\s*$"
 )
 _NEGATED = re.compile(r"\b(?:can)?not\b|n't\b|\bnever\b", re.IGNORECASE)
 _BRACKETED_ASIDE = re.compile(r"\s*\((?=[^()]*[A-Za-z]{3,})[^()\\]*\)|,\s*(?:and\s+)?not\b.*")
-_HEDGE = re.compile(
+_HEDGE = re.compile(  # words before a number by which it is not the answer itself
     r"\b(?:not|no|nor|neither|between|at\s+least|at\s+most|less\s+than|more\s+than|greater\s+than|"
     r"up\s+to|any|to|from|over|under|above|below|e\.g|maybe|perhaps|or|and|of|plus|minus|times)\b",
     re.IGNORECASE,
@@ -107,14 +108,14 @@ _HEDGE = re.compile(
 
 def marked_answers(text: str) -> list[str] | None:
     """Return the texts that are marked as the answer; None if there is no mark. Marks are
-    ``\\boxed{}``, ``<answer>`` and ``####``. The last mark counts. Boxes that ``or``, ``and`` or a
-    comma joins to the last box are included. A ``####`` that is a Markdown heading (words, with
-    text below) is not a mark."""
+    ``\\boxed{}``, ``<answer>`` and ``####``. The last mark counts; if it is a box, boxes that are
+    joined to it by ``or``, ``and`` or a comma count too. A ``####`` that is a Markdown heading
+    (words, with text below) is not a mark."""
     boxes = list(_BOX.finditer(text))
     final = next(
-        (mark for mark in reversed([*_FINAL.finditer(text)]) if _is_final_answer(mark)), None
+        (mark for mark in reversed([*_HASHES.finditer(text)]) if _is_final_answer(mark)), None
     )
-    tag = next(reversed([*_TAGS.finditer(text)]), None)
+    tag = next(reversed([*_ANSWER_TAGS.finditer(text)]), None)
     last = max((m.start() for m in (boxes[-1:] or []) + [m for m in (final, tag) if m]), default=-1)
     if last < 0:
         return None
@@ -127,8 +128,8 @@ def marked_answers(text: str) -> list[str] | None:
 
 
 def _is_final_answer(final: re.Match[str]) -> bool:
-    """Return whether a ``####`` marks an answer: its line, or the text below it, is a single
-    value."""
+    """Return whether a ``####`` marks an answer, and is not a Markdown heading: its line is empty,
+    is the last one, or has no word."""
     rest = normalize_characters(final[1]).strip()
     if not rest or not final.string[final.end() :].strip():
         return True
@@ -165,8 +166,8 @@ def _inside_box(text: str, box: re.Match[str]) -> str:
 def unmarked_candidates(text: str) -> Iterator[str]:
     """Yield possible answers of a text without a mark, the most likely first.
 
-    They are the text after (or before) "the answer is", within its sentence. Without that phrase,
-    they are the last bold text, formulas or number of the last line that has any.
+    Candidates are the text after (or before) "the answer is", within its sentence. Without that
+    phrase, they are the last bold text, formula or number of the last line that has one.
     """
     text = searchable_text(text)
     statement = announced_answer(text)
@@ -193,7 +194,7 @@ def announced_answer(text: str) -> str | None:
         if rest.strip():
             negation = "not " if _NEGATED.search(statement[0]) else ""
             candidates.append((statement.start(), negation + rest))
-    for heading in _HEADING.finditer(text):
+    for heading in _ANSWER_HEADING.finditer(text):
         rest = text[heading.end() :].lstrip()
         if rest:
             candidates.append((heading.start(), rest))
@@ -205,7 +206,7 @@ def announced_answer(text: str) -> str | None:
 def leading_candidates(text: str) -> Iterator[str]:
     """Yield possible answers of a text that begins with the answer."""
     text = text.strip()
-    lead = _LEAD.match(text.lstrip("*_"))
+    lead = _FILLER.match(text.lstrip("*_"))
     plain = text if not lead or not lead.end() else text.lstrip("*_")[lead.end() :]
     bold = _BOLD.match(plain)
     if bold:
@@ -214,11 +215,11 @@ def leading_candidates(text: str) -> Iterator[str]:
     plain = plain.lstrip("*_")
     formula = FORMULA.match(plain)
     if formula:
-        yield _with_unit(plain, *_join_formulas(plain, formula))
+        yield _append_unit(plain, *_join_formulas(plain, formula))
         return
     line = plain.split("\n", 1)[0].rstrip("*_ ")
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0].rstrip("*_ ")
-    if _NO_VALUE.match(sentence):
+    if _INDEFINITE_START.match(sentence):
         values = VALUES.search(sentence)
         if sentence.lower().startswith("either") and values:
             yield values[0]
@@ -232,15 +233,15 @@ def leading_candidates(text: str) -> Iterator[str]:
         yield sentence
     formulas = list(FORMULA.finditer(sentence))
     if formulas:
-        yield _with_unit(sentence, *_join_formulas(sentence, formulas[0]))
+        yield _append_unit(sentence, *_join_formulas(sentence, formulas[0]))
         return
     values = VALUES.search(shortened)
     if values and not _HEDGE.search(shortened[: values.start()]):
-        yield _with_unit(shortened, values[0], values.end())
+        yield _append_unit(shortened, values[0], values.end())
 
 
 def _trailing_candidates(text: str) -> Iterator[str]:
-    """Yield possible answers of a text that ends with the answer; none if it breaks off."""
+    """Yield possible answers of a text that ends with the answer; none if the text breaks off."""
     if _BROKEN_OFF.search(text):
         return
     for line in reversed(_lines(text)):
@@ -248,12 +249,12 @@ def _trailing_candidates(text: str) -> Iterator[str]:
             yield from leading_candidates(bold)
         formulas = list(FORMULA.finditer(line))
         if formulas:
-            start = _last_outside_phrases(line, formulas)
+            start = _last_main_value(line, formulas)
             while start and _are_joined(line, formulas[start - 1], formulas[start]):
                 start -= 1
-            if _BOUND.search(line[: formulas[start].start()]):
+            if _BOUND_BEFORE.search(line[: formulas[start].start()]):
                 return
-            yield _with_unit(line, *_join_formulas(line, formulas[start]))
+            yield _append_unit(line, *_join_formulas(line, formulas[start]))
             return
         if bold:
             return
@@ -270,11 +271,11 @@ def _trailing_candidates(text: str) -> Iterator[str]:
             yield predicate[1].rstrip("!")
         if not values:
             continue
-        last = values[_last_outside_phrases(rest, values)]
-        if not _BOUND.search(rest[: last.start()]):
+        last = values[_last_main_value(rest, values)]
+        if not _BOUND_BEFORE.search(rest[: last.start()]):
             if predicate and last is values[-1]:
                 yield from _exclamation_readings(predicate[1])
-            yield from _exclamation_readings(_with_unit(rest, last[0], last.end()))
+            yield from _exclamation_readings(_append_unit(rest, last[0], last.end()))
         return
 
 
@@ -285,15 +286,16 @@ def _exclamation_readings(text: str) -> Iterator[str]:
         yield text.rstrip("!")
 
 
-def _last_outside_phrases(text: str, values: list[re.Match[str]]) -> int:
-    """Return the index of the last value outside phrases: 350 km in "350 km in 5 hours"."""
+def _last_main_value(text: str, values: list[re.Match[str]]) -> int:
+    """Return the index of the last value without a preposition: 350 in "350 km in 5 hours"."""
     indices = range(len(values) - 1, -1, -1)
-    outside = (i for i in indices if not _IN_PHRASE.search(text[: values[i].start()]))
+    outside = (i for i in indices if not _PREPOSITION.search(text[: values[i].start()]))
     return next(outside, len(values) - 1)
 
 
 def _lines(text: str) -> list[str]:
-    """Return lines. A formula of several lines is one line."""
+    """Return the lines of a text that have a letter or digit. A formula of several lines is one
+    line."""
     start, lines = 0, []
     for formula in FORMULA.finditer(text):
         if "\n" in formula[0]:
@@ -304,11 +306,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _are_joined(text: str, first: re.Match[str], second: re.Match[str]) -> bool:
-    """Return whether two formulas are one answer.
-
-    They are if ``and`` or ``or`` joins them, or if a comma joins values of the same unknown. In
-    "If $n=3$, $x=5$" they are not.
-    """
+    """Return whether two formulas are one answer: ``and`` or ``or`` joins them, or a comma joins
+    values of the same unknown, unlike in "If $n=3$, $x=5$"."""
     join = _JOIN.fullmatch(text[first.end() : second.start()])
     if join is None or join[0].strip() != ",":
         return join is not None
@@ -327,7 +326,8 @@ def _has_answer(line: str) -> bool:
 
 
 def _last_bold(line: str) -> str | None:
-    """Return the last bold text of a line, with texts that ``and`` joins to it; no labels."""
+    """Return the last bold text of a line with bold texts that are joined to it; None if there is
+    none. A label, which ends with a colon, does not count."""
     bolds = [
         bold
         for bold in _BOLD.finditer(line)
@@ -342,7 +342,7 @@ def _last_bold(line: str) -> str | None:
             break
         texts.insert(0, next(group for group in bold.groups() if group) + join[0])
     text = "".join(texts)
-    return _with_unit(line, text, bolds[-1].end())
+    return _append_unit(line, text, bolds[-1].end())
 
 
 def _join_formulas(text: str, first: re.Match[str]) -> tuple[str, int]:
@@ -363,8 +363,8 @@ def formula_body(formula: re.Match[str]) -> str:
     return next(group for group in formula.groups() if group is not None).strip().rstrip(".,")
 
 
-def _with_unit(text: str, value: str, end: int) -> str:
-    """Return a value with the known unit or scale that follows it."""
+def _append_unit(text: str, value: str, end: int) -> str:
+    """Return a value with the known unit or scale that follows it in the text at ``end``."""
     following = re.match(r"(\s*)(\S+(?:\s+\S+){0,2})", text[end : end + 60])
     if not following or not re.search(r"[\d})]\s*$|\\pi\s*$", value):
         return value
@@ -384,7 +384,7 @@ DEFAULT_TAGS = (
     ThinkingMarks("<reasoning>", "</reasoning>"),
     ThinkingMarks("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""Tags of published chat templates, and common tags of prompts."""
+"""Reasoning tags of published chat templates, and common tags of prompts."""
 _BARE_CHANNELS = re.compile(r"\Aanalysis(?:(?=[^\s:]).*assistantfinal|(?=[\w\\$]))", re.DOTALL)
 """Channels of gpt-oss in a text whose special tokens the decoder dropped. The reasoning follows
 without a space, whereas prose continues with a space or a comma."""
@@ -422,13 +422,13 @@ class ReasoningTags:
         """Pattern of opening tags: where a line or a sentence begins, special tokens anywhere. An
         answer that mentions a tag has it inside a sentence."""
         begins = [marks.begin.rstrip() for marks in self.tags]
-        tokens = _any(begin for begin in begins if begin.startswith("<|"))
-        return re.compile(rf"(?:\A|[\n.!?])\s*(?:{_any(begins)})|{tokens or '(?!)'}")
+        tokens = _alternatives(begin for begin in begins if begin.startswith("<|"))
+        return re.compile(rf"(?:\A|[\n.!?])\s*(?:{_alternatives(begins)})|{tokens or '(?!)'}")
 
     @cached_property
     def _closing(self) -> re.Pattern[str]:
-        return re.compile(_any(marks.end for marks in self.tags))
+        return re.compile(_alternatives(marks.end for marks in self.tags))
 
 
-def _any(marks: Iterable[str]) -> str:
+def _alternatives(marks: Iterable[str]) -> str:
     return "|".join(map(re.escape, marks))

@@ -40,25 +40,28 @@ number exceeds a usual group size, so that one bad reference does not affect oth
 WALL_TIME_FACTOR = 10
 """Limit of wall time of a grading process, as a multiple of its limit of CPU time."""
 EXIT_WAIT_S = 5.0
+"""Wait for the exit code of a process that closed its pipe."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm and terminals send to all processes of a job. The stage handles them."""
 START_TIMEOUT_S = 300.0
 """Time limit for the start of a grading process, which imports from a shared file system."""
 
-GraderKind = Literal["read", "math-verify"]
-GradeOutcome = Literal["graded", "timeout", "unread", "died", "unfinished"]
+GraderKind = Literal["rlinf", "math-verify"]
+"""The grader whose grades count, and plain math-verify as a cross-check."""
+GradeOutcome = Literal["graded", "timeout", "unparsed", "died", "unfinished"]
+"""``died``: the grading process died; ``unfinished``: the response ends within its reasoning."""
 OUTCOME_METRICS: dict[GradeOutcome, str] = {
     "timeout": "timeouts",
-    "unread": "parse_failures",
+    "unparsed": "parse_failures",
     "died": "grader_deaths",
     "unfinished": "unfinished_thoughts",
 }
 """Names of the metrics of answers that could not be graded."""
 CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
-"""Names of the metrics: number of grades by plain math-verify, and of different ones among them."""
+"""Names of the metrics: number of cross-checks, and of those with another score."""
 CROSS_CHECK_EVERY = 16
-"""Plain math-verify grades every 16th answer too. For all answers, grading would take several times
-as long."""
+"""Plain math-verify grades every 16th answer too. If it graded all answers, grading would take
+several times as long."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,16 @@ def count_outcomes(grades: Sequence[Grade]) -> dict[str, int]:
         name: sum(grade.outcome == outcome for grade in grades)
         for outcome, name in OUTCOME_METRICS.items()
     }
-    opinions = [grade for grade in grades if grade.math_verify_score is not None]
-    differ = sum(grade.math_verify_score != grade.score for grade in opinions)
-    return {**counts, CROSS_CHECKS: len(opinions), CROSS_CHECK_DISAGREEMENTS: differ}
+    cross_checks = [grade for grade in grades if grade.math_verify_score is not None]
+    differ = sum(grade.math_verify_score != grade.score for grade in cross_checks)
+    return {**counts, CROSS_CHECKS: len(cross_checks), CROSS_CHECK_DISAGREEMENTS: differ}
 
 
 class MathGrader:
-    """A few processes that compare responses with reference answers.
+    """Processes that compare responses with reference answers.
 
     Args:
-        timeout_s: CPU time for one answer; the limit is rounded up to whole seconds of the process.
+        timeout_s: CPU time for one answer, rounded up to a whole second of the process's CPU time.
         reasoning_tags: tags that mark reasoning, which is removed from responses.
 
     Raises:
@@ -131,17 +134,17 @@ class MathGrader:
             for item, (response, answer) in enumerate(pairs)
             if (text := self._reasoning_tags.strip_reasoning(response)) is not None
         }
-        for item, grade in zip(texts, self._run_grader("read", [*texts.values()]), strict=True):
+        for item, grade in zip(texts, self._run_grader("rlinf", [*texts.values()]), strict=True):
             grades[item] = grade
         checked = [
             item
             for item in range(0, len(pairs), CROSS_CHECK_EVERY)
-            if grades[item].outcome in ("graded", "unread")
+            if grades[item].outcome in ("graded", "unparsed")
         ]
-        opinions = self._run_grader("math-verify", [texts[item] for item in checked])
-        for item, opinion in zip(checked, opinions, strict=True):
-            if opinion.outcome == "graded":
-                grades[item] = replace(grades[item], math_verify_score=opinion.score)
+        cross_checks = self._run_grader("math-verify", [texts[item] for item in checked])
+        for item, cross_check in zip(checked, cross_checks, strict=True):
+            if cross_check.outcome == "graded":
+                grades[item] = replace(grades[item], math_verify_score=cross_check.score)
         return grades
 
     def _run_grader(self, kind: GraderKind, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
@@ -162,14 +165,14 @@ class MathGrader:
             for pipe in wait(list(busy), timeout=max(0.0, deadline - time.monotonic())):
                 assert isinstance(pipe, Connection)
                 worker = busy[pipe]
-                item_or_none, grade = worker.receive()
-                if item_or_none is None:
+                graded_item, grade = worker.receive()
+                if graded_item is None:
                     continue
-                if grade.outcome == "died" and item_or_none not in retried:
-                    retried.add(item_or_none)
-                    waiting.append(item_or_none)
+                if grade.outcome == "died" and graded_item not in retried:
+                    retried.add(graded_item)
+                    waiting.append(graded_item)
                 else:
-                    grades[item_or_none] = grade
+                    grades[graded_item] = grade
             for worker in busy.values():
                 if time.monotonic() > worker.deadline:
                     if worker.item is None:
@@ -178,7 +181,7 @@ class MathGrader:
                         )
                     grades[worker.item] = Grade(0.0, "timeout")
                     worker.restart()
-            last = self._end_of_timeouts(grades)
+            last = self._last_timeout(grades)
             if last is not None:
                 waiting = [item for item in waiting if item <= last]
                 for worker in self._workers:
@@ -187,13 +190,14 @@ class MathGrader:
                 grades[last + 1 :] = [Grade(0.0, "timeout")] * (len(pairs) - last - 1)
         return [grade for grade in grades if grade is not None]
 
-    def _end_of_timeouts(self, grades: Sequence[Grade | None]) -> int | None:
+    def _last_timeout(self, grades: Sequence[Grade | None]) -> int | None:
         """Return the item at which the limit of consecutive timeouts is reached; None if it is not.
-        It does not depend on the speed of the workers."""
-        run = 0
+        The item does not depend on the speed of the workers."""
+        num_timeouts = 0
         for item, grade in enumerate(grades):
-            run = run + 1 if grade is not None and grade.outcome == "timeout" else 0
-            if run == self._max_consecutive_timeouts:
+            is_timeout = grade is not None and grade.outcome == "timeout"
+            num_timeouts = num_timeouts + 1 if is_timeout else 0
+            if num_timeouts == self._max_consecutive_timeouts:
                 return item
         return None
 
@@ -206,11 +210,13 @@ class MathGrader:
 
 
 class _Worker:
-    """One grading process and its current item."""
+    """One grading process and its current item, the index of a pair."""
 
     def __init__(self, timeout_s: float, starter: ThreadPoolExecutor) -> None:
         self.item: int | None = None
+        """None: the process is idle or starts."""
         self.ready = self._ended_early = False
+        """Whether this process has started, and whether the one before it ended before that."""
         self._process: subprocess.Popen[bytes]
         self._timeout_s, self._starter = timeout_s, starter
         self._start()
@@ -226,7 +232,8 @@ class _Worker:
             pass  # the process is dead, which receive() detects
 
     def receive(self) -> tuple[int | None, Grade]:
-        """Receive an item and its grade, or no item when the process has started.
+        """Return an item and its grade; without an item if the message is that the process has
+        started, or if it died while it was idle.
 
         Raises:
             RlinfError: the process ended before it had started, twice in a row.
@@ -251,7 +258,7 @@ class _Worker:
         if item is None:
             self.ready, self.deadline, self._ended_early = True, math.inf, False
             return None, Grade(0.0)
-        return item, _GRADES[reply]
+        return item, _GRADES_BY_REPLY[reply]
 
     def replace_if_dead(self) -> None:
         """Start another process if this one ended while it was idle."""
@@ -289,7 +296,7 @@ class _Worker:
         child_pipe.close()
 
 
-_GRADES = {b"1": Grade(1.0), b"0": Grade(0.0), b"u": Grade(0.0, "unread")}
+_GRADES_BY_REPLY = {b"1": Grade(1.0), b"0": Grade(0.0), b"u": Grade(0.0, "unparsed")}
 log = logging.getLogger("rlinf")
 
 
@@ -297,7 +304,7 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
     """Run the loop of a grading process: a grader's kind and two texts in, one byte out."""
     from rlinf.rewards.math_equivalence import grade_response, grade_with_math_verify
 
-    graders = {"read": grade_response, "math-verify": grade_with_math_verify}
+    graders = {"rlinf": grade_response, "math-verify": grade_with_math_verify}
 
     # math-verify warns that its own time limit is off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -319,7 +326,8 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Limit further CPU time to ``timeout_s``, rounded up to whole seconds; then comes SIGXCPU."""
+    """Limit further CPU time to ``timeout_s``, rounded up to whole seconds; the kernel then
+    sends SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout_s))
 

@@ -1,5 +1,5 @@
 """Normalise mathematical text: markup, currencies, spaces, LaTeX commands, and units of
-measurement."""
+measurement. Patterns are named after the text that they match."""
 
 # ruff: noqa: RUF001
 
@@ -10,15 +10,15 @@ import unicodedata
 from decimal import Decimal
 
 ROW_SEPARATOR = "\0"
-"""Separator of the rows of a matrix."""
+"""Separator of the rows of a matrix in normalised text."""
 BRACKET_PAIRS, CLOSING_BRACKETS = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
 
 
 class UnparsableAnswerError(ValueError):
-    """Error of a text that has no answer, or no answer that can be parsed."""
+    """A text has no answer, or none that can be parsed."""
 
 
-_SYMBOLS = {
+_SYMBOL_REPLACEMENTS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
     "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ",
@@ -28,22 +28,22 @@ _SYMBOLS = {
     "∴": " ", "ℝ": r"\mathbb{R} ", "ℤ": r"\mathbb{Z} ", "∨": r"\lor ", "∧": r"\land ", "…": "...",
     "“": '"', "”": '"', "∖": r"\setminus ",
 }  # fmt: skip
-_CURRENCIES = {
+_CURRENCY_SIGNS = {
     **{"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee"},
     **{"\\euro": "euro", "\\pounds": "sterling"},
 }
-_WRAPPERS = re.compile(
+_TEXT_COMMANDS = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm"
     r"|operatorname\*?|emph)\s*\{"
 )
-_TIGHT = re.compile(r"\\math(?:bf|it|sf|tt|normal)|\\boldsymbol|\\bm")
-_SIZES = re.compile(
+_FONT_COMMANDS = re.compile(r"\\math(?:bf|it|sf|tt|normal)|\\boldsymbol|\\bm")
+_LAYOUT_COMMANDS = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|(?:text)?color\s*\{[a-zA-Z]*\}"
     r"|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])"
 )
 _SPACES = re.compile(r"\\(?:[,;:> ]|(?:quad|qquad|hspace\{[^}]*\}|hfill)(?![A-Za-z]))|~|\\(?=\s)")
-_DELIMITERS = re.compile(r"\\[()\[\]]|\$")
-_FUNCTIONS = (
+_FORMULA_DELIMITERS = re.compile(r"\\[()\[\]]|\$")
+_FUNCTION_NAMES = (
     "arcsin",
     "arccos",
     "arctan",
@@ -57,15 +57,15 @@ _FUNCTIONS = (
     "ln",
     "exp",
 )
-_PLAIN = re.compile(
-    rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)}|pi|theta|alpha|beta|infinity|infty|inf|oo|sqrt)"
+_PLAIN_NAMES = re.compile(
+    rf"(?<![\\A-Za-z])({'|'.join(_FUNCTION_NAMES)}|pi|theta|alpha|beta|infinity|infty|inf|oo|sqrt)"
     r"(?![A-Za-z])"
 )
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
-_DOTTED = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3{2,}(?:\.\.\.|\\[lc]?dots)")
+_OVERLINED_DECIMAL = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+_DOTTED_DECIMAL = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3{2,}(?:\.\.\.|\\[lc]?dots)")
 _SUPERSCRIPTS = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _REALS = re.compile(r"\\(?:math(?:bf|bb|rm|cal)|Bbb)\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))")
-_ALL_REALS = re.compile(r"(?:the\s+set\s+of\s+)?all\s+real(?:\s+number)?s", re.IGNORECASE)
+_REALS_IN_WORDS = re.compile(r"(?:the\s+set\s+of\s+)?all\s+real(?:\s+number)?s", re.IGNORECASE)
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen"
@@ -73,12 +73,12 @@ _ONES = (
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NUMBER_WORDS = {word: value for value, word in enumerate(_ONES.split())}
 _NUMBER_WORDS |= {word: 10 * value for value, word in enumerate(_TENS.split(), 2)}
-_SCIENTIFIC = re.compile(r"(?<![\w\\.}])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
+_SCIENTIFIC_NUMBER = re.compile(r"(?<![\w\\.}])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 
 
 def normalize_latex(text: str) -> tuple[str, str]:
-    """Return the text in a uniform spelling, and its currency as a unit (empty: none). ``½``
-    becomes ``\\frac``, ``2**3`` a power, and ``\\text{cm}`` the word. Commands for sizes and
+    """Return the text in a uniform spelling, and its currency, such as ``dollar^1`` (empty: none).
+    ``½`` becomes ``\\frac``, ``2**3`` a power, and ``\\text{cm}`` the word. Commands for sizes and
     spaces, emphasis and formula delimiters are removed."""
     text = normalize_characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
     while match := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
@@ -89,16 +89,16 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = _REALS.sub(r"\\mathbb{R} ", text)
     text = text.replace(r"\colon", ":").replace(r"\text{:}", ":")
     text = re.sub(r"(?<![\\A-Za-z])(?:USD|US\$)", "$", text)
-    text, unit = _currency(text)
-    text = _DELIMITERS.sub(" ", text.replace(r"\left.", "").replace(r"\right.", ""))
-    text = _SIZES.sub("", text)
+    text, unit = _remove_currency(text)
+    text = _FORMULA_DELIMITERS.sub(" ", text.replace(r"\left.", "").replace(r"\right.", ""))
+    text = _LAYOUT_COMMANDS.sub("", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ",", text)
     text = _SPACES.sub(" ", text)
     text = re.sub(r"\[\s*\\begin\{(?:matrix|array)\}(?:\{[lcr|]*\})?", r"\\begin{bmatrix}", text)
     text = re.sub(r"\\end\{(?:matrix|array)\}\s*\]", r"\\end{bmatrix}", text)
     text = re.sub(r"\(\s*\\begin\{(?:matrix|array)\}(?:\{[lcr|]*\})?", r"\\begin{pmatrix}", text)
     text = re.sub(r"\\end\{(?:matrix|array)\}\s*\)", r"\\end{pmatrix}", text)
-    text = _unwrapped(text)
+    text = _remove_text_commands(text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\\[dt]binom(?![A-Za-z])", r"\\binom", text)
     text = re.sub(r"\\log\s*_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln ", text)
@@ -111,13 +111,13 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times ", text)
     text = re.sub(r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])C\((\d+),\s*(\d+)\)", r"\\binom{\1}{\2}", text)
-    text = _bases(_repeating(text))
-    text = _SCIENTIFIC.sub(lambda m: _plain_number(f"{m[1]}e{m[2]}"), text)
+    text = _normalize_bases(_replace_repeating_decimals(text))
+    text = _SCIENTIFIC_NUMBER.sub(lambda m: _plain_number(f"{m[1]}e{m[2]}"), text)
     text = re.sub(r"\s*\*\*\s*", "^", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt(?=\s*[\d(])", r"\\sqrt", text)
-    text = _PLAIN.sub(lambda m: rf"\{_LONG.get(m[1], m[1])} ", text)
+    text = _PLAIN_NAMES.sub(lambda m: rf"\{_LATEX_NAMES.get(m[1], m[1])} ", text)
     text = text.replace("*", r"\cdot ")
-    text = _arguments(text)
+    text = _add_braces(text)
     text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
     text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
@@ -125,30 +125,31 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = re.sub(r"\s+", " ", text).strip()
     # An exclamation mark is a factorial here; the caller has removed exclamation marks of prose.
     text = re.sub(r"^(?:[=:]|\\approx(?![a-z]))\s*|(?:\s|(?<!\\)[.,;:?])+$", "", text)
-    return _number_words(_ALL_REALS.sub(r"\\mathbb{R}", text)), unit
+    return _words_to_digits(_REALS_IN_WORDS.sub(r"\\mathbb{R}", text)), unit
 
 
-_LONG = {"inf": "infty", "oo": "infty", "infinity": "infty"}
+_LATEX_NAMES = {"inf": "infty", "oo": "infty", "infinity": "infty"}
+"""LaTeX commands for :data:`_PLAIN_NAMES` that are not commands themselves."""
 
 
 def normalize_characters(text: str) -> str:
     """Return a text with ASCII and LaTeX instead of symbols, and without pictograms."""
     text = _SUPERSCRIPTS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     spelled = (
-        _character(c) if following[:1].isalpha() else _character(c).rstrip(" ") or " " * c.isspace()
+        _spell(c) if following[:1].isalpha() else _spell(c).rstrip(" ") or " " * c.isspace()
         for c, following in zip(text, f"{text[1:]} ", strict=False)
     )
     return "".join(spelled).replace("^{−", "^{-")
 
 
-def _repeating(text: str) -> str:
+def _replace_repeating_decimals(text: str) -> str:
     r"""Replace ``0.\overline{3}`` and ``0.333...`` by a fraction."""
-    for pattern in (_REPEATING, _DOTTED):
+    for pattern in (_OVERLINED_DECIMAL, _DOTTED_DECIMAL):
         text = pattern.sub(_fraction_of_repeating, text)
     return text
 
 
-def _bases(text: str) -> str:
+def _normalize_bases(text: str) -> str:
     """Replace ``(1010)_2``, ``1010 base 2`` and ``1010_{two}`` by ``1010_{2}``."""
     text = re.sub(r"\b(\w+),?\s+(?:in\s+)?base[\s-]*(\w+)\b", r"\1_{\2}", text)
     text = re.sub(r"\((\d+)\)\s*_", r"\1_", text)
@@ -166,8 +167,8 @@ def _fraction_of_repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
-def _number_words(text: str) -> str:
-    """Return a number below a hundred in digits if it is in words; any other text unchanged."""
+def _words_to_digits(text: str) -> str:
+    """Return a number in words below a hundred in digits; any other text unchanged."""
     tens, _, ones = text.lower().replace("-", " ").partition(" ")
     if tens not in _NUMBER_WORDS or (ones and not 0 < _NUMBER_WORDS.get(ones, 0) < 10):
         return text
@@ -176,9 +177,11 @@ def _number_words(text: str) -> str:
     return str(_NUMBER_WORDS[tens] + _NUMBER_WORDS.get(ones, 0))
 
 
-def _character(character: str) -> str:
-    if character in _SYMBOLS:
-        return _SYMBOLS[character]
+def _spell(character: str) -> str:
+    """Return the ASCII or LaTeX form of a symbol, fraction, superscript or subscript; a space for a
+    pictogram."""
+    if character in _SYMBOL_REPLACEMENTS:
+        return _SYMBOL_REPLACEMENTS[character]
     if character == "√":
         return r"\sqrt "
     if ord(character) < 128:
@@ -196,10 +199,10 @@ def _character(character: str) -> str:
     return f"^{{{plain}}}" if "<super>" in form else f"_{{{plain}}}" if "<sub>" in form else plain
 
 
-def _currency(text: str) -> tuple[str, str]:
-    """Remove a currency sign. A pair of ``$`` delimits a formula; a single or escaped one is
-    money."""
-    for sign, unit in _CURRENCIES.items():
+def _remove_currency(text: str) -> tuple[str, str]:
+    """Return a text without its currency sign, and the currency as a unit. A pair of ``$`` delimits
+    a formula; a single or escaped ``$`` is money."""
+    for sign, unit in _CURRENCY_SIGNS.items():
         if sign == "$" and text.replace(r"\$", "").count("$") % 2 == 0:
             continue
         if sign in text:
@@ -212,16 +215,16 @@ def _plain_number(scientific: str) -> str:
     return f"{Decimal(scientific):f}"
 
 
-def _unwrapped(text: str) -> str:
-    r"""Remove the commands of ``\text{...}`` and fonts. Words stay separated from the text
-    before."""
-    while match := _WRAPPERS.search(text):
+def _remove_text_commands(text: str) -> str:
+    r"""Return a text with ``\text{...}`` and font commands replaced by their arguments. Words stay
+    separated from the text before."""
+    while match := _TEXT_COMMANDS.search(text):
         end = find_closing_bracket(text, match.end() - 1)
         inner = text[match.end() :] if end is None else text[match.end() : end]
         rest = "" if end is None else text[end + 1 :]
-        single = len(inner.strip()) == 1 and inner.strip() in "eid"
-        space = "" if single or _TIGHT.match(match[0]) else " "
-        known = inner.strip() in _FUNCTIONS
+        is_symbol = len(inner.strip()) == 1 and inner.strip() in "eid"
+        space = "" if is_symbol or _FONT_COMMANDS.match(match[0]) else " "
+        known = inner.strip() in _FUNCTION_NAMES
         inner = (
             rf"\{inner.strip()} " if known else f"{space}{inner}{space if rest[:1] != '^' else ''}"
         )
@@ -229,7 +232,7 @@ def _unwrapped(text: str) -> str:
     return text
 
 
-def _arguments(text: str) -> str:
+def _add_braces(text: str) -> str:
     r"""Add missing braces around the arguments of ``\frac``, ``\sqrt`` and ``^``."""
     out, position = [], 0
     pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
@@ -241,13 +244,14 @@ def _arguments(text: str) -> str:
             out.append(root[0].strip())
             position += root.end()
         for _ in range(2 if command in (r"\frac", r"\binom") else 1):
-            argument, position = _argument(text, position, command)
-            out.append(f"{{{_arguments(argument)}}}")
+            argument, position = _next_argument(text, position, command)
+            out.append(f"{{{_add_braces(argument)}}}")
     return "".join([*out, text[position:]])
 
 
-def _argument(text: str, start: int, command: str) -> tuple[str, int]:
-    """Return the argument of a command, from a start position, and its end."""
+def _next_argument(text: str, start: int, command: str) -> tuple[str, int]:
+    """Return the argument of a command that begins at ``start`` or after spaces, and the position
+    after it."""
     while start < len(text) and text[start] == " ":
         start += 1
     if start >= len(text):
@@ -265,7 +269,7 @@ def _argument(text: str, start: int, command: str) -> tuple[str, int]:
         end = start + word.end()
         if word[0] in (r"\sqrt", r"\frac"):
             for _ in range(1 if word[0] == r"\sqrt" else 2):
-                _, end = _argument(text, end, word[0])
+                _, end = _next_argument(text, end, word[0])
         return text[start:end], end
     return text[start], start + 1
 
@@ -289,7 +293,7 @@ def find_closing_bracket(text: str, start: int, mixed: bool = False) -> int | No
     return None
 
 
-_NAMES = {
+_UNITS_BY_NAME = {
     name: unit
     for unit, names in {
         "percent": "percent percentage pct % percents",
@@ -327,7 +331,7 @@ _NAMES = {
     }.items()
     for name in names.split()
 }  # fmt: skip
-_SCALES = {
+_SCALE_WORDS = {
     "hundred": 100,
     "thousand": 10**3,
     "million": 10**6,
@@ -335,36 +339,36 @@ _SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
-_WORD = r"(?:(?<![A-Za-z\\])[A-Za-zµμΩ][A-Za-zΩ.'-]*|k?\\Omega(?![A-Za-z]))(?:\^\{-?\d\})?"
-_GAP = r"(?:\s*/\s*|\s*\\cdot\s*|\s+)"
-_QUOTIENT = rf"\\frac\{{\s*{_WORD}\s*\}}\{{\s*{_WORD}\s*\}}"
-_TRAIL = re.compile(
-    rf"(?P<gap>\s*)(?P<unit>%|{_QUOTIENT}|{_WORD}(?:{_GAP}{_WORD}|\s+\([a-z]+\))*)\s*$"
+_UNIT = r"(?:(?<![A-Za-z\\])[A-Za-zµμΩ][A-Za-zΩ.'-]*|k?\\Omega(?![A-Za-z]))(?:\^\{-?\d\})?"
+_JOIN = r"(?:\s*/\s*|\s*\\cdot\s*|\s+)"
+_QUOTIENT = rf"\\frac\{{\s*{_UNIT}\s*\}}\{{\s*{_UNIT}\s*\}}"
+_TRAILING_UNIT = re.compile(
+    rf"(?P<gap>\s*)(?P<unit>%|{_QUOTIENT}|{_UNIT}(?:{_JOIN}{_UNIT}|\s+\([a-z]+\))*)\s*$"
 )
 _VALUE_END = re.compile(r"(?:[\d})]|\\pi|\\infty)\s*$")
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-z])")
+_FUNCTION_COMMAND = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-z])")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Return a value without the unit, scale or noun after it, and the unit. The unit has a uniform
-    spelling; it is empty if it is unknown, as in ``12 apples``. A text without a unit is unchanged;
-    ``2t`` and ``5x`` are products."""
-    match = _TRAIL.search(text)
+    """Return a value without the unit or noun after it, and the unit in a uniform spelling. The
+    unit is empty if it is unknown, as in ``12 apples``. The value is multiplied by a scale, as in
+    ``2 million``. A text without a unit is unchanged; ``2t`` and ``5x`` are products."""
+    match = _TRAILING_UNIT.search(text)
     if match is None or not match.start():
         return text, ""
     head = text[: match.start()]
     if not _VALUE_END.search(head) or re.search(r"(?<![\\A-Za-z{])[A-Za-z]{2,}", head):
         return text, ""
-    if _FUNCTION.search(head):
+    if _FUNCTION_COMMAND.search(head):
         return text, ""
-    unit = re.sub(rf"\\frac\{{\s*({_WORD})\s*\}}\{{\s*({_WORD})\s*\}}", r"\1 / \2", match["unit"])
+    unit = re.sub(rf"\\frac\{{\s*({_UNIT})\s*\}}\{{\s*({_UNIT})\s*\}}", r"\1 / \2", match["unit"])
     words = re.findall(r"\\cdot|/|%|[^\s/%]+", re.sub(r"/|\\cdot", r" \g<0> ", unit))
     scale = 1
-    while words and words[0].lower() in _SCALES:
-        scale *= _SCALES[words.pop(0).lower()]
+    while words and words[0].lower() in _SCALE_WORDS:
+        scale *= _SCALE_WORDS[words.pop(0).lower()]
     if not all(_is_unit_or_noun(word, bool(match["gap"])) for word in words):
         return text, ""
-    return _scaled(head.strip(), scale), _spelled(words)
+    return _multiply(head.strip(), scale), _normalize_unit(words)
 
 
 def is_unit(text: str) -> bool:
@@ -376,13 +380,13 @@ def _is_unit_or_noun(word: str, has_gap: bool) -> bool:
     bare = re.sub(r"\^\{-?\d\}", "", word)
     if bare in ("/", "\\cdot", "%", "of", "in"):
         return True
-    known = bare in _NAMES or (bare.lower() in _NAMES and len(bare) > 1)
+    is_known = bare in _UNITS_BY_NAME or (bare.lower() in _UNITS_BY_NAME and len(bare) > 1)
     if len(bare) == 1 and not has_gap:
         return False
-    return known or (len(bare) >= 3 and has_gap)
+    return is_known or (len(bare) >= 3 and has_gap)
 
 
-def _scaled(head: str, scale: int) -> str:
+def _multiply(head: str, scale: int) -> str:
     if scale == 1:
         return head
     if re.fullmatch(r"-?\d+(?:\.\d+)?", head):
@@ -390,8 +394,9 @@ def _scaled(head: str, scale: int) -> str:
     return f"({head})\\cdot {scale}"
 
 
-def _spelled(words: list[str]) -> str:
-    """Return ``m*s^-2`` for ``m/s^{2}``; empty if a word is not a unit."""
+def _normalize_unit(words: list[str]) -> str:
+    """Return units in a uniform spelling, ``m*s^-2`` for ``m/s^{2}``; empty if a word is not a
+    unit."""
     powers: dict[str, int] = {}
     sign, power, last = 1, 1, ""
     for word in words:
@@ -404,10 +409,10 @@ def _spelled(words: list[str]) -> str:
         elif word != "\\cdot":
             bare = re.sub(r"\^\{-?\d\}", "", word)
             exponent = re.search(r"\^\{(-?\d)\}", word)
-            known = _NAMES.get(bare, _NAMES.get(bare.lower(), ""))
-            if not known:
+            name = _UNITS_BY_NAME.get(bare, _UNITS_BY_NAME.get(bare.lower(), ""))
+            if not name:
                 return ""
-            numerator, _, denominator = known.partition("/")
+            numerator, _, denominator = name.partition("/")
             power = sign * power * (int(exponent[1]) if exponent else 1)
             powers[numerator] = powers.get(numerator, 0) + power
             if denominator:

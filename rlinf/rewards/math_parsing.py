@@ -27,6 +27,8 @@ MAX_ANSWER_CHARS = 2000
 """Maximum number of characters; a longer text is not an answer."""
 
 AnswerKind = Literal["expression", "words", "list", "set", "region", "ordered", "matrix", "row"]
+"""``region``: inequalities, or a union or intersection of sets; ``ordered``: a tuple, interval,
+ratio or time; ``row``: a row of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,15 @@ class MathAnswer:
     ``(]``, or ``::`` for a ratio or time; the word that joins the parts of a region (``or``,
     ``and`` or a comma) or of a list of words or letters (``or``, ``and`` or empty)."""
     items: tuple[MathAnswer, ...] = ()
+    """Members, bounds, rows or relations; for a choice, the text of the option."""
     name: str = ""
-    """Left-hand side of ``x = 5``."""
+    """Left-hand side of ``x = 5``, or ``choice`` for a letter; empty: none."""
     unit: str = ""
     """Known units in normalised spelling; empty if there is no known unit."""
     alternative: MathAnswer | None = None
     """Second parsing of an ambiguous text, such as ``10!`` at the end of a sentence."""
     phrase: str = ""
-    """The full text of a reference that is a list of joined words."""
+    """The normalised full text of a reference that is a list of joined words; empty: none."""
 
 
 def extract_answer(text: str) -> MathAnswer:
@@ -60,7 +63,7 @@ def extract_answer(text: str) -> MathAnswer:
     if marked is not None:
         if len(marked) > 1:
             return parse_answer(", ".join(marked))
-        return _marked_answer(marked[0])
+        return _parse_marked(marked[0])
     readings: list[MathAnswer] = []
     words: MathAnswer | None = None
     for candidate in unmarked_candidates(text):
@@ -88,9 +91,8 @@ def _is_phrase(answer: MathAnswer) -> bool:
     return bool(answer.text) and answer.kind == "list" and answer.items[0].kind == "words"
 
 
-def _marked_answer(text: str) -> MathAnswer:
-    """Parse a marked answer. Words around it are allowed if it has exactly one number or
-    formula."""
+def _parse_marked(text: str) -> MathAnswer:
+    """Parse a marked answer. Words are allowed around a single number or formula."""
     if len(text) > MAX_ANSWER_CHARS:
         raise UnparsableAnswerError("too long for an answer")
     try:
@@ -110,21 +112,22 @@ def _marked_answer(text: str) -> MathAnswer:
         raise
 
 
-_NOT_A_VALUE = re.compile(
+_NOT_A_VALUE = re.compile(  # words by which a single number is not the answer
     r"\b(?:not|no|nor|neither|between|at|less|more|greater|fewer|up|any|to|from|over|under|above|"
     r"below|e\.g|maybe|perhaps|or|and|of|plus|minus|times|if|only|never|un\w+)\b",
     re.IGNORECASE,
 )
-_LETTERS = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_LETTERS_ONLY = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
 _JOIN = re.compile(r"\s*,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+")
 _NO_SOLUTION = re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE)
 _SHORT_WORDS = {"yes", "no", "odd", "even", "one", "two", "six", "ten", "all", "any", "true"}
+"""Short texts that are words, and not products of variables."""
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
-_CHOICE_HEAD = re.compile(r"^(?:\([A-J]\)|[A-J][).:])\s+(?=[\d\\$(-])")
+_CHOICE_LETTER = re.compile(r"^(?:\([A-J]\)|[A-J][).:])\s+(?=[\d\\$(-])")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|neq|lt|gt)(?![a-z])")
 _BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||\\mid|:)\s*(.+)\\\}")
-_NAMES = re.compile(r"\(?\s*[A-Za-z](?:_\{?\w+\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w+\}?)?)+\s*\)?")
+_UNKNOWNS = re.compile(r"\(?\s*[A-Za-z](?:_\{?\w+\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w+\}?)?)+\s*\)?")
 _FUNCTION_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?|\\[a-z]+"
 
 
@@ -139,20 +142,20 @@ def parse_answer(text: str) -> MathAnswer:
     spelled, unit = normalize_latex(text)
     if not spelled:
         raise UnparsableAnswerError("an empty answer")
-    spelled = _CHOICE_HEAD.sub("", spelled)
-    answer = _parse_several(spelled)
+    spelled = _CHOICE_LETTER.sub("", spelled)
+    answer = _parse_list(spelled)
     return replace(answer, unit=unit) if unit and answer.kind == "expression" else answer
 
 
-def _parse_several(text: str) -> MathAnswer:
+def _parse_list(text: str) -> MathAnswer:
     """Parse a list with commas, ``and`` or ``or``; else a single answer."""
     text = _remove_thousands_separators(text)
-    if joined := _joined_words(text):
+    if joined := _parse_joined_words(text):
         return joined
-    if _LETTERS.fullmatch(text):
+    if _LETTERS_ONLY.fullmatch(text):
         return _parse_item(text)
     if builder := _BUILDER.fullmatch(text):
-        return _parse_several(builder[1])
+        return _parse_list(builder[1])
     pieces = re.split(r"(?<![A-Za-z\\]),?\s*(and|or|\\lor|\\land|\\vee|\\wedge)(?![A-Za-z])", text)
     joins = {"or" if join in ("or", "\\lor", "\\vee") else "and" for join in pieces[1::2]}
     parts = [
@@ -166,12 +169,12 @@ def _parse_several(text: str) -> MathAnswer:
     if len(parts) == 1:
         return _parse_item(parts[0])
     items = tuple(item for part in parts for item in _both_signs(part))
-    if any(item.kind == "region" for item in items) or (joins == {"or"} and _any_interval(items)):
+    if any(item.kind == "region" for item in items) or (joins == {"or"} and _has_interval(items)):
         return MathAnswer("region", joins.pop() if len(joins) == 1 else ",", items)
     return MathAnswer("list", "", items)
 
 
-def _joined_words(text: str) -> MathAnswer | None:
+def _parse_joined_words(text: str) -> MathAnswer | None:
     """Parse a list of single words or letters, ``A and C`` or ``red, blue``; None for any other
     text."""
     parts = _JOIN.split(text)
@@ -184,7 +187,7 @@ def _joined_words(text: str) -> MathAnswer | None:
     return MathAnswer("list", joins.pop() if len(joins) == 1 else "", tuple(items))
 
 
-def _any_interval(items: tuple[MathAnswer, ...]) -> bool:
+def _has_interval(items: tuple[MathAnswer, ...]) -> bool:
     """Return whether all items are pairs in brackets, and at least one is not a point."""
     are_pairs = all(item.kind == "ordered" and len(item.items) == 2 for item in items)
     return are_pairs and any(
@@ -214,13 +217,13 @@ def _both_signs(text: str) -> tuple[MathAnswer, ...]:
 def _parse_item(text: str) -> MathAnswer:
     text = text.strip()
     if r"\pm" in text:
-        bracketed = _bracketed(text)
+        bracketed = _parse_bracketed(text)
         return bracketed or MathAnswer("list", "", _both_signs(text))
     for sign, join in ((r"\cup", "or"), (r"\cap", "and")):
         parts = split_top_level(text, (sign,))
         if len(parts) > 1:
             return MathAnswer(
-                "region", join, tuple(_parse_item(_right_of_in(part)) for part in parts)
+                "region", join, tuple(_parse_item(_strip_membership(part)) for part in parts)
             )
     if _RELATION.search(text) and not text.startswith((r"\begin", "(", "[", r"\{")):
         if not re.match(r"[<>]|\\(?:le|ge|ne)", text):
@@ -231,29 +234,29 @@ def _parse_item(text: str) -> MathAnswer:
         return replace(_parse_item(exact), alternative=_parse_item(rounded[-1]))
     sides = [side.strip() for side in split_top_level(text, ("=", r"\approx", r"\in"))]
     if len(sides) > 1 and all(sides):
-        return _equation(text, sides)
-    return _matrix(text) or _bracketed(text) or _words(text) or _value(text)
+        return _parse_equation(text, sides)
+    return _parse_matrix(text) or _parse_bracketed(text) or _parse_words(text) or _parse_value(text)
 
 
-def _right_of_in(text: str) -> str:
+def _strip_membership(text: str) -> str:
     return split_top_level(text, (r"\in",))[-1]
 
 
-def _equation(text: str, sides: list[str]) -> MathAnswer:
+def _parse_equation(text: str, sides: list[str]) -> MathAnswer:
     """Parse an equation: ``x = 5`` is 5 with a name; an unsolved equation is an expression."""
     named = re.fullmatch(_FUNCTION_NAME, sides[0])
-    names = _NAMES.fullmatch(sides[0]) or ":" in sides[0]
+    names = _UNKNOWNS.fullmatch(sides[0]) or ":" in sides[0]
     variables = [re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", side) for side in sides]
     if len(sides) == 2 and "=" in text and not named and not names:
         if not variables[0] and re.fullmatch(_FUNCTION_NAME, sides[1]):
-            return replace(_parse_several(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
+            return replace(_parse_list(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
         if any(variables):
             return MathAnswer("expression", text)
-    value = _parse_item(sides[-1]) if names else _parse_several(sides[-1])
+    value = _parse_item(sides[-1]) if names else _parse_list(sides[-1])
     return replace(value, name=re.sub(r"\s", "", sides[0]) if named or names else "")
 
 
-def _matrix(text: str) -> MathAnswer | None:
+def _parse_matrix(text: str) -> MathAnswer | None:
     match = _MATRIX.fullmatch(text)
     if match is None or r"\begin" in match[2]:
         return None
@@ -264,7 +267,7 @@ def _matrix(text: str) -> MathAnswer | None:
     return MathAnswer("matrix", "|" if match[1] == "vmatrix" else "", tuple(rows))
 
 
-def _bracketed(text: str) -> MathAnswer | None:
+def _parse_bracketed(text: str) -> MathAnswer | None:
     """Parse a tuple, an interval or a set."""
     if text in (r"\emptyset", r"\varnothing", r"\{\}", r"\{ \}"):
         return MathAnswer("set", "")
@@ -296,10 +299,10 @@ def _bracketed(text: str) -> MathAnswer | None:
     return None
 
 
-def _words(text: str) -> MathAnswer | None:
+def _parse_words(text: str) -> MathAnswer | None:
     if re.fullmatch(r"\(?[A-Z]\)", text):
         text = text.strip("()")
-    if not _LETTERS.fullmatch(text):
+    if not _LETTERS_ONLY.fullmatch(text):
         return None
     if _NO_SOLUTION.fullmatch(text):
         return MathAnswer("set", "")
@@ -309,14 +312,14 @@ def _words(text: str) -> MathAnswer | None:
     return MathAnswer("words", " ".join(text.lower().split())) if longest > 1 else None
 
 
-def _value(text: str) -> MathAnswer:
+def _parse_value(text: str) -> MathAnswer:
     """Parse an expression with a unit."""
     if ratio := re.fullmatch(r"(\d+) to (\d+)", text):
         text = f"{ratio[1]}:{ratio[2]}"
     text, unit = split_unit(text)
     parts = [part.strip() for part in split_top_level(text, (":",))]
     if len(parts) > 1 and all(parts):
-        return MathAnswer("ordered", "::", tuple(_value(part) for part in parts), unit=unit)
+        return MathAnswer("ordered", "::", tuple(_parse_value(part) for part in parts), unit=unit)
     text = re.sub(r"(\d|\})\s*degrees", r"\1\\cdot\\frac{\\pi}{180}", text)
     if re.search(r"(?<![\\A-Za-z{])(?:[A-Za-z]{4,}|not|the|but)(?![A-Za-z])", text):
         raise UnparsableAnswerError("words in a formula")

@@ -28,6 +28,7 @@ from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValu
 
 PATH_KEY = "reward.path"
 TOO_LONG = "too_long"
+"""Reason of a failure: the text is longer than ``max_length``."""
 
 
 class RewardModelConfig(Section):
@@ -41,7 +42,7 @@ class RewardModelConfig(Section):
     """Maximum number of tokens per forward pass, padding included. A longer text is computed
     alone."""
     max_length: int | None = Field(default=None, gt=0)
-    """Maximum number of tokens of prompt and response; null: the model's limit."""
+    """Maximum number of tokens of prompt and response together; null: the model's limit."""
     overlong_reward: float | Literal["mask"] = "mask"
     """Reward of a longer text; ``mask``: the update excludes it."""
     scale: float = 1.0
@@ -80,15 +81,15 @@ class RewardModelReward(OffloadableTensors, Reward):
         config, module = self.config, self._load_on_device()
         rows = self._rows(trajectories)
         max_length = self._hf_folder.max_model_len(config.max_length)
-        short = [i for i, row in enumerate(rows) if max_length is None or len(row) <= max_length]
+        fitting = [i for i, row in enumerate(rows) if max_length is None or len(row) <= max_length]
         results: list[RewardValue | RewardResult] = [self._overlong_result()] * len(rows)
         for batch in length_grouped_batches(
-            [len(rows[i]) for i in short], config.max_tokens_per_batch
+            [len(rows[i]) for i in fitting], config.max_tokens_per_batch
         ):
-            indices = [short[i] for i in batch]
-            scores = score_rows(module, [rows[i] for i in indices], self.device)
-            for i, score in zip(indices, scores, strict=True):
-                results[i] = config.scale * score + config.offset
+            indices = [fitting[i] for i in batch]
+            outputs = score_rows(module, [rows[i] for i in indices], self.device)
+            for i, output in zip(indices, outputs, strict=True):
+                results[i] = config.scale * output + config.offset
         return results
 
     def close(self) -> None:

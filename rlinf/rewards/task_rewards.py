@@ -1,5 +1,5 @@
-"""Rewards that come from the task: its score, partial credit for digits, and the simulator's step
-rewards."""
+"""Rewards from the task: its score, partial credit for characters of an answer, and a simulator's
+rewards of steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScoreConfig(Section):
     """Number of unmasked steps at which the penalty reaches 1."""
 
     @model_validator(mode="after")
-    def _overlong_is_a_range(self) -> ScoreConfig:
+    def _check_overlong_range(self) -> ScoreConfig:
         start, stop = self.overlong_penalty_start, self.overlong_penalty_end
         if (start is None) != (stop is None) or (start and stop and start >= stop):
             raise ValueError(
@@ -112,7 +112,7 @@ def character_accuracy(text: str, answer: str) -> float:
 
 
 class EnvironmentRewardConfig(Section):
-    """Settings of the scale, so that returns suit the value head."""
+    """Settings of ``scale * reward``, which brings returns into the range of the value head."""
 
     scale: float = 1.0
 

@@ -24,11 +24,11 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 name ends in :data:`MAX_SUFFIX`, the maximum is taken instead; such metrics must not be negative."""
 MAX_SUFFIX = "_max"
 LossFunction = Callable[[Policy, Batch, list[StepSpan]], Loss]
-"""Function that returns the loss of a micro-batch, from the policy, its inputs on the policy's
-device, and the steps of the minibatch that each row contains."""
+"""Function that returns the loss of a micro-batch. Its arguments are the policy, the policy's
+inputs on its device, and for each row of the inputs the span of steps of the minibatch."""
 
 BatchLoss = Callable[[Policy, Batch], Loss]
-"""Function that returns the loss of prepared inputs, on the policy's device."""
+"""Function that returns the loss of a policy on prepared inputs, which are on its device."""
 
 
 def is_max_metric(metric: str) -> bool:
@@ -76,7 +76,7 @@ class Trainer(ABC):
     supports_accumulation: ClassVar[bool] = True
     """Whether gradients of the parts of a batch can be accumulated one by one."""
     can_load_weights: ClassVar[bool] = True
-    """Whether :meth:`load_weights` works. If false, other weights need another trainer."""
+    """Whether :meth:`load_weights` works. If false, other weights need a new trainer."""
     supports_batches: ClassVar[bool] = False
     """Whether :meth:`accumulate_batch` works."""
     policy: Policy
@@ -90,7 +90,7 @@ class Trainer(ABC):
 
         Args:
             policy: with several processes, the result of :meth:`Policy.outline`, so that no process
-                needs to hold the full model.
+                needs memory for the full model.
         """
 
     @classmethod
@@ -109,7 +109,7 @@ class Trainer(ABC):
         processes: int,
         key: str,
     ) -> None:
-        """Check that the trainer can train a model on so many processes, without creating either.
+        """Check that the trainer can train a model, without creating the trainer or the model.
 
         Args:
             model: the options of the policy.
@@ -117,7 +117,7 @@ class Trainer(ABC):
             key: the layout's configuration key, for error messages.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the trainer does not support the model, the options or the layout.
             DataError: a checkpoint's folder is malformed.
         """
         return None
@@ -130,8 +130,8 @@ class Trainer(ABC):
     def forward(
         self, trajectories: Sequence[Trajectory], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
-        """Return step outputs ``[T]`` of this process's share of the trajectories, as (row,
-        outputs) on CPU.
+        """Return step outputs ``[T]`` of this process's share of the trajectories, on the CPU, as
+        pairs of a trajectory's index and its outputs.
 
         Only the primary rank of a model replica must return them.
         """
@@ -150,7 +150,7 @@ class Trainer(ABC):
 
         Args:
             trajectories: the same on every process.
-            loss: summed over the micro-batches of all processes, it is the loss of these samples.
+            loss: its sum over the micro-batches of all processes is the loss of these samples.
                 Several threads may call it at once.
             row_groups: groups of rows that the loss needs in one micro-batch, unsplit; every row is
                 in one group. None: rows are independent.
@@ -159,13 +159,13 @@ class Trainer(ABC):
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
         """Add the gradient of prepared inputs, which need neither splitting nor padding.
 
-        Use it for many small steps: it has no overhead besides the loss and its gradient.
+        Use this for many small steps: it has no overhead besides the loss and its gradient.
 
         Args:
             batch: tensors of any shapes; they are moved to the device.
 
         Raises:
-            ConfigError: several processes train, or the trainer does not support it.
+            ConfigError: several processes train, or the trainer does not support prepared inputs.
         """
         raise ConfigError(
             f"trainer.name: {type(self).__name__} takes no batches of transitions; set trainer=fsdp"
@@ -234,34 +234,34 @@ class Trainer(ABC):
         """Read the files of :meth:`save`, written by any number of processes.
 
         Raises:
-            DataError: the files are not the state of such a trainer.
+            DataError: the files are not the state of a trainer of this policy.
             ArtifactError: the files are committed and damaged; the trainer's state is undefined.
         """
 
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load full weights by name, one after the other; every process receives all of them.
+        """Load full weights by name, one after the other. Every process receives all of them.
 
-        The optimizer's state stays as it is, so this is for log-probabilities, not for continued
+        The optimizer's state is unchanged, so this is for log-probabilities, not for continued
         training.
         """
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Load weights from the folder of a policy whose :attr:`Policy.by_rows` is true. Each
-        process reads only the rows that it needs."""
+        """Load weights from a policy's folder. If the policy supports it, each process reads only
+        the rows that it needs; see :meth:`Policy.load_weights`."""
         self.policy.load_weights(folder)
 
     @abstractmethod
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
-        """Return all weights, unsharded and on CPU, one after the other, so that no process needs
-        memory for all.
+        """Return all weights, unsharded and on the CPU, one after the other, so that no process
+        needs memory for all of them.
 
         Args:
-            copy: never return the trainer's own tensors.
+            copy: return copies of the trainer's own tensors.
         """
 
     def full_state_dict(self, *, copy: bool = False) -> dict[str, Tensor]:
-        """Return all weights of :meth:`stream_weights` at once, tied ones as one tensor."""
+        """Return the weights of :meth:`stream_weights` by name; tied weights share memory."""
         return self.stream_weights(copy=copy).collect()
 
     def group_sizes(self) -> Mapping[str, MemorySize]:

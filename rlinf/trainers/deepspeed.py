@@ -38,7 +38,7 @@ from rlinf.trainers.optimizer import GROUP_KEY, create_optimizer, init_optimizer
 
 @dataclass(frozen=True)
 class ZeroFragment:
-    """The contiguous elements of one parameter that a process has; possibly none."""
+    """The contiguous elements of one parameter in this process's shard; possibly none."""
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
@@ -73,11 +73,11 @@ class ZeroOptimizer(ABC):
 
     @abstractmethod
     def fragments(self) -> Iterator[ZeroFragment]:
-        """Yield the fragments of all trained parameters."""
+        """Yield this process's fragment of each trained parameter."""
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Complete the accumulated gradient; collective."""
+        """Reduce the accumulated gradient over processes; collective."""
 
     def gradients(self, flat_index: int) -> list[Tensor]:
         """Return the reduced gradient of a flat tensor, in parts."""
@@ -99,7 +99,7 @@ class ZeroOptimizer(ABC):
         """Discard all gradients, also those of a failed pass; not collective."""
 
     def release(self, root: nn.Module) -> None:
-        """Drop references to the modules that the engine has called, after it is destroyed."""
+        """Drop DeepSpeed's references to the modules in ``root``, after its engine is destroyed."""
         return None
 
     @abstractmethod
@@ -209,7 +209,7 @@ class ZeroStage3Optimizer(ZeroOptimizer):
         zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
         for bucket in zero.ipg_buckets.values():
             bucket.clear_params()
-        # Parameters that no loss depends on would keep the gradient of an earlier step.
+        # A parameter on which no loss depends would keep the gradient of an earlier step.
         zero.grad_partitions_flat_buffer.zero_()
         zero._backward_active_depth = 0
         if self.is_offloaded:
@@ -244,9 +244,9 @@ class ZeroStage3Optimizer(ZeroOptimizer):
 
 def global_grad_norm(gradients: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of a gradient of which each process has a part; collective."""
-    squares = nn.utils.get_total_norm(gradients).square()
-    torch.distributed.all_reduce(squares)
-    return squares.sqrt()
+    squared_norm = nn.utils.get_total_norm(gradients).square()
+    torch.distributed.all_reduce(squared_norm)
+    return squared_norm.sqrt()
 
 
 MAX_BUCKET_ELEMENTS = 50_000_000
@@ -301,7 +301,8 @@ def _check_stacks(policy: Policy) -> None:
 
 
 class _Root(nn.Module):
-    """Module that DeepSpeed calls in place of the network; losses pass a function that calls it."""
+    """Root module of a DeepSpeed engine. It is called with a function that runs the network and
+    computes the loss, so that DeepSpeed's hooks surround both."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -312,7 +313,7 @@ class _Root(nn.Module):
 
 
 class DeepSpeedTrainer(MinibatchTrainer):
-    """Trainer with DeepSpeed's engine of a policy's module."""
+    """Trainer that wraps a policy's module in a DeepSpeed engine (not an inference engine)."""
 
     Config = DeepSpeedConfig
     config: DeepSpeedConfig
@@ -334,8 +335,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
     ) -> None:
         super().check(config, policy, model, optimizer, layout, processes, key)
         _check_options(config)
-        if (sketch := policy.meta_from_config(model)) is not None:
-            _check_stacks(sketch)
+        if (meta_policy := policy.meta_from_config(model)) is not None:
+            _check_stacks(meta_policy)
 
     def __init__(
         self,
@@ -357,7 +358,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             allocate_parameters(policy.module, self.device)
             policy.load_weights()
         move_to_device(policy.module, self.device)
-        self._types = {name: t.dtype for name, t in _tensors(policy.module).items()}
+        self._dtypes = {name: t.dtype for name, t in _tensors(policy.module).items()}
         super()._reset_adapters()
         self.optimizer = create_optimizer(policy, optimizer)
         self._groups_to_step: set[str] = {group[GROUP_KEY] for group in self.optimizer.param_groups}
@@ -366,7 +367,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             ZeroStage3Optimizer if config.zero_stage == 3 else ZeroStage12Optimizer
         )(self._engine.optimizer)
         self._fragments = {id(fragment.parameter): fragment for fragment in self._zero.fragments()}
-        self._create_threads(1)
+        self._create_threads(1)  # the engine computes one micro-batch at a time
 
     def _create_engine(self) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
@@ -378,9 +379,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
         if self.config.param_dtype == "float16" and not get_accelerator().is_fp16_supported():
             raise ConfigError(
-                "trainer.param_dtype: DeepSpeed computes in float16 on GPUs, and on CPUs that have "
-                "its instructions, which this one has not; set trainer.param_dtype=bfloat16, or "
-                "choose trainer=fsdp or trainer=megatron"
+                "trainer.param_dtype: DeepSpeed needs a GPU or a CPU with float16 instructions for "
+                "float16, and this CPU has none; set trainer.param_dtype=bfloat16, or choose "
+                "trainer=fsdp or trainer=megatron"
             )
         # This op is only for inference on CPUs, and compiling it takes a minute or two.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -455,13 +456,13 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.discard_gradients()
 
     @torch.no_grad()
-    def _select_groups(self, groups: Collection[str]) -> None:
+    def _prepare_step(self, groups: Collection[str]) -> None:
         self._groups_to_step = set(groups)
         self._init_moments()
         self._zero.reduce_gradients()
 
     def _reduced_gradients(self, groups: Collection[str]) -> list[Tensor]:
-        """Return the reduced gradient of the parameters that the step changes, in some groups."""
+        """Return the reduced gradient of those parameters of ``groups`` that the step changes."""
         return [
             gradient
             for flat_index in range(len(self._zero.flat_weights))
@@ -494,7 +495,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             self._zero.optimizer.step()
         finally:
             hook.remove()
-        if self._zero.is_offloaded:  # its gradient buffer is permanent
+        if self._zero.is_offloaded:  # then DeepSpeed always uses the same gradient tensors
             for flat, saved_gradient in excluded:
                 flat.grad = saved_gradient
 
@@ -503,7 +504,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return name
 
     def _init_moments(self) -> None:
-        """Create the moments that do not exist yet, as before the first step."""
+        """Create missing moments with their initial value, zero."""
         for flat in self._zero.flat_weights:
             init_optimizer_state(self.optimizer, flat, self._moment_names)
 
@@ -531,7 +532,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def load(self, folder: Path) -> None:
         state = self._state()
         steps = state["optimizer"]["state"]
-        # One step count per flat tensor; other trainers may have counted fewer for some parameters.
+        # A flat tensor has one step count: the largest of its parameters in the files.
         counts = {name: torch.zeros(()) for name, tensors in steps.items() if "step" in tensors}
         for name, count in counts.items():
             steps[name]["step"] = count
@@ -568,20 +569,20 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
     def load_policy_folder(self, folder: Path) -> None:
         """Load weights from a policy's folder. Each process reads all and keeps its part."""
-        twin = copy.copy(self.policy)
+        cpu_policy = copy.copy(self.policy)
         assert self._meta_module is not None
-        twin.module = copy.deepcopy(self._meta_module)
-        allocate_parameters(twin.module, torch.device("cpu"))
-        twin.load_weights(folder)
-        self.load_weights(twin.module.state_dict().items())
+        cpu_policy.module = copy.deepcopy(self._meta_module)
+        allocate_parameters(cpu_policy.module, torch.device("cpu"))
+        cpu_policy.load_weights(folder)
+        self.load_weights(cpu_policy.module.state_dict().items())
 
     def _template(self, name: str, tensor: Tensor) -> Tensor:
-        return torch.empty(_shape(tensor), dtype=self._types[name], device="meta")
+        return torch.empty(_shape(tensor), dtype=self._dtypes[name], device="meta")
 
     @torch.no_grad()
     def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:
-            fragment, dtype = self._fragments.get(id(tensor)), self._types.get(name, torch.float32)
+            fragment, dtype = self._fragments.get(id(tensor)), self._dtypes.get(name, torch.float32)
             if fragment is None or (self.config.zero_stage < 3 and tensor.dtype == dtype):
                 yield name, tensor.detach()
                 continue
@@ -591,14 +592,14 @@ class DeepSpeedTrainer(MinibatchTrainer):
             yield name, full.to(dtype)
 
     def _view(self, fragment: ZeroFragment, moment: str | None) -> Tensor:
-        """Return a view of a fragment of the float32 weights, or of a moment."""
+        """Return a view of a fragment in the float32 weights, or in a moment."""
         flat = self._zero.flat_weights[fragment.flat_index]
         if moment is not None:
             flat = self.optimizer.state[flat][moment]
         return flat.detach()[fragment.flat_start : fragment.flat_start + fragment.count]
 
     def _local_parts(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return this process's parts of some tensors of the module, by name."""
+        """Return this process's parts of these tensors, by name, and record their placements."""
         parts = {}
         for name, tensor in named:
             fragment = self._fragments.get(id(tensor))
@@ -644,7 +645,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
 
 _tensors = functools.partial(nn.Module.state_dict, keep_vars=True)
-"""Return a module's parameters and buffers by all their names; tied names have one tensor."""
+"""Returns a module's parameters and buffers by name; a tied tensor has several names."""
 
 
 def _shape(tensor: Tensor) -> torch.Size:

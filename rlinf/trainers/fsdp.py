@@ -123,8 +123,8 @@ class FSDPTrainer(MinibatchTrainer):
 
     def discard_gradients(self) -> None:
         self._metric_sums = None
-        # In every replica, because a failed attempt may have left gradients in any of them.
-        for policy in self._threads.replicas:
+        # In every thread, because a failed attempt may have left gradients in any of them.
+        for policy in self._threads.policies:
             for parameter in self._parameters(policy):
                 parameter.grad = None
 
@@ -226,8 +226,9 @@ class FSDPTrainer(MinibatchTrainer):
         )
 
     def _parameters(self, policy: Policy) -> list[nn.Parameter]:
-        """Return the parameters of a replica; if the module is sharded, always the shards, which
-        have the gradients. After a forward pass alone, ``module.parameters()`` are gathered."""
+        """Return the parameters of a thread's policy, which have the gradients. If the module is
+        sharded, they are the shards: ``module.parameters()`` may be gathered after a forward pass.
+        """
         if policy is not self.policy:
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -258,7 +259,7 @@ def _check_replicas(config: FSDPConfig, processes: int, stage: str) -> None:
 
 
 def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Return the device mesh; with several replicas it is 2D, with one replica per row."""
+    """Return the device mesh. With several model replicas it is 2D, with a replica in each row."""
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     shape, names = (replicas, processes // replicas), ("replicate", "shard")
@@ -274,7 +275,7 @@ def apply_fsdp(
     wrap_min_bytes: int,
     reshard_after_forward: bool,
 ) -> tuple[Any, bool]:
-    """Shard a policy's module. Parameters without memory get this process's shard of it.
+    """Shard a policy's module. Parameters without memory get memory for this process's shard.
 
     Returns:
         The root module, and whether it is the only FSDP unit.
@@ -285,8 +286,10 @@ def apply_fsdp(
         move_buffers(module, device)
     else:
         move_to_device(module, device)
-    # Units never span two networks, because one of them may be gathered without the other.
-    units = [unit for stack in policy.block_stacks() for unit in _units(stack, wrap_min_bytes)]
+    # A unit never spans two networks, because one of them may be gathered without the other.
+    units = [
+        unit for stack in policy.block_stacks() for unit in _group_blocks(stack, wrap_min_bytes)
+    ]
     for unit in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
@@ -295,7 +298,7 @@ def apply_fsdp(
     root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     if is_meta:
         allocate_parameters(module, device)
-        # ``_apply`` makes FSDP read its parameters again and pad them, before they are loaded.
+        # ``_apply`` makes FSDP read its parameters again and pad them; weights are loaded after it.
         module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
         policy.load_weights()
     return root, not units
@@ -307,8 +310,8 @@ def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
     return replica, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
-def _units(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
-    """Group adjacent blocks into units of at least ``min_bytes``; none if the total is less."""
+def _group_blocks(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
+    """Group adjacent blocks into FSDP units of ``min_bytes`` or more; none if their sum is less."""
     units: list[list[nn.Module]] = []
     size = min_bytes
     for block in blocks:

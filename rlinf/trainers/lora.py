@@ -35,7 +35,8 @@ class LoRAConfig(Section):
 
 
 class LoRAAdapters:
-    """The adapters of a module. Its ``named_parameters`` have them; its state dict does not."""
+    """The adapters of a policy's module. Its ``named_parameters`` contain the adapters; its state
+    dict does not."""
 
     def __init__(self, policy: Policy, settings: LoRAConfig) -> None:
         """
@@ -58,13 +59,13 @@ class LoRAAdapters:
         self._policy = policy
         self.scale = settings.alpha / settings.rank
         layers = dict(_lora_layers(policy.module))
-        self._names = list(layers)
+        self._layer_names = list(layers)
         for layer in layers.values():
             layer.register_state_dict_post_hook(_rename_to_base)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the adapters by name. If the module is sharded, they are this rank's rows, provided
-        that its state dict was requested before."""
+        """Yield the adapters by name. If the module is sharded, they are this rank's rows; request
+        the module's state dict first, or they may be gathered."""
         for name, parameter in self._policy.module.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
@@ -77,12 +78,12 @@ class LoRAAdapters:
             local_shard(parameter).copy_(initial_factor(name, parameter.shape)[start:stop])
 
     def weight_merger(self, factors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
-        """Return a function that merges the adapters into a weight, given its usual name.
+        """Return a function that merges the adapters into a weight, given the weight's usual name.
 
         Args:
-            factors: the adapters, unsharded, by name.
+            factors: the adapters' A and B, unsharded, by name.
         """
-        layers_by_weight = {f"{name}.weight": name for name in self._names}
+        layers_by_weight = {f"{name}.weight": name for name in self._layer_names}
 
         def merge(name: str, weight: Tensor) -> Tensor:
             if (layer := layers_by_weight.get(name)) is None:
@@ -97,11 +98,11 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
     """Check that a policy supports adapters, that every target exists, and that all can be merged.
 
     Args:
-        policy: an instance of the class, possibly without memory. None: its modules are not known
-            yet.
+        policy: an instance of ``cls``, possibly without memory. None: its modules are not known
+            yet, and targets are not checked.
 
     Raises:
-        ConfigError: one of these does not hold; the message names the target.
+        ConfigError: a check failed; the message names the target.
     """
     if not (cls if policy is None else policy).supports_lora:
         raise ConfigError(
@@ -133,11 +134,10 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
 
 @torch.no_grad()
 def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the initial value of an adapter's factor: random numbers in A, the same in every
-    process and run, and zeros in B, so that the network's output is unchanged at first.
+    """Return the initial value of an adapter's factor, unsharded, float32.
 
-    Returns:
-        The full factor, float32.
+    A has random numbers, the same in every process and run. B is zero, so that the network's output
+    is unchanged at first.
     """
     if ".lora_B." in name:
         return torch.zeros(*shape)
@@ -155,11 +155,11 @@ def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _linears_in_blocks(policy: Policy) -> list[str]:
     """Return the full names of the linear layers inside the blocks."""
-    inside = {id(submodule) for block in policy.blocks() for submodule in block.modules()}
+    ids_in_blocks = {id(submodule) for block in policy.blocks() for submodule in block.modules()}
     names = [
         name
         for name, submodule in policy.module.named_modules()
-        if isinstance(submodule, nn.Linear) and id(submodule) in inside
+        if isinstance(submodule, nn.Linear) and id(submodule) in ids_in_blocks
     ]
     if not names:
         raise ConfigError(
@@ -170,7 +170,7 @@ def _linears_in_blocks(policy: Policy) -> list[str]:
 
 
 def _rename_to_base(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Rename a layer's state to its names without an adapter, and leave out the adapter."""
+    """Rename a layer's state to the names that it has without an adapter; remove the adapter."""
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if name.startswith("base_layer."):

@@ -1,7 +1,7 @@
 """The common part of trainers, independent of how they shard weights.
 
-A minibatch is a list of trajectories that every rank knows. Each rank takes a part in proportion to
-its speed and splits it into micro-batches of limited size. The weight of each step is fixed for the
+A minibatch is a list of trajectories that every rank knows. Each rank computes a part of it, in
+proportion to its speed, in micro-batches of limited size. The weight of each step is fixed for the
 whole minibatch in advance, so the summed gradient does not depend on the split.
 """
 
@@ -41,7 +41,7 @@ from rlinf.trainers.optimizer import (
     MOMENT_NAMES,
     LossScaler,
     freeze_other_groups,
-    select_groups_to_update,
+    set_learning_rates,
 )
 
 
@@ -108,13 +108,13 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
         self._metric_sums: dict[str, Any] | None = None
-        """Sums of metrics of the accumulated gradient; None: nothing is accumulated."""
+        """Sums of the metrics of accumulated losses; None: nothing is accumulated."""
         self._reusable_memory: dict[str, Tensor] = {}
         """Memory of an earlier snapshot, which the next snapshot reuses."""
         self._replica_index, self._shard_coords = 0, (world.rank, world.size)
-        """Model replica of this process; and its shard of it (rank, number of shards)."""
+        """Index of this process's model replica; index of its shard, and number of shards."""
         self._placements: dict[str, sharded_checkpoint.ShardPlacement] = {}
-        """Placements of this process's parts of tensors, except for DTensors, which know theirs."""
+        """Placement of each tensor of which this process has a part, except for DTensors."""
         self._closed = False
         group_clips = {
             name: clip
@@ -123,11 +123,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         }
         other_groups = [name for name in policy.parameter_groups if name not in group_clips]
         self._clip_groups = [([name], clip) for name, clip in group_clips.items()]
-        """Parameter groups whose gradients are clipped together, with the maximum norm."""
+        """Parameter groups whose gradients are clipped together, and their maximum norm."""
         if other_groups:
             self._clip_groups.insert(0, (other_groups, optimizer.clip_grad))
         self._moment_names = MOMENT_NAMES[optimizer.name]
         self._torch_threads = config.cpu_threads
+        """Number of threads in an operation of torch, if the caller's thread computes."""
         self.device = local_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -163,8 +164,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Create the threads that compute micro-batches; call it after the weights are loaded."""
         self._threads = ThreadedDataParallel(self.policy, count)
         if self.config.gradient_checkpointing:
-            for replica in self._threads.replicas:
-                enable_gradient_checkpointing(replica)
+            for policy in self._threads.policies:
+                enable_gradient_checkpointing(policy)
 
     def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
         self.config = self.config.model_copy(
@@ -248,7 +249,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         if not self._metric_sums:
             raise ValueError("nothing was accumulated")
         try:
-            self._select_groups(select_groups_to_update(self.optimizer, lr, groups))
+            self._prepare_step(set_learning_rates(self.optimizer, lr, groups))
             return self._update(self._metric_sums, scale, check)
         finally:
             self.discard_gradients()
@@ -268,8 +269,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         totals |= {
             name: float(scale_state[0]) for name, scale_state in self._loss_scaler.state().items()
         }
-        unscale = scale / self._loss_scaler.value
-        norms = [unscale * self._gradient_norm(groups) for groups, _ in self._clip_groups]
+        factor = scale / self._loss_scaler.value
+        norms = [factor * self._gradient_norm(groups) for groups, _ in self._clip_groups]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
         if self._loss_scaler.is_dynamic and math.isfinite(totals["loss"]):
             totals["skipped_steps"] = 0.0 if math.isfinite(norm) else 1.0
@@ -284,8 +285,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             )
         scales: dict[str, float] = {}
         for (groups, clip), group_norm in zip(self._clip_groups, norms, strict=True):
-            clipped = unscale * clip / (group_norm + 1e-6) if group_norm > clip else unscale
-            scales |= dict.fromkeys(groups, clipped)
+            group_factor = factor * clip / (group_norm + 1e-6) if group_norm > clip else factor
+            scales |= dict.fromkeys(groups, group_factor)
         self._step(scales)
         self._loss_scaler.record_step()
         return {**totals, "grad_norm": norm}
@@ -308,7 +309,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         batches: MicroBatches,
         loss: LossFunction,
     ) -> dict[str, Any]:
-        """Add the gradients of a thread's micro-batches. Return the sums of their metrics."""
+        """Add the gradients of a thread's micro-batches, and return the sums of their metrics."""
         sums: dict[str, Any] = {}
         pairs = zip(batches.spans, batches.is_real, strict=True)
         for number, (spans, is_real) in enumerate(pairs, 1):
@@ -334,23 +335,24 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Add the gradient of a micro-batch's loss, times a factor, to the accumulated gradient.
 
         Args:
-            last: whether this is the last micro-batch of a thread.
+            last: whether this is the thread's last micro-batch in this :meth:`accumulate`.
 
         Returns:
             The metrics of the micro-batch, and its ``loss``.
         """
 
-    def _select_groups(self, groups: Collection[str]) -> None:
-        """Restrict the next step to some groups. The gradient of other groups is discarded."""
+    def _prepare_step(self, groups: Collection[str]) -> None:
+        """Prepare a step that changes only these parameter groups: discard other gradients, and
+        create missing moments. Subclasses also reduce gradients over processes; collective."""
         freeze_other_groups(self.optimizer, self._moment_names, groups)
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Return the norm, over all ranks, of the gradient of updated parameters in ``groups``."""
+        """Return the norm, over all ranks, of the gradient that the step uses, in ``groups``."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:
-        """Step the optimizer on the accumulated gradient, scaled by a factor for each group."""
+        """Step the optimizer on the accumulated gradient, times the factor of each group."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._load_tensors(tensors)
@@ -371,7 +373,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Return this rank's parts of the state, not copied, by their names in the files."""
+        """Return this rank's parts of the state, by their names in the files, without copying."""
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
@@ -416,13 +418,13 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         )
 
     def _template(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a meta tensor with the shape and type of one of the module's full tensors."""
+        """Return a meta tensor with the shape and type of the full tensor of this name."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's full tensors, one after the other; all processes receive each tensor.
+        """Yield the full tensor of each tensor in ``named``, one by one, on all processes.
 
-        Only :meth:`stream_weights` calls it; trainers that override that need not implement it.
+        A trainer that overrides :meth:`stream_weights`, the only caller, need not implement it.
         """
         raise NotImplementedError
 
@@ -444,6 +446,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def _inputs(
         self, policy: Policy, trajectories: Sequence[Trajectory], spans: Sequence[StepSpan]
     ) -> Batch:
+        """Return the policy's inputs for these spans, on the device."""
         batch = policy.collate(
             [trajectories[row].slice_steps(start, stop) for row, start, stop in spans]
         )
@@ -492,25 +495,26 @@ R = TypeVar("R")
 
 
 class ThreadedDataParallel:
-    """``count`` threads, each with a replica of a policy. A count of 1 uses the caller's thread."""
+    """``count`` threads that share the weights of a policy; with 1, the caller's thread."""
 
     def __init__(self, policy: Policy, count: int) -> None:
         mkl_warmup.warm_up()
-        self.replicas = [policy, *(_twin(policy) for _ in range(count - 1))]
+        self.policies = [policy, *(_copy_sharing_weights(policy) for _ in range(count - 1))]
+        """The policy of each thread: the original, and copies that share its weights."""
         self._executor = (
             ThreadPoolExecutor(count, "batches", torch.set_num_threads, (1,)) if count > 1 else None
         )
 
     def __len__(self) -> int:
-        return len(self.replicas)
+        return len(self.policies)
 
     def map(self, work: Callable[[Policy, A], R], parts: Sequence[A]) -> list[R]:
         """Compute ``work(policy, part)`` in all threads; return the results in order."""
         if self._executor is None:
-            return [work(self.replicas[0], parts[0])]
+            return [work(self.policies[0], parts[0])]
         futures = [
             self._executor.submit(work, policy, part)
-            for policy, part in zip(self.replicas, parts, strict=True)
+            for policy, part in zip(self.policies, parts, strict=True)
         ]
         # Wait for all threads even after an error: none may overlap with later work.
         wait(futures)
@@ -522,8 +526,8 @@ class ThreadedDataParallel:
             self._executor.shutdown()
 
     def reduce_gradients(self) -> None:
-        """Add the gradients of the other replicas to the first one's, always in the same order."""
-        modules = [policy.module for policy in self.replicas]
+        """Add the gradients of all threads to those of the original, always in the same order."""
+        modules = [policy.module for policy in self.policies]
         for other in modules[1:]:
             for parameter, copied in zip(modules[0].parameters(), other.parameters(), strict=True):
                 if copied.grad is None:
@@ -535,21 +539,21 @@ class ThreadedDataParallel:
                 copied.grad = None
 
 
-def _twin(policy: Policy) -> Policy:
-    """Return a policy whose module shares weights and buffers with the original."""
-    twin = copy.copy(policy)
-    twin.module = copy.deepcopy(policy.module)
-    module, other = policy.module, twin.module
+def _copy_sharing_weights(policy: Policy) -> Policy:
+    """Return a copy of a policy that shares weights and buffers with it, but not gradients."""
+    duplicate = copy.copy(policy)
+    duplicate.module = copy.deepcopy(policy.module)
+    module, other = policy.module, duplicate.module
     for parameter, copied in zip(module.parameters(), other.parameters(), strict=True):
         copied.data = parameter.data
     for submodule, copied_submodule in zip(module.modules(), other.modules(), strict=True):
         _share_buffers(submodule, copied_submodule)
-    return twin
+    return duplicate
 
 
-def _share_buffers(module: nn.Module, twin: nn.Module) -> None:
+def _share_buffers(module: nn.Module, copied: nn.Module) -> None:
     for name, buffer in module.named_buffers(recurse=False):
-        twin._buffers[name] = buffer
+        copied._buffers[name] = buffer
 
 
 @dataclass(frozen=True)
@@ -557,8 +561,8 @@ class MicroBatches:
     """The micro-batches of one thread of this rank.
 
     All ranks run the same number of micro-batches, because collectives must match. A rank with
-    fewer repeats a small row, with ``is_real`` false and weight 0. A single process has no such
-    micro-batches.
+    fewer adds copies of a small row, with ``is_real`` false and weight 0. A single process adds
+    none.
     """
 
     spans: list[list[StepSpan]]
@@ -579,7 +583,9 @@ def split_micro_batches(
 ) -> list[MicroBatches]:
     """Return the micro-batches of each thread of a rank.
 
-    Every rank computes the parts of all ranks, and so knows how many micro-batches each runs.
+    Every rank computes the split for all ranks, and so knows how many micro-batches each runs. Rows
+    are first grouped into bundles, each of which one thread computes. A bundle is split into
+    pieces, each of which is in one micro-batch.
 
     Args:
         row_groups: groups of rows that must be in one micro-batch, unsplit. None: rows are
@@ -594,19 +600,21 @@ def split_micro_batches(
     """
     thread_speeds = [speed for speed in speeds for _ in range(num_threads)]
     if row_groups is None:
-        units = _units(policy, trajectories, max_tokens, thread_speeds)
+        bundles = _bundle_rows(policy, trajectories, max_tokens, thread_speeds)
     else:
-        units = [list(unit) for unit in row_groups]
-    if sorted(row for unit in units for row in unit) != list(range(len(trajectories))):
+        bundles = [list(group) for group in row_groups]
+    if sorted(row for bundle in bundles for row in bundle) != list(range(len(trajectories))):
         raise ValueError("each row must be in one micro-batch")
-    pieces, unit_piece_ids = list[list[StepSpan]](), list[list[int]]()
-    for unit in units:
-        unsplit = [StepSpan(row, 0, len(trajectories[row])) for row in unit]
-        unit_pieces = (
-            _pieces(policy, trajectories, unit, max_tokens) if row_groups is None else [unsplit]
+    pieces, bundle_piece_ids = list[list[StepSpan]](), list[list[int]]()
+    for bundle in bundles:
+        unsplit = [StepSpan(row, 0, len(trajectories[row])) for row in bundle]
+        bundle_pieces = (
+            _split_bundle(policy, trajectories, bundle, max_tokens)
+            if row_groups is None
+            else [unsplit]
         )
-        unit_piece_ids.append(list(range(len(pieces), len(pieces) + len(unit_pieces))))
-        pieces += unit_pieces
+        bundle_piece_ids.append(list(range(len(pieces), len(pieces) + len(bundle_pieces))))
+        pieces += bundle_pieces
     max_rows = max(map(len, pieces), default=1)
     costs = []
     for piece in pieces:
@@ -615,10 +623,10 @@ def split_micro_batches(
         longest = max(map(policy.num_tokens, parts))
         costs.append(max_rows * longest if padded else _packed_size(policy, parts))
     # One process gets all spans of a trajectory, because it reports the outputs to others.
-    unit_costs = [sum(costs[piece] for piece in piece_ids) for piece_ids in unit_piece_ids]
+    bundle_costs = [sum(costs[piece] for piece in piece_ids) for piece_ids in bundle_piece_ids]
     thread_pieces = [
-        [piece for unit in units_of_thread for piece in unit_piece_ids[unit]]
-        for units_of_thread in balance_costs(unit_costs, thread_speeds)
+        [piece for bundle in thread_bundles for piece in bundle_piece_ids[bundle]]
+        for thread_bundles in balance_costs(bundle_costs, thread_speeds)
     ]
 
     def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
@@ -649,10 +657,14 @@ def _packed_size(policy: Policy, trajectories: Sequence[Trajectory]) -> int:
     return unshared + sum(dict(prefixes).values())
 
 
-def _units(
-    policy: Policy, trajectories: Sequence[Trajectory], max_tokens: int, workers: Sequence[float]
+def _bundle_rows(
+    policy: Policy, trajectories: Sequence[Trajectory], max_tokens: int, speeds: Sequence[float]
 ) -> list[list[int]]:
-    """Group rows with a common prompt, unless this would slow down the slowest worker."""
+    """Group rows with a common prompt, unless this would slow down the slowest thread.
+
+    Args:
+        speeds: relative speeds of all threads of all ranks.
+    """
     prefixes = [policy.shared_prefix(trajectory) for trajectory in trajectories]
     if not any(length for _, length in prefixes):
         return [[row] for row in range(len(trajectories))]
@@ -666,38 +678,39 @@ def _units(
         return sum(costs[row] - prefixes[row][1] for row in rows) + sum(prefix_lengths.values())
 
     def split(limit: int) -> list[list[int]]:
-        units = []
+        bundles = []
         for rows in groups.values():
-            unit: list[int] = []
+            bundle: list[int] = []
             for row in rows:
-                if unit and size([*unit, row]) > limit:
-                    units.append(unit)
-                    unit = []
-                unit.append(row)
-            units.append(unit)
-        return units
+                if bundle and size([*bundle, row]) > limit:
+                    bundles.append(bundle)
+                    bundle = []
+                bundle.append(row)
+            bundles.append(bundle)
+        return bundles
 
-    def slowest(units: list[list[int]]) -> float:
-        assigned = balance_costs([size(unit) for unit in units], workers)
-        worker_rows = [[row for unit in unit_ids for row in units[unit]] for unit_ids in assigned]
-        return max(size(rows) / speed for rows, speed in zip(worker_rows, workers, strict=True))
+    def slowest(bundles: list[list[int]]) -> float:
+        assigned = balance_costs([size(bundle) for bundle in bundles], speeds)
+        thread_rows = [[row for index in indices for row in bundles[index]] for indices in assigned]
+        return max(size(rows) / speed for rows, speed in zip(thread_rows, speeds, strict=True))
 
-    if len(workers) == 1:
+    if len(speeds) == 1:
         return split(max_tokens)
-    even_share = sum(map(size, groups.values())) // len(workers)
-    # Prefer large units, because every worker with a part of a group computes the shared prompt.
+    even_share = sum(map(size, groups.values())) // len(speeds)
+    # Prefer large bundles, because every thread with a part of a group computes the shared prompt.
     limits = (max_tokens, even_share, even_share // 2, even_share // 4)
     candidates = [split(min(max_tokens, limit)) for limit in limits]
     return min(candidates, key=slowest)
 
 
-def _pieces(
-    policy: Policy, trajectories: Sequence[Trajectory], unit: Sequence[int], budget: int
+def _split_bundle(
+    policy: Policy, trajectories: Sequence[Trajectory], bundle: Sequence[int], budget: int
 ) -> list[list[StepSpan]]:
-    """Split a unit into pieces to evaluate: spans if steps are independent, else all of it."""
-    if len(unit) > 1 or not policy.has_independent_steps:
-        return [[StepSpan(row, 0, len(trajectories[row])) for row in unit]]
-    row, length = unit[0], len(trajectories[unit[0]])
+    """Split a bundle into pieces: spans within ``budget`` tokens if it is one row of independent
+    steps, otherwise a single piece."""
+    if len(bundle) > 1 or not policy.has_independent_steps:
+        return [[StepSpan(row, 0, len(trajectories[row])) for row in bundle]]
+    row, length = bundle[0], len(trajectories[bundle[0]])
     count = max(1, min(length, -(-policy.num_tokens(trajectories[row]) // budget)))
     bounds = [length * k // count for k in range(count + 1)]
     return [[StepSpan(row, *pair)] for pair in itertools.pairwise(bounds)]

@@ -16,6 +16,7 @@ from rlinf.models.base import Policy
 from rlinf.sharded_tensors import is_sharded, local_shard
 
 GROUP_KEY = "group"
+"""Key in ``optimizer.param_groups``. Two entries may belong to one of the policy's groups."""
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names of the state tensors that each optimizer keeps per parameter, of the parameter's size."""
 
@@ -28,12 +29,13 @@ def create_optimizer(
     """Return an optimizer that has no moments yet.
 
     Args:
-        parameters: parameters with their groups; None: all trainable parameters of the policy.
+        parameters: pairs of the policy's parameter group and a parameter; None: all trainable
+            parameters of the policy.
     """
     if parameters is None:
         named = policy.module.named_parameters()
         parameters = ((policy.parameter_group(name), p) for name, p in named if p.requires_grad)
-    # Each group costs as much time per step as a small network, so there are few.
+    # Each entry costs as much time per step as a small network, so there are few.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
     groups: dict[tuple[float, str], dict[str, Any]] = {
         (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
@@ -55,19 +57,19 @@ def create_optimizer(
     return torch.optim.AdamW(non_empty, lr=settings.lr, betas=betas, eps=eps, **impl)
 
 
-def select_groups_to_update(
-    optimizer: Optimizer, rates: float | Mapping[str, float], only: Collection[str] | None
+def set_learning_rates(
+    optimizer: Optimizer, rates: float | Mapping[str, float], groups: Collection[str] | None
 ) -> set[str]:
-    """Set the learning rates of the groups that the next step changes.
+    """Set the learning rates of the parameter groups that the next step changes; None: all groups.
 
     Returns:
-        The names of these groups: ``only``, or all.
+        The names of these groups.
 
     Raises:
-        ValueError: there is no such group, or no learning rate for it.
+        ValueError: a group does not exist, or has no learning rate.
     """
     names = {group[GROUP_KEY] for group in optimizer.param_groups}
-    chosen = names if only is None else set(only)
+    chosen = names if groups is None else set(groups)
     with_rate = chosen if isinstance(rates, float | int) else set(rates)
     if unknown := (chosen - names) | (chosen - with_rate):
         raise ValueError(f"no group of parameters, or no learning rate: {sorted(unknown)}")
@@ -79,7 +81,7 @@ def select_groups_to_update(
 
 @torch.no_grad()
 def scale_gradients(optimizer: Optimizer, scales: Mapping[str, float]) -> None:
-    """Multiply the gradients of each group by its factor."""
+    """Multiply the gradients of each parameter group by its factor in ``scales``."""
     for group in optimizer.param_groups:
         if (scale := scales[group[GROUP_KEY]]) != 1:
             for parameter in group["params"]:
@@ -105,7 +107,7 @@ def freeze_other_groups(
 
 
 def init_optimizer_state(optimizer: Optimizer, parameter: Tensor, moments: Collection[str]) -> None:
-    """Create a parameter's optimizer state, as before its first step, unless it exists."""
+    """Create a parameter's optimizer state with its initial value, zero, unless it exists."""
     if not optimizer.state[parameter]:
         initial = {name: torch.zeros_like(parameter) for name in moments}
         if "exp_avg" in initial:
@@ -121,10 +123,10 @@ HOST_DEVICE = torch.device("cpu")
 def step_with_offload(
     optimizer: torch.optim.Optimizer, device: torch.device, max_bytes: int = OFFLOAD_CHUNK_BYTES
 ) -> None:
-    """Do an optimizer step chunk by chunk. The state is on the host after it.
+    """Do an optimizer step chunk by chunk: only a chunk's state is on the device at a time.
 
-    The optimizer must treat each parameter separately. Then the result is byte for byte that of an
-    ordinary step.
+    The optimizer must treat each parameter separately. The result then equals that of an ordinary
+    step, byte for byte.
     """
     groups = optimizer.param_groups
     group_params = [group["params"] for group in groups]
@@ -143,17 +145,17 @@ def step_with_offload(
 def move_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], device: torch.device
 ) -> None:
-    """Move the state of some parameters to a device."""
+    """Move the optimizer state of these parameters to a device."""
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for name, tensor in state.items():
-            # Step counts (scalars) stay where the optimizer keeps them.
+            # Step counts (scalars) are not moved: the optimizer chooses their device.
             if isinstance(tensor, Tensor) and tensor.dim():
                 state[name] = to_device(tensor, device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device; a tensor that is already on it is not copied."""
+    """Return the tensor on a device; a tensor that is already there is not copied."""
     if not is_sharded(tensor):
         return tensor.to(device)
     from torch.distributed.tensor import DTensor
@@ -184,18 +186,20 @@ def _chunks(parameters: list[nn.Parameter], max_bytes: int) -> Iterator[set[nn.P
 
 log = logging.getLogger("rlinf")
 LOSS_SCALE = "loss_scale"
+"""Name of the scaler's tensor in checkpoints."""
 MIN_LOSS_SCALE = 2.0**-24
 """Smallest float16 number. If the gradient overflows even then, it is itself not finite."""
 
 
 class LossScaler:
-    """Scale of the loss; constant if ``window`` is None."""
+    """Loss scale, by which a loss is multiplied before its gradient is computed in float16."""
 
     def __init__(self, initial_scale: float = 1.0, window: int | None = None) -> None:
         """
         Args:
             initial_scale: a power of two, so that dividing by it is exact.
-            window: number of steps without overflow after which the scale is doubled.
+            window: number of steps without overflow after which the scale is doubled. None: the
+                scale is constant.
         """
         self._window = window
         self._state = torch.tensor([initial_scale, 0.0])
@@ -231,7 +235,7 @@ class LossScaler:
         """
         if self.value <= MIN_LOSS_SCALE:
             raise StageError(
-                f"the gradient is not finite in float16 even of a loss times {MIN_LOSS_SCALE:.1g}; "
+                f"the gradient is not finite in float16 even at loss scale {MIN_LOSS_SCALE:.1g}; "
                 "the previous weights are untouched. Set trainer.param_dtype=bfloat16, or lower "
                 "optimizer.lr"
             )

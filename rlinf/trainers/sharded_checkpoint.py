@@ -32,7 +32,7 @@ from rlinf.sharded_tensors import is_sharded, local_rows, local_shard, storage_k
 FORMAT = "rlinf-shards-2"
 OPTIONAL_TENSORS = {"loss_scale"}
 """Tensors that only some trainers have. Reading a state without them leaves them unchanged."""
-_NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
+_RANK_0_FILE = re.compile(r"rank-0-of-(\d+)\.safetensors")
 
 
 class StridedRange(NamedTuple):
@@ -61,27 +61,28 @@ class ShardPlacement:
 
     def ranges(self, size: int) -> Iterator[tuple[int, int]]:
         """Yield start and length of each range of a part of ``size`` elements."""
-        for run in self.strided_ranges or (StridedRange(self.start, size),):
-            for index in range(run.repeats):
-                yield run.start + index * run.stride, run.length
+        for strided in self.strided_ranges or (StridedRange(self.start, size),):
+            for index in range(strided.repeats):
+                yield strided.start + index * strided.stride, strided.length
 
     def extract(self, full: Tensor) -> Tensor:
         """Return the part of a full tensor, in one dimension. Needs strided ranges."""
         flat = full.reshape(-1)
-        return torch.cat([_view(flat, run).reshape(-1) for run in self.strided_ranges])
+        return torch.cat([_view(flat, strided).reshape(-1) for strided in self.strided_ranges])
 
     def insert(self, full: Tensor, part: Tensor) -> None:
         """Write the part into a full, contiguous tensor. Needs strided ranges."""
         flat, position = full.view(-1), 0
-        for run in self.strided_ranges:
-            size = run.length * run.repeats
-            _view(flat, run).copy_(part[position : position + size].view(run.repeats, run.length))
-            position += size
+        for strided in self.strided_ranges:
+            view = _view(flat, strided)
+            view.copy_(part[position : position + view.numel()].view(view.shape))
+            position += view.numel()
 
 
-def _view(flat: Tensor, run: StridedRange) -> Tensor:
-    start = flat.storage_offset() + run.start
-    return flat.as_strided((run.repeats, run.length), (run.stride or run.length, 1), start)
+def _view(flat: Tensor, strided: StridedRange) -> Tensor:
+    """Return the elements of a strided range as ``[repeats, length]``."""
+    start, stride = flat.storage_offset() + strided.start, strided.stride or strided.length
+    return flat.as_strided((strided.repeats, strided.length), (stride, 1), start)
 
 
 def to_strided_ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[StridedRange, ...]:
@@ -117,8 +118,8 @@ def write_shards(
 
     Args:
         state: nested dictionaries of tensors, such as those of torch's ``get_state_dict``.
-        placements: placements of tensors that are a rank's part, by their names in the files; not
-            needed for DTensors (FSDP2), which know their placement.
+        placements: placement of each tensor that is a rank's part, by its name in the files. It is
+            not needed for DTensors (FSDP2), which know their placement.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -132,7 +133,7 @@ def write_shards(
             continue
         placement = _placement_of(value, (placements or {}).get(name))
         if placement is not None:
-            is_strided = sum(run.repeats for run in placement.strided_ranges) > 1
+            is_strided = sum(strided.repeats for strided in placement.strided_ranges) > 1
             parts[name] = (
                 placement.start,
                 placement.shape,
@@ -169,7 +170,7 @@ def read_shards(
     name = ""
     try:
         with contextlib.ExitStack() as stack:
-            files = _Files(folder, stack)
+            files = _StateReader(folder, stack)
             for name, value in named_tensors(state):
                 if name in OPTIONAL_TENSORS and not files.has(name):
                     continue
@@ -207,18 +208,23 @@ class _ReadRequest:
         return self.start + self.target.numel()
 
 
-class _Files:
-    """The files of a state. Each file that is needed is read once."""
+class _StateReader:
+    """Reads requested parts of a state from its files, each of which is read at most once."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        sizes = [int(m[1]) for path in folder.glob("*") if (m := _NAME.fullmatch(path.name))]
+        sizes = [int(m[1]) for path in folder.glob("*") if (m := _RANK_0_FILE.fullmatch(path.name))]
         if len(sizes) != 1:
             raise ValueError(f"{len(sizes) or 'no'} files rank-0-of-N.safetensors")
         self._files: list[SafetensorsReader] = []
+        """The files, by rank."""
         self._requests: list[dict[str, list[_ReadRequest]]] = []
+        """Requests to each file, by tensor."""
         self._placements: dict[str, list[tuple[int, ShardPlacement]]] = {}
+        """Rank and placement of each part of a tensor, by tensor."""
         self._tied_names: dict[str, str] = {}
+        """Name under which a tied tensor is stored, by its other names."""
         self._ranges_by_name: dict[str, list[tuple[int, int, int, int]]] = {}
+        """Results of :meth:`_ranges`."""
         for rank in range(sizes[0]):
             file = stack.enter_context(SafetensorsReader(folder / _file_name(rank, sizes[0])))
             table = json.loads(file.metadata["table"])
@@ -228,10 +234,9 @@ class _Files:
             self._requests.append({})
             self._tied_names |= table["same"]
             for name, shape in file.shapes.items():
-                start, full_shape, *runs = table["parts"].get(name, (0, shape))
-                placement = ShardPlacement(
-                    tuple(full_shape), start, tuple(StridedRange(*run) for run in (runs or [()])[0])
-                )
+                start, full_shape, *strided = table["parts"].get(name, (0, shape))
+                strided_ranges = tuple(StridedRange(*item) for item in (strided or [()])[0])
+                placement = ShardPlacement(tuple(full_shape), start, strided_ranges)
                 self._placements.setdefault(name, []).append((rank, placement))
 
     def has(self, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""The resident worker of a pool: orders, turns, records and weights in memory."""
+"""The resident worker of a pool: it executes orders, and exchanges records and weights."""

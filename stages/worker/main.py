@@ -1,8 +1,8 @@
 """``python -m stages.worker.main``: one resident worker of a pool.
 
 The worker receives orders from the run's driver, schedules its stages on the device, and commits
-the output of a stage while the next stage computes. Its stages share records and weights in memory;
-it sends records to other workers. Data that is not in memory is read from disk, so a worker can
+the output of a stage while the next stage computes. Its stages share records and weights in memory.
+It also sends both to other workers. Data that is not in memory is read from disk, so a worker can
 start, stop or be replaced at any time.
 """
 
@@ -66,8 +66,9 @@ from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 from stages.worker_state import ActivityTracker, WorkerState
 
 STATUS_INTERVAL_S = 1.0
+"""Seconds between two reports of the status to the driver."""
 STOP_GRACE_S, SHUTDOWN_GRACE_S = 30.0, 5.0
-"""Time for running work to end after a preemption by Slurm, and after an order to shut down."""
+"""Seconds for running work to end: after a signal of Slurm, and after an order to shut down."""
 COMMIT_DELAY_S = 0.1
 """Delay of a commit, so that it does not compete with the start of the next stage: both are mostly
 Python code."""
@@ -110,7 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class PoolWorker:
-    """One resident worker of a pool; see the module docstring."""
+    """One resident worker of a pool; see the module docstring.
+
+    Args:
+        pool: the name of the pool.
+        uncast: send weights in the trainer's dtype instead of the engine's.
+        deltas: write and read weights as deltas.
+    """
 
     def __init__(
         self,
@@ -131,10 +138,13 @@ class PoolWorker:
         self._live_store, self._schedule = LiveStore(), DeviceSchedule()
         self._activity = ActivityTracker()
         self._stage_threads: dict[str, threading.Thread] = {}
+        """Threads of running stages, by node."""
         self._computed: set[str] = set()
-        """Computed stages that are not committed yet."""
+        """Nodes whose stages have computed but are not committed."""
         self._leaving_event = threading.Event()
+        """Set when the worker shuts down."""
         self._last_progress = time.monotonic()
+        """When any stage last made progress (monotonic, s)."""
         self._lock = threading.Lock()
         self._record_sender = RecordSender(
             run / CHANNELS_FOLDER, self._report_connection_lost, self._name
@@ -179,7 +189,7 @@ class PoolWorker:
 
     def serve(self, orphan_s: float) -> int:
         """Execute the driver's orders; return the exit code."""
-        code, last_status, commits_s = 0, 0.0, 0.0
+        exit_code, last_status, commit_timeout_s = 0, 0.0, 0.0
         try:
             while not self._stop.is_set():
                 if time.monotonic() - last_status > STATUS_INTERVAL_S:
@@ -191,7 +201,7 @@ class PoolWorker:
                 orders = [read_order(content) for content in self._link.receive_orders(0.2)]
                 shut_down = next((order for order in orders if isinstance(order, ShutDown)), None)
                 if shut_down is not None:
-                    commits_s = shut_down.commit_timeout_s
+                    commit_timeout_s = shut_down.commit_timeout_s
                     break
                 for order in orders:
                     match order:
@@ -202,9 +212,9 @@ class PoolWorker:
                         case AttemptEnded():
                             self._policy_server.end_attempt(order)
                             self._policy_clients.end_attempt(order)
-                # Reserve all slots before any stage begins, so that all ranks see the same order.
+                # Reserve all slots before any stage begins, so that all ranks use the same order.
                 stages = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
-                for stage, thread in [(stage, self._stage_thread(stage)) for stage in stages]:
+                for stage, thread in [(stage, self._add_stage(stage)) for stage in stages]:
                     if thread is not None:
                         (
                             self._rollout_worker.submit(thread.run)
@@ -220,12 +230,12 @@ class PoolWorker:
                         case CancelWork():
                             self._rollout_worker.cancel()
             else:
-                code = EXIT_REQUEUE
+                exit_code = EXIT_REQUEUE
         except ChannelFailed as error:
             log.warning("this worker cannot continue: %s", error)
-            code = 1
-        self._shut_down(code, commits_s)
-        return code
+            exit_code = 1
+        self._shut_down(exit_code, commit_timeout_s)
+        return exit_code
 
     def _is_idle(self, seconds: float) -> bool:
         """Return whether no stage runs, or none has made progress for ``seconds``."""
@@ -235,11 +245,11 @@ class PoolWorker:
     def _should_stop(self) -> bool:
         return self._stop.is_set() or self._leaving_event.is_set()
 
-    def _shut_down(self, code: int, commits_s: float) -> None:
-        """Wait shortly for running work to end, and up to ``commits_s`` for commits.
+    def _shut_down(self, exit_code: int, commit_timeout_s: float) -> None:
+        """Wait a short time for running work to end, up to ``commit_timeout_s`` for its commits.
 
-        A stage that waits for the commit of an input does not get ``commits_s``, because the worker
-        that computes the input may be lost.
+        A stage that still computes does not get ``commit_timeout_s``: it may wait for the commit of
+        an input, and the worker that computes the input may be lost.
         """
         self._leaving_event.set()
         with self._lock:
@@ -248,10 +258,10 @@ class PoolWorker:
                 node: thread for node, thread in self._stage_threads.items() if thread.is_alive()
             }
         start = time.monotonic()
-        grace_s = STOP_GRACE_S if code == EXIT_REQUEUE else SHUTDOWN_GRACE_S
+        grace_s = STOP_GRACE_S if exit_code == EXIT_REQUEUE else SHUTDOWN_GRACE_S
         for node, thread in running.items():
             while thread.is_alive():
-                limit_s = max(grace_s, commits_s) if node in self._computed else grace_s
+                limit_s = max(grace_s, commit_timeout_s) if node in self._computed else grace_s
                 if time.monotonic() - start > limit_s:
                     break
                 thread.join(0.05)
@@ -284,8 +294,8 @@ class PoolWorker:
         else:
             self._forwarder.subscribe(f"{out}:{channel}", order.producer, transports)
 
-    def _stage_thread(self, order: StageOrder) -> threading.Thread | None:
-        """Return a thread for a stage that has its slot; None if the stage is already running."""
+    def _add_stage(self, order: StageOrder) -> threading.Thread | None:
+        """Register a stage and reserve its slot; return its thread, or None if it already runs."""
         node = order.node
         self._policy_clients.update_order(order)
         if order.receives_trajectories:
@@ -310,7 +320,7 @@ class PoolWorker:
 
     def _run_stage(self, order: StageOrder, slot: DeviceSlot | Unscheduled) -> None:
         output = self._live_store.output(order.output)
-        # Other stages may wait for this one while it waits for its slot.
+        # Heartbeats begin before the stage has its slot, because other ranks may already compute.
         ranks = AttemptRanks(
             self._run / order.output / f"{DATA_PREFIX}{order.attempt}",
             self._process_group_info(order),
@@ -318,7 +328,7 @@ class PoolWorker:
         try:
             with withdraw_on_damage(), ranks.attempt_scope():
                 with slot:
-                    attempt = self._attempt(order, output, slot)
+                    attempt = self._create_attempt(order, output, slot)
                     self._activity.start(order.node, lambda: attempt.ctx.activity)
                     with self._policy_clients.client_scope(order.node):
                         attempt.compute()
@@ -332,15 +342,15 @@ class PoolWorker:
                     self._live_store.evict_objects(2 + self._config.rollout.staleness)
                     self._computed.add(order.node)
                 time.sleep(COMMIT_DELAY_S)
-                # The commit may wait for an input whose stage must run again in this worker.
+                # Without the slot, because an input's stage may have to run again in this worker.
                 manifest = attempt.commit()
             if manifest.data != attempt.ctx.data_folder.name:
                 log.warning("%s: another attempt was committed first", order.node)
-            self._report(order, 0, "")
+            self._report_end(order, 0, "")
         except BaseException as error:
             self._report_failure(order, output, error)
 
-    def _attempt(
+    def _create_attempt(
         self, order: StageOrder, output: LiveOutput, slot: DeviceSlot | Unscheduled
     ) -> StageAttempt:
         world, out = self._process_group_info(order), order.output
@@ -385,18 +395,18 @@ class PoolWorker:
             return ProcessGroupInfo()
         if len(ranks) == pool.size:
             return replace(pool, layout=ParallelLayout.parse(order.layout))
-        # There is no process group, because the other ranks of the pool compute another stage.
+        # Some ranks compute another stage, so the process group of the pool cannot be used.
         speeds = pool.speed_weights and tuple(pool.speed_weights[rank] for rank in ranks)
         return ProcessGroupInfo(ranks.index(pool.rank), len(ranks), pool.local_rank, speeds)
 
     def _report_failure(self, order: StageOrder, output: LiveOutput, error: BaseException) -> None:
         node = order.node
-        code, reason = exit_code_and_message(error)
+        exit_code, reason = exit_code_and_message(error)
         output.fail(f"{node} failed: {exception_line(reason)}")
         log.warning("%s: %s", node, reason)
-        self._report(order, code, reason)
+        self._report_end(order, exit_code, reason)
 
-    def _report(self, order: StageOrder, code: int, reason: str) -> None:
+    def _report_end(self, order: StageOrder, exit_code: int, reason: str) -> None:
         node = order.node
         with self._lock:
             self._stage_threads.pop(node, None)
@@ -404,23 +414,22 @@ class PoolWorker:
             self._live_store.unpin(node)
         self._last_progress = time.monotonic()
         self._activity.remove(node)
-        self._send_report(StageEnded(node=node, exit_code=code, reason=reason[-8000:]))
+        self._send_report(StageEnded(node=node, exit_code=exit_code, reason=reason[-8000:]))
         self._update_status()
         self._drop_committed()
 
     def _drop_committed(self) -> None:
-        """Drop live outputs that are committed and that no stage of this worker will read."""
-        dropped = self._live_store.release_committed(self._committed)
+        """Drop live outputs that are committed and that no running stage of this worker reads."""
+        dropped = self._live_store.release_committed(self._is_committed)
         self._record_sender.drop_outputs(dropped)
         self._forwarder.drop_outputs(dropped)
         self._publisher.drop_subscribers(dropped)
 
-    def _committed(self, folder: str) -> bool:
+    def _is_committed(self, folder: str) -> bool:
         try:
             return (self._run / folder / MANIFEST).exists()
         except OSError:
-            # The check is repeated when the next stage ends.
-            return False
+            return False  # checked again when the next stage ends
 
     def _report_collected(self, order: StageOrder) -> None:
         """Report the starts of a rollout whose samples have all been received."""

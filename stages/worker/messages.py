@@ -1,8 +1,14 @@
 """The messages between the driver and the pool workers, and between pool workers.
 
-The driver sends orders, workers send reports (:mod:`rlinf.channels.control_link`). Messages
-between workers are the ``info`` of records (:mod:`stages.worker.weight_transfer`,
-:mod:`stages.worker.policy_client`). Each message is a mapping; its key ``type`` names its class.
+The driver sends orders and workers send reports over the control link
+(:mod:`rlinf.channels.control_link`). A message between workers is the ``info`` of a record
+(:mod:`stages.worker.weight_transfer`, :mod:`stages.worker.policy_client`). Each message is a
+mapping; its key ``type`` names its class. Fields with the same meaning in all messages:
+
+- ``node``: a stage of one iteration, such as ``rollout/3``;
+- ``output``: an output folder, relative to the run folder;
+- ``attempt``: name of the attempt that computes the output;
+- ``work_item``: random name of a work item, which is some of the starts of a rollout.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from rlinf.errors import DataError
 
 
 class WorkerMessage(BaseModel):
-    """The base class of all messages. Folders are relative to the run folder."""
+    """The base class of all messages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,7 +32,7 @@ class WorkerMessage(BaseModel):
 
 
 class StageOrder(WorkerMessage):
-    """The description of a stage instance to compute."""
+    """The stage of one iteration that a worker must compute."""
 
     node: str
     stage: str
@@ -40,19 +46,20 @@ class StageOrder(WorkerMessage):
     ranks: tuple[int, ...]
     """The ranks of the pool that compute the stage; the first is the primary rank."""
     layout: str = ""
-    """How they shard a model; see :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
+    """How the ranks shard a model; see
+    :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
-    """Folder of each input, and whether it is expected in memory, by name."""
+    """Output folder of each input and whether it is expected in memory, by name of the input."""
     receives_trajectories: bool = False
-    """Whether rollout workers generate the trajectories and this worker receives them."""
+    """Whether this worker receives the trajectories, which rollout workers generate."""
     in_engine_thread: bool = False
     """Whether the stage runs in the thread of the rollout worker's engine."""
     policy_workers: tuple[str, ...] = ()
-    """The workers with the policy, if it is in other workers; each process uses one of them."""
+    """Workers with the policy, of which each rank uses one; empty: each rank has the policy."""
 
 
 class RunStages(WorkerMessage):
-    """Compute stages; all of them enter the device schedule before one of them begins."""
+    """Compute stages. All of them enter the device schedule before any of them begins."""
 
     type: Literal["run_stages"] = "run_stages"
     stages: tuple[StageOrder, ...]
@@ -65,20 +72,22 @@ class SendOutput(WorkerMessage):
     output: str
     channel: str
     transports: dict[str, str]
-    """The transport to each receiving worker."""
+    """The transport to each receiving worker, by name of the worker."""
     producer: str
-    """The worker that produces the output; any other worker forwards it."""
+    """The worker that produces the output. A worker that gets this order for the output of another
+    one forwards the records that it receives."""
 
 
 class PartialSamples(WorkerMessage):
-    """Unfinished samples of a work item that another worker has sent."""
+    """Unfinished samples of a work item, which the worker that began it has sent."""
 
-    work_item: int
+    item_number: int
+    """The number of the work item in its rollout."""
     channel: str
     """The channel on which the samples arrive."""
     num_samples: int
     weights_attempt: str | None
-    """The attempt that produced the weights of the samples, if it was not committed."""
+    """The attempt that produced the weights of the samples; None: it was committed."""
 
 
 class GenerateStarts(WorkerMessage):
@@ -87,16 +96,18 @@ class GenerateStarts(WorkerMessage):
     type: Literal["generate_starts"] = "generate_starts"
     work_item: str
     label: str
-    """A name for logs and status."""
+    """A readable name of the work item for logs and status."""
     iteration: int
     output: str
     weights: str
+    """The output folder with the weights."""
     weights_attempt: str | None
-    """The attempt that produced the weights, if they are not committed."""
+    """The attempt that produced the weights; None: they are committed."""
     receiver: str
     """The worker that receives the trajectories."""
     starts: tuple[int, ...]
     partial: PartialSamples | None = None
+    """Unfinished samples to continue; None: all samples of the starts begin anew."""
 
 
 class ServePolicy(WorkerMessage):
@@ -112,13 +123,14 @@ class ServePolicy(WorkerMessage):
     attempt: str
     """The attempt of the stage; clients name it when they connect."""
     weights: tuple[str, bool]
-    """As :attr:`StageOrder.inputs`."""
+    """Output folder of the weights, and whether they are expected in memory."""
     clients: tuple[str, ...]
     """The workers with the simulators."""
 
 
 class AttemptEnded(WorkerMessage):
-    """The attempt has ended on the simulator worker or the policy worker; the other must stop."""
+    """The attempt has ended in the worker with the simulators or in that with the policy; the other
+    worker must stop too."""
 
     type: Literal["attempt_ended"] = "attempt_ended"
     node: str
@@ -128,7 +140,7 @@ class AttemptEnded(WorkerMessage):
 
 
 class ReassignWork(WorkerMessage):
-    """Pass a work item to another worker once few of its samples are unfinished."""
+    """Pass a work item to another worker, the successor, once few of its samples are unfinished."""
 
     type: Literal["reassign_work"] = "reassign_work"
     work_item: str
@@ -172,6 +184,7 @@ class WeightsAvailable(WorkerMessage):
     output: str
     attempt: str
     iteration: int
+    """The iteration of the stage that published the weights."""
 
 
 class ConnectionLost(WorkerMessage):
@@ -192,7 +205,7 @@ class WorkItemEnded(WorkerMessage):
     spans: tuple[tuple[str, float, float], ...] = ()
     """Name, start and end of each span; empty if nothing was computed."""
     unfinished_starts: tuple[int, ...] = ()
-    """The starts that are not finished."""
+    """The starts whose samples are not all finished."""
     successor: str = ""
     """The worker that continues the unfinished samples, if any."""
     num_partial_samples: int = 0
@@ -207,21 +220,23 @@ class WeightsInSharedMemory(WorkerMessage):
     type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
     attempt: str
     segment: str
+    """Name of the shared-memory segment."""
 
 
 class WeightsStart(WorkerMessage):
-    """The buckets of the weights follow; the payload is their layout."""
+    """The buckets of the weights follow. The payload is their layout, as JSON."""
 
     type: Literal["weights_start"] = "weights_start"
     attempt: str
 
 
 class WeightsBucket(WorkerMessage):
-    """One bucket of the weights; the payload is its bytes."""
+    """One bucket of the weights. The payload is its bytes."""
 
     type: Literal["weights_bucket"] = "weights_bucket"
     attempt: str
     checksum: str
+    """Checksum of the bytes, hexadecimal."""
 
 
 class WeightsEnd(WorkerMessage):
@@ -230,10 +245,11 @@ class WeightsEnd(WorkerMessage):
     type: Literal["weights_end"] = "weights_end"
     attempt: str
     digest: str
+    """Digest of version number, layout and checksums."""
 
 
 class GroupFormed(WorkerMessage):
-    """The members form a process group under this name; the first member sends."""
+    """The members form the process group ``group``; the first member will send weights."""
 
     type: Literal["group_formed"] = "group_formed"
     group: str
@@ -243,7 +259,7 @@ class GroupFormed(WorkerMessage):
 
 
 class GroupSendStarted(WorkerMessage):
-    """The next broadcast of the group has the weights of an attempt."""
+    """The next broadcast of the group has the weights that this attempt produced."""
 
     type: Literal["group_send_started"] = "group_send_started"
     group: str
@@ -256,6 +272,7 @@ class GroupSendDone(WorkerMessage):
     type: Literal["group_send_done"] = "group_send_done"
     group: str
     digest: str
+    """Digest of the weights that were sent."""
 
 
 class GroupClosed(WorkerMessage):
@@ -266,20 +283,21 @@ class GroupClosed(WorkerMessage):
 
 
 class RequestSlot(WorkerMessage):
-    """The client requests a device slot of the policy."""
+    """The client requests a device slot of the server (the worker with the policy)."""
 
     type: Literal["request_slot"] = "request_slot"
 
 
 class SlotOffered(WorkerMessage):
-    """The policy has its device slot and offers it for a short time."""
+    """The server has its device slot and offers it for a short time."""
 
     type: Literal["slot_offered"] = "slot_offered"
     number: int
+    """Number of the offer."""
 
 
 class SlotAccepted(WorkerMessage):
-    """The client has its own device slot and accepts the offer."""
+    """The client has its own device slot and accepts the offer with this number."""
 
     type: Literal["slot_accepted"] = "slot_accepted"
     number: int
@@ -290,7 +308,7 @@ class SlotConfirmed(WorkerMessage):
 
     type: Literal["slot_confirmed"] = "slot_confirmed"
     weights_attempt: str
-    """The attempt that produced the weights; empty: newer, committed weights."""
+    """The attempt that produced the weights; empty: the engine has newer, committed weights."""
     used_disk_fallback: bool = False
     """Whether weights expected in memory were read from disk."""
 
@@ -308,7 +326,7 @@ class ReleaseSlot(WorkerMessage):
 
 
 class SlotReleased(WorkerMessage):
-    """The server's answer to :class:`ReleaseSlot`, with the spans of the policy."""
+    """The server's reply to :class:`ReleaseSlot`, with the spans of its work."""
 
     type: Literal["slot_released"] = "slot_released"
     spans: str

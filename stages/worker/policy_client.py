@@ -1,18 +1,19 @@
 """The client of a stage whose simulators use the policy of another pool worker.
 
 The worker with the engine hosts a mailbox (:mod:`stages.worker.policy_server`). The client sends
-observations to it and receives actions. The mailbox is encrypted, authenticated and monitored by
-heartbeats, like every channel of a run.
+observations to the mailbox and receives actions. The mailbox is encrypted, authenticated and
+monitored by heartbeats, like every channel of a run.
 
-A rollout needs two device slots: one in the worker with the simulators and one in the worker with
-the policy. To avoid a deadlock, neither side keeps its slot while it waits for the other:
+A rollout needs two device slots, which are rights to use a device (:mod:`stages.device_schedule`):
+one in the worker with the simulators and one in the worker with the policy. To avoid a deadlock,
+neither side keeps its slot while it waits for the other:
 
 1. The client sends :class:`RequestSlot` and waits without a slot.
 2. The server acquires its slot and sends :class:`SlotOffered`. The offer expires soon.
 3. The client acquires its own slot and sends :class:`SlotAccepted`.
 4. The server replies :class:`SlotConfirmed`, and both keep their slots until the client sends
-   :class:`ReleaseSlot`. If the offer has expired it replies :class:`SlotExpired`, and the client
-   starts again.
+   :class:`ReleaseSlot`. If the offer has expired, the server replies :class:`SlotExpired`, and the
+   client begins again with step 1.
 """
 
 from __future__ import annotations
@@ -67,10 +68,13 @@ POLL_S = 0.2
 CONNECT_TIMEOUT_S = 60.0
 """How long the policy worker may take to accept a connection."""
 RELEASE_TIMEOUT_S = 5.0
+"""How long a finished client waits for the spans of the server."""
 MAX_REMEMBERED_ORDERS = 1024
+"""Number of orders and of ended attempts to remember."""
 CONTROL_SAMPLE = -1
 """The sample number that marks a control message; requests and replies have others."""
 POLICY_WAIT = "the policy"
+"""Name of the wait for a slot of the policy, in the status."""
 
 
 def policy_channel(worker: str) -> str:
@@ -84,7 +88,7 @@ def encode_message(message: WorkerMessage) -> Block:
 
 
 class PolicyFailed(RlinfError):
-    """An error of the policy in another worker, with its exit code."""
+    """An error of the policy in another worker, with the exit code of that error."""
 
     def __init__(self, worker: str, failed: PolicyFailure) -> None:
         super().__init__(f"{worker}, which has the policy: {failed.reason}")
@@ -100,7 +104,7 @@ def encode_policy_message(record: Record, max_bytes: int, description: str, kind
 
     Args:
         max_bytes: the largest message that the other worker accepts.
-        description: what the record holds, for the error.
+        description: a description of the record's content, for the error.
         kind: "a request to ..." or "a reply", for the error.
 
     Raises:
@@ -121,26 +125,32 @@ class PolicyClient(Channel):
     Args:
         folder: the run's folder for channels.
         name: the name of this worker.
-        order: the stage order; it names the policy workers.
+        order: the order to compute the stage, with the names of the policy workers.
         rank: rank of this process in the stage.
     """
 
     def __init__(self, folder: Path, name: str, order: StageOrder, rank: int) -> None:
         self._folder, self._name, self._rank = folder, name, rank
         self._order = self._newest_order = order
-        self._policy, self._is_confirmed = "", False
+        self._server = ""
+        """Name of the worker with the policy."""
+        self._is_confirmed = False
+        """Whether the server has confirmed a slot."""
         self._max_request_bytes = 0
         """The largest request that the server accepts, in bytes."""
         self._peer: MailboxPeer | None = None
+        """This end of the connection; None: not connected."""
         self._ctx: StageContext | None = None
         self._replies: deque[Record] = deque()
         self._messages: deque[PolicyMessage] = deque()
+        """Control messages that have arrived and are not handled yet."""
         self._lost_reason: str | None = None
+        """Why the policy worker is lost; None: it is not."""
 
     def rollout_iter(
-        self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
+        self, ctx: StageContext, environment: Environment, request: RolloutRequest
     ) -> Generator[Trajectory]:
-        """Yield the trajectories of ``episodes``; both device slots are kept until :meth:`finish`.
+        """Yield the trajectories of ``request``; both device slots are kept until :meth:`finish`.
 
         Raises:
             RequeueRequested: the allocation is about to end.
@@ -150,7 +160,7 @@ class PolicyClient(Channel):
         self._ctx = ctx
         if self._peer is None:
             self._acquire_slot(ctx)
-        yield from environment.simulate(episodes, self, self)
+        yield from environment.simulate(request, self, self)
 
     def mark_lost(self, reason: str) -> None:
         """Record that the policy worker is lost."""
@@ -159,8 +169,8 @@ class PolicyClient(Channel):
     def update_order(self, order: StageOrder) -> None:
         """Replace the order, because another driver has ordered the stage again.
 
-        The first driver may have died before it sent an order to the policy worker. The client then
-        connects again, to the worker of the new order. After a confirmed slot it keeps its worker.
+        The first driver may have died before it sent an order to the policy worker. Until a slot is
+        confirmed, the client therefore connects again, to the policy worker of the new order.
         """
         self._newest_order = order
 
@@ -173,7 +183,7 @@ class PolicyClient(Channel):
         description = f"what the simulators of {self._order.node} observe in one step"
         self._send(
             encode_policy_message(
-                record, self._max_request_bytes, description, f"a request to {self._policy}"
+                record, self._max_request_bytes, description, f"a request to {self._server}"
             )
         )
 
@@ -183,13 +193,13 @@ class PolicyClient(Channel):
         return self._replies.popleft()
 
     def close(self) -> None:
-        """End the observations of this rollout; another :meth:`rollout_iter` may send more."""
+        """Do nothing: the observations of one rollout end, but another may follow."""
 
     def finish(self, *, completed: bool) -> None:
         """Release the policy's slot and disconnect.
 
         Args:
-            completed: whether the rollout is complete. If so, the server's spans are recorded.
+            completed: whether the rollout was completed. If so, wait for the server's spans.
         """
         peer, ctx = self._peer, self._ctx
         if peer is None or ctx is None:
@@ -197,7 +207,7 @@ class PolicyClient(Channel):
         try:
             if completed:
                 deadline = time.monotonic() + RELEASE_TIMEOUT_S
-                # Missing spans are no reason to repeat the rollout.
+                # Errors are ignored, because missing spans are no reason to repeat the rollout.
                 with contextlib.suppress(RlinfError):
                     self._send(encode_message(ReleaseSlot()))
                     while time.monotonic() < deadline and not self._read_slot_released(ctx):
@@ -207,11 +217,12 @@ class PolicyClient(Channel):
             peer.close()
 
     def _read_slot_released(self, ctx: StageContext) -> bool:
+        """Return whether the server has replied; if so, record the spans of its reply."""
         if not self._messages:
             return False
         message = self._messages.popleft()
         if isinstance(message, SlotReleased):
-            labels = {"worker": self._policy, "rank": ctx.world.rank, "host": message.host}
+            labels = {"worker": self._server, "rank": ctx.world.rank, "host": message.host}
             for name, start, end in json.loads(message.spans):
                 ctx.spans.append({"name": name, **labels, "start": start, "end": end})
         return True
@@ -219,7 +230,7 @@ class PolicyClient(Channel):
     def _acquire_slot(self, ctx: StageContext) -> None:
         while not self._is_confirmed:
             self._order = order = self._newest_order
-            self._policy = order.policy_workers[self._rank % len(order.policy_workers)]
+            self._server = order.policy_workers[self._rank % len(order.policy_workers)]
             try:
                 self._request_slot(ctx)
             except _Reordered:
@@ -236,21 +247,21 @@ class PolicyClient(Channel):
                 self._send(encode_message(RequestSlot()))
                 offer = self._receive_message()
             if not isinstance(offer, SlotOffered):
-                raise UpstreamFailed(f"{self._policy} sent no slot offer: {offer!r}")
+                raise UpstreamFailed(f"{self._server} sent no slot offer: {offer!r}")
             self._send(encode_message(SlotAccepted(number=offer.number)))
             while isinstance(message := self._receive_message(), SlotOffered):
-                pass  # a newer offer; the answer to the accepted one follows
+                pass  # A newer offer. The reply to the accepted offer follows.
             if isinstance(message, SlotConfirmed):
                 self._is_confirmed = True
                 weights = ctx.inputs["weights"]
                 weights.used_disk_fallback |= message.used_disk_fallback
                 if message.weights_attempt:
-                    # It is compared with the committed attempt before this stage commits.
+                    # This attempt is compared with the committed one before this stage commits.
                     weights.live_output, weights.used_live = LiveOutput(), True
                     weights.live_output.mark_complete(message.weights_attempt)
                 return
             if not isinstance(message, SlotExpired):
-                raise UpstreamFailed(f"{self._policy} sent an unexpected message: {message!r}")
+                raise UpstreamFailed(f"{self._server} sent an unexpected message: {message!r}")
 
     def _connect(self) -> MailboxPeer:
         order = self._order
@@ -260,11 +271,11 @@ class PolicyClient(Channel):
             self._raise_if_ended()
             # The server listens once it has received its first order.
             with contextlib.suppress(InputError):
-                _, host = find_channel_host(self._folder, policy_channel(self._policy))
+                _, host = find_channel_host(self._folder, policy_channel(self._server))
                 self._max_request_bytes = host.max_bytes
                 if (address := first_reachable(host.addresses)) is not None:
                     return MailboxPeer(
-                        self._folder / f"{policy_channel(self._policy)}.socket.json",
+                        self._folder / f"{policy_channel(self._server)}.socket.json",
                         routing_id().hex(),
                         decode_record,
                         description=msgpack.packb(description),
@@ -273,7 +284,7 @@ class PolicyClient(Channel):
                     )
             if time.monotonic() > deadline:
                 raise UpstreamFailed(
-                    f"{self._policy}, which has the policy, has accepted no connection for "
+                    f"{self._server}, which has the policy, has accepted no connection for "
                     f"{CONNECT_TIMEOUT_S:g} s"
                 )
             time.sleep(POLL_S / 4)
@@ -284,8 +295,9 @@ class PolicyClient(Channel):
         return self._messages.popleft()
 
     def _raise_if_ended(self) -> None:
+        """Raise if the policy worker is lost, the process must stop, or the order was replaced."""
         if self._lost_reason is not None:
-            raise UpstreamFailed(f"{self._policy}, which has the policy: {self._lost_reason}")
+            raise UpstreamFailed(f"{self._server}, which has the policy: {self._lost_reason}")
         if self._ctx is not None and self._ctx.should_stop():
             raise RequeueRequested(f"{self._ctx.stage}: stopping while waiting for the policy")
         if self._newest_order is not self._order and not self._is_confirmed:
@@ -309,11 +321,11 @@ class PolicyClient(Channel):
             try:
                 message = read_policy_message(item.info)
             except DataError as error:
-                raise UpstreamFailed(f"{self._policy}, which has the policy: {error}") from None
+                raise UpstreamFailed(f"{self._server}, which has the policy: {error}") from None
             if isinstance(message, PolicyFailure) and message.exit_code == EXIT_REQUEUE:
-                raise UpstreamFailed(f"{self._policy}, which has the policy: {message.reason}")
+                raise UpstreamFailed(f"{self._server}, which has the policy: {message.reason}")
             if isinstance(message, PolicyFailure):
-                raise PolicyFailed(self._policy, message)
+                raise PolicyFailed(self._server, message)
             self._messages.append(message)
 
     @contextlib.contextmanager
@@ -322,7 +334,7 @@ class PolicyClient(Channel):
             yield
         except (ChannelClosed, ChannelFailed) as error:
             raise UpstreamFailed(
-                f"{self._policy}, which has the policy, is lost: {error}"
+                f"{self._server}, which has the policy, is lost: {error}"
             ) from None
 
 
@@ -338,11 +350,11 @@ class PolicyClients:
         self._folder, self._name = folder, name
         self._lock = threading.Lock()
         self._clients: dict[str, PolicyClient] = {}
-        """Client of each stage instance."""
+        """Client of each running stage, by node."""
         self._newest_orders: dict[str, StageOrder] = {}
-        """Newest order of each stage instance that has not started."""
+        """Newest order of each stage that has no client yet, by node."""
         self._ended_attempts: dict[str, str] = {}
-        """Why an attempt ended before it started, by attempt."""
+        """Why an attempt ended before it had a client, by attempt."""
 
     def update_order(self, order: StageOrder) -> None:
         """Record an order for a stage, which may be running already."""

@@ -1,9 +1,9 @@
 """The server of a policy that simulators in other pool workers use.
 
 A worker with the engine hosts one mailbox (:class:`PolicyServer`). Each attempt at a stage that
-uses its policy has a :class:`PolicySession`. The session acquires its device slots at the position
-of that stage and answers the clients of that attempt. See :mod:`stages.worker.policy_client` for
-the protocol.
+uses the worker's policy has a :class:`PolicySession`. The session acquires the device at the
+position of that stage and answers the clients of that attempt. See
+:mod:`stages.worker.policy_client` for the protocol.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ from stages.worker_state import ActivityTracker, WorkerState
 ACCEPT_TIMEOUT_S = 5.0
 """How long a slot offer is valid."""
 SIMULATORS_WAIT, GENERATE_SPAN = "simulators", "generate"
+"""Names of the wait for simulators, in the status, and of the span of the generation."""
 
 
 class ServingEnded(Exception):
-    """The attempt being served has ended."""
+    """The attempt that a session serves has ended."""
 
 
 @dataclass(eq=False)
@@ -82,17 +83,20 @@ class PolicyConnection:
     """The connection of one client for one attempt."""
 
     peer: str
+    """Name of the connection in the mailbox; a client that connects again has another one."""
     client: str
+    """Name of the worker with the simulators."""
     node: str
     attempt: str
 
 
 @dataclass(eq=False)
 class PolicySession:
-    """The service for one attempt; the engine reads the clients' requests from it.
+    """The service for one attempt; the engine reads the clients' requests from this object.
 
     Args:
-        send: sends a message to a client.
+        order: the driver's order to serve the attempt.
+        send: sends an encoded message to a client.
         max_reply_bytes: the largest reply that a client accepts.
     """
 
@@ -101,7 +105,9 @@ class PolicySession:
     should_stop: Callable[[], bool]
     max_reply_bytes: int
     context: StageContext | None = None
+    """None: the session does not run yet."""
     condition: threading.Condition = field(default_factory=threading.Condition)
+    """Guards all fields below; notified when one of them has changed."""
     waiting_clients: dict[str, PolicyConnection] = field(default_factory=dict)
     """Clients that wait for a slot offer, by peer."""
     active_clients: dict[str, PolicyConnection] = field(default_factory=dict)
@@ -109,23 +115,27 @@ class PolicySession:
     finished_clients: set[str] = field(default_factory=set)
     """Names of clients that have finished."""
     requests: deque[Record] = field(default_factory=deque)
+    """Requests that the engine has not read."""
     reply_clients: dict[int, PolicyConnection] = field(default_factory=dict)
     """The client that waits for a reply, by the first sample of its request."""
     offer_number: int | None = None
     """The number of the current slot offer; None: there is no offer."""
     num_offers: int = 0
+    """Number of offers made so far."""
     weights_attempt: str = ""
-    """The attempt that produced the engine's weights."""
+    """The attempt that produced the engine's weights; empty: they are newer, committed weights."""
     serving_since: float = 0.0
     """Time of the first confirmed slot (Unix time, s)."""
     end_reason: str | None = None
+    """Why the session must end; None: it continues."""
     failure: PolicyFailure | None = None
+    """The reply to all messages after the session has failed; None: it has not failed."""
 
     def handle_record(self, connection: PolicyConnection, record: Record) -> None:
         """Handle a request or a control message of a client.
 
         Raises:
-            DataError: the message is invalid at this point.
+            DataError: the message is invalid, or not allowed in the current state of the client.
         """
         with self.condition:
             if self.failure is not None:
@@ -186,15 +196,16 @@ class PolicySession:
             self.end_reason = reason
             self.condition.notify_all()
 
-    def fail(self, code: int, reason: str) -> None:
-        """Fail the session; all clients give up."""
+    def fail(self, exit_code: int, reason: str) -> None:
+        """Fail the session, and report the failure to all clients."""
         with self.condition:
-            self.end_reason, self.failure = reason, PolicyFailure(exit_code=code, reason=reason)
+            self.end_reason = reason
+            self.failure = PolicyFailure(exit_code=exit_code, reason=reason)
             for connection in (*self.waiting_clients.values(), *self.active_clients.values()):
                 self._send_message(connection, self.failure)
 
     def serve(self, ctx: StageContext, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
-        """Serve until all clients have finished; needs the session's device slot.
+        """Serve until all clients have finished; the caller has acquired the device.
 
         Raises:
             ServingEnded: the attempt has ended.
@@ -203,14 +214,14 @@ class PolicySession:
         """
         while True:
             with ctx.waiting(SIMULATORS_WAIT), self.condition:
-                while not self.waiting_clients and self._is_needed():
+                while not self.waiting_clients and self._has_unfinished_clients():
                     self._wait()
-            if not self._is_needed():
+            if not self._has_unfinished_clients():
                 return
-            # This may wait for the weights; other stages use the device meanwhile.
+            # This call may wait for the weights; other stages use the device meanwhile.
             policy = get_policy(ctx)
             folder, _, attempt = (ctx.worker_state.engine_weights or "").rpartition("/")
-            self._offer(attempt if folder == str(ctx.inputs["weights"].folder) else "")
+            self._offer_slot(attempt if folder == str(ctx.inputs["weights"].folder) else "")
             with ctx.span(GENERATE_SPAN):
                 for reply in policy.engine.generate(
                     self, seed=policy.seed, stage=policy.stage, hooks=policy.hooks
@@ -218,6 +229,7 @@ class PolicySession:
                     self._reply(reply)
 
     def get(self) -> Record:
+        """Return the next request; raises ChannelClosed if no client has a slot."""
         with self.condition:
             while not self.requests:
                 if not self.active_clients:
@@ -236,14 +248,14 @@ class PolicySession:
             except ChannelClosed:
                 return
 
-    def _is_needed(self) -> bool:
+    def _has_unfinished_clients(self) -> bool:
         return not self.finished_clients.issuperset(self.order.clients)
 
-    def _offer(self, weights: str) -> None:
+    def _offer_slot(self, weights_attempt: str) -> None:
         """Offer the device slot to the waiting clients for a short time."""
         with self.condition:
             self.num_offers += 1
-            self.offer_number, self.weights_attempt = self.num_offers, weights
+            self.offer_number, self.weights_attempt = self.num_offers, weights_attempt
             for connection in self.waiting_clients.values():
                 self._send_message(connection, SlotOffered(number=self.offer_number))
             deadline = time.monotonic() + ACCEPT_TIMEOUT_S
@@ -266,6 +278,7 @@ class PolicySession:
         return self.context is not None and self.context.inputs["weights"].used_disk_fallback
 
     def _wait(self) -> None:
+        """Wait for a change, at most for ``POLL_S``; raise if the session must end."""
         if self.end_reason is not None:
             raise ServingEnded(self.end_reason)
         if self.should_stop():
@@ -279,7 +292,7 @@ class PolicySession:
         assert self.context is not None
         spans = []
         if self.finished_clients | {connection.client} >= set(self.order.clients):
-            # Report each span once; the running span has not ended.
+            # Only the reply to the last client has spans. The running one has not ended.
             excluded = (*IDLE_SPANS, GENERATE_SPAN)
             finished = [s for s in self.context.spans if s["name"] not in excluded]
             spans = [(s["name"], s["start"], s["end"]) for s in finished]
@@ -293,10 +306,11 @@ def _first_sample(record: Record) -> int:
 
 
 PEER_TIMEOUT_S = 10.0
-"""After this time without a message, a client considers this worker lost."""
+"""Seconds without a message after which a client considers this worker lost."""
 MAX_MESSAGE_BYTES = 1 << 30
 """Limit of a request and of a reply."""
 MAX_REMEMBERED = 64
+"""Number of ended attempts to remember."""
 log = logging.getLogger("rlinf")
 
 
@@ -304,6 +318,7 @@ class PolicyServer:
     """The policy server of a worker, with a thread that receives messages.
 
     Args:
+        run: the run folder.
         name: the name of this worker.
     """
 
@@ -327,7 +342,7 @@ class PolicyServer:
         self._sessions: dict[str, PolicySession] = {}
         """Sessions by attempt."""
         self._ended_attempts: dict[str, None] = {}
-        """Attempts that are no longer served."""
+        """Attempts that are no longer served, oldest first."""
         self._connections: dict[str, PolicyConnection] = {}
         """Connections by peer."""
         self._early_records: dict[str, list[Record]] = {}
@@ -359,12 +374,12 @@ class PolicyServer:
         session = PolicySession(order, self._send_item, self._should_stop, MAX_MESSAGE_BYTES)
         with self._lock:
             for running in self._sessions.values():
-                # Its order is from a dead driver; other clients wait now.
+                # The running session was ordered by a dead driver; other clients wait now.
                 same_clients = {*running.order.clients} == {*order.clients}
                 if running.order.node == order.node and not same_clients:
                     running.end("another attempt takes its place")
             self._sessions[order.attempt] = session
-            for connection in [s for s in self._connections.values() if s.attempt == order.attempt]:
+            for connection in [c for c in self._connections.values() if c.attempt == order.attempt]:
                 for record in self._early_records.pop(connection.peer, ()):
                     self._handle_record(session, connection, record)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -382,7 +397,7 @@ class PolicyServer:
                     session.end(message.reason)
 
     def close(self) -> None:
-        """Close the mailbox, after the worker has begun to stop; clients give up."""
+        """Close the mailbox, when the worker is stopping. Clients notice that it is closed."""
         for thread in self._threads:
             thread.join(1.0)
         if self._host is not None:
@@ -390,6 +405,7 @@ class PolicyServer:
 
     @staticmethod
     def _activity_key(order: ServePolicy) -> str:
+        """Return the name of the attempt in the status, such as ``rollout.generate/3``."""
         return f"{order.stage}{POLICY_SUFFIX}/{order.iteration}"
 
     def _serve_attempt(self, session: PolicySession, slot: DeviceSlot) -> None:
@@ -403,9 +419,9 @@ class PolicyServer:
         except ServingEnded as error:
             session.fail(EXIT_REQUEUE, str(error))
         except BaseException as error:
-            code, reason = exit_code_and_message(error)
+            exit_code, reason = exit_code_and_message(error)
             log.warning("%s: %s", key, reason)
-            session.fail(code, reason[-8000:])
+            session.fail(exit_code, reason[-8000:])
         finally:
             ctx.release()
             self._live_store.unpin(key)
@@ -436,7 +452,7 @@ class PolicyServer:
 
     def _send_item(self, connection: PolicyConnection, item: Block) -> None:
         assert self._host is not None
-        with contextlib.suppress(ChannelClosed):  # this worker closes; clients notice that
+        with contextlib.suppress(ChannelClosed):  # the worker is stopping, which clients notice
             self._host.send_item(connection.peer, item)
 
     def _receive_messages(self) -> None:
@@ -473,7 +489,8 @@ class PolicyServer:
             else:
                 self._early_records.setdefault(connection.peer, []).append(event.content)
         elif isinstance(event, PeerLost) and event.reason in (REASON_DEPARTED, REASON_REPLACED):
-            # A silent client is kept because it may return; the driver reports it if it is lost.
+            # A silent client stays, because it may send again; if it is lost, the driver ends the
+            # attempt.
             self._connections.pop(connection.peer)
             self._early_records.pop(connection.peer, None)
             if session is not None:

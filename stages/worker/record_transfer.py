@@ -1,7 +1,9 @@
 """Transfer of records from a stage in one worker to the live stores of other workers.
 
-Every worker hosts one channel, on which it receives all records. A record names the output that it
-belongs to. The worker adds received records to its live store.
+Every worker hosts one channel, on which it receives all records. The ``info`` of a record has the
+*target*: the output folder, relative to the run folder, and the channel (``FOLDER:CHANNEL``). The
+worker adds received records to its live store. A producer ends its stream with a record without
+steps, whose ``info`` has the number of records.
 """
 
 from __future__ import annotations
@@ -22,14 +24,21 @@ from rlinf.threads import BackgroundWorker, MalformedCounter, start_service_thre
 from stages.live_store import LiveStore
 
 REPORT_DELAY_S = 0.5
+"""Seconds before a lost worker is reported, so that all its streams cause one report."""
 TARGET, PRODUCER, RANK, NUM_RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
+"""Keys of ``info``: target and producing worker; at the end of a stream also the producer's rank,
+the number of ranks, and the number of records."""
 SOURCE_ATTEMPT = "_source_attempt"
-"""Key of records that were computed from an uncommitted output: the attempt that produced it."""
+"""Key of ``info``, if the record was computed from an uncommitted output: the attempt that produced
+this output."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
+"""The transports of records."""
 SHARED_MEMORY_BYTES = 128 << 20
-"""Shared memory for the records from one worker to another; also the limit of one record."""
+"""Shared memory for the records from one worker to another; no record can be larger."""
 RecordHandler = Callable[[str, Record], None]
+"""Called with output folder and record."""
 ForwardCallback = Callable[[str, str, Record], None]
+"""Called with target, producer and record."""
 TRANSFER_ERRORS = (RlinfError, ChannelClosed, OSError)
 """Errors of sending records or weights; the stages that wait for them then read from disk."""
 log = logging.getLogger("rlinf")
@@ -39,9 +48,10 @@ class RecordReceiver:
     """A receiver of records from other workers, with a thread that adds them to the store.
 
     Args:
-        handlers: handlers of channels that are not record streams, by channel; called with output
-            and record.
-        forward: called with each record of a stream: target (output and channel), producer, record.
+        folder: the run's folder for channels.
+        name: the name of this worker.
+        handlers: handlers of channels that are not record streams, by channel.
+        forward: called with each record of a stream, including its end.
     """
 
     def __init__(
@@ -76,8 +86,8 @@ class RecordReceiver:
         info = dict(record.info)
         try:
             target, producer = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
-            folder, separator, channel = target.rpartition(":")
-            if not (folder and separator and channel):
+            out, separator, channel = target.rpartition(":")
+            if not (out and separator and channel):
                 raise ValueError(f"no output and channel: {target[:80]!r}")
             if NUM_RANKS in info:
                 count, rank, ranks = (int(info[name]) for name in (COUNT, RANK, NUM_RANKS))
@@ -85,11 +95,11 @@ class RecordReceiver:
             self._malformed.count_dropped(error)
             return
         if channel in self._handlers:
-            self._handlers[channel](folder, replace(record, info=info))
+            self._handlers[channel](out, replace(record, info=info))
             return
-        output = self._live_store.output(folder)
+        output = self._live_store.output(out)
         if (source_attempt := info.pop(SOURCE_ATTEMPT, None)) is not None:
-            output.depends_on(str(source_attempt))
+            output.add_source_attempt(str(source_attempt))
         stream = output.stream(channel)
         if NUM_RANKS in info:
             stream.finish_rank(count, rank, ranks)
@@ -108,9 +118,10 @@ def copy_record(record: Record) -> Record:
 
 
 class RecordSender:
-    """A sender of records to the live stores of other workers, with one connection to each.
+    """Sends records to the live stores of other workers; one connection per worker and transport.
 
     Args:
+        folder: the run's folder for channels.
         on_connection_lost: called with the name of a worker that no longer receives records.
         name: the name of this worker.
     """
@@ -125,9 +136,11 @@ class RecordSender:
         self._connections: dict[tuple[str, str], RecordSink] = {}
         """Connections by worker and transport."""
         self._subscribers: dict[str, dict[str, str]] = {}
+        """Transport of each subscribed worker, by target."""
         self._streams: dict[str, StreamSender] = {}
+        """Open streams of this worker's records, by target."""
         self._lost_workers: set[str] = set()
-        """Workers whose lost connection will be reported."""
+        """Workers whose loss will be reported soon."""
         self._lock = threading.Lock()
 
     def open_stream(
@@ -136,7 +149,7 @@ class RecordSender:
         """Open a stream of this worker's records to its current and future subscribers.
 
         Args:
-            target: output and channel.
+            target: output folder and channel.
             get_records: returns the existing records.
         """
         with self._lock:
@@ -148,9 +161,10 @@ class RecordSender:
         return sender
 
     def subscribe(self, target: str, transports: Mapping[str, str]) -> None:
-        """Subscribe workers, by transport, to the existing and future records of a target.
+        """Send the existing and future records of a target to workers; return at once.
 
-        Returns at once.
+        Args:
+            transports: transport by name of the worker.
         """
         with self._lock:
             self._subscribers.setdefault(target, {}).update(transports)
@@ -171,13 +185,13 @@ class RecordSender:
     def stream_to(
         self, target: str, workers: Collection[str], rank: int, num_ranks: int
     ) -> StreamSender:
-        """Return a stream of records to these workers, by socket."""
+        """Return a new stream of records to these workers only, by socket."""
         sender = StreamSender(target, self, rank, num_ranks)
         sender.add_receivers(dict.fromkeys(workers, SOCKET))
         return sender
 
     def connect(self, name: str, transport: str) -> RecordSink | None:
-        """Connect to a worker; use a socket if it is on another node.
+        """Return a connection to a worker; by socket if there is no shared memory with it.
 
         Returns None if the worker has no receiver, or if its receiver does not answer.
         """
@@ -201,7 +215,7 @@ class RecordSender:
             keys = [key for key, connection in self._connections.items() if connection is channel]
             for key in keys:
                 del self._connections[key]
-            # Each stream to this worker reports the loss.
+            # Each stream to this worker calls this method, but one report suffices.
             should_report = name not in self._lost_workers
             self._lost_workers.add(name)
         # Run it in a thread, so that the stage does not wait until the connection has ended.
@@ -237,9 +251,10 @@ def _close_channel(channel: RecordSink) -> None:
 
 
 class StreamSender:
-    """A stream of records to subscribers; late subscribers get earlier records too.
+    """A stream of records to receivers; a receiver that is added late gets earlier records too.
 
-    A lost receiver is skipped. It or its successor subscribes again or reads from disk.
+    A lost receiver gets no more records. It, or the worker that replaces it, subscribes again or
+    reads from disk.
     """
 
     def __init__(
@@ -252,9 +267,11 @@ class StreamSender:
     ) -> None:
         self._target, self._record_sender, self._get_records = target, sender, get_records
         self._channels: dict[str, RecordSink] = {}
-        # Keeps the order for a new receiver: earlier records, new records, end of the stream.
+        """Connections by receiver."""
         self._lock = threading.Lock()
+        """A new receiver gets records in this order: earlier ones, new ones, end of the stream."""
         self._all_delivered = True
+        """Whether no receiver was lost so far."""
         self._stream_info: dict[str, Scalar] = {
             TARGET: target,
             PRODUCER: sender.name,
@@ -263,9 +280,10 @@ class StreamSender:
         }
         self._sent_samples: set[int] = set()
         self._end_record: Record | None = None
+        """The record that ends the stream; None: the stream is open."""
 
     def add_receivers(self, transports: Mapping[str, str]) -> None:
-        """Add receivers, which get all earlier and later records."""
+        """Add receivers, by name with their transports; they get all earlier and later records."""
         for name, transport in sorted(transports.items()):
             channel = self._record_sender.connect(name, transport)
             with self._lock:
@@ -304,6 +322,7 @@ class StreamSender:
         return self._all_delivered
 
     def _addressed(self, record: Record) -> Record:
+        """Return a record with its target and producer."""
         # A forwarded record already names its producer.
         return replace(
             record, info={PRODUCER: self._record_sender.name, **record.info, TARGET: self._target}
@@ -331,22 +350,22 @@ class StreamSender:
 
 
 class RecordForwarder:
-    """A forwarder with its own thread, so that a slow receiver does not delay this worker."""
+    """Forwards received records in its own thread, so that a slow receiver delays no stage."""
 
     def __init__(self, sender: RecordSender) -> None:
         self._record_sender = sender
         self._thread = BackgroundWorker("forwarding", TRANSFER_ERRORS)
         self._streams: dict[str, dict[str, _ForwardedStream]] = {}
-        """Streams by target and producer."""
+        """Forwarded streams by target, then by producer."""
 
     def subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
-        """Forward the earlier and later records of a producer to workers. Returns at once."""
+        """Forward the earlier and later records of a producer to workers; return at once."""
         self._thread.submit(
             f"{target} of {producer}", self._subscribe, target, producer, dict(transports)
         )
 
     def forward(self, target: str, producer: str, record: Record) -> None:
-        """Forward a received record, or the end of a stream. Returns at once."""
+        """Forward a received record, or the end of a stream; return at once."""
         self._thread.submit(f"a record of {target}", self._forward_record, target, producer, record)
 
     def drop_outputs(self, folders: Collection[str]) -> None:
@@ -379,13 +398,13 @@ class _ForwardedStream:
 
     def __init__(self, target: str, record_sender: RecordSender) -> None:
         self._records: dict[int, Record] = {}
-        """Records by sample; the end of the stream has a sample number too."""
+        """Records by sample number; that of the record which ends the stream is -1."""
         self.sender = StreamSender(
             target, record_sender, 0, 1, lambda: list(self._records.values())
         )
 
     def put(self, record: Record) -> None:
-        """Forward a record once; its producer may send it again."""
+        """Forward a record, unless it was forwarded before; a producer may send a record twice."""
         if record.identity.sample not in self._records:
             self._records[record.identity.sample] = record
             self.sender.put(record)

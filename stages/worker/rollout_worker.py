@@ -1,9 +1,9 @@
 """Rollout workers: generate the starts of a work item and send the trajectories.
 
-A rollout worker keeps only its engine and environment, so it can start and stop at any time. If
-it is lost, the trajectories that it has sent are kept, and other workers generate the remaining
-starts. A worker with other stages to run can pass the last, long samples of a work item to a
-successor.
+A work item is some of the starts of a rollout. A rollout worker keeps only its engine and
+environment, so it can start and stop at any time. If it is lost, the trajectories that it has sent
+are kept, and other workers generate the remaining starts. A worker that must run other stages can
+pass the last, long samples of a work item to another worker, the *successor*.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stages.worker.record_transfer import SOURCE_ATTEMPT, RecordSender
 from stages.worker_state import ActivityTracker, WorkerState
 
 REASSIGN_FRACTION = 0.25
-"""A work item is reassigned once at most this share of its samples is unfinished."""
+"""A work item passes to its successor once at most this share of its samples is unfinished."""
 log = logging.getLogger("rlinf")
 
 
@@ -43,6 +43,9 @@ class RolloutWorker:
     """A thread that processes work items in order, the earliest iteration first.
 
     Work items use the device while the worker's stages wait for inputs.
+
+    Args:
+        report: sends a report to the driver.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class RolloutWorker:
         self._items: set[str] = set()
         """Queued and running work items that were not cancelled."""
         self._queue: list[GenerateStarts] = []
+        """Work items that have not begun."""
         self._lock = threading.Lock()
         self._successors: dict[str, str] = {}
-        """The worker that continues the last samples of a work item, by work item."""
+        """The successor of each running work item that will be reassigned."""
 
     def enqueue(self, order: GenerateStarts) -> None:
         """Add a work item to the queue."""
@@ -76,7 +80,10 @@ class RolloutWorker:
         self._thread.submit(self._process_next)
 
     def reassign(self, work_item: str, successor: str) -> None:
-        """Reassign a queued work item at once, or a running one when few samples are unfinished."""
+        """Pass a running work item to a successor once few samples are unfinished.
+
+        A queued work item is returned to the driver at once, with all its starts unfinished.
+        """
         with self._lock:
             queued = [order for order in self._queue if order.work_item == work_item]
             self._queue = [order for order in self._queue if order.work_item != work_item]
@@ -89,7 +96,7 @@ class RolloutWorker:
             )
 
     def cancel(self) -> None:
-        """Cancel all work items so far."""
+        """Cancel all queued and running work items."""
         self._items.clear()
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -101,6 +108,7 @@ class RolloutWorker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _process_next(self) -> None:
+        """Process the queued work item of the earliest iteration once all stages wait."""
         with self._schedule.idle_time():
             with self._lock:
                 if not self._queue:
@@ -147,9 +155,10 @@ class RolloutWorker:
         )
 
     def _report_end(self, report: WorkItemEnded) -> None:
-        """Report the end of a work item unless it was cancelled before it was completed.
+        """Report the end of a work item, unless it was cancelled before it was completed.
 
-        Its last sample may end the rollout, which cancels all work items, before this report.
+        A completed work item may count as cancelled, because its last sample may end the rollout,
+        which cancels all work items.
         """
         completed = not report.exit_code and bool(report.spans)
         if report.work_item in self._items or completed:
@@ -167,7 +176,9 @@ class RolloutWorker:
         """
         self._use_weights(ctx, order)
         # The receiver checks later whether these weights were committed.
-        source = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
+        source_info = (
+            {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
+        )
         receiver, work_item, out = order.receiver, order.work_item, order.output
         sender = self._record_sender.stream_to(f"{out}:trajectories", [receiver], 0, 1)
         total, partial_samples = len(order.starts) * self._config.rollout.group_size, None
@@ -188,7 +199,7 @@ class RolloutWorker:
             if trajectory.stop_reason == UNFINISHED:
                 unfinished.append(trajectory)
             else:
-                marked = replace(trajectory, extra={**trajectory.extra, **source})
+                marked = replace(trajectory, extra={**trajectory.extra, **source_info})
                 sender.put(marked.to_record())
                 ctx.report_progress(num_done, total, "samples")
         if not sender.flush():
@@ -206,7 +217,8 @@ class RolloutWorker:
     def _use_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
         """Use the work item's weights from the live store, or else from the disk.
 
-        It must not wait for a commit: if the commit fails, this worker may have to repeat it.
+        This method must not wait for a commit, because this worker may be the one that must repeat
+        the commit if it fails.
 
         Raises:
             UpstreamFailed: the weights are neither in memory nor committed.
@@ -219,13 +231,13 @@ class RolloutWorker:
             output = self._live_store.output(folder)
             if (tensors := output.get_object(WEIGHTS, attempt)) is not None:
                 weights.live_output = LiveOutput()
-                weights.live_output.put(attempt, WEIGHTS, tensors)
+                weights.live_output.put_object(attempt, WEIGHTS, tensors)
                 return
             weights.used_disk_fallback = order.weights_attempt is not None
         if manifest is None or order.weights_attempt not in (None, committed):
             source = f"by {attempt} " if attempt else ""
             raise UpstreamFailed(f"weights of {folder} {source}are neither in memory nor committed")
-        # If the manifest is withdrawn after this, reading fails without waiting.
+        # With a known manifest, reading does not wait, even if the manifest is withdrawn later.
         weights.known_manifest = manifest
 
     def _context(self, order: GenerateStarts, should_stop: Callable[[], bool]) -> StageContext:

@@ -1,8 +1,12 @@
 """Transfer of weights from the worker that computed them to the live stores of other workers.
 
-A version is announced to the workers that subscribed to it. Workers on the sender's node read it
-from shared memory. Other workers receive its buckets as records, or through a process group if the
-plan requests that (:class:`BroadcastGroups`).
+A version of the weights is the output of one publish stage: ``out`` is its output folder, relative
+to the run folder, ``attempt`` the attempt that produced it, and ``number`` the iteration. Its
+tensors are packed into one buffer, which is sent in pieces of some MiB, the *buckets*.
+
+A version is announced to the workers that subscribed to its output. Workers on the sender's node
+read it from shared memory. Other workers receive its buckets as records, or through a process group
+if the plan requests that (:class:`BroadcastGroups`).
 
 A worker forwards each bucket at once to its own subscribers, so that the workers form a tree. Only
 complete versions enter the live store. If a bucket is damaged or missing, the worker reads the
@@ -61,13 +65,15 @@ from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, TRANSFER_ERRORS
 
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
+"""Transports of a plan that use a process group."""
 PAYLOAD = "data"
 """Key in the context of a record about weights: the payload of its message."""
 GROUP_NAME = re.compile(r"group-[0-9a-f]{16}")
 MAX_GROUPS = 4
-"""Maximum number of groups; a further group replaces the oldest."""
+"""Maximum number of groups in which a worker sends; also of those in which it receives. A further
+group replaces the oldest."""
 JOIN_GRACE_S = 1.0
-"""Additional time for the thread of a group to end."""
+"""Seconds beyond the timeout of one bucket for the thread of a group to end."""
 GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
 """Errors that end a group."""
 WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
@@ -81,11 +87,16 @@ def send_weight_message(
     number: int,
     message: WeightMessage,
     data: np.ndarray | None = None,
-    part: int = 0,
+    bucket: int = 0,
 ) -> None:
-    """Send a message about version ``number`` of the weights to workers."""
+    """Send a message about version ``number`` of the weights to workers.
+
+    Args:
+        data: payload of the message, uint8; None: it has none.
+        bucket: index of the bucket, if the payload is one.
+    """
     context = {} if data is None else {PAYLOAD: data}
-    record = Record(RecordId(number, part), context=context, info=message.to_dict())
+    record = Record(RecordId(number, bucket), context=context, info=message.to_dict())
     sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
 
@@ -100,8 +111,9 @@ class BroadcastGroups:
         self._record_sender, self._dtype = sender, dtype
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, ...], tuple[str, _GroupMember]] = {}
-        """Groups in which this worker sends, with their names, by backend and members."""
+        """Name and membership of each group in which this worker sends, by (backend, *members)."""
         self._failed_groups: dict[tuple[str, ...], None] = {}
+        """Groups in which a send failed; they are not used again."""
         self._receivers: dict[str, _GroupReceiver] = {}
         """Groups in which this worker receives, by name."""
         self._closing: list[_GroupReceiver] = []
@@ -117,15 +129,15 @@ class BroadcastGroups:
         workers: Sequence[str],
         backend: str,
     ) -> bool:
-        """Send a version; return False if this or an earlier send of the group failed."""
+        """Send a version to a group of workers; return False if this or an earlier send failed."""
         group = (backend, self._record_sender.name, *workers)
         if group in self._failed_groups:
             return False
         try:
-            name, sender = self._senders.get(group) or self._form_group(group)
+            name, member = self._senders.get(group) or self._form_group(group)
             target = (self._record_sender, out, workers, number)
             send_weight_message(*target, GroupSendStarted(group=name, attempt=attempt))
-            digest = sender.broadcast.send(number, tensors, dtype=self._dtype)
+            digest = member.broadcast.send(number, tensors, dtype=self._dtype)
             send_weight_message(*target, GroupSendDone(group=name, digest=digest))
         except GROUP_ERRORS as error:
             log.warning("no %s with %s: %s", backend, ", ".join(workers), error)
@@ -154,7 +166,7 @@ class BroadcastGroups:
             rank = members.index(self._record_sender.name)
             with self._lock:
                 if not self._closed:
-                    group_args = (message.backend, self._pointer(name), rank, len(members))
+                    group_args = (message.backend, self._rendezvous_file(name), rank, len(members))
                     self._receivers[name] = _GroupReceiver(group_args, on_weights)
             while len(self._receivers) > MAX_GROUPS:
                 self._leave_group(next(iter(self._receivers)))
@@ -164,7 +176,7 @@ class BroadcastGroups:
             receiver.messages.put((out, number, message))
 
     def close(self) -> None:
-        """Close all groups. Gloo aborts the process if some are open when Python ends."""
+        """Close all groups. Gloo would abort a process that ends with open groups."""
         with self._lock:
             self._closed = True
         for group in list(self._senders):
@@ -187,32 +199,33 @@ class BroadcastGroups:
         members = ",".join(group[1:])
         message = GroupFormed(group=name, members=members, backend=backend)
         send_weight_message(self._record_sender, name, workers, 0, message)
-        self._senders[group] = name, _GroupMember(backend, self._pointer(name), 0, len(workers) + 1)
+        member = _GroupMember(backend, self._rendezvous_file(name), 0, len(workers) + 1)
+        self._senders[group] = name, member
         while len(self._senders) > MAX_GROUPS:
             self._drop_sender(next(iter(self._senders)))
         return self._senders[group]
 
-    def _pointer(self, name: str) -> Path:
+    def _rendezvous_file(self, name: str) -> Path:
         return self._record_sender.folder / f"{name}.json"
 
     def _drop_sender(self, group: tuple[str, ...]) -> None:
         if group in self._senders:
-            name, sender = self._senders.pop(group)
+            name, member = self._senders.pop(group)
             send_weight_message(self._record_sender, name, group[2:], 0, GroupClosed(group=name))
-            sender.close()
+            member.close()
 
 
 class _GroupMember:
-    """This worker's membership of one group; the constructor waits for all members.
+    """This worker as a member of one group; the constructor waits for all members.
 
     Raises:
         WeightTransferError, StageError, ConfigError, RuntimeError: this process lacks the backend
             or the network, or a member did not join.
     """
 
-    def __init__(self, backend: str, pointer: Path, rank: int, size: int) -> None:
+    def __init__(self, backend: str, rendezvous_file: Path, rank: int, size: int) -> None:
         device = backend_device(backend)
-        self._store, _ = join_rendezvous(pointer, rank, size, BUCKET_TIMEOUT_S)
+        self._store, _ = join_rendezvous(rendezvous_file, rank, size, BUCKET_TIMEOUT_S)
         try:
             group = create_process_group(backend, self._store, rank, size)
         except BaseException:
@@ -226,10 +239,15 @@ class _GroupMember:
 
 
 class _GroupReceiver:
-    """Receives the weights of one group in its own thread."""
+    """Receives the weights of one group in its own thread.
+
+    Args:
+        group_args: backend, rendezvous file, rank and size of the group.
+    """
 
     def __init__(self, group_args: tuple[str, Path, int, int], on_weights: WeightsCallback) -> None:
         self.messages: queue.SimpleQueue[tuple[str, int, GroupMessage] | None] = queue.SimpleQueue()
+        """Output, version and message about the group; None: leave the group."""
         self._on_weights = on_weights
         self._thread = threading.Thread(
             target=self._run, args=group_args, name="group", daemon=True
@@ -237,7 +255,7 @@ class _GroupReceiver:
         self._thread.start()
 
     def leave(self) -> None:
-        """End the thread after its current version."""
+        """Make the thread leave the group after the version that it is receiving."""
         self.messages.put(None)
 
     @property
@@ -249,10 +267,10 @@ class _GroupReceiver:
         """Wait for the thread to end, at most for the timeout of one bucket."""
         self._thread.join(BUCKET_TIMEOUT_S + JOIN_GRACE_S)
 
-    def _run(self, backend: str, pointer: Path, rank: int, size: int) -> None:
+    def _run(self, backend: str, rendezvous_file: Path, rank: int, size: int) -> None:
         member = None
         try:
-            member = _GroupMember(backend, pointer, rank, size)
+            member = _GroupMember(backend, rendezvous_file, rank, size)
             while (message := self.messages.get()) is not None:
                 self._receive(*message, member.broadcast)
         except (*GROUP_ERRORS, queue.Empty) as error:
@@ -278,7 +296,7 @@ class _GroupReceiver:
 
 
 def backend_device(backend: str) -> torch.device:
-    """Return the device of the buckets that a backend sends.
+    """Return the device on which a backend needs the buckets.
 
     Raises:
         WeightTransferError: the backend is not available in this process.
@@ -293,33 +311,33 @@ def backend_device(backend: str) -> torch.device:
 
 
 def create_process_group(backend: str, store: Store, rank: int, size: int) -> BroadcastGroup:
-    """Create a group in addition to those of the pools; all members must be ready.
+    """Create a process group beside those of the pools; waits for all members.
 
     Raises:
         ConfigError: this node is not on the network ``cluster.network_interface``.
         RuntimeError: the group cannot be created.
     """
-    limit = timedelta(seconds=BUCKET_TIMEOUT_S)
+    timeout = timedelta(seconds=BUCKET_TIMEOUT_S)
     if backend == GLOO:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = limit
+        options._timeout = timeout
         device = dist.ProcessGroupGloo.create_device
         if names := os.environ.get(GLOO_INTERFACE_VARIABLE):
             options._devices = [device(interface=name) for name in names.split(",")]
         else:
-            # By default Gloo uses the address of the host name, which is often the loopback.
+            # By default Gloo uses the address of the host name, which is often that of loopback.
             interface = os.environ.get(INTERFACE_VARIABLE)
             address = interface_address(interface) if interface else local_addresses()[0]
             options._devices = [device(hostname=address)]
         return cast(BroadcastGroup, dist.ProcessGroupGloo(store, rank, size, options))
-    # NCCL's watchdog would end the process when another process dies. Here the waiting process
-    # detects that (:mod:`rlinf.weights.broadcast`).
+    # NCCL's watchdog would end this process when another process dies. It is disabled here, because
+    # :mod:`rlinf.weights.broadcast` detects dead processes.
     variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     previous = os.environ.get(variable)
     os.environ[variable] = "0"
     try:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = timeout
         return cast(BroadcastGroup, dist.ProcessGroupNCCL(store, rank, size, options))
     finally:
         if previous is None:
@@ -329,13 +347,15 @@ def create_process_group(backend: str, store: Store, rank: int, size: int) -> Br
 
 
 MAX_VERSIONS = 2
-"""Number of versions kept in memory; older versions are on disk."""
+"""Number of versions that are kept in memory; older versions are read from disk."""
 MAX_ANNOUNCED = 64
-"""Number of announced versions to remember; some never arrive completely."""
+"""Number of announced versions to remember, because some never arrive completely."""
 log = logging.getLogger("rlinf")
 
 
 class _Version(NamedTuple):
+    """The weights of one output; see the module docstring."""
+
     out: str
     attempt: str
     number: int
@@ -350,8 +370,9 @@ class _SharedSegment:
     layout: BucketLayout
     writer: SharedWeightsWriter
     number: int = -1
+    """Number of the version that was last written; -1: none."""
     content: tuple[str, str] = ("", "")
-    """Output and attempt."""
+    """Output and attempt of that version."""
 
 
 class WeightPublisher:
@@ -367,11 +388,17 @@ class WeightPublisher:
         self._lock = threading.Lock()
         self._thread = BackgroundWorker("weights", TRANSFER_ERRORS)
         self._subscribers: dict[str, dict[str, str]] = {}
+        """Transport of each subscribed worker, by output."""
         self._versions: dict[str, _Version] = {}
+        """The newest versions by output, oldest first."""
         self._segment: _SharedSegment | None = None
 
     def subscribe(self, out: str, transports: Mapping[str, str]) -> None:
-        """Subscribe workers, by transport, to the weights of an output: existing or future ones."""
+        """Send the weights of an output to workers, now or once they are published.
+
+        Args:
+            transports: transport by name of the worker.
+        """
         with self._lock:
             self._subscribers[out] = self._subscribers.get(out, {}) | dict(transports)
             if out in self._versions:
@@ -399,7 +426,7 @@ class WeightPublisher:
     def pop_socket_subscribers(self, out: str) -> list[str]:
         """Remove and return the subscribers of an output that use sockets.
 
-        They receive forwarded buckets; :meth:`publish` serves other and later subscribers.
+        The caller forwards buckets to them. :meth:`publish` sends to other and later subscribers.
         """
         with self._lock:
             subscribers = self._subscribers.get(out, {})
@@ -423,6 +450,7 @@ class WeightPublisher:
         self._record_sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
     def _send(self, out: str, transports: Mapping[str, str]) -> None:
+        """Send a version by these transports, or by socket if another transport fails."""
         # A dropped version is not sent, because it is on disk.
         if (version := self._versions.get(out)) is None:
             return
@@ -430,18 +458,19 @@ class WeightPublisher:
             transport: [worker for worker in transports if transports[worker] == transport]
             for transport in set(transports.values())
         }
-        remote = by_transport.get(SOCKET, [])
-        local = by_transport.get(SHARED_MEMORY, [])
-        if local and not self._publish_in_shared_memory(version, local):
-            remote += local
+        socket_workers = by_transport.get(SOCKET, [])
+        local_workers = by_transport.get(SHARED_MEMORY, [])
+        if local_workers and not self._publish_in_shared_memory(version, local_workers):
+            socket_workers += local_workers
         for backend in BACKENDS:
             members = by_transport.get(backend, [])
             if members and not self.groups.send(*version, members, backend):
-                remote += members
-        if remote:
-            self._send_buckets(version, remote)
+                socket_workers += members
+        if socket_workers:
+            self._send_buckets(version, socket_workers)
 
     def _publish_in_shared_memory(self, version: _Version, workers: list[str]) -> bool:
+        """Write a version to shared memory and announce it; return False if that fails."""
         segment = self._segment
         layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
         try:
@@ -486,15 +515,19 @@ class WeightPublisher:
 
 @dataclass
 class _PartialVersion:
+    """A version whose buckets have not all arrived."""
+
     attempt: str
     number: int
     layout_json: bytes
     layout: BucketLayout
     buffer: Tensor
+    """Memory of all buckets, uint8."""
     checksums: dict[int, int] = field(default_factory=dict)
+    """Checksum of each bucket that has arrived."""
 
     def destination(self, bucket: int) -> Tensor:
-        """Return the memory of a bucket; empty if there is no such bucket."""
+        """Return the part of the buffer for a bucket; empty if there is no bucket of this index."""
         exists = 0 <= bucket < self.layout.num_buckets
         return self.buffer[self.layout.bucket_slice(bucket)] if exists else self.buffer[:0]
 
@@ -513,7 +546,7 @@ def _payload(record: Record) -> np.ndarray:
 
 @contextlib.contextmanager
 def _translate_out_of_memory() -> Iterator[None]:
-    """Raise WeightTransferError for the ``RuntimeError`` of torch when memory is exhausted."""
+    """Raise WeightTransferError for the ``RuntimeError`` that torch raises without free memory."""
     try:
         yield
     except RuntimeError as error:
@@ -525,7 +558,7 @@ class WeightReceiver:
 
     Args:
         publisher: forwards received weights to their subscribers.
-        extra_versions: how many versions may arrive while an older version is in use.
+        extra_versions: number of versions that may arrive while an older version is in use.
         on_arrival: called with output, attempt and version of new weights in the live store.
     """
 
@@ -542,13 +575,15 @@ class WeightReceiver:
         self._forward_receivers: dict[str, list[str]] = {}
         """Workers to which each bucket is forwarded, by output."""
         self._partial: dict[str, _PartialVersion] = {}
+        """Incomplete versions by output."""
         self._stored_versions: dict[int, tuple[str, str]] = {}
-        """Output and attempt of each version in the live store."""
+        """Output and attempt of each version in the live store, by number."""
         self._reader: tuple[str, SharedWeightsReader] | None = None
+        """Name and reader of the shared-memory segment that was read last."""
         self._announced: dict[int, tuple[str, str]] = {}
-        """Output and attempt that were last announced, by version."""
+        """Output and attempt that were last announced for each version, by number."""
         self._lock = threading.RLock()
-        """Needed because groups add weights in their own threads."""
+        """Needed because group receivers add weights in their own threads."""
 
     def handle_record(self, out: str, record: Record) -> None:
         """Handle a record about an output's weights. An error drops the version with a warning."""
@@ -562,7 +597,7 @@ class WeightReceiver:
     def _handle(self, out: str, record: Record) -> None:
         message, number = read_weight_message(record.info), record.identity.iteration
         if self._reader is not None and self._reader[1].is_closed:
-            # Release it before the next weights, because two versions take much memory of a node.
+            # Release it now, because two versions together would need much memory of the node.
             self._reader = None
         if isinstance(message, WeightsInSharedMemory | WeightsStart | GroupSendStarted):
             self._announced[number] = (out, message.attempt)
@@ -616,7 +651,7 @@ class WeightReceiver:
             record = replace(record, context={PAYLOAD: destination.numpy()})
             self._publisher.forward(out, receivers, record)
             return
-        checksums = [sum for _, sum in sorted(partial.checksums.items())]
+        checksums = [checksum for _, checksum in sorted(partial.checksums.items())]
         if version_digest(number, partial.layout_json, checksums) != message.digest:
             raise WeightTransferError(f"version {number} is not what was sent")
         del self._partial[out]
@@ -635,7 +670,7 @@ class WeightReceiver:
         with view:
             if view.version != number:
                 raise WeightTransferError(f"version {number} was replaced by {view.version}")
-            # Copy, because the engine may be busy for longer than the sender keeps the memory.
+            # Copy, because the sender may reuse the memory before the engine loads the weights.
             with _translate_out_of_memory():
                 copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
@@ -648,7 +683,7 @@ class WeightReceiver:
         self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]
     ) -> None:
         for old in [name for name, partial in self._partial.items() if partial.number <= number]:
-            del self._partial[old]  # its remaining buckets will not arrive
+            del self._partial[old]  # the remaining buckets of an older version will not arrive
         stored = self._stored_versions
         is_superseded = len(stored) >= self._max_versions and number < min(stored)
         # Announcements may arrive out of order.
@@ -661,7 +696,7 @@ class WeightReceiver:
             if dropped in self._live_store:
                 self._live_store.output(dropped).objects.pop(WEIGHTS, None)
         output = self._live_store.output(out)
-        output.put(attempt, WEIGHTS, tensors)
+        output.put_object(attempt, WEIGHTS, tensors)
         log.info("weights of %s arrived", out)
         self._on_arrival(out, attempt, number)
         self._publisher.publish(out, attempt, number, output.objects)

@@ -218,10 +218,20 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         {"reward": {"name": "environment"}},
         ["reward.name: 'environment' needs rewards", "score"],
     ),
-    ("direct-text", "arithmetic", DIRECT, ["engine.name: 'direct'", "alternatives:", "transformers"]),
+    (
+        "direct-text",
+        "arithmetic",
+        DIRECT,
+        ["engine.name: 'direct'", "alternatives:", "transformers"],
+    ),
     ("mlp-text", "arithmetic", MLP, ["model.name: 'mlp' needs observation", "causal_lm"]),
     ("mlp-direct-text", "arithmetic", {**MLP, **DIRECT}, ["model.name: 'mlp'"]),
-    ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "alternatives: cnn, flow, mlp"]),
+    (
+        "lm-simulator",
+        "cartpole",
+        LANGUAGE,
+        ["model.name: 'causal_lm'", "alternatives: cnn, flow, mlp"],
+    ),
     ("decoding-simulator", "cartpole", DECODING, ["engine.name: 'transformers'", "direct"]),
     (
         "digits-simulator",

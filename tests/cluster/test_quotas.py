@@ -14,7 +14,7 @@ import pytest
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
-from slurm.job_limits import Quotas, read_quotas
+from slurm.job_limits import ClusterLimits, read_cluster_limits
 from slurm.jobs import JobState
 from tests.cluster.helpers import finish, finish_all, job, several
 
@@ -61,7 +61,7 @@ def test_a_refusal_for_now_is_tried_again(
     launcher: SubmititLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GrpSubmitJobs counts jobs of others too, so only Slurm knows when there is room."""
-    launcher.quotas = launcher._queue.quotas = Quotas()
+    launcher.cluster_limits = launcher._queue.cluster_limits = ClusterLimits()
     with limited("account", "root", "GrpSubmitJobs=1"):
         ids = launcher.submit_array(several(tmp_path, "pass", 2))
         assert ids[0].isdigit(), "an array of both was refused, one alone was not"
@@ -82,7 +82,7 @@ def test_what_waits_here_can_be_cancelled(launcher: SubmititLauncher, tmp_path: 
 
 
 def test_no_array_is_larger_than_allowed(launcher: SubmititLauncher, tmp_path: Path) -> None:
-    launcher._queue.quotas = replace(read_quotas(launcher.client), max_array_size=2)
+    launcher._queue.cluster_limits = replace(read_cluster_limits(launcher.client), max_array_size=2)
     ids = launcher.submit_array(several(tmp_path, "pass", 3))
     assert [identity.count("_") for identity in ids] == [1, 1, 0]
     assert [status.state for status in finish_all(launcher, ids)] == [JobState.DONE] * 3
@@ -90,11 +90,11 @@ def test_no_array_is_larger_than_allowed(launcher: SubmititLauncher, tmp_path: P
 
 def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
     with limited("user", "root", "MaxSubmitJobs=7", "MaxWall=01:00:00"):
-        quotas = read_quotas(SlurmClient())
+        quotas = read_cluster_limits(SlurmClient())
     assert quotas.max_array_size == 10001
     assert quotas.default_partition == "cpu"
     needs = job(cluster, "pass").resources
-    assert [quota.max_jobs for quota in quotas.quotas_for(needs)] == [7, 20000]
+    assert [quota.max_jobs for quota in quotas.job_count_limits(needs)] == [7, 20000]
     with pytest.raises(PlanError, match="61 minutes requested, account root allows 60"):
         quotas.check(replace(needs, time_limit_min=61), "stages.train")
 
@@ -104,11 +104,11 @@ def test_the_rules_and_the_unlike_nodes_of_a_partition_are_read(cluster: Path) -
     subprocess.run([*change, "MaxNodes=2", "DenyQos=high"], check=True)
     try:
         client = SlurmClient()
-        partition, quotas = client.partitions()["gpu"], read_quotas(client)
+        partition, quotas = client.partitions()["gpu"], read_cluster_limits(client)
     finally:
         subprocess.run([*change, "MaxNodes=UNLIMITED", "DenyQos="], check=True)
     assert partition.max_nodes == 2
-    assert [(group.count, group.gpus) for group in partition.groups] == [
+    assert [(group.count, group.gpus) for group in partition.node_types] == [
         (2, {"a100": 4}),
         (2, {"h100": 4}),
     ]

@@ -17,7 +17,7 @@ from launchers.submission_queue import PendingSubmission, read_submitted_job
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient, classify_failure
-from slurm.job_limits import Quotas
+from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobResources, JobState, JobStatus
 
 
@@ -126,7 +126,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
 
 
 def launcher_of(controller: Controller) -> SubmititLauncher:
-    launcher = SubmititLauncher(controller, Quotas(()))
+    launcher = SubmititLauncher(controller, ClusterLimits(()))
     launcher._queue.visibility_timeout_s = 0.2
     return launcher
 

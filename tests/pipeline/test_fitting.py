@@ -46,7 +46,7 @@ def prior(tmp_path: Path) -> Path:
         (
             "pendulum_bc",
             ["algorithm.offline_data={prior}", "model.normalize_observations=true"],
-            r"model\.normalize_observations: bc follows no statistics",
+            r"model\.normalize_observations: bc updates no statistics",
         ),
     ],
 )

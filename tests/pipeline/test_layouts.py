@@ -118,7 +118,7 @@ def test_what_no_trainer_could_begin_is_refused_before_a_job_is(
 @pytest.mark.parametrize(
     ("parts", "plan", "text"),
     [
-        ([], JOBS, r"plan\.stages\.rollout\.layout\.tp: engine 'transformers' cannot .* no way"),
+        ([], JOBS, r"plan\.stages\.rollout\.layout\.tp: engine 'transformers' does not .* none"),
         (PARTS, {"defaults": {"layout": {"tp": 2}}}, r"plan\.defaults\.layout: set it per stage"),
         (PARTS, {"stages": {"train": {"layout": {"tp": 2}}}}, r"stages\.train\.layout: tp=2 takes"),
         (PARTS, {"stages": {"reward": SHARED}}, r"reward\.layout: reward computes with no model"),

@@ -226,7 +226,12 @@ def forget_code() -> None:
     """Let this process read the user's module again, as the process of a new start would."""
     sys.modules.pop("reward_of_orders", None)
     importlib.invalidate_caches()
-    for cached in (identity._module, identity._file, identity._path, identity._recorded):
+    for cached in (
+        identity._parse_module,
+        identity._module_file_digest,
+        identity._module_path,
+        identity._verified_snapshot,
+    ):
         cached.cache_clear()
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,11 @@ def committed(run: Run) -> RunState:
     return found
 
 
-def edit(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """As if a line of a module had been changed."""
-    real = identity._module
-
-    def changed(name: str) -> Any:
-        found = real(name)
-        other = identity.ModuleDigest("edited", "edited")
-        return replace(found, source=other) if name == module else found
-
-    monkeypatch.setattr(identity, "_module", changed)
-    files = identity._file
-    monkeypatch.setattr(identity, "_file", lambda name: "edited" if name == module else files(name))
+def edit(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """As if a source file had been changed."""
+    before = identity.product_digests()
+    assert file in before
+    monkeypatch.setattr(identity, "product_digests", lambda: before | {file: "edited"})
 
 
 def test_a_changed_key_is_refused_before_anything_is_touched(
@@ -89,37 +81,23 @@ def test_keys_that_change_no_result_are_accepted(finished: Path, compose: Compos
 def test_changed_code_is_refused_and_named_whoever_starts(
     finished: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit(monkeypatch, "rlinf.trainers.fsdp")
+    edit(monkeypatch, "rlinf/trainers/fsdp.py")
     before = everything(finished)
     for start in (lambda: prepare_run(compose()), lambda: drive(Run.open(finished))):
-        with pytest.raises(MismatchError, match=r"code: rlinf\.trainers\.fsdp") as error:
+        with pytest.raises(MismatchError, match=r"code: rlinf/trainers/fsdp\.py") as error:
             start()
         assert "SFT, 2 iterations (0 to 1)" in str(error.value)
     assert everything(finished) == before
 
 
-def test_code_that_this_run_does_not_use_may_change(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = contents(finished)
-    for module in (
-        "rlinf.algorithms.ppo",
-        "rlinf.channels.record_streams",
-        "rlinf.models.actor_critic",
-    ):
-        edit(monkeypatch, module)
-    drive(Run.open(finished))
-    assert contents(finished) == before
-    assert not (finished / ARCHIVE).exists()
-
-
 def test_redo_makes_anew_what_differs_and_nothing_else(
-    finished: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tiny_run: Path, compose: Compose
 ) -> None:
-    edit(monkeypatch, "rlinf.rewards.task_rewards")
+    """No sample is as long as these limits, so the rewards stay the same."""
+    limits = ("reward.overlong_penalty_start=1000", "reward.overlong_penalty_end=2000")
     kept = (finished / "it/0000/train/manifest.json").stat().st_mtime_ns
     made = (finished / "it/0000/reward/manifest.json").read_bytes()
-    drive(Run.open(finished), on_mismatch=OnMismatch.RECOMPUTE)
+    drive(prepare_run(compose(*limits), OnMismatch.RECOMPUTE))
     aside = next((finished / ARCHIVE).iterdir())
     assert {p.relative_to(aside).as_posix() for p in aside.glob("it/*/*")} == {
         "it/0000/reward",
@@ -140,7 +118,7 @@ def test_redo_makes_anew_what_differs_and_nothing_else(
 def test_keep_goes_on_with_what_is_there_and_notes_it(
     finished: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit(monkeypatch, "rlinf.trainers.fsdp")
+    edit(monkeypatch, "rlinf/trainers/fsdp.py")
     shutil.rmtree(finished / "evaluate/0002")
     before = contents(finished)
     drive(prepare_run(compose("optimizer.lr=0.5"), OnMismatch.KEEP))
@@ -148,7 +126,7 @@ def test_keep_goes_on_with_what_is_there_and_notes_it(
     assert {name: after[name] for name in before} == before
     assert "evaluate/0002" in after
     entry = json.loads((finished / ACCEPTED_FILE).read_text())["entries"][0]
-    assert entry["differences"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
+    assert entry["differences"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf/trainers/fsdp.py"]
     assert "train/1" in entry["outputs"]
     drive(Run.open(finished))
     assert contents(finished) == after, "a later start does not ask again"
@@ -280,7 +258,7 @@ def test_a_driver_does_not_begin_with_a_configuration_that_was_replaced(
 ) -> None:
     first = prepare_run(compose("seed=1"))
     prepare_run(compose("seed=2"))
-    with pytest.raises(RunLockedError, match=r"another start changed .* \(seed: 1 -> 2\)"):
+    with pytest.raises(RunLockedError, match=r"another command changed .* \(seed: 1 -> 2\)"):
         drive(first)
     assert not list((tmp_path / "tiny").rglob(MANIFEST))
 
@@ -289,7 +267,7 @@ def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(finished / "evaluate/0002")
-    edit(monkeypatch, "stages.evaluate")
+    edit(monkeypatch, "stages/evaluate.py")
     call = StageCall(
         "evaluate",
         finished / CONFIG_FILE,
@@ -297,7 +275,7 @@ def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(
         2,
         {"weights": finished / "it/0001/sync"},
     )
-    with pytest.raises(CodeIdentityError, match=r"stages\.evaluate differs from the code"):
+    with pytest.raises(CodeIdentityError, match=r"stages/evaluate\.py differs from the code"):
         run_stage(call)
     assert not list(finished.glob("evaluate/0002/*"))
 

@@ -9,7 +9,7 @@ import pytest
 from rlinf.errors import PlanError
 from slurm.discovery import build_partition, parse_partition_records
 from slurm.inventory import AccountingLimits, Association, QosLimits
-from slurm.job_limits import PartitionAccess, Quotas, partition_access
+from slurm.job_limits import ClusterLimits, PartitionAccess, partition_access
 from slurm.jobs import JobResources
 
 TEXT = Path(__file__).parent / "samples" / "22.05-inventory-partitions.txt"
@@ -17,11 +17,11 @@ RECORDS = {r["PartitionName"]: r for r in parse_partition_records(TEXT.read_text
 TEAM = Association(cluster="dev", account="team", qos=("low", "normal"), default_qos="low")
 
 
-def quotas(*associations: Association, version: str = "22.05.8") -> Quotas:
+def quotas(*associations: Association, version: str = "22.05.8") -> ClusterLimits:
     qos = {"normal": QosLimits(), "low": QosLimits(), "high": QosLimits()}
-    return Quotas(
+    return ClusterLimits(
         cluster="dev",
-        limits=AccountingLimits(associations=associations, qos=qos),
+        accounting=AccountingLimits(associations=associations, qos=qos),
         default_partition="cpu",
         access={
             name: partition_access(build_partition(values), version)

@@ -33,7 +33,7 @@ def test_recorded_partitions() -> None:
     assert set(found) == {"cpu", "a100", "h100", "gpu", "spot"}
     assert found["cpu"].is_default
     assert found["a100"].gpus == {"a100": 4}
-    assert [group.gpus for group in found["gpu"].groups] == [{"a100": 4}, {"h100": 4}]
+    assert [group.gpus for group in found["gpu"].node_types] == [{"a100": 4}, {"h100": 4}]
     assert found["gpu"].gpus == {"a100": 4, "h100": 4}, "a partition of unlike nodes"
     assert found["gpu"].nodes == 4
     assert found["a100"].time_limit_min is None

@@ -11,7 +11,13 @@ import pytest
 from rlinf.errors import PlanError
 from slurm.client import QueuedJob, SlurmClient
 from slurm.inventory import AccountingLimits, Association, QosLimits
-from slurm.job_limits import MAX_ARRAY_SIZE, MAX_JOB_COUNT, Quotas, is_queue_full, read_quotas
+from slurm.job_limits import (
+    MAX_ARRAY_SIZE,
+    MAX_JOB_COUNT,
+    ClusterLimits,
+    is_queue_full,
+    read_cluster_limits,
+)
 from slurm.jobs import JobResources, JobState
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -20,11 +26,11 @@ TEAM = Association(
 )
 
 
-def quotas(*associations: Association, qos: dict[str, QosLimits] | None = None) -> Quotas:
-    return Quotas(
+def quotas(*associations: Association, qos: dict[str, QosLimits] | None = None) -> ClusterLimits:
+    return ClusterLimits(
         cluster="dev",
         max_jobs=1000,
-        limits=AccountingLimits(
+        accounting=AccountingLimits(
             associations=associations or (TEAM,), qos=qos or {"normal": QosLimits()}
         ),
         partition_qos={"Short": "part", "Shorter": "part"},
@@ -37,7 +43,7 @@ def queued(account: str = "team", qos: str = "normal", partition: str = "cpu") -
 
 
 def test_an_account_counts_its_own_jobs_that_have_not_ended() -> None:
-    quota = quotas().quotas_for(JobResources())[0]
+    quota = quotas().job_count_limits(JobResources())[0]
     assert (quota.max_jobs, quota.description) == (10, "MaxSubmitJobs of account team")
     assert quota.counts(queued())
     assert not quota.counts(queued(account="other"))
@@ -46,7 +52,9 @@ def test_an_account_counts_its_own_jobs_that_have_not_ended() -> None:
 
 def test_a_qos_comes_before_the_account() -> None:
     """Hierarchy of Slurm's resource limits: the first that sets a limit is right."""
-    found = quotas(qos={"normal": QosLimits(max_submit_per_user=50)}).quotas_for(JobResources())
+    found = quotas(qos={"normal": QosLimits(max_submit_per_user=50)}).job_count_limits(
+        JobResources()
+    )
     assert [quota.description for quota in found] == [
         "MaxSubmitJobsPerUser of QOS normal",
         "MaxJobCount of the cluster",
@@ -57,7 +65,7 @@ def test_a_qos_comes_before_the_account() -> None:
 
 def test_a_partition_qos_comes_first_and_counts_jobs_of_all_its_partitions() -> None:
     limits = {"part": QosLimits(max_submit_per_user=3), "normal": QosLimits(max_submit_per_user=2)}
-    found = quotas(qos=limits).quotas_for(JobResources(partition="Short"))[0]
+    found = quotas(qos=limits).job_count_limits(JobResources(partition="Short"))[0]
     assert (found.max_jobs, found.description) == (3, "MaxSubmitJobsPerUser of QOS part")
     assert found.counts(queued(partition="cpu,shorter"))
     assert not found.counts(queued(partition="cpu"))
@@ -65,23 +73,25 @@ def test_a_partition_qos_comes_first_and_counts_jobs_of_all_its_partitions() -> 
 
 def test_a_job_for_several_partitions_counts_against_the_limits_of_each() -> None:
     limits = {"part": QosLimits(max_submit_per_user=3), "normal": QosLimits()}
-    found = quotas(qos=limits).quotas_for(JobResources(partition="cpu,Short"))
+    found = quotas(qos=limits).job_count_limits(JobResources(partition="cpu,Short"))
     assert [quota.max_jobs for quota in found] == [3, 10, 1000]
 
 
 def test_an_association_of_the_partition_is_nearer_than_the_general_one() -> None:
     special = TEAM.model_copy(update={"partition": "gpu", "max_submit": 4})
-    found = quotas(TEAM, special).quotas_for(JobResources(partition="GPU"))[0]
+    found = quotas(TEAM, special).job_count_limits(JobResources(partition="GPU"))[0]
     assert found.max_jobs == 4
     assert found.counts(queued(partition="gpu"))
     assert not found.counts(queued(partition="cpu"))
-    assert quotas(TEAM, special).quotas_for(JobResources(partition="cpu"))[0].max_jobs == 10
+    assert quotas(TEAM, special).job_count_limits(JobResources(partition="cpu"))[0].max_jobs == 10
 
 
 def test_with_several_accounts_and_none_named_nothing_is_guessed() -> None:
     other = TEAM.model_copy(update={"account": "other", "max_submit": 1})
-    assert [quota.max_jobs for quota in quotas(TEAM, other).quotas_for(JobResources())] == [1000]
-    assert quotas(TEAM, other).quotas_for(JobResources(account="other"))[0].max_jobs == 1
+    assert [quota.max_jobs for quota in quotas(TEAM, other).job_count_limits(JobResources())] == [
+        1000
+    ]
+    assert quotas(TEAM, other).job_count_limits(JobResources(account="other"))[0].max_jobs == 1
 
 
 @pytest.mark.parametrize(
@@ -202,20 +212,20 @@ class Recorded(SlurmClient):
 def test_the_size_of_arrays(line: str, want: int) -> None:
     client = Recorded()
     client.config = line
-    assert read_quotas(client).max_array_size == want
+    assert read_cluster_limits(client).max_array_size == want
 
 
 def test_limits_that_nobody_enforces_do_not_count() -> None:
     client = Recorded()
     client.config = "AccountingStorageEnforce = none\nClusterName = dev\n"
-    assert [quota.max_jobs for quota in read_quotas(client).quotas_for(JobResources())] == [
-        MAX_JOB_COUNT
-    ]
+    assert [
+        quota.max_jobs for quota in read_cluster_limits(client).job_count_limits(JobResources())
+    ] == [MAX_JOB_COUNT]
     client.config = "AccountingStorageEnforce = associations,limits,qos\nClusterName = dev\n"
-    found = read_quotas(client)
+    found = read_cluster_limits(client)
     assert found.default_partition == "cpu"
-    assert found.quotas_for(JobResources())[0].description == "MaxSubmitJobs of account root"
+    assert found.job_count_limits(JobResources())[0].description == "MaxSubmitJobs of account root"
     assert (
-        found.quotas_for(JobResources(qos="high"))[0].description
+        found.job_count_limits(JobResources(qos="high"))[0].description
         == "MaxSubmitJobsPerUser of QOS high"
     )

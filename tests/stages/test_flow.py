@@ -82,12 +82,12 @@ def test_nothing_is_let_go_that_a_later_stage_takes(flow: Flow, iterations: int)
         for source in graph.inputs(node).values():
             if source.stage in flow.stages and node.stage in flow.stages:
                 behind = node.iteration - source.iteration
-                assert behind < flow.retained_outputs(source.stage)
+                assert behind < flow.num_retained_outputs(source.stage)
 
 
 @given(made())
 def test_what_a_stage_waits_for_leaves_out_what_follows_from_others(flow: Flow) -> None:
-    after = flow.device_dependencies()
+    after = flow.direct_dependencies()
     assert flow.publish_stage not in after
     for name, sources in after.items():
         direct = {s.stage for s in flow.stages[name].inputs.values() if not s.lag}
@@ -99,13 +99,13 @@ def test_the_flow_there_is() -> None:
     assert on_policy.publish_stage == "sync"
     assert on_policy.elastic_stage == "rollout"
     assert on_policy.stream_channels == {"trajectories", "rewards", "logprobs"}
-    assert on_policy.device_dependencies() == {
+    assert on_policy.direct_dependencies() == {
         "rollout": (),
         "reward": ("rollout",),
         "inference": ("rollout",),
         "train": ("reward", "inference"),
     }
-    assert {name: on_policy.retained_outputs(name) for name in on_policy.stages} == {
+    assert {name: on_policy.num_retained_outputs(name) for name in on_policy.stages} == {
         **{"rollout": 1, "reward": 1, "inference": 1},
         **{"train": 2, "sync": 2},
     }
@@ -118,7 +118,7 @@ def test_carried_over_episodes_are_an_input_of_the_next_rollout_on_fixed_workers
     flow = with_carried_episodes(get_flow(name))
     assert flow.stages["rollout"].inputs["open_episodes"] == InputSource("rollout", lag=1)
     assert (flow.elastic_stage, flow.rollout_stage) == (None, "rollout")
-    assert flow.retained_outputs("rollout") == 2, "retention keeps the one before"
+    assert flow.num_retained_outputs("rollout") == 2, "retention keeps the one before"
     check_flow(flow, "flow")
     experiment = "cartpole_ppo" if name == "on_policy" else "pendulum_sac"
     for word, wanted in (("true", flow), ("false", get_flow(name))):

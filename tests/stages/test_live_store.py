@@ -156,7 +156,7 @@ def test_what_is_committed_goes_once_no_stage_here_is_to_read_it() -> None:
 def test_weights_of_the_last_versions_stay_though_they_are_committed() -> None:
     """Claims come when they come; older versions lose them by number."""
     store = LiveStore()
-    store.output("sync").put("data-a", "weights", 1)
+    store.output("sync").put_object("data-a", "weights", 1)
     store.output("older")
     assert store.release_committed(lambda _: True) == {"older"}
     assert store.output("sync").get_object("weights", "data-a") == 1
@@ -175,20 +175,20 @@ def test_records_of_an_uncommitted_attempt_are_invalidated() -> None:
     store = LiveStore()
     output = store.output("rollout")
     for number, attempt in enumerate(("data-a", "data-b")):
-        output.depends_on(attempt)
+        output.add_source_attempt(attempt)
         output.stream("x").put(record(number))
     with pytest.raises(UpstreamFailed, match="never committed"):
         next(output.iter_records("x", 2, never, source_attempt="data-a"))
     again = store.output("rollout")
     assert again is not output
-    again.depends_on("data-a")
+    again.add_source_attempt("data-a")
     again.stream("x").put(record(0))
     assert values(list(again.iter_records("x", 1, never, source_attempt="data-a"))) == [(0, 0)]
 
 
 def test_an_object_is_held_only_for_the_attempt_it_is_of() -> None:
     output = LiveOutput()
-    output.put("data-a", "weights", 1)
+    output.put_object("data-a", "weights", 1)
     assert (output.get_object("weights", "data-a"), output.get_object("weights", "data-b")) == (
         1,
         None,

@@ -125,13 +125,13 @@ def test_the_folder_may_be_gone_once_the_last_report_is_there(
 
     def renamed(path: Path, target: Path) -> Path:
         found = rename(path, target)
-        shutil.rmtree(ranks.folder)
+        shutil.rmtree(ranks.ranks_folder)
         return found
 
     with ranks.attempt_scope():
         monkeypatch.setattr(Path, "replace", renamed)
         ranks.write_report(metrics={})
-    assert not ranks.folder.exists()
+    assert not ranks.ranks_folder.exists()
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -274,8 +274,8 @@ def test_time_in_which_the_waiting_process_was_suspended_does_not_count(
 def test_a_sign_that_is_touched_again_counts_however_old_it_says_it_is(tmp_path: Path) -> None:
     """Its node's clock may be hours off."""
     ranks = AttemptRanks(tmp_path / "data-a", ProcessGroupInfo(0, 2))
-    ranks.folder.mkdir()
-    sign, end = ranks.folder / "1", time.monotonic() + 3 * TIMEOUT_S
+    ranks.ranks_folder.mkdir()
+    sign, end = ranks.ranks_folder / "1", time.monotonic() + 3 * TIMEOUT_S
     sign.touch()
     hours = iter(range(1, 10_000))
 
@@ -301,7 +301,7 @@ def test_each_rank_describes_its_own_files_of_channels_and_checkpoints(
     (data / "model-r1.safetensors").write_text("of rank 0")
     for rank in range(size):
         ranks = AttemptRanks(data, ProcessGroupInfo(rank, size))
-        ranks.folder.mkdir(exist_ok=True)
+        ranks.ranks_folder.mkdir(exist_ok=True)
         ranks.write_report()
     values = ranks.wait_for_reports()
     own = {rank: set(report["files"]) for rank, report in enumerate(values) if report["files"]}

@@ -16,7 +16,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.errors import InputError
-from stages.train import logprob_gap_limit
+from stages.train import default_max_logprob_diff
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -42,7 +42,7 @@ def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
     ],
 )
 def test_half_precision_may_differ_more(compose: Compose, override: str, limit: float) -> None:
-    assert logprob_gap_limit(validate(RunConfig, compose(override))) == limit
+    assert default_max_logprob_diff(validate(RunConfig, compose(override))) == limit
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,7 +1,8 @@
 """Snakemake executor ``rlinf``: rules become Slurm jobs through the project's own launcher.
 
-One query of the queue serves all jobs. The end of a job is first detected by its manifest. A job
-runs its stage directly instead of a second Snakemake (docs/explanation/decisions.md).
+One query of the queue serves all jobs. A job whose manifest exists counts as done, whatever the
+queue shows. A job runs its stage directly, without a second Snakemake in the job
+(docs/explanation/decisions.md).
 """
 
 import json
@@ -57,7 +58,7 @@ class Executor(RemoteExecutor):
         self._launcher = SubmititLauncher(SlurmClient())
 
     @cached_property
-    def _default(self) -> str | None:
+    def _default_partition(self) -> str | None:
         """The partition of jobs that name no partition; the site file may have settings for it."""
         return default_partition(self._launcher.client.partitions())
 
@@ -77,7 +78,8 @@ class Executor(RemoteExecutor):
         site = self.workflow.executor_settings.site
         name = "-".join([job.name, *map(str, job.wildcards)])
         try:
-            default = self._default if site and not job.resources.get("slurm_partition") else None
+            names_partition = job.resources.get("slurm_partition")
+            default = self._default_partition if site and not names_partition else None
             request = JobSpec(
                 name=name,
                 argv=tuple(str(word) for word in argv),

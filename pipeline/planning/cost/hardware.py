@@ -103,20 +103,21 @@ on eight A100 with 300 GB/s of NVLink each (bus bandwidth as in PERFORMANCE.md).
 NVLINK_LATENCY_S = 4e-6
 """Latency per hop including launch, tuned to published decoding on 2 to 8 A100 (gpt-fast)."""
 PCIE_LATENCY_S = 10e-6
+"""Latency of PCIe (assumed)."""
 INTER_LATENCY_S = 20e-6
 """Latency per hop between nodes (assumed)."""
 INTER_BYTES_PER_S = 12.5e9
 """Bandwidth between nodes if unknown: one port of 100 Gbit/s (assumed)."""
 FLOPS_EFFICIENCY: Mapping[str, float] = MappingProxyType({"a100": 0.7})
-"""Share of the peak that large matmuls reach, by family, without communication and other kernels.
-It was tuned to LLM Foundry's tables of A100 and H100."""
+"""Share of the peak that large matmuls reach, by family, without communication and other kernels,
+tuned to LLM Foundry's tables of A100 and H100."""
 DEFAULT_FLOPS_EFFICIENCY = 0.6
-"""The same for the H100; assumed for all other GPUs."""
+"""The share that the H100 reaches; assumed for all other GPUs."""
 PCIE_BYTES_PER_S = {"h100": 63e9, "h200": 63e9, "b200": 63e9, "mi300x": 63e9, "v100": 15.75e9}
-"""Bandwidth of PCIe x16 per direction by family: generation 5, and 3 for the V100; the other
-families have generation 4."""
+"""Bandwidth of PCIe x16 per direction by family: generation 5, and 3 for the V100."""
 PCIE4_BYTES_PER_S = 31.5e9
-FABRIC: Mapping[str, tuple[float, str]] = MappingProxyType(
+"""Bandwidth of PCIe x16 of generation 4, which all other families have."""
+GPU_LINKS: Mapping[str, tuple[float, str]] = MappingProxyType(
     {
         "a100-80gb-sxm": (300e9, "NVIDIA A100 data sheet: NVLink 600 GB/s, both directions"),
         "h100-sxm": (450e9, "NVIDIA H100 data sheet: NVLink 900 GB/s, both directions"),
@@ -213,7 +214,7 @@ def device_from_data_sheet(
         name: the device's name; the model by default.
         memory_gib: memory of each GPU, if it differs from the data sheet.
         intra_bytes_per_s: bandwidth between two GPUs of a node, per direction; by default the GPU's
-            own links (:data:`FABRIC`), else PCIe.
+            own links (:data:`GPU_LINKS`), else PCIe.
         inter_bytes_per_s: bandwidth between two nodes, per node and direction.
 
     Raises:
@@ -226,13 +227,13 @@ def device_from_data_sheet(
             "site file, or measure the stages with a profile"
         )
     pcie = PCIE_BYTES_PER_S.get(gpu.family, PCIE4_BYTES_PER_S)
-    fabric, fabric_source = FABRIC.get(model, (pcie, "assumed: PCIe x16"))
-    intra = intra_bytes_per_s or fabric
+    own_link_bytes_per_s, link_source = GPU_LINKS.get(model, (pcie, "assumed: PCIe x16"))
+    intra = intra_bytes_per_s or own_link_bytes_per_s
     sources = {
         "flops": gpu.source if gpu.bf16_flops else f"{gpu.source}, float16 (no bfloat16 units)",
         "bandwidth_bytes_per_s": gpu.source,
         "memory_bytes": "given" if memory_gib else gpu.source,
-        "intra": "given" if intra_bytes_per_s else fabric_source,
+        "intra": "given" if intra_bytes_per_s else link_source,
         "inter": "given" if inter_bytes_per_s else "assumed: 100 Gbit/s",
     }
     return GpuDevice(

@@ -18,9 +18,10 @@ from pipeline.planning.cost.workload import GenerationWorkload, TrainingWorkload
 
 Array = np.ndarray
 Count = Any
-"""A whole number, or an int64 array of them."""
+"""A whole number, or an int64 array of whole numbers."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Micro-batches to try, in samples."""
 MAX_EXHAUSTIVE_REPLICAS = 64
 """Up to this limit every number of replicas is tried; above it, only those that reduce the work of
 the slowest replica, because further sharding of states saves very little."""
@@ -28,7 +29,8 @@ the slowest replica, because further sharding of states saves very little."""
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """One or many parallel layouts: fields other than ``pp`` may be arrays of the same shape."""
+    """One or many parallel layouts: fields other than ``pp`` and ``recompute`` may be arrays of the
+    same shape."""
 
     tp: Count = 1
     """Tensor parallel: number of processes that share each matrix."""
@@ -63,16 +65,16 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The pipeline stages of a model. Equal stages are stored once, so arrays are ``[kinds]``.
+    """The pipeline stages of a model. Equal stages are stored once, so arrays are ``[different]``.
 
     The embedding is on the first stage; the last norm and the head are on the last stage, with a
     copy of a tied embedding if these stages differ.
     """
 
-    number: Array
-    """Index of the first stage of the kind, int64."""
+    first_index: Array
+    """Index of the first of the equal stages, int64."""
     count: Array
-    """Number of stages of the kind, int64."""
+    """Number of equal stages, int64."""
     layers: int
     """Layers of each stage."""
     shared: Array
@@ -110,8 +112,8 @@ def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
         activations.max(1),
     ]
     table = np.stack(columns, axis=1).astype(np.float64)
-    table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)
-    return PipelineStages(number, count, shape.layers // pp, *table.T)
+    table, first_index, count = np.unique(table, axis=0, return_index=True, return_counts=True)
+    return PipelineStages(first_index, count, shape.layers // pp, *table.T)
 
 
 def candidate_layouts(
@@ -120,9 +122,9 @@ def candidate_layouts(
     """Yield the useful layouts on up to ``gpus`` GPUs, in batches with the same ``pp`` and
     ``recompute``.
 
-    ``tp`` divides the heads (and the key-value heads, unless they are fewer) and is at most a node;
-    ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica has at least one
-    sample. Generation has no pipeline.
+    ``tp`` divides the heads (and the key-value heads, unless they are fewer) and is at most
+    ``gpus_per_node``; ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica
+    has at least one sample. Generation has no pipeline.
     """
     is_generation = isinstance(work, GenerationWorkload)
     for pp in [1] if is_generation else _divisors(shape.layers):

@@ -71,9 +71,9 @@ def training_memory(
 ) -> MemoryBreakdown:
     """Return weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
 
-    Stage ``s`` has ``pp - s`` micro-batches in flight, or all if there are fewer. With ZeRO stage
-    3, two layers are unsharded at a time: the current one and the one being fetched. Of offloaded
-    optimizer states, at least those of the embedding are on the device at a time.
+    Stage ``s`` has ``pp - s`` micro-batches in flight, or fewer if the step has fewer. With ZeRO
+    stage 3, two layers are unsharded at a time: the current one and the one being fetched. Of
+    offloaded optimizer states, at least those of the embedding are on the device at a time.
     """
     tp, dp, ep, size = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
@@ -87,16 +87,16 @@ def training_memory(
     if work.zero == 3:
         largest = float((shape.shared_parameters + shape.expert_parameters).max())
         weights = weights + 2 * work.state.weights * largest / tp * (shards > 1)
-    in_flight = np.minimum(-(-work.samples // (dp * size)), layout.pp - stages.number)
+    in_flight = np.minimum(-(-work.samples // (dp * size)), layout.pp - stages.first_index)
     # The gradient of the logits has the size of the logits.
-    per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
+    bytes_per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
     if layout.recompute == "full":
         input_bytes = float(shape.activation_bytes("full").max())
         # All activations of the layer that is being recomputed are in memory.
-        per_token = per_token + stages.largest_activation_bytes
-        per_token = per_token + in_flight * stages.layers * input_bytes
+        bytes_per_token = bytes_per_token + stages.largest_activation_bytes
+        bytes_per_token = bytes_per_token + in_flight * stages.layers * input_bytes
     else:
-        per_token = per_token + in_flight * stages.activation_bytes
+        bytes_per_token = bytes_per_token + in_flight * stages.activation_bytes
     tokens = size * max(work.longest, work.tokens)
     optimizer = state_bytes(work.state.optimizer, 1)
     if work.state_on_device is not None:
@@ -104,7 +104,7 @@ def training_memory(
         limit = np.maximum(work.state_on_device, min_on_device * (work.state_on_device > 0))
         optimizer = np.minimum(optimizer, limit)
     return MemoryBreakdown(
-        weights, state_bytes(work.state.gradients, 2), optimizer, per_token * tokens / tp
+        weights, state_bytes(work.state.gradients, 2), optimizer, bytes_per_token * tokens / tp
     )
 
 
@@ -115,11 +115,11 @@ def _inference(
     tp, ep, micro_batch = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
     stages = split_pipeline(shape, layout.pp)
     tokens = micro_batch * max(work.longest, work.tokens)
-    per_token = np.maximum(
+    bytes_per_token = np.maximum(
         stages.largest_activation_bytes, stages.head * shape.head_activation_bytes
     )
     weights = shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
-    return _worst_stage(MemoryBreakdown(weights, activations=per_token * tokens / tp))
+    return _worst_stage(MemoryBreakdown(weights, activations=bytes_per_token * tokens / tp))
 
 
 def _generation(
@@ -157,8 +157,8 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
 def running_requests(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> Any:
-    """Return how many mean-length requests a replica runs concurrently, float64 of the shape of
-    the layouts. It is at most the engine's limit; 0 if a request of maximum length does not fit."""
+    """Return how many mean-length requests a replica runs concurrently, float64 with the shape of
+    the layouts: at most the engine's limit; 0 if a request of maximum length does not fit."""
     minimum = _generation(shape, layout, work)
     free_bytes = device.usable_bytes - minimum.weights - minimum.activations
     bytes_per_request = mean_context(work) * kv_bytes_per_token(shape, layout.tp)

@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and of an untied head."""
+        """Parameters of one embedding; an untied head has as many."""
         return self.vocab * self.hidden
 
     @property
@@ -118,15 +118,15 @@ class ModelShape:
         attention += (self.q_width + 2 * self.kv_width) * self.qkv_bias
         attention += self.hidden * self.out_bias + 2 * self.head_dim * self.qk_norm
         router = self.hidden * self.experts
-        shared = self._mlp(self.shared_ffn, bias=False) + self.hidden * (self.shared_ffn > 0)
-        dense = self._mlp(self.ffn, bias=self.mlp_bias)
+        shared = self._mlp_size(self.shared_ffn, bias=False) + self.hidden * (self.shared_ffn > 0)
+        dense = self._mlp_size(self.ffn, bias=self.mlp_bias)
         norms = 2 * self.hidden
         return attention + norms + np.where(self.sparse, router + shared, dense).astype(np.int64)
 
     @property
     def expert_size(self) -> int:
         """Parameters of one routed expert."""
-        return self._mlp(self.expert_ffn, bias=False) if self.experts else 0
+        return self._mlp_size(self.expert_ffn, bias=False) if self.experts else 0
 
     @functools.cached_property
     def expert_parameters(self) -> Array:
@@ -148,8 +148,8 @@ class ModelShape:
         """
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         active = self.active_experts * self.expert_size + self.hidden * self.experts
-        shared = self._mlp(self.shared_ffn, bias=False) + self.hidden * (self.shared_ffn > 0)
-        dense = self._mlp(self.ffn, bias=False)
+        shared = self._mlp_size(self.shared_ffn, bias=False) + self.hidden * (self.shared_ffn > 0)
+        dense = self._mlp_size(self.ffn, bias=False)
         return 2.0 * (attention + np.where(self.sparse, active + shared, dense))
 
     @property
@@ -201,7 +201,8 @@ class ModelShape:
         """
         return 2 * self.dtype_bytes * self.hidden + FLOAT32 * self.vocab
 
-    def _mlp(self, width: int, *, bias: bool) -> int:
+    def _mlp_size(self, width: int, *, bias: bool) -> int:
+        """Return the parameters of a feed-forward layer."""
         matrices = 3 if self.gated else 2
         biases = (width * (matrices - 1) + self.hidden) * bias
         return matrices * self.hidden * width + biases
@@ -215,7 +216,7 @@ class ModelShape:
         return (4 if self.gated else 2) * self.dtype_bytes * width
 
 
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
@@ -258,7 +259,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         expert_ffn=_size(config, "moe_intermediate_size", default=ffn) if experts else 0,
         shared_ffn=_size(config, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
         dense_layers=_dense_layers(config, layers) if experts else (),
-        dtype_bytes=_BYTES.get(str(dtype).removeprefix("torch."), 2),
+        dtype_bytes=_DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 2),
     )
 
 

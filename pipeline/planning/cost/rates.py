@@ -6,7 +6,7 @@ Rates come from measured points if there are any, else from data sheets. Every r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,6 +24,7 @@ from rlinf.errors import PlanError
 Array = np.ndarray
 Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
 SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
+"""Sources of a rate; ``cannot``: the stage cannot run, so the rate is 0."""
 DATA_SHEET_SPREAD = 0.25
 """Relative standard deviation of a time from data sheets. 90 % of published runs are within the
 resulting interval (docs/explanation/cost-model.md)."""
@@ -34,7 +35,7 @@ class RateTable:
     """Iterations per second of one stage on one kind of GPU. Arrays are ``[gpus + 1]``."""
 
     rates: Array
-    """0 if the stage cannot run on all of this many GPUs."""
+    """0 if the stage cannot run on this many GPUs."""
     spread: Array
     """Relative standard deviation of each time."""
     used: Array
@@ -46,12 +47,13 @@ class RateTable:
     -1: unknown."""
     memory_bytes: Array
     """Memory of each GPU; NaN: unknown. Generation fills the rest with the KV cache."""
-    choices: Array
+    layout_indices: Array
     """Layout for each number of GPUs: index in ``layouts`` and index in that batch, int64
     ``[gpus + 1, 2]``; -1: unknown."""
     layouts: tuple[CandidateLayout, ...] = ()
-    """Batches of layouts, because single layouts for thousands of numbers of GPUs would be slow."""
+    """Batches of layouts, because thousands of single layouts would be slow."""
     warnings: tuple[str, ...] = ()
+    """Warnings for the user: extrapolated rates."""
 
     def source(self, gpus: int) -> Source:
         """Return the source of the rate on ``gpus`` GPUs."""
@@ -64,9 +66,13 @@ class RateTable:
         return BOUNDS[code] if code >= 0 else "unknown"
 
     def layout(self, gpus: int) -> CandidateLayout | None:
-        """Return the layout of the stage on ``gpus`` GPUs."""
-        batch, index = self.choices[gpus]
+        """Return the layout of the stage on ``gpus`` GPUs; None: unknown."""
+        batch, index = self.layout_indices[gpus]
         return self.layouts[batch].select(index) if batch >= 0 else None
+
+
+RateTables = Mapping[str, Mapping[str, RateTable]]
+"""Rate tables by stage and kind."""
 
 
 def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:
@@ -80,7 +86,7 @@ def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus:
         raise PlanError(f"{device.name}: {gpus} GPUs")
     best_s = np.full(gpus + 1, np.inf)
     table = _empty_table(gpus, "data sheet")
-    kept: list[CandidateLayout] = []
+    batches: list[CandidateLayout] = []
     for layouts in candidate_layouts(shape, work, gpus, device.gpus_per_node):
         memory_bytes = stage_memory(shape, layouts, work).total
         fits = memory_bytes <= device.usable_bytes
@@ -98,12 +104,14 @@ def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus:
         parts = np.stack([np.broadcast_to(p, total_s.shape)[fastest] for p in vars(times).values()])
         table.bound_codes[counts] = parts.argmax(0)
         table.memory_bytes[counts] = memory_bytes[fastest]
-        table.choices[counts] = np.stack([np.full(len(fastest), len(kept)), fastest], axis=1)
-        kept.append(fitting)
+        table.layout_indices[counts] = np.stack(
+            [np.full(len(fastest), len(batches)), fastest], axis=1
+        )
+        batches.append(fitting)
     with np.errstate(divide="ignore"):
         rates = 1.0 / best_s
     spread = np.full(gpus + 1, DATA_SHEET_SPREAD)
-    return _clear_unrunnable(replace(table, rates=rates, spread=spread, layouts=tuple(kept)))
+    return _clear_unrunnable(replace(table, rates=rates, spread=spread, layouts=tuple(batches)))
 
 
 def measured_rates(
@@ -119,15 +127,15 @@ def measured_rates(
     """Return rates from a fit to measured points; extrapolated rates are flagged and have a wider
     spread.
 
-    If there are too few points for a fit, only those with ``size`` are used, unchanged. A process
-    of a point corresponds to a GPU.
+    If there are too few points for a fit, only the points with this ``size`` are used, unchanged.
+    A process of a point counts as a GPU.
 
     Args:
         size: work of one iteration, in the unit of the points.
         runnable: bool ``[gpus + 1]``, False if the stage is known not to run.
-        max_gpus: maximum number of GPUs that there is work for; more are idle.
+        max_gpus: maximum number of GPUs that have work; further GPUs are idle.
         memory_bytes: maximum measured memory of a GPU; NaN: unknown.
-        interpolate: False: use only the points with ``size``, however many there are.
+        interpolate: False: never fit; use only the points with this ``size``.
 
     Raises:
         PlanError: a point is invalid (:func:`pipeline.planning.cost.regression.fit_times`).
@@ -165,12 +173,12 @@ def _empty_table(gpus: int, source: Source) -> RateTable:
         source_codes=np.full(count, SOURCES.index(source)),
         bound_codes=np.full(count, -1),
         memory_bytes=np.full(count, np.nan),
-        choices=np.full((count, 2), -1),
+        layout_indices=np.full((count, 2), -1),
     )
 
 
 def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
-    """Clear entries that cannot run the stage; more than ``max_gpus`` GPUs are idle."""
+    """Clear entries that cannot run the stage; GPUs beyond ``max_gpus`` are idle."""
     count = len(table.rates)
     rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)
     rates = table.rates[rows]
@@ -183,5 +191,5 @@ def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTabl
         source_codes=np.where(runs, table.source_codes[rows], SOURCES.index("cannot")),
         bound_codes=np.where(runs, table.bound_codes[rows], -1),
         memory_bytes=np.where(runs, table.memory_bytes[rows], np.nan),
-        choices=np.where(runs[:, None], table.choices[rows], -1),
+        layout_indices=np.where(runs[:, None], table.layout_indices[rows], -1),
     )

@@ -28,10 +28,11 @@ TERMS = ("constant", "size", "size / processes", "log2(processes)", "processes -
 TERM_SETS = ((2,), (0, 2), (0, 1, 2), (0, 2, 3), (0, 2, 4), (0, 1, 2, 3, 4))
 """Sets of terms to select from, simplest first."""
 MIN_POINTS = 3
+"""Minimum number of different settings (processes and size) for a fit."""
 NOISE_FLOOR = 0.01
 """Minimum relative standard deviation of a point, because runs differ more than their repeats."""
 RICHER_MODEL_FACTOR = 0.8
-"""A larger set of terms must reduce the leave-one-out error to below this factor."""
+"""A larger set of terms must multiply the leave-one-out error by less than this factor."""
 EXTRAPOLATION_SPREAD = 0.25
 """Relative standard deviation that each doubling beyond the measured range adds."""
 LEVEL = 0.9
@@ -60,8 +61,8 @@ class TimePrediction:
 
     seconds: Array
     spread_s: Array
-    """Standard deviation of a normal distribution with the same interval. With few points it is
-    larger than that of the regression, because of Student's t."""
+    """Standard deviation of a normal distribution with the interval ``low_s`` to ``high_s``. With
+    few points it is larger than that of the regression, because of Student's t."""
     low_s: Array
     high_s: Array
     """Interval that contains the share :data:`LEVEL` of measurements."""
@@ -86,7 +87,7 @@ class TimeModel:
     relative_error: float
     """Root mean square of the relative leave-one-out errors."""
     residual_scale: float
-    """Ratio of the residuals' deviation to that of repeats, at least 1."""
+    """Standard deviation of the residuals relative to that of repeats, at least 1."""
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -96,11 +97,11 @@ class TimeModel:
         )
 
     def predict(self, processes: Any, size: Any) -> TimePrediction:
-        """Predict the times of work of ``size`` on ``processes``, numbers or arrays that broadcast.
+        """Predict the times for ``size`` on ``processes``: numbers or arrays that broadcast.
 
         Inside the measured range (the convex hull of the logarithms of processes and size), the
-        spread is the larger of that of the regression and the leave-one-out error. Outside, it
-        grows by :data:`EXTRAPOLATION_SPREAD` per doubling, and the prediction is flagged.
+        spread is that of the regression or the leave-one-out error, whichever is larger. Outside,
+        it grows by :data:`EXTRAPOLATION_SPREAD` per doubling, and the prediction is flagged.
 
         Raises:
             PlanError: a number of processes or a size is not positive.
@@ -267,8 +268,7 @@ def _cross(a: Array, b: Array, c: Array) -> float:
 
 
 def _distance_to_polygon(points: Array, hull: Array) -> Array:
-    """Return the distance of points ``[..., 2]`` to a convex polygon (or a line or point); 0
-    inside."""
+    """Return the distance of points ``[..., 2]`` from a convex polygon, line or point; 0 inside."""
     starts, ends = hull, np.roll(hull, -1, axis=0)
     edges = ends - starts
     offset = points[..., None, :] - starts

@@ -1,4 +1,4 @@
-"""Seconds of a stage under a layout, from data sheets, divided by what limits them.
+"""Seconds of a stage under a layout, from data sheets, by limiting resource.
 
 Compute follows the roofline model, communication the model of links. Sources: Narayanan et al. 2021
 (arXiv 2104.04473, sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al.
@@ -36,14 +36,14 @@ Seconds = Any
 """Seconds: a number or an array of the layouts' shape."""
 
 LENGTH_POINTS = 48
-"""Number of times at which the distribution of lengths is evaluated."""
+"""Number of steps at which the distribution of lengths is evaluated."""
 SYNC_CHUNK_BYTES = 64 * 2**20
 """Chunk size in which nodes forward weights (assumed)."""
 
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Seconds divided by what limits them; the parts add up."""
+    """Seconds by limiting resource; the sum of the parts is the duration."""
 
     compute_s: Seconds = 0.0
     bandwidth_s: Seconds = 0.0
@@ -88,9 +88,10 @@ def stage_seconds(
 
 
 class PassCounts(NamedTuple):
-    """The cost of one micro-batch in forward passes; a backward pass computes two."""
+    """The cost of one micro-batch in forward passes; a backward pass computes as much as two."""
 
     compute: int
+    """Number of computed forward passes."""
     scores: int
     """Additional computations of only the attention scores."""
     exchanges: int
@@ -98,6 +99,7 @@ class PassCounts(NamedTuple):
 
 
 TRAINING_PASSES = {"selective": PassCounts(3, 1, 2), "full": PassCounts(4, 0, 3)}
+"""Passes of a training step by activation recomputation."""
 
 
 def _training(
@@ -105,9 +107,10 @@ def _training(
 ) -> TimeBreakdown:
     """Return the time of an iteration of training.
 
-    It is ``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021, section 2.2, for
-    stages of different duration), plus the sends that fill and drain the pipeline, the gradient
-    all-reduce over replicas, and the optimizer step, which is limited by memory bandwidth.
+    The pipeline takes ``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021,
+    section 2.2, for stages of different duration). Added are the sends that fill and drain the
+    pipeline, the gradient all-reduce over replicas, and the optimizer step, which is limited by
+    memory bandwidth.
     """
     passes = TRAINING_PASSES[layout.recompute]
     micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
@@ -146,7 +149,8 @@ def _pipeline(
     fill = (total * stages.count).sum(-1) - total.max(-1)
     # Activations are sent forward, and in training gradients are sent back.
     directions = 1 if passes.compute == 1 else 2
-    return replace(busy, bubble_s=fill + directions * _boundaries(shape, layout, tokens, device))
+    send_s = directions * _boundary_seconds(shape, layout, tokens, device)
+    return replace(busy, bubble_s=fill + send_s)
 
 
 def micro_batch(
@@ -159,8 +163,8 @@ def micro_batch(
 ) -> TimeBreakdown:
     """Return the seconds of each pipeline stage for one micro-batch: ``[..., stages]``."""
     tp, ep, size = (np.asarray(v)[..., None] for v in (layout.tp, layout.ep, layout.micro_batch))
-    score = stages.layers * shape.score_flops(tokens / 2)
-    flops = passes.compute * (stages.flops + score) + passes.scores * score
+    score_flops = stages.layers * shape.score_flops(tokens / 2)
+    flops = passes.compute * (stages.flops + score_flops) + passes.scores * score_flops
     # The head is never recomputed.
     flops = flops + min(passes.compute, 3) * stages.head * shape.head_flops
     reads = passes.compute * shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
@@ -197,7 +201,7 @@ def _layer_communication(
     return seconds
 
 
-def _boundaries(
+def _boundary_seconds(
     shape: ModelShape, layout: CandidateLayout, tokens: int, device: GpuDevice
 ) -> Seconds:
     """Return the seconds for one micro-batch's hidden states to pass all pipeline boundaries.
@@ -220,7 +224,8 @@ def _gradient_sync(
 ) -> Seconds:
     """Return the seconds to sum gradients over replicas, for the largest stage.
 
-    It is an all-reduce; with sharded states a reduce-scatter and an all-gather, which take as long.
+    Without sharding this is an all-reduce; sharded states need a reduce-scatter and an all-gather,
+    which take as long.
     With ZeRO stage 3, weights are gathered twice and gradients are reduce-scattered for each
     micro-batch, within one copy of the model; gradient shards are then all-reduced over copies.
     """
@@ -228,8 +233,9 @@ def _gradient_sync(
     shards = work.shards(layout.dp) if work.zero == 3 else layout.dp
     groups = [(device.group_link(shards, layout.tp), shards, shared)]
     if shape.experts:
-        copies = np.maximum(1, shards // layout.ep)
-        groups.append((device.group_link(copies, layout.tp * layout.ep), copies, routed))
+        expert_copies = np.maximum(1, shards // layout.ep)
+        link = device.group_link(expert_copies, layout.tp * layout.ep)
+        groups.append((link, expert_copies, routed))
     weight_bytes, gradient_bytes = work.state.weights, work.state.gradients
     if work.zero < 3:
         return sum(
@@ -284,7 +290,7 @@ def _generation(
     A replica generates ``R`` responses, at most ``C`` at the same time. If ``R <= C``, all start
     together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the engine is full until
     the queue is empty. Then the remaining length of a running request is distributed as
-    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), and its mean age
+    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), and the mean age
     is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has
     ``(R E[L] - C E[residual]) / C`` steps.
     """
@@ -304,8 +310,8 @@ def _generation(
     full_tokens = np.maximum(requests * mean_length - running * mean_residual, 0.0)
     steps = np.where(full, full_tokens / running, 0.0)
     decode = decode_step(shape, layout, running, mean_context(work), device)
-    # The last phase begins with n requests, each of which is still running with probability q. Any
-    # is running with probability 1 - (1 - q)^n; their mean number is then n q divided by that.
+    # The last phase begins with n requests, each of which is still running with probability q. At
+    # least one runs with probability 1 - (1 - q)^n; the mean number is then n q divided by that.
     probability = np.where(full[..., None], residual, survival)
     any_running = 1 - (1 - probability) ** running[..., None]
     mean_running = running[..., None] * probability / np.maximum(any_running, 1e-300)
@@ -323,7 +329,7 @@ def _generation(
 
 
 def _evaluation_times(lengths: Array) -> Array:
-    """Return times ``[points]`` from 0 to the longest length, denser where many responses end."""
+    """Return steps ``[points]`` from 0 to the longest length, denser where many responses end."""
     quantiles = np.quantile(lengths, np.linspace(0, 1, LENGTH_POINTS // 2))
     grid = np.linspace(0, lengths[-1], LENGTH_POINTS // 2)
     return np.unique(np.concatenate([[0.0], quantiles, grid]))
@@ -344,13 +350,13 @@ def decode_step(
         expert_share = 1 - (1 - shape.active_experts / shape.experts) ** (running * ep)
     shared = float(shape.shared_parameters.sum()) + shape.embedding_parameters
     routed = float(shape.expert_parameters.sum())
-    weights = shape.dtype_bytes * (shared / tp + expert_share * routed / (tp * ep))
+    weight_bytes = shape.dtype_bytes * (shared / tp + expert_share * routed / (tp * ep))
     flops = running * shape.forward_flops(0.0) / tp
-    scores = running * shape.layers * shape.score_flops(context) / tp
+    score_flops = running * shape.layers * shape.score_flops(context) / tp
     cache_bytes = running * context * kv_bytes_per_token(shape, tp)
     # Attention depends on one matmul and precedes the next, so their times add up.
-    matmul_s, weights_s = device.roofline(flops, weights)
-    score_s, cache_s = device.roofline(scores, cache_bytes)
+    matmul_s, weights_s = device.roofline(flops, weight_bytes)
+    score_s, cache_s = device.roofline(score_flops, cache_bytes)
     communication_s = _layer_communication(
         shape, shape.layers, int(shape.sparse.sum()), tp, ep, running, device
     )
@@ -366,7 +372,7 @@ def _prefill(
     prompts: Any,
     device: GpuDevice,
 ) -> TimeBreakdown:
-    """Return the seconds to process prompts, in chunks that make it compute-bound."""
+    """Return the seconds to process prompts, in chunks so large that compute is the limit."""
     tokens = prompts * work.prompt_tokens
     # Only the last token of each prompt needs logits.
     flops = tokens * (shape.forward_flops(work.prompt_tokens / 2) - shape.head_flops)

@@ -35,12 +35,12 @@ class TrainingWorkload:
     steps: int = 1
     """Optimizer steps per iteration."""
     zero: int = 1
-    """ZeRO stage: data-parallel replicas shard 0 nothing, 1 optimizer states, 2 also gradients, 3
-    also weights (FSDP)."""
+    """ZeRO stage: data-parallel replicas shard nothing (0), optimizer states (1), also gradients
+    (2), also weights (3, FSDP)."""
     state: StateBytes = StateBytes()
     copies: int = 1
-    """Number of complete copies (hybrid sharding): each is sharded over an equal part of the
-    replicas."""
+    """Number of complete copies of the states (hybrid sharding); each copy is sharded over an equal
+    part of the replicas."""
     state_on_device: float | None = None
     """Maximum bytes of optimizer states on the device at a time; the others are in host memory.
     None: all are on the device."""
@@ -57,7 +57,8 @@ class TrainingWorkload:
 
 @dataclass(frozen=True)
 class InferenceWorkload:
-    """A forward pass over sequences: log-probs of a policy, values, or rewards of a model."""
+    """A forward pass over sequences: log-probs of a policy, values, or rewards of a model. For the
+    fields see :class:`TrainingWorkload`."""
 
     samples: int
     tokens: int

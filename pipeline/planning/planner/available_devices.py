@@ -23,25 +23,26 @@ from pipeline.planning.profile.schema import KindProfile, Profile
 from pipeline.resources import (
     ClusterConfig,
     base_resources,
-    check_quotas,
+    check_job_limits,
     plan_job_requests,
     resolve_for,
 )
 from rlinf.errors import PlanError, did_you_mean
 from slurm import gpus
 from slurm.inventory import Inventory
-from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
+from slurm.job_limits import ClusterLimits, SharedLimit, cluster_limits_from_inventory
 from slurm.jobs import JobResources
 from slurm.site import SiteConfig
 
 MAX_CPUS_PER_GPU = 16
+"""Maximum number of CPUs that a job requests for each GPU."""
 
 
 def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
     """Return the request of a job with this many devices of the first kind.
 
     Args:
-        kinds: several if jobs on each of them make the same request.
+        kinds: kind of the devices; several kinds if jobs on each of them make the same request.
     """
     first, constraints = kinds[0], {kind.constraint for kind in kinds}
     nodes = -(-count // first.devices_per_node)
@@ -74,23 +75,25 @@ def cpus_per_process(kind: DeviceKind) -> int:
 class JobAllowance:
     """The limits of jobs in one partition, under the account and QOS of the site file."""
 
-    quotas: Quotas = field(default_factory=Quotas)
+    cluster_limits: ClusterLimits = field(default_factory=ClusterLimits)
     account: str | None = None
     qos: str | None = None
+    """Account and QOS of the jobs; None: Slurm's default."""
     max_minutes: tuple[int, str] | None = None
     """Maximum minutes of a job and the owner of this limit; None: no limit."""
     max_devices: int | None = None
     """Maximum devices of a job; None: no limit."""
     refusal: str = ""
-    """Why a job cannot have more devices; if ``max_devices`` is 0, why no job can run."""
+    """Why a job cannot have more than ``max_devices`` devices; "" without a limit."""
     shared_limits: Mapping[SharedLimit, int] = field(default_factory=dict)
     """Limits on the total of all jobs, and the amount of each per device; for a limit on the number
     of jobs, the amount per job."""
 
     def refusal_for(self, request: StagePlan, key: str) -> str:
-        """Return why a job with this request will never run; "" if it may run."""
+        """Return why a job with this request will never run; "" if it may run. The reason names the
+        request by ``key``."""
         try:
-            self.quotas.check(self._resources(request), key)
+            self.cluster_limits.check(self._resources(request), key)
         except PlanError as error:
             return str(error)
         return ""
@@ -98,18 +101,18 @@ class JobAllowance:
     def for_kind(self, kind: DeviceKind) -> JobAllowance:
         """Return the allowance for a kind of device, with the limits in numbers of devices."""
         total, refusal = kind.nodes * kind.devices_per_node, ""
-        low, high = 0, total + 1
+        low, high = 0, total + 1  # numbers of devices: allowed, and not allowed
         while high - low > 1:
             middle = (low + high) // 2
             reason = self.refusal_for(request_for_devices([kind], middle), f"a job on {kind.name}")
             low, high, refusal = (low, middle, reason) if reason else (middle, high, refusal)
         resources = self._resources(request_for_devices([kind], 1))
-        (shared,) = self.quotas.shared_limits(resources)
+        (shared,) = self.cluster_limits.shared_limits(resources)
         return JobAllowance(
-            self.quotas,
+            self.cluster_limits,
             self.account,
             self.qos,
-            self.quotas.max_minutes(resources),
+            self.cluster_limits.max_minutes(resources),
             low if refusal else None,
             refusal,
             shared,
@@ -121,7 +124,7 @@ class JobAllowance:
 
     def for_job(self, request: StagePlan, devices: int) -> JobAllowance:
         """Return the allowance with the amounts of shared limits that a device of this job uses."""
-        (shared,) = self.quotas.shared_limits(self._resources(request))
+        (shared,) = self.cluster_limits.shared_limits(self._resources(request))
         amounts = {limit: n if limit.key == "jobs" else n // devices for limit, n in shared.items()}
         return replace(self, shared_limits=amounts)
 
@@ -129,21 +132,25 @@ class JobAllowance:
         return base_resources(request, account=self.account, qos=self.qos)
 
 
-def check_quota(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
+def check_plan_limits(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
     """Return a plan with the cluster's settings, as ``rlinf run`` resolves it.
 
     Raises:
         PlanError: accounting does not allow the plan; the message names its key and the limit.
     """
     plan = resolve_for(plan, inventory.partitions)
-    check_quotas(plan, plan_job_requests(plan, cluster), quotas_from_inventory(inventory))
+    check_job_limits(
+        plan, plan_job_requests(plan, cluster), cluster_limits_from_inventory(inventory)
+    )
     return plan
 
 
-def job_allowance(quotas: Quotas, site: SiteConfig, kind: DeviceKind) -> JobAllowance:
+def job_allowance(
+    cluster_limits: ClusterLimits, site: SiteConfig, kind: DeviceKind
+) -> JobAllowance:
     """Return the limits of jobs on a kind of device."""
     settings = site.settings_for(kind.partition)
-    return JobAllowance(quotas, settings.account, settings.qos).for_kind(kind)
+    return JobAllowance(cluster_limits, settings.account, settings.qos).for_kind(kind)
 
 
 @dataclass(frozen=True)
@@ -153,11 +160,13 @@ class PartitionDevices:
     kind: DeviceKind
     profile: KindProfile
     features: tuple[str, ...] = ()
+    """Slurm features of the nodes."""
     price: float = 1.0
     """Price of a device for one hour, in the site's unit; 1 without a price in the site file."""
     has_price: bool = False
     """True if the site file sets the price."""
     time_limit_min: int | None = None
+    """Maximum minutes of a job; None: no limit."""
     time_limit_of: str = ""
     """The owner of the time limit: ``partition h100``."""
     allowance: JobAllowance = field(default_factory=JobAllowance)
@@ -168,10 +177,11 @@ class PartitionDevices:
     interruptions_per_hour: float = 0.0
     """Expected preemptions and failures of a job, per hour."""
     better_kind: str | None = None
-    """A better kind whose nodes include all of these; None if there is none."""
+    """A preferred kind, in another partition, that has all of these nodes; None: there is none."""
     nodes: frozenset[str] = frozenset()
     """Names of the nodes, including down nodes; empty if unknown."""
     down_nodes: int = 0
+    """Number of ``nodes`` that are down."""
 
     @property
     def name(self) -> str:
@@ -202,11 +212,11 @@ class PartitionDevices:
         return next((feature for feature in self.features if feature in names), None)
 
     @property
-    def has_memory(self) -> bool:
-        """True if measured memory is that of the devices; False if it is that of the node.
+    def has_device_memory(self) -> bool:
+        """True if the profile measured the memory of the devices; False: that of the node.
 
         The fake GPUs of a dev cluster were measured on its CPUs. If the profile has no entry, GPUs
-        count as having their own memory, except those of a known type that the inventory lists
+        count as having their own memory, except GPUs of a known type that the inventory lists
         without a model.
         """
         kind, location = self.kind, self.profile.memory
@@ -261,12 +271,12 @@ def select_devices(
     *,
     is_user_plan: bool = False,
 ) -> tuple[dict[str, PartitionDevices], tuple[str, ...]]:
-    """Return the devices to plan with, by kind, and notes on excluded ones.
+    """Return the devices to plan with, by kind, and notes on excluded devices.
 
     Measurements of the same nodes in another partition are used too.
 
     Args:
-        partitions: use only these partitions or kinds; all measured ones by default.
+        partitions: use only these partitions or kinds; all measured kinds by default.
         is_user_plan: include devices on which the planner's jobs cannot run, because a user's plan
             may request less per device.
 
@@ -277,11 +287,11 @@ def select_devices(
     _check_partitions(partitions, kinds, inventory)
     selected, missing = {}, []
     refused: dict[str, str] = {}
-    quotas = quotas_from_inventory(inventory)
+    cluster_limits = cluster_limits_from_inventory(inventory)
     for name, kind in kinds.items():
         if partitions and not {name, kind.partition} & set(partitions):
             continue
-        allowance = job_allowance(quotas, site, kind)
+        allowance = job_allowance(cluster_limits, site, kind)
         if allowance.max_devices == 0 and not is_user_plan:
             refused[name] = allowance.refusal
             continue
@@ -338,7 +348,8 @@ def local_devices(profile: Profile, kind: DeviceKind) -> dict[str, PartitionDevi
 def with_counts(
     devices: Mapping[str, PartitionDevices], counts: Mapping[str, int]
 ) -> dict[str, PartitionDevices]:
-    """Return the devices with other counts, such as ``{"h100": 8}``, for all kinds of these nodes.
+    """Return the devices with other counts, such as ``{"h100": 8}``. A count also applies to the
+    kinds whose better kind it names.
 
     Raises:
         PlanError: an unknown kind, or a number that is not a multiple of a node's devices.
@@ -351,17 +362,17 @@ def with_counts(
         entry = result[name]
         if count < 0 or count % entry.per_node:
             raise PlanError(f"{name}={count}: nodes of {name} have {entry.per_node} devices each")
-        for key in [n for n in result if name in (n, result[n].better_kind)]:
-            nodes, other = count // entry.per_node, result[key]
-            if other.kind.nodes < entry.kind.nodes:  # it has only some of the nodes
+        for other_name in [n for n in result if name in (n, result[n].better_kind)]:
+            nodes, other = count // entry.per_node, result[other_name]
+            if other.kind.nodes < entry.kind.nodes:  # the other kind has only some of the nodes
                 nodes = min(nodes, other.kind.nodes)
             if count == 0:
-                del result[key]
+                del result[other_name]
             else:
                 kind = replace(other.kind, nodes=nodes)
                 names = _resize_names(other.nodes, nodes, name)
                 allowance = other.allowance.for_kind(kind)
-                result[key] = replace(
+                result[other_name] = replace(
                     other, kind=kind, nodes=names, down_nodes=0, allowance=allowance
                 )
     return result
@@ -370,8 +381,8 @@ def with_counts(
 def with_memory_floors(
     devices: Mapping[str, PartitionDevices], estimated: Profile
 ) -> dict[str, PartitionDevices]:
-    """Add estimated failures where the model's shape needs too much memory, only for numbers of
-    processes below the smallest measured one."""
+    """Add the failures of the ``estimated`` profile, in which the model needs too much memory, for
+    numbers of processes below the smallest measured one."""
     changed = dict(devices)
     for name, entry in devices.items():
         smallest: dict[str, int] = {}
@@ -389,8 +400,8 @@ def with_memory_floors(
 def _with_better_kind(
     devices: Mapping[str, PartitionDevices], inventory: Inventory
 ) -> dict[str, PartitionDevices]:
-    """Set ``better_kind``: of partitions with the same nodes, prefer one without preemption, then
-    longer jobs, then more of the nodes, then the smaller partition."""
+    """Set ``better_kind``. Of kinds with the same nodes, prefer one without preemption, then longer
+    jobs, then more of the nodes, then the smaller partition."""
     nodes = {name: entry.nodes for name, entry in devices.items()}
 
     def rank(name: str) -> tuple[bool, float, int, int, str]:
@@ -443,7 +454,7 @@ def _resize_names(nodes: frozenset[str], count: int, kind: str) -> frozenset[str
 
 
 def _limit_note(entry: PartitionDevices) -> str:
-    """Return a note if limits of accounting are below a kind's number of devices, else ""."""
+    """Return a note if limits of accounting allow fewer devices than the kind has, else ""."""
     total, planned = entry.kind.nodes * entry.per_node, entry.count
     if planned < total:
         limit = min(entry.shared_limits.items(), key=lambda item: item[0].maximum // item[1])[0]
@@ -486,13 +497,13 @@ def _build_devices(
     )
 
 
-SharedCapacity = tuple[tuple[tuple[str, ...], int], ...]
-"""Groups of kinds with the number of devices or jobs that each group has together."""
+SharedCapacities = tuple[tuple[tuple[str, ...], int], ...]
+"""Groups of kinds, each with the number of devices or jobs that its kinds have together."""
 MAX_KINDS_FOR_SUBSETS = 6
 """For more kinds on the same nodes, only pairs and the set of all kinds are considered."""
 
 
-def shared_capacities(devices: Mapping[str, PartitionDevices]) -> SharedCapacity:
+def shared_capacities(devices: Mapping[str, PartitionDevices]) -> SharedCapacities:
     """Return groups of kinds that share nodes or a limit of accounting, with their total devices.
 
     A group is included if its total is below the sum over its kinds. All such groups are included,
@@ -515,8 +526,8 @@ def describe_limits(devices: Mapping[str, PartitionDevices]) -> list[str]:
     return [f"{s.owner} allows {s.maximum} {s.key} in all ({s.name})" for s in sorted(limits)]
 
 
-def job_count_limits(devices: Mapping[str, PartitionDevices]) -> SharedCapacity:
-    """Return groups of kinds with a common limit on running jobs, if it is below a job per device.
+def job_count_limits(devices: Mapping[str, PartitionDevices]) -> SharedCapacities:
+    """Return groups of kinds whose common limit on running jobs is below a job for each device.
 
     If the limit is two or more, one job is reserved for the driver of ``rlinf submit``.
     """
@@ -558,7 +569,8 @@ def _components(devices: Mapping[str, PartitionDevices]) -> Iterator[list[str]]:
 
 
 def _count_union(entries: list[PartitionDevices]) -> int:
-    """Return the number of devices of several kinds together; their down nodes may differ."""
+    """Return the number of usable devices of several kinds together. Nodes in several kinds count
+    once; the down nodes of each kind are assumed to be different."""
     nodes = len(frozenset[str]().union(*(entry.nodes for entry in entries)))
     usable = nodes - sum(entry.down_nodes for entry in entries)
     per_node = max(entry.per_node for entry in entries)

@@ -35,6 +35,7 @@ is rarely solved twice."""
 TOLERANCE = 0.01
 """Tangents are added until the relative error of the program's times is below this."""
 MAX_ROUNDS = 3
+"""Maximum number of times that tangents are added."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RelaxedSolution:
 
 
 class LinearRelaxation:
-    """Solves relaxations of one problem; parts independent of the grouping are built once."""
+    """Solves the linear programs of one problem's groupings."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -56,7 +57,7 @@ class LinearRelaxation:
         self._kind_gpus = np.array([kind.gpus for kind in problem.kinds], dtype=np.float64)
         count, kinds = len(problem.stages), len(problem.kinds)
         self._speed_lines = [
-            [upper_lines(predictor.best[s][k]) for k in range(kinds)] for s in range(count)
+            [upper_lines(predictor.best_rates[s][k]) for k in range(kinds)] for s in range(count)
         ]
         all_gpus = self._kind_gpus.astype(np.int64)[:, None]
         self._min_times = np.array(
@@ -71,8 +72,8 @@ class LinearRelaxation:
     ) -> RelaxedSolution:
         """Return the relaxation of a grouping, valid for some numbers of chunks (default: all).
 
-        The more these differ, the looser the bound, because it combines the smallest overhead and
-        the shortest chunks of all of them. A bound above ``enough_s`` is not improved.
+        With more different numbers the bound is looser, because it combines the smallest overhead
+        and the shortest chunks of all. A bound above ``enough_s`` seconds is not improved.
         """
         kinds, stages = len(self.problem.kinds), len(self.problem.stages)
         if not np.all(np.isfinite(self._min_times)):
@@ -131,7 +132,10 @@ def upper_lines(rates: Array) -> Array:
 
 
 class _Program:
-    """Builds and solves the linear program of one grouping, with times in ``unit`` seconds."""
+    """Builds and solves the linear program of one grouping, with times in ``unit`` seconds.
+
+    ``gpus``, ``kind_speed``, ... are the slices of the vector of variables.
+    """
 
     def __init__(
         self, relaxation: LinearRelaxation, pools: PoolStages, chunks: Sequence[int]
@@ -162,7 +166,7 @@ class _Program:
             fastest = 1 / relaxation._min_times[s]
             for speed in np.geomspace(fastest / 64, fastest, INITIAL_TANGENTS):
                 self.add_tangent(s, float(speed))
-        self._add_flow(pools, chunks)
+        self._add_schedule(pools, chunks)
 
     def run(self) -> tuple[float, Array | None]:
         """Return the optimum in seconds, and the variables; infinite and None if infeasible."""
@@ -200,18 +204,19 @@ class _Program:
     def _add_speeds(self, kinds: int) -> None:
         for s, per_kind in enumerate(self._relaxation._speed_lines):
             for k, lines in enumerate(per_kind):
-                for slope, height in lines:
+                for slope, intercept in lines:
                     row = np.zeros(self.size)
                     row[self.kind_speed.start + s * kinds + k] = 1.0
                     for p in self.stage_pools[s]:
                         row[self.gpus.start + p * kinds + k] = -slope
-                    self._add_row(row, height)
+                    self._add_row(row, intercept)
             # speed <= sum over kinds. Several kinds together reach a share m of the sum, unless the
             # fastest kind alone is faster, so speed <= m sum + (1 - m) (fastest kind alone).
             # A stage that cannot be divided has m = 0.
             problem = self._relaxation.problem
             mixing = problem.mixing if problem.stages[s].divisible else 0.0
-            fastest_kind = max(float(table[-1]) for table in self._relaxation.predictor.best[s])
+            best_rates = self._relaxation.predictor.best_rates[s]
+            fastest_kind = max(float(rates[-1]) for rates in best_rates)
             for share in {1.0, mixing}:
                 row = np.zeros(self.size)
                 row[self.speed.start + s] = 1.0
@@ -219,11 +224,11 @@ class _Program:
                 row[first : first + kinds] = -share
                 self._add_row(row, (1 - share) * fastest_kind)
 
-    def _add_flow(self, pools: PoolStages, chunks: Sequence[int]) -> None:
+    def _add_schedule(self, pools: PoolStages, chunks: Sequence[int]) -> None:
         """Add the longest path of :meth:`Predictor.predict_batch`: each ``max`` is several rows."""
         problem, predictor = self._relaxation.problem, self._relaxation.predictor
         index = {stage.name: s for s, stage in enumerate(problem.stages)}
-        groups = {s: group for group in predictor.groups for s in group}
+        groups = {s: group for group in predictor.lockstep_groups for s in group}
         streams = len(pools) > 1
         min_chunks, max_chunks = (min(chunks), max(chunks)) if streams else (0, 1)
         overheads = {
@@ -233,7 +238,7 @@ class _Program:
             for s, group in groups.items()
         }
         last: dict[int, int] = {}
-        for group in predictor.groups:
+        for group in predictor.lockstep_groups:
             # The first stage represents its group, whose stages begin and end together.
             first = group[0]
             for terms in self._group_times(group):
@@ -266,8 +271,8 @@ class _Program:
                         overhead = overheads[first] / max_chunks
                         self._add_order(self.end, source[0], terms, first, self.end, overhead)
         sync_time = predictor.min_sync_s(pools) / self.unit
-        for group in predictor.groups:
-            delay = sync_time if predictor.source in group else 0.0
+        for group in predictor.lockstep_groups:
+            delay = sync_time if predictor.sync_source in group else 0.0
             self._add_order(self.end, group[0], [], 0, self.total, delay)
 
     def _min_first_chunk(self, group: Sequence[int], chunks: Sequence[int]) -> float:
@@ -281,7 +286,8 @@ class _Program:
     def _group_times(
         self, group: Sequence[int], share: float = 1.0
     ) -> list[list[tuple[int, float]]]:
-        """Return weighted sums of stage times; the largest is ``share`` of the group's time."""
+        """Return weighted sums of stage times, as (stage, weight) pairs; the largest sum is
+        ``share`` of the lockstep group's time."""
         if len(group) == 1:
             return [[(group[0], share)]]
         half_step = 1 / (2 * self._relaxation.problem.cycle_steps)
@@ -313,8 +319,9 @@ class _Program:
 NUM_BUDGETS, MIN_BUDGET = 256, 1 / 512
 """Number of budgets that are tried for a pool, and the smallest budget."""
 NUM_TIMES = 200
+"""Number of iteration times ``T`` that are tried."""
 EXPENSIVE_KIND_SHARE = 0.8
-"""Weight of the kind that is made expensive."""
+"""Weight of the expensive kind, in addition to the 0.1 that every kind has."""
 
 
 def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array:
@@ -352,8 +359,8 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
 
 
 def _without_overlap(pools: PoolStages) -> Iterator[PoolStages]:
-    """Yield groupings without overlap that need no more than ``pools``: without the stages that are
-    in several pools, or with a single pool of each job."""
+    """Yield groupings without overlap whose bounds also hold for ``pools``: without the stages that
+    are in several pools, or with a single pool of each job."""
     jobs = pools_of_jobs(pools)
     if len(jobs) == len(pools):
         yield pools
@@ -368,11 +375,12 @@ def _candidate_prices(predictor: Predictor, min_times: Array) -> Iterator[Array]
     """Yield prices of one GPU of each kind ``[kinds]``: equal, by the speed of one stage or of all
     stages, and with one expensive kind."""
     kinds = predictor.problem.kinds
-    value = np.array([[table[-1] for table in row] for row in predictor.best]) * min_times[:, None]
+    max_rates = np.array([[table[-1] for table in row] for row in predictor.best_rates])
+    speeds = max_rates * min_times[:, None]
     shares = [
         np.ones(len(kinds)),
-        value.sum(0),
-        *value,
+        speeds.sum(0),
+        *speeds,
         *(EXPENSIVE_KIND_SHARE * np.eye(len(kinds)) + 0.1),
     ]
     sizes = np.array([kind.gpus for kind in kinds])
@@ -383,18 +391,18 @@ def _candidate_prices(predictor: Predictor, min_times: Array) -> Iterator[Array]
 def _min_seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array) -> Array:
     """Return the minimum seconds of a stage for each budget, on the best fractional GPUs."""
     segments = []
-    for price, rates in zip(prices, predictor.best[stage], strict=True):
+    for price, rates in zip(prices, predictor.best_rates[stage], strict=True):
         corners = concave_hull(rates)
         for a, b in zip(corners[:-1], corners[1:], strict=True):
             segments.append(((rates[b] - rates[a]) / ((b - a) * price), (b - a) * price))
     segments.sort(reverse=True)
-    gain, cost = np.array(segments).T
-    speed = np.interp(budgets, np.cumsum([0, *cost]), np.cumsum([0, *(gain * cost)]))
+    speed_per_price, price = np.array(segments).T
+    speed = np.interp(budgets, np.cumsum([0, *price]), np.cumsum([0, *(speed_per_price * price)]))
     return 1 / np.maximum(speed, 1e-30)
 
 
 def _min_switch_total(predictor: Predictor, pool: Array) -> float:
     """Return the minimum seconds that a pool of these stages needs to load all of them."""
     members = [int(s) for s in pool]
-    groups = [[s for s in group if s in members] for group in predictor.groups]
+    groups = [[s for s in group if s in members] for group in predictor.lockstep_groups]
     return sum(predictor.min_switch_s(group, members) for group in groups if group)

@@ -1,4 +1,4 @@
-"""Planner for the execution ``jobs``, where every stage is a job; it also assesses user plans."""
+"""Planner and forecasts of user plans for the execution ``jobs``, where every stage is a job."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def _check_memory(times: StageTimes, request: StagePlan, key: str) -> None:
             f"MiB (measured), nodes of {name} have {times.devices.kind.mem_mb_per_node}; at most "
             f"{limit}"
         )
-    memory_mb, uses_host_memory = request.processes * process_mb, not times.devices.has_memory
+    memory_mb = request.processes * process_mb
+    uses_host_memory = not times.devices.has_device_memory
     if uses_host_memory and request.mem_mb is not None and request.mem_mb < memory_mb:
         raise PlanError(
             f"{key}.mem_mb: {request.mem_mb}, but {request.processes} processes needed "
@@ -245,8 +246,8 @@ def _proposal(
         rows=rows,
         objective=request.objective,
         unit=objective.unit,
-        bound=lowest_cost,
-        exact=best.cost <= lowest_cost,
+        lower_bound=lowest_cost,
+        is_optimal=best.cost <= lowest_cost,
         alternatives=tuple(_alternative(best, other) for other in others),
         what_ifs=tuple(evaluate_what_ifs(request, what_ifs, _best_time_and_cost)),
         notes=tuple(notes),
@@ -261,7 +262,7 @@ def _best_time_and_cost(request: PlanRequest) -> tuple[float, float]:
 
 
 def _rows(assignment: StageAssignment) -> tuple[PlanRow, ...]:
-    rows, starts = [], assignment.starts
+    rows, start_times = [], assignment.start_times
     for option in assignment.options:
         low, high = q10_q90_interval(option.seconds, option.spread_s)
         parts = {name: part.mean for name, part in option.parts.items()}
@@ -271,7 +272,7 @@ def _rows(assignment: StageAssignment) -> tuple[PlanRow, ...]:
                 option.place,
                 option.size,
                 option.count,
-                starts[option.stage],
+                start_times[option.stage],
                 option.seconds,
                 low,
                 high,
@@ -303,7 +304,8 @@ def build_plan(options: Sequence[StageOption], flow: Flow) -> Plan:
 
 
 def with_offline_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
-    """Return the requests of all stages; stages outside of iterations share those of others."""
+    """Return the requests of all stages. Stages outside of iterations, such as evaluation, get the
+    request of the stage with which they are colocated."""
     colocated = {
         name: stage.colocate_with
         for name, stage in flow.all_stages.items()
@@ -360,8 +362,8 @@ class StageAssignment:
         return _schedule_stages(self.options, self.after, [o.seconds for o in self.options])
 
     @property
-    def starts(self) -> dict[str, float]:
-        """Start of each stage, in seconds from the start of the iteration."""
+    def start_times(self) -> dict[str, float]:
+        """Start of each stage, in seconds after the start of the iteration."""
         return {stage: slot.start for stage, slot in self._schedule.items()}
 
     @property
@@ -380,7 +382,7 @@ class StageAssignment:
 
     @property
     def waits_for_devices_of(self) -> dict[str, str]:
-        """Stages that wait only for another stage to release its devices, with that stage."""
+        """The stage for whose devices a stage waits, although its inputs are complete; by stage."""
         return {
             stage: slot.predecessor
             for stage, slot in self._schedule.items()
@@ -413,11 +415,12 @@ def choose_assignments(
     objective: Objective,
     alternatives: int = 4,
 ) -> list[StageAssignment]:
-    """Return the best assignment, then the best others with a different place of some stage.
+    """Return the best assignment, then the best others in which a stage has another place or size.
 
     Args:
         options: options by stage, in an order in which stages can run.
         after: stages of the same iteration that each stage waits for, by stage.
+        alternatives: maximum number of others.
 
     Raises:
         PlanError: a stage has no option.
@@ -447,7 +450,7 @@ def choose_assignments(
 
 
 class _StageSlot(NamedTuple):
-    """The start and end of a stage, and the last stage that it waited for."""
+    """The start and end of a stage in seconds, and the last stage that it waited for."""
 
     start: float
     end: float
@@ -520,8 +523,8 @@ def _variants(
 
 
 def _sort_key(objective: Objective) -> Callable[[StageOption], tuple[float, ...]]:
-    """Return the sort key: cost, then not preemptible, then price and number of kinds. For options
-    that cost nothing, the price of a device and the time follow."""
+    """Return the sort key of options: cost, preemptible or not, price, number of kinds. Options
+    without cost are also sorted by the price of a device and by their time."""
 
     def key(option: StageOption) -> tuple[float, ...]:
         is_preemptible = any(entry.is_preemptible for entry in option.devices)

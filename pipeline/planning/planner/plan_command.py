@@ -24,7 +24,7 @@ from pipeline.inventory import load_or_survey
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
 from pipeline.planning.planner import job_planner, pool_planner
 from pipeline.planning.planner.available_devices import (
-    check_quota,
+    check_plan_limits,
     local_devices,
     select_devices,
     with_memory_floors,
@@ -82,7 +82,7 @@ def assess_plan(
     return assess(request.with_price_note(), plan, plan_name, what_ifs)
 
 
-PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
+PART_OPACITIES = (0.3, 0.42, 0.54, 0.66, 1.0)
 """Opacity of the parts of a stage; the last value is for its work."""
 
 
@@ -117,14 +117,15 @@ def render_page(proposal: PlanProposal, title: str) -> str:
 
 
 def gantt_chart(proposal: PlanProposal) -> Figure:
-    """Draw the stages as bars with shaded parts; whiskers show the 10 % to 90 % interval."""
+    """Draw the stages as bars whose parts differ in opacity; whiskers show the 10 % to 90 %
+    interval."""
     lanes, colours = assign_lanes(proposal.rows), stage_colours(row.stage for row in proposal.rows)
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
     for index, row in ((index, row) for index, lane in enumerate(lanes) for row in lane):
         start = row.start_s
-        opacity = [*PART_SHADES[: len(row.breakdown_s) - 1], PART_SHADES[-1]]
-        for (name, seconds), shade in zip(row.breakdown_s.items(), opacity, strict=False):
-            axis.barh(index, seconds, 0.6, start, color=colours[row.stage], alpha=shade, label=name)
+        opacity = [*PART_OPACITIES[: len(row.breakdown_s) - 1], PART_OPACITIES[-1]]
+        for (name, seconds), alpha in zip(row.breakdown_s.items(), opacity, strict=False):
+            axis.barh(index, seconds, 0.6, start, color=colours[row.stage], alpha=alpha, label=name)
             start += seconds
         axis.errorbar(
             row.start_s + row.seconds,
@@ -140,8 +141,8 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
     stage_handles = [Patch(color=colours[row.stage], label=row.stage) for row in proposal.rows]
     names = max((list(row.breakdown_s) for row in proposal.rows), key=len)
     opacity_handles = [
-        Patch(color="#24292f", alpha=shade, label=name)
-        for name, shade in zip(names, [*PART_SHADES[: len(names) - 1], 1.0], strict=True)
+        Patch(color="#24292f", alpha=alpha, label=name)
+        for name, alpha in zip(names, [*PART_OPACITIES[: len(names) - 1], 1.0], strict=True)
     ]
     axis.legend(
         handles=[*stage_handles, *(opacity_handles if len(names) > 1 else [])],
@@ -220,25 +221,25 @@ def build_request(
         SlurmError: Slurm does not answer.
     """
     cluster = validate(ClusterConfig, config.cluster, "cluster")
-    saved = Path(sources.inventory) if sources.inventory else None
-    site = Path(sources.site) if sources.site else cluster.site
+    inventory_file = Path(sources.inventory) if sources.inventory else None
+    site_file = Path(sources.site) if sources.site else cluster.site
     notes: tuple[str, ...] = ()
     profile, validator = None, None
     if sources.profile:
         profile = load_profile(Path(sources.profile))
         profile.check_identity(ProfileIdentity.of(config), (), sources.profile)
         profile.check_stages(flow_of(config).all_stages, sources.profile)
-    if cluster.launcher == "slurm" or saved is not None:
-        site_config = load_site(site) if site else SiteConfig()
-        inventory = load_or_survey(saved, site)
+    if cluster.launcher == "slurm" or inventory_file is not None:
+        site_config = load_site(site_file) if site_file else SiteConfig()
+        inventory = load_or_survey(inventory_file, site_file)
         if profile is None:
             profile, notes = estimate_profile(config, inventory, site_config), (UNMEASURED_NOTE,)
         devices, device_notes = select_devices(
             inventory, site_config, profile, sources.partitions, is_user_plan=is_user_plan
         )
         notes += device_notes
-        cluster_at_site = cluster.model_copy(update={"site": site})
-        validator = partial(check_quota, cluster=cluster_at_site, inventory=inventory)
+        cluster_at_site = cluster.model_copy(update={"site": site_file})
+        validator = partial(check_plan_limits, cluster=cluster_at_site, inventory=inventory)
         if not profile.estimated:
             # If data sheets or the model's formulas are missing, only measurements show what fits.
             with suppress(PlanError, DataError):
@@ -298,19 +299,20 @@ def print_proposal(proposal: PlanProposal) -> None:
     if proposal.what_ifs:
         console.print(what_if_table(proposal))
     if proposal.forecast.recommendations:
-        console.print(choices_table(proposal))
+        console.print(recommendations_table(proposal))
     for note in proposal.notes:
         console.print(f"note: {note}", style="yellow")
 
 
 def describe_optimality(proposal: PlanProposal) -> str:
     """Describe how close the plan is to the optimum."""
-    if proposal.exact:
+    if proposal.is_optimal:
         return "no plan is better under these predictions"
     if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
         return f"the best plan would take {format_seconds(proposal.alternatives[0].seconds)}"
-    gap = proposal.forecast.cost / proposal.bound - 1 if proposal.bound > 0 else math.inf
-    return f"no plan costs less than {proposal.bound:.4g} {proposal.unit} (gap {gap:.1%})"
+    bound = proposal.lower_bound
+    gap = proposal.forecast.cost / bound - 1 if bound > 0 else math.inf
+    return f"no plan costs less than {bound:.4g} {proposal.unit} (gap {gap:.1%})"
 
 
 def plan_table(proposal: PlanProposal) -> Table:
@@ -362,8 +364,8 @@ def alternatives_table(proposal: PlanProposal) -> Table:
     return table
 
 
-def choices_table(proposal: PlanProposal) -> Table:
-    """Return the table of optional features of the plan and the time that they save."""
+def recommendations_table(proposal: PlanProposal) -> Table:
+    """Return the table of recommended and rejected features, and the time that they save."""
     table = Table(
         title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
@@ -449,7 +451,7 @@ def run_replan(
 
     Args:
         sources: use these instead of the sources of the run's plan.
-        apply: replace the run's plan from the next start of the driver on.
+        apply: replace the run's plan; the driver uses the new plan when it starts again.
 
     Raises:
         PlanError: the plan has no forecast, or too few iterations are finished.
@@ -479,12 +481,12 @@ def run_replan(
     out = run.folder / (PLAN_FILE if apply else "replan.yaml")
     page = write_proposal(proposal, out, run.folder.name)
     console = create_console()
-    console.print(actual_table(comparisons))
+    console.print(comparison_table(comparisons))
     print_proposal(proposal)
     name = run.folder
     hint = f"\nuse it with: rlinf replan {name} --apply, then rlinf resume {name}"
     if apply:
-        hint = f"\n{name} goes on with it: rlinf resume {name}"
+        hint = f"\ncontinue the run with it: rlinf resume {name}"
     console.print(f"plan: {out}\npage: {page}{hint}", soft_wrap=True)
 
 
@@ -493,7 +495,7 @@ def compute_corrections(
 ) -> dict[tuple[str, str], Correction]:
     """Return the factors by which stages took longer than in the profile, by stage and kind.
 
-    Corrections of earlier runs in the plan's forecast are multiplied with the new ones.
+    Corrections of earlier runs in the plan's forecast are multiplied with the new corrections.
     """
     assert plan.forecast is not None
     corrections = {
@@ -558,7 +560,7 @@ def job_corrections(
     return corrections
 
 
-def actual_table(comparisons: Sequence[ForecastComparison]) -> Table:
+def comparison_table(comparisons: Sequence[ForecastComparison]) -> Table:
     """Return the table that compares forecast and measurements."""
     table = Table(
         title="predicted against actual",

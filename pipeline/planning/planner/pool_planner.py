@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.plan import Forecast, Plan, PoolPlan, StagePlan
+from pipeline.planning.cost.rates import RateTables
 from pipeline.planning.planner.available_devices import describe_limits, request_for_devices
 from pipeline.planning.planner.job_planner import NOTABLE_COST_FACTOR, with_offline_stages
-from pipeline.planning.planner.pool_problem import Tables, build_pool_problem
+from pipeline.planning.planner.pool_problem import build_pool_problem
 from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
 from pipeline.planning.planner.problem import (
     Placement,
@@ -39,6 +40,7 @@ from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 ALTERNATIVES = 4
+"""Maximum number of alternative plans in a proposal."""
 
 
 def propose_pools(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
@@ -83,8 +85,9 @@ def assess_pools(
     with suppress(PlanError):  # jobs as the planner requests them may not be allowed
         planner_problem, _ = build_pool_problem(planner_request)
         best = _solve(planner_request, planner_problem)[0]
-        exact = best.exact and cost <= best.cost
-        solution = replace(solution, bound=min(cost, best.bound), exact=exact)
+        is_optimal = best.is_optimal and cost <= best.cost
+        lower_bound = min(cost, best.lower_bound)
+        solution = replace(solution, lower_bound=lower_bound, is_optimal=is_optimal)
         if best.cost < cost / NOTABLE_COST_FACTOR:
             alternatives.append(_alternative(planner_problem, solution, best))
     cases = evaluate_what_ifs(planner_request, what_ifs, _best_time_and_cost)
@@ -92,11 +95,11 @@ def assess_pools(
 
 
 def _solve(
-    request: PlanRequest, problem: PlacementProblem, alternatives: int = 1
+    request: PlanRequest, problem: PlacementProblem, max_solutions: int = 1
 ) -> list[PlacementSolution]:
-    """Solve the problem; if no placement fits, the error also lists the limits of accounting."""
+    """Return the best placements; if none fits, the error also lists the limits of accounting."""
     try:
-        return solve(problem, request.get_objective(), alternatives)
+        return solve(problem, request.get_objective(), max_solutions)
     except PlanError as error:
         if limits := describe_limits(request.devices):
             raise PlanError(f"{error}; limits: {', '.join(limits)}") from None
@@ -169,7 +172,7 @@ def _user_placement(problem: PlacementProblem, plan: Plan, plan_name: str) -> Pl
 def _proposal(
     request: PlanRequest,
     problem: PlacementProblem,
-    tables: Tables,
+    tables: RateTables,
     plan: Plan,
     best: PlacementSolution,
     others: Sequence[AlternativePlan],
@@ -196,8 +199,8 @@ def _proposal(
         rows=rows,
         objective=request.objective,
         unit=request.get_objective().unit,
-        bound=best.bound,
-        exact=best.exact,
+        lower_bound=best.lower_bound,
+        is_optimal=best.is_optimal,
         alternatives=tuple(others),
         what_ifs=tuple(what_ifs),
         notes=(*request.notes, *_forecast_notes(placement_forecast, tables)),
@@ -210,7 +213,7 @@ def _best_time_and_cost(request: PlanRequest) -> tuple[float, float]:
 
 
 def _rows(
-    problem: PlacementProblem, best: PlacementSolution, tables: Tables
+    problem: PlacementProblem, best: PlacementSolution, tables: RateTables
 ) -> tuple[PlanRow, ...]:
     prediction, placement = best.prediction, best.placement
     rows = []
@@ -278,7 +281,7 @@ def _build_plan(request: PlanRequest, problem: PlacementProblem, placement: Plac
 
 
 def _build_pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
-    """Return a pool as one job if possible, else (only for generators) as a job per device."""
+    """Return a pool as one job if possible; else, only for generators, as a job for each device."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
     job_gpus = np.array(placement.gpus)[list(job)].sum(0)
     devices = {kind.name: int(n) for kind, n in zip(problem.kinds, job_gpus, strict=True) if n}
@@ -349,7 +352,7 @@ def _explain(
     return "fewer stages run at the same time"
 
 
-def _forecast_notes(forecast: PlacementForecast, tables: Tables) -> list[str]:
+def _forecast_notes(forecast: PlacementForecast, tables: RateTables) -> list[str]:
     notes = []
     if forecast.sensitivities:
         largest = forecast.sensitivities[0]

@@ -1,10 +1,10 @@
 """The placement problem of pools, built from a profile.
 
 A rollout passes its samples on in chunks. A process decodes as many samples at once as its engine
-has rows, and a finished sample leaves its row to the next one. A step takes ``c0``, and ``c1`` for
-each sample in it. The assignment of samples to chunks is fixed, so the first of ``m`` chunks is
-ready when the longest of the first ``1 / m`` of the samples has ended. That is long after ``1 / m``
-of the time if lengths have a tail, and only at the end if all lengths are equal.
+has rows, and the next sample uses the row of a finished one. A decoding step takes ``c0``, plus
+``c1`` for each sample in it. The assignment of samples to chunks is fixed, so the first of ``m``
+chunks is ready when the longest of the first ``1 / m`` of the samples has ended. If lengths have a
+tail, this is long after ``1 / m`` of the time; if all lengths are equal, it is the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.rates import RateTable, measured_rates
+from pipeline.planning.cost.rates import RateTable, RateTables, measured_rates
 from pipeline.planning.planner.available_devices import (
     PartitionDevices,
     job_count_limits,
@@ -44,7 +44,7 @@ MIN_SAMPLED_LENGTHS = 16384
 BATCH_DRAWS = (2, 256)
 """Minimum and maximum number of sampled batches."""
 MAX_LENGTH_STEPS = 512
-"""Maximum steps of the longest sample; longer samples are scaled down, with all others."""
+"""Maximum steps of a sample; if one is longer, all lengths are scaled down."""
 
 
 def first_chunk_shares(
@@ -63,6 +63,8 @@ def first_chunk_shares(
         lengths: measured steps of samples.
         samples: samples of a batch.
         rows: samples that a process decodes concurrently; None: all.
+        processes: numbers of processes.
+        chunk_counts: numbers of chunks.
         fixed: share of the time of one process that does not depend on the number of samples.
         seed: seed of the sampled batches; the same seed gives the same result.
     """
@@ -93,7 +95,8 @@ def first_chunk_shares(
 
 
 def _decode_steps(lengths: Array, rows: int | None) -> tuple[Array, Array]:
-    """Return the steps at which samples ``[processes, n]`` begin and end, in order of request."""
+    """Return the steps at which samples begin and end, ``[processes, n]`` each, in the order in
+    which they are requested."""
     processes, count = lengths.shape
     begins, ends = np.zeros_like(lengths), lengths.copy()
     if rows is None or count <= rows:
@@ -108,7 +111,8 @@ def _decode_steps(lengths: Array, rows: int | None) -> tuple[Array, Array]:
 
 
 def _elapsed_times(begins: Array, ends: Array, c0: float, c1: float) -> Array:
-    """Return the time until the end of each step, ``[processes, steps + 1]``."""
+    """Return the time until the end of each step, as a share of the rollout on one process,
+    ``[processes, steps + 1]``."""
     processes, steps = len(ends), int(ends.max())
     change = np.zeros((processes, steps + 1))
     indices = np.repeat(np.arange(processes), ends.shape[1])
@@ -119,13 +123,13 @@ def _elapsed_times(begins: Array, ends: Array, c0: float, c1: float) -> Array:
     return np.concatenate([np.zeros((processes, 1)), cost.cumsum(1)], axis=1)
 
 
-Tables = dict[str, dict[str, RateTable]]
 CHUNK_CHOICES = (1, 2, 4, 8, 16, 32)
+"""Numbers of chunks that are considered, if they divide the batch."""
 
 
 def build_pool_problem(
     request: PlanRequest, requested_kinds: Collection[str] = ()
-) -> tuple[PlacementProblem, Tables]:
+) -> tuple[PlacementProblem, RateTables]:
     """Build the placement problem, and the rate tables from which its rates come.
 
     Args:
@@ -138,10 +142,12 @@ def build_pool_problem(
     algorithm_streams = create_algorithm(request.config).supports_streaming
     stages, generator_times = [], list[StageTimes]()
     flow = flow_of(request.config)
-    sources = flow.device_dependencies()
+    sources = flow.direct_dependencies()
     chunks = [n for n in CHUNK_CHOICES if request.config.rollout.batch_size % n == 0]
     stage_rates = {name: _stage_rates(request, name, devices) for name in sources}
-    tables: Tables = {n: {k: t for k, (_, t) in row.items()} for n, row in stage_rates.items()}
+    tables: dict[str, dict[str, RateTable]] = {
+        n: {k: t for k, (_, t) in row.items()} for n, row in stage_rates.items()
+    }
     devices = _drop_useless_kinds(devices, tables, {*requested_kinds, *_pinned_kinds(request)})
     for name, after in sources.items():
         kind_tables = {kind: table for kind, table in tables[name].items() if kind in devices}
@@ -196,8 +202,8 @@ def build_pool_problem(
 def _considered_devices(
     request: PlanRequest, requested_kinds: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Return kinds that cover every node once, and worse kinds of the same nodes if they are
-    requested or pinned, or allow longer, larger or more jobs."""
+    """Return kinds that contain every node once. Add other kinds of the same nodes if they are
+    requested or pinned, or allow longer or larger jobs, or more devices."""
     devices = request.priced_devices()
     required = {*requested_kinds, *_pinned_kinds(request)}
 
@@ -222,9 +228,9 @@ def _pinned_kinds(request: PlanRequest) -> set[str]:
 
 
 def _drop_useless_kinds(
-    devices: Mapping[str, PartitionDevices], tables: Tables, required: Collection[str]
+    devices: Mapping[str, PartitionDevices], tables: RateTables, required: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Remove kinds on which no stage can do more than on their better kind."""
+    """Remove kinds on which no stage runs with a number of GPUs that fails on their better kind."""
 
     def is_useful(name: str, better: str) -> bool:
         for stage_tables in tables.values():
@@ -276,7 +282,7 @@ def _chunk_parameters(
 ) -> dict[str, Any]:
     """Return ``again`` and ``lead`` of a rollout stage: see :class:`PlacementStage`."""
     lines = [t.time_line(min(point.processes for point in t.measured)) for t in stage_times]
-    # Kinds differ, so take their mean.
+    # The shares of the kinds differ, so use their mean.
     fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
     config, profile = request.config, request.profile
     max_processes = min(config.rollout.batch_size, sum(t.devices.count for t in stage_times))
@@ -290,7 +296,8 @@ def _chunk_parameters(
 def _prefer_gpus(
     tables: Mapping[str, RateTable], devices: Mapping[str, PartitionDevices]
 ) -> dict[str, RateTable]:
-    """Exclude kinds without GPUs if GPUs can generate: all jobs of a pool make the same request."""
+    """Exclude kinds without GPUs if the stage also runs on GPUs: all jobs of a pool make the same
+    request."""
     gpu_tables = {kind: table for kind, table in tables.items() if devices[kind].kind.gpus_per_node}
     return gpu_tables or dict(tables)
 
@@ -322,16 +329,16 @@ def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
             f"jobs have at most {times.devices.max_job_devices} devices, but the stage needs "
             f"more ({times.devices.allowance.refusal or 'MaxNodes'})"
         )
-    limit = times.devices.time_limit_min
-    if limit is not None:
+    limit_min = times.devices.time_limit_min
+    if limit_min is not None:
         # A job that ends before its first stage would repeat that stage forever.
         startup_s = sum(part.mean for part in times.overheads(1).values())
         fastest_s = startup_s + 1 / rates.max()
-        rates = np.where(rates * (60 * limit - startup_s) >= 1, rates, 0.0)
+        rates = np.where(rates * (60 * limit_min - startup_s) >= 1, rates, 0.0)
         if not rates.any():
             raise PlanError(
                 f"start and work take {fastest_s / 60:.1f} minutes at best, "
-                f"{times.devices.time_limit_of} allows jobs of {limit}"
+                f"{times.devices.time_limit_of} allows jobs of {limit_min}"
             )
     return replace(table, rates=rates, spread=spread)
 
@@ -341,7 +348,7 @@ def _switch_times(devices: Mapping[str, PartitionDevices]) -> dict[str, float]:
     return {
         kind: sum(entry.profile.overhead_s(name, 1) for name in ("offload", "onload")) / 2
         for kind, entry in devices.items()
-        if entry.has_memory
+        if entry.has_device_memory
     }
 
 

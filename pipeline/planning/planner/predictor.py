@@ -1,22 +1,22 @@
-"""The predictor of iteration times: exact for the model below, and vectorised.
+"""The predictor of iteration times: exact for the model below, and vectorised over placements.
 
-The batch of an iteration is divided into ``m`` equal chunks. A stage that takes ``t`` alone on its
-pool takes ``t / m`` for each chunk. It starts when its first input exists and its pool is free,
-works at a constant rate, and waits if its input is slower. The gaps between outputs never shrink
-from stage to stage, so only the start or the last input can determine the end:
+The batch of an iteration is divided into ``m`` equal chunks. A stage that takes ``t`` seconds alone
+on its pool takes ``t / m`` for each chunk. It starts when its first input exists and its pool is
+free, works at a constant rate, and waits if its input is slower. The gaps between outputs never
+shrink from stage to stage, so only the start or the last input can determine the end:
 finish = max(start + t, finish of the last input + t / m).
 
 The first chunk of a stage without inputs may take longer than ``t / m`` (``PlacementStage.lead``),
 because samples that are decoded together end with the longest of them. If such a stage shares its
 pool, it produces one chunk after another, so more chunks take longer (``PlacementStage.again``).
 
-A stage in several pools begins when all of them are free. Stages that share a pool with it pass
-their output on as a whole.
+A stage in several pools begins when all of them are free. To a stage in the same pool, a stage
+passes its output on as a whole.
 
 The next iteration begins in all pools at once, when all stages are done and the new weights have
 arrived. A pool loads its next stage as soon as it is free.
 
-The test of this module compares it with the recurrence over all chunks.
+The tests compare the predictor with the recurrence over all chunks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ STEADY_ITERATIONS = 32
 
 @dataclass(frozen=True)
 class PlacementPrediction:
-    """The predicted times of placements; the last dimension is that of the allocations."""
+    """The predicted times of placements with the same pools; the last dimension of every array is
+    the placement."""
 
     total_s: Array
     """Duration of an iteration; infinite if a stage cannot run."""
     start_s: Array
-    """Start of each stage, ``[stages, ...]``."""
+    """Start of each stage, in seconds after the start of the iteration, ``[stages, ...]``."""
     finish_s: Array
     """End of each stage, ``[stages, ...]``."""
     busy_s: Array
@@ -56,7 +57,7 @@ class PlacementPrediction:
 
 
 class Predictor:
-    """Predicts times for one problem, with tables that are built once."""
+    """Predicts iteration times for the placements of one problem."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
@@ -67,17 +68,17 @@ class Predictor:
             [problem.rate_table(stage, k) for k in range(len(kinds))] for stage in problem.stages
         ]
         """Rates ``[gpus + 1]`` by stage and kind."""
-        self.best = [[np.maximum.accumulate(table) for table in row] for row in self.tables]
-        """Best rate of any number of GPUs up to ``[gpus + 1]``, by stage and kind."""
-        self.groups = lockstep_groups(problem)
+        self.best_rates = [[np.maximum.accumulate(table) for table in row] for row in self.tables]
+        """Highest rate on 0 to ``n`` GPUs, ``[gpus + 1]``, by stage and kind."""
+        self.lockstep_groups = lockstep_groups(problem)
         """Indices of stages that run in lockstep, in order; most groups have one stage."""
         self._edges = [
             (self._index[name], s) for s, stage in enumerate(problem.stages) for name in stage.after
         ]
         endpoints = [self._index[name] for name in problem.sync or () if name in self._index]
-        self.source = endpoints[0] if len(endpoints) == 2 else None
+        self.sync_source = endpoints[0] if len(endpoints) == 2 else None
         """The stage that produces the weights; None if no weights are sent."""
-        self.target = endpoints[1] if len(endpoints) == 2 else None
+        self.sync_target = endpoints[1] if len(endpoints) == 2 else None
         """The stage that loads the weights."""
         self._switch_s = np.array(
             [[stage.switch_s.get(kind.name, 0.0) for kind in kinds] for stage in problem.stages]
@@ -109,8 +110,8 @@ class Predictor:
             chunks: chunks per iteration, one number or int ``[n]``.
             assigned_gpus: the part of ``gpus`` that is certainly assigned; all by default. Only
                 these add switching and transfers, and must be of one kind if pools do not mix. If
-                they are fewer, the prediction is a lower bound for every allocation between both.
-            free: time ``[n]`` from which each pool is free; 0 by default.
+                fewer, the prediction is a lower bound for all allocations between both numbers.
+            free: time ``[n]`` from which each pool is free, by pool; 0 by default.
             weights_s: time at which the weights arrive at the stage that loads them.
         """
         problem, count = self.problem, gpus[0].shape[1]
@@ -118,11 +119,11 @@ class Predictor:
         stage_pools, stages = pools_of_stages(pools), problem.stages
         stage_gpus = [self._sum_pools(p, gpus, assigned_gpus) for p in stage_pools.values()]
         busy = np.stack([self.duration(s, *stage_gpus[s]) for s in range(len(stages))])
-        start, finish, first = np.zeros((3, len(stages), count))
+        start, finish, first_chunk = np.zeros((3, len(stages), count))
         free = [np.zeros(count) for _ in pools] if free is None else list(free)
-        for group in self.groups:
-            begin, last = np.zeros(count), np.zeros(count)
-            if self.target in group:
+        for group in self.lockstep_groups:
+            begin, last_input = np.zeros(count), np.zeros(count)
+            if self.sync_target in group:
                 begin = begin + weights_s
             for member in group:
                 for name in stages[member].after:
@@ -131,15 +132,15 @@ class Predictor:
                         continue
                     separate = in_separate_pools(stage_pools, source, member)
                     streamed = separate and stages[member].streams
-                    begin = np.maximum(begin, first[source] if streamed else finish[source])
-                    last = np.maximum(last, finish[source])
+                    begin = np.maximum(begin, first_chunk[source] if streamed else finish[source])
+                    last_input = np.maximum(last_input, finish[source])
             group_pools = {p for member in group for p in stage_pools[member]}
             for pool in group_pools:
-                ready = free[pool]
+                pool_ready = free[pool]
                 if not set(pools[pool]) <= set(group):
                     members = [s for s in group if pool in stage_pools[s]]
-                    ready = ready + self._switch_time(members, assigned_gpus[pool])
-                begin = np.maximum(begin, ready)
+                    pool_ready = pool_ready + self._switch_time(members, assigned_gpus[pool])
+                begin = np.maximum(begin, pool_ready)
             work = self._group_time(group, stage_pools, busy)
             chunk_overhead_s = max(stages[member].chunk_s for member in group)
             overhead_s = self.num_transfers(group, stage_pools, chunks) * chunk_overhead_s
@@ -147,7 +148,7 @@ class Predictor:
             if shared and stages[group[0]].again:
                 work = work * (1 + (chunks - 1) * stages[group[0]].again)
             duration = work + overhead_s
-            end = np.maximum(begin + duration, last + duration / chunks)
+            end = np.maximum(begin + duration, last_input + duration / chunks)
             lead: float | Array = 1 / chunks
             if stages[group[0]].lead and not shared:
                 upper, assigned = stage_gpus[group[0]]
@@ -158,14 +159,14 @@ class Predictor:
                 )
             ready = begin + work * lead + overhead_s / chunks
             for member in group:
-                start[member], finish[member], first[member] = begin, end, ready
+                start[member], finish[member], first_chunk[member] = begin, end, ready
             for pool in group_pools:
                 free[pool] = end
         sync_s = self._sync_time(stage_pools, assigned_gpus)
         total = finish.max(0)
-        if self.source is not None:
+        if self.sync_source is not None:
             # Weights are sent as soon as they are trained, while other stages may still run.
-            total = np.maximum(total, finish[self.source] + sync_s)
+            total = np.maximum(total, finish[self.sync_source] + sync_s)
         for job in pools_of_jobs(pools):
             if not problem.may_mix([s for p in job for s in pools[p]]):
                 assigned = np.sum([assigned_gpus[p] for p in job], axis=0)
@@ -178,31 +179,30 @@ class Predictor:
             total = np.where(problem.exceeds_job_limits(pools, assigned_gpus), np.inf, total)
         return PlacementPrediction(total, start, finish, busy, sync_s)
 
-    def steady_period_s(self, placement: Placement, stale: int) -> float:
-        """Return the seconds per iteration if rollouts use weights that are ``stale`` iterations
-        old, and every pool begins the next iteration as soon as it is free.
+    def steady_period_s(self, placement: Placement, staleness: int) -> float:
+        """Return the seconds per iteration if rollouts use weights of ``staleness`` iterations ago.
 
-        A pool finishes one iteration before it starts the next, so it does not use waits in one
-        iteration for work of another.
+        Every pool begins the next iteration as soon as it is free. A pool finishes one iteration
+        before it starts the next, so it does not work on an iteration while it waits in another.
         """
         pools, arrived = placement.pools, list[float]()
         gpus = [np.array(pool)[:, None] for pool in placement.gpus]
         free = [np.zeros(1) for _ in pools]
         for i in range(2 * STEADY_ITERATIONS):
-            weights_s = arrived[i - 1 - stale] if i > stale else 0.0
+            weights_s = arrived[i - 1 - staleness] if i > staleness else 0.0
             prediction = self.predict_batch(
                 pools, gpus, placement.num_chunks, free=free, weights_s=weights_s
             )
             finish_s = prediction.finish_s
             free = [finish_s[list(pool)].max(0) for pool in pools]
-            last = finish_s.max() if self.source is None else finish_s[self.source]
+            last = finish_s.max() if self.sync_source is None else finish_s[self.sync_source]
             arrived.append(float((last + prediction.sync_s).max()))
         return (arrived[-1] - arrived[STEADY_ITERATIONS - 1]) / STEADY_ITERATIONS
 
     def _sum_pools(
         self, pools: Sequence[int], gpus: Sequence[Array], assigned_gpus: Sequence[Array]
     ) -> tuple[Array, Array]:
-        """Return the sum of GPUs of some pools, and of those assigned, ``[kinds, n]`` each."""
+        """Return the sums of GPUs and of assigned GPUs over some pools, ``[kinds, n]`` each."""
         if len(pools) == 1:
             return gpus[pools[0]], assigned_gpus[pools[0]]
         assigned = np.sum([assigned_gpus[p] for p in pools], axis=0)
@@ -213,10 +213,10 @@ class Predictor:
     def num_transfers(
         self, group: Sequence[int], stage_pools: Mapping[int, Sequence[int]], chunks: int | Array
     ) -> int | Array:
-        """Return the number of chunks that a group exchanges with other pools.
+        """Return the number of chunks that a lockstep group exchanges with other pools.
 
-        It is ``chunks`` if the group streams, 1 if it only exchanges the whole batch, and 0 if all
-        its inputs and outputs stay in its pool.
+        This is ``chunks`` if the group streams, 1 if it only exchanges the whole batch, and 0 if
+        all inputs and outputs stay in the group's pool.
         """
         edges = [
             (a, b)
@@ -230,7 +230,7 @@ class Predictor:
     def duration(self, stage: int, gpus: Array, assigned_gpus: Array | None = None) -> Array:
         """Return the seconds of a stage alone on GPUs ``[kinds, n]``; infinite if it cannot run.
 
-        With fewer ``assigned_gpus`` it is a lower bound for every allocation in between.
+        With fewer ``assigned_gpus``, this is a lower bound for every allocation in between.
         """
         assigned_gpus = gpus if assigned_gpus is None else assigned_gpus
         kind_rates = self.rates(stage, gpus, assigned_gpus)
@@ -249,11 +249,12 @@ class Predictor:
     def rates(self, stage: int, gpus: Array, assigned_gpus: Array) -> Array:
         """Return iterations per second of a stage on its GPUs of each kind ``[kinds, n]``; with
         fewer ``assigned_gpus``, the best rate of any number up to ``gpus``."""
-        kinds = zip(self.tables[stage], self.best[stage], gpus, assigned_gpus, strict=True)
+        kinds = zip(self.tables[stage], self.best_rates[stage], gpus, assigned_gpus, strict=True)
         return np.stack([np.where(n == assigned, t[n], best[n]) for t, best, n, assigned in kinds])
 
     def min_switch_s(self, group: Sequence[int], pool: Sequence[int]) -> float:
-        """Return the minimum seconds in which a pool loads a group; 0 without other stages."""
+        """Return the minimum seconds in which a pool loads the stages of a lockstep group; 0 if the
+        pool has no other stages."""
         if set(pool) <= set(group):
             return 0.0
         members = [s for s in group if s in pool]
@@ -278,11 +279,11 @@ class Predictor:
     def _group_time(
         self, group: Sequence[int], stage_pools: Mapping[int, tuple[int, ...]], busy: Array
     ) -> Array:
-        """Return the time of a cycle. In one pool its stages take turns; over several pools, two
-        halves of each chunk alternate.
+        """Return the seconds ``[n]`` of a lockstep group. In one pool its stages take turns; over
+        several pools, two halves of each chunk alternate between the pools.
 
         A step then takes as long as the slowest pool, or half as long as all pools together. Once
-        per chunk, a half has nothing to overlap with.
+        per chunk, only one half is being processed.
         """
         if len(group) == 1:
             return busy[group[0]]
@@ -300,13 +301,15 @@ class Predictor:
         return np.where(np.isfinite(total), overlapped, np.inf)
 
     def _switch_time(self, stages: Sequence[int], gpus: Array) -> Array:
+        """Return the seconds ``[n]`` in which a pool with these GPUs loads the stages."""
         total_s = self._switch_s[list(stages)].sum(0)
         return np.where(gpus > 0, total_s[:, None], 0.0).max(0)
 
     def _sync_ends(
         self, stage_pools: Mapping[int, tuple[int, ...]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        if self.source is None or self.problem.sync is None:
+        """Return the pools that send and receive the weights; None: no pool sends any."""
+        if self.sync_source is None or self.problem.sync is None:
             return None
         source, target = (self._index[name] for name in self.problem.sync)
         separate = in_separate_pools(stage_pools, source, target)
@@ -329,8 +332,8 @@ def in_separate_pools(stage_pools: Mapping[int, Sequence[int]], a: int, b: int) 
 
 
 def is_time_shared(group: Sequence[int], stage_pools: Mapping[int, Sequence[int]]) -> bool:
-    """Return True if other stages in a group's pools run between its chunks. Stages on the whole
-    job do not, because they run after all chunks."""
+    """Return True if other stages in a group's pools run between the group's chunks. Stages on the
+    whole job do not, because they run after all chunks."""
     group_pools = {p for member in group for p in stage_pools[member]}
     max_pools = max(len(stage_pools[s]) for s in group)
     others = [pools for s, pools in stage_pools.items() if s not in group]

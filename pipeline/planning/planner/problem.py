@@ -7,7 +7,7 @@ others are hybrid. If a pool has GPUs of several kinds, each kind processes a sh
 in proportion to its speed.
 
 Pools may overlap: a stage in several pools works on the GPUs of all of them. Such pools are one job
-(``pools[].stage_ranks`` of a plan); its other stages run before that stage, at the same time.
+(``pools[].stage_ranks`` of a plan); stages in only one of the pools run first, at the same time.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class GpuKind:
 
     name: str
     gpus: int
+    """Number of GPUs that the plan may use."""
     price: float = 1.0
     """Cost of one GPU for one hour, in any currency."""
     wait_s: float = 0.0
@@ -49,7 +50,7 @@ class GpuKind:
     per_node: int = 0
     """GPUs per node, all of which a job on several nodes must use; 0: any number is allowed."""
     waits_s: tuple[tuple[int, float], ...] = ()
-    """Numbers of nodes with the expected waits of such jobs; empty: ``wait_s`` for all jobs."""
+    """Pairs of a job's nodes and its expected wait; empty: ``wait_s`` for all jobs."""
     job_gpus: int = 0
     """Maximum GPUs of a job; 0: no limit."""
 
@@ -101,7 +102,8 @@ class PlacementStage:
     """Seconds to load and offload the stage by kind, if it shares a pool; 0 if all stages of the
     pool fit in memory together."""
     cycle: str | None = None
-    """Name of a cycle, such as simulating and generating, whose adjacent stages run in lockstep."""
+    """Name of a cycle whose adjacent stages run in lockstep, such as simulation and generation;
+    None: the stage is in no cycle."""
     beside: bool = False
     """True if it may use some GPUs of its job while other stages use the rest."""
 
@@ -126,9 +128,9 @@ class PlacementProblem:
     chunks: Sequence[int] = (1, 2, 4, 8, 16, 32)
     """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
-    """Source and target stage of the weights."""
+    """Stages that produce and load the weights; None: no weights are sent."""
     sync_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Seconds to transfer new weights from a pool of one kind to a pool of another; 0 within a
+    """Seconds to transfer new weights, by kinds of the source and of the target pool; 0 within a
     pool."""
     mixing: float = 1.0
     """Speed of different kinds together on one stage, relative to the sum of their speeds."""
@@ -137,8 +139,8 @@ class PlacementProblem:
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use (pins), by stage."""
     mixes: frozenset[str] | None = None
-    """Stages whose pools need not be one job if they contain no other stage: such a pool may have
-    several kinds and any number of GPUs. None: all stages may share any pool."""
+    """Stages that need not run in one job: a pool with only such stages may have several kinds and
+    any number of GPUs. None: all stages."""
     shared: Sequence[tuple[tuple[str, ...], int]] = ()
     """Groups of kinds that share GPUs or a limit, with the total number of their GPUs."""
     most_jobs: Sequence[tuple[tuple[str, ...], int]] = ()
@@ -273,7 +275,7 @@ class Placement:
     pools: PoolStages
     """Indices of the stages of each pool, ascending; pools in order of their first stage."""
     gpus: tuple[tuple[int, ...], ...]
-    """GPUs of each kind, by pool."""
+    """Number of GPUs of each kind, by pool."""
     num_chunks: int
     """Number of chunks per iteration."""
 
@@ -548,16 +550,16 @@ def placement_from_pools(
 def _split_pool(
     problem: PlacementProblem, pool: PoolPlan, key: str
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return stages and GPUs of a pool, or of each part if some stages use a part of its processes.
+    """Return the stages and GPUs of a pool, or of each part if stages use parts of its processes.
 
     Raises:
-        PlanError: parts overlap, or a stage on all processes precedes one on a part of them.
+        PlanError: parts overlap, or a stage on all processes precedes a stage on some of them.
     """
     indices = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
     kinds = [kind.name for kind in problem.kinds]
     # Process numbers continue from one kind to the next.
-    kind_of = [kinds.index(kind) for kind, count in pool.devices.items() for _ in range(count)]
-    all_ranks = tuple(range(len(kind_of)))
+    kind_by_rank = [kinds.index(kind) for kind, count in pool.devices.items() for _ in range(count)]
+    all_ranks = tuple(range(len(kind_by_rank)))
     ranks = {s: pool.stage_ranks.get(name, all_ranks) for name, s in indices.items()}
     whole_stages = [s for s, subset in ranks.items() if subset == all_ranks]
     rank_sets = sorted({subset for subset in ranks.values() if subset != all_ranks})
@@ -581,7 +583,7 @@ def _split_pool(
     return [
         (
             tuple(sorted(s for s, used in ranks.items() if used in (subset, all_ranks))),
-            tuple(sum(kind_of[rank] == k for rank in subset) for k in range(len(kinds))),
+            tuple(sum(kind_by_rank[rank] == k for rank in subset) for k in range(len(kinds))),
         )
         for subset in (*rank_sets, *([idle] if idle and whole_stages else []))
     ]
@@ -594,6 +596,7 @@ class Objective(ABC):
     """A cost that grows with the time of an iteration and never falls with the number of GPUs."""
 
     unit = "s"
+    """Unit of the cost: ``s`` or ``price``."""
 
     @abstractmethod
     def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
@@ -607,9 +610,9 @@ class Objective(ABC):
 
     @abstractmethod
     def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
-        """Return the cost that is added by a stage that runs as its own job."""
+        """Return the cost of a stage that runs for ``seconds`` as its own job."""
 
     @abstractmethod
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
@@ -624,7 +627,7 @@ class IterationTime(Objective):
         return total_s
 
     def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
         return seconds
 
@@ -636,7 +639,7 @@ class IterationTime(Objective):
 class MonetaryCost(Objective):
     """The cost of one iteration: all allocated GPUs for its whole duration.
 
-    If all prices are 1, it is in GPU-hours.
+    If all prices are 1, the cost is in GPU-hours.
     """
 
     unit = "price"
@@ -646,7 +649,7 @@ class MonetaryCost(Objective):
         return np.asarray(total_s * sum(prices @ pool for pool in gpus) / 3600)
 
     def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
         return seconds * price_per_hour / 3600
 
@@ -680,11 +683,11 @@ class TimeToFinish(Objective):
         return np.asarray(wait_s + self.iterations * total_s * (1 + overhead))
 
     def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
-        """Return the cost of a job that waits, and waits again after an interruption, which loses
-        half of its work on average."""
-        lost_s = losses_per_hour / 3600 * seconds * (wait_s + seconds / 2)
+        """Return the cost of a job that waits in the queue. If interrupted, it waits again, and
+        repeats half of its work on average."""
+        lost_s = interruptions_per_hour / 3600 * seconds * (wait_s + seconds / 2)
         return self.iterations * (wait_s + seconds + lost_s)
 
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:

@@ -1,7 +1,7 @@
 """The planner's output: a plan, its forecast, its alternatives and recommendations.
 
-A recommendation (staleness, elastic rollouts, helpers, transports) has its predicted saving, or the
-reason against it.
+A recommendation is for or against an optional feature (staleness, elastic rollouts, helpers that
+generate, transports of weights), with the predicted saving or the reason against the feature.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 CONSIDERED_STALENESS = 1
+"""Staleness, in iterations, that is recommended for or against."""
 
 
 def recommend(
@@ -100,7 +101,7 @@ def recommend_elastic(
 def recommend_helpers(
     problem: PlacementProblem, plan: Plan, best: PlacementSolution
 ) -> Recommendation:
-    """Recommend for or against generation by workers of other pools until no prompts are left."""
+    """Recommend for or against ``also_generates``: workers of other pools that help to generate."""
     feature = "also_generates"
     elastic = next((i for i, pool in enumerate(plan.pools) if pool.workers), None)
     if elastic is None:
@@ -130,14 +131,15 @@ def _helper_saving(
     pool: PoolPlan,
     stages: Sequence[str],
 ) -> float:
-    """Return the maximum seconds that a pool could save by generating before its first stage."""
+    """Return the maximum seconds that a pool can save if it generates until its first stage."""
     stage = problem.stages[rollout]
     rates = [
         problem.rate_table(stage, k)[pool.devices.get(kind.name, 0)]
         for k, kind in enumerate(problem.kinds)
     ]
-    idle = min(float(best.prediction.start_s[stages.index(s)]) for s in pool.stages if s in stages)
-    share = min(1.0, idle * float(np.sum(rates)))
+    start_s = best.prediction.start_s
+    idle_s = min(float(start_s[stages.index(s)]) for s in pool.stages if s in stages)
+    share = min(1.0, idle_s * float(np.sum(rates)))
     return share * float(best.prediction.busy_s[rollout])
 
 
@@ -183,15 +185,22 @@ class PlanRow:
 
     stage: str
     place: str
+    """Kinds of device on which the stage runs: ``a100+h100``."""
     size: str
-    """Nodes x devices per node."""
+    """Nodes x devices per node, or the pool: ``pool 1: 4 of 8``."""
     devices: int
+    """Number of devices."""
     start_s: float
+    """Start of the stage, in seconds after the start of the iteration."""
     seconds: float
     low_s: float
+    """10 % quantile of ``seconds``."""
     high_s: float
+    """90 % quantile of ``seconds``."""
     breakdown_s: Mapping[str, float]
+    """Seconds of each part, such as start, load and work."""
     bound_by: str
+    """The longest part, a key of ``breakdown_s``."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +208,11 @@ class AlternativePlan:
     """Another plan, which is worse by the objective."""
 
     difference: str
+    """The stages that it places differently, and where; for pools, all of its pools."""
     seconds: float
+    """Seconds of an iteration."""
     cost: float
+    """Value of the objective, in its unit."""
     reason: str
     """Why this plan is worse."""
 
@@ -210,8 +222,11 @@ class WhatIf:
     """The best plan of a different cluster."""
 
     case: str
+    """How the cluster differs: ``h100=16``, ``without a100``."""
     seconds: float
+    """Seconds of an iteration; infinite if there is no plan."""
     cost: float
+    """Value of the objective, in its unit."""
 
 
 @dataclass(frozen=True)
@@ -220,17 +235,20 @@ class PlanProposal:
 
     plan: Plan
     mode: str
+    """How the stages are placed: ``collocated``, ``a job for each stage``."""
     rows: tuple[PlanRow, ...]
     objective: str
     unit: str
-    bound: float
-    """Lower bound of the cost of all plans, in the unit of the objective."""
-    exact: bool
+    """Unit of the objective: ``s`` or ``price``."""
+    lower_bound: float
+    """No plan can cost less than this, in the unit of the objective."""
+    is_optimal: bool
+    """True if it is proven that no plan costs less under these predictions."""
     alternatives: tuple[AlternativePlan, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
-    """For pools: the placement problem, as a file that ``rlinf simulate`` reads."""
+    """For pools: the placement problem as YAML text, for ``rlinf simulate``; empty for jobs."""
 
     @property
     def forecast(self) -> Forecast:
@@ -246,15 +264,17 @@ def evaluate_what_ifs(
 ) -> list[WhatIf]:
     """Return the best plans for different clusters: ``what_ifs``, and each kind doubled or removed.
 
+    Kinds whose nodes all belong to a better kind change with that kind.
+
     Args:
         best: returns seconds and cost of the best plan of a request.
     """
     cases = [(text, parse_counts([text])) for text in what_ifs]
-    base_kinds = {
+    maximal_kinds = {
         name: entry for name, entry in request.devices.items() if entry.better_kind is None
     }
-    for name, entry in base_kinds.items():
-        if len(base_kinds) > 1:
+    for name, entry in maximal_kinds.items():
+        if len(maximal_kinds) > 1:
             cases.append((f"without {name}", {name: 0}))
         doubled = 2 * entry.kind.nodes * entry.per_node
         cases.append((f"{name}={doubled}", {name: doubled}))

@@ -29,9 +29,11 @@ class PlanRequest:
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()
+    """Notes for the user, which the proposal repeats."""
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
     """Corrections that earlier runs measured, by stage and kind."""
     sources: PlanningSources | None = None
+    """Files and options of the request, with which ``rlinf replan`` repeats it."""
     plan_validator: Callable[[Plan], Plan] | None = None
     """Checks a plan and returns it with the cluster's settings; None: no check."""
 
@@ -52,7 +54,7 @@ class PlanRequest:
 
     def for_user_plan(self) -> PlanRequest:
         """Return the request for a user's plan. Limits of accounting apply to the plan's own
-        requests, so those for the planner's requests are removed."""
+        requests, so limits for the planner's requests are removed."""
         devices = {
             name: replace(entry, allowance=entry.allowance.without_job_limits())
             for name, entry in self.devices.items()

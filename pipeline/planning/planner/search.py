@@ -2,8 +2,8 @@
 
 Every grouping has a fast lower bound. Promising groupings are relaxed to a linear program
 (:mod:`pipeline.planning.planner.bounds`), which gives a better bound and a fractional division to
-start from. A grouping whose bound is above the cost of the best placement is skipped. From seven
-stages on, there are more groupings than can be explored. A division is improved by moving GPUs
+start from. A grouping whose bound is above the cost of the best placement is skipped. With seven
+stages or more, there are more groupings than can be explored. A division is improved by moving GPUs
 between pools. Small problems are then solved exactly by branch and bound; for others the smallest
 bound limits the distance from the optimum.
 """
@@ -34,8 +34,8 @@ Array = np.ndarray
 
 
 def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
-    """Return all groupings of the stages into pools, fewest pools first. At the end are those with
-    overlapping pools, in which the first stages of a job each use a part of its GPUs."""
+    """Return all groupings of the stages into pools, fewest pools first. Groupings with overlapping
+    pools, in which the first stages of a job each use a part of its GPUs, are at the end."""
     total_gpus = sum(kind.gpus for kind in problem.kinds)
     disjoint = list(_partition(range(len(problem.stages))))
     overlapping = {
@@ -100,9 +100,9 @@ class GroupingNeighbors:
         return [self._groupings[index] for index in np.flatnonzero(is_neighbor & (difference != 0))]
 
 
-def enumerate_divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
-    """Return all divisions of ``total`` GPUs over pools, int ``[n, pools]``; if ``idle``, GPUs may
-    be unused.
+def enumerate_divisions(total: int, counts: Sequence[Array], allows_idle: bool) -> Array:
+    """Return all divisions of ``total`` GPUs over pools, int ``[n, pools]``; if ``allows_idle``,
+    GPUs may be unused.
 
     Args:
         counts: the allowed numbers of GPUs of each pool.
@@ -112,24 +112,24 @@ def enumerate_divisions(total: int, counts: Sequence[Array], idle: bool) -> Arra
         remaining = total - divisions.sum(1)
         row, column = np.nonzero(possible_counts[None] <= remaining[:, None])
         divisions = np.concatenate([divisions[row], possible_counts[column][:, None]], axis=1)
-    return divisions if idle else divisions[divisions.sum(1) == total]
+    return divisions if allows_idle else divisions[divisions.sum(1) == total]
 
 
-def gpu_moves(pools: int, sizes: Array, *, idle: bool) -> Array:
-    """Return changes of a division, ``[moves, pools, kinds]``.
+def gpu_moves(pools: int, sizes: Array, *, allows_idle: bool) -> Array:
+    """Return changes of the GPUs of ``pools`` pools, ``[moves, pools, kinds]``.
 
-    GPUs of a kind move from pool to pool, or two pools exchange GPUs of two kinds. If ``idle``,
-    GPUs may also become unused or used.
+    GPUs of a kind move from pool to pool, or two pools exchange GPUs of two kinds. If
+    ``allows_idle``, GPUs may also become unused or used.
 
     Args:
         sizes: number of GPUs of each kind.
     """
     kinds = len(sizes)
-    ends = [*range(pools), *([None] if idle else [])]
+    owners = [*range(pools), *([None] if allows_idle else [])]
     moves = []
     for k, max_size in enumerate(sizes):
         for size in move_sizes(int(max_size)):
-            for source, target in itertools.permutations(ends, 2):
+            for source, target in itertools.permutations(owners, 2):
                 move = np.zeros((pools, kinds), dtype=np.int64)
                 if source is not None:
                     move[source, k] = -size
@@ -153,7 +153,8 @@ def move_sizes(maximum: int) -> list[int]:
 
 
 def divisions_without_kind(state: Array) -> Array:
-    """Return divisions ``[n, pools, kinds]`` in which one pool, or all, give up a kind.
+    """Return the variants ``[n, pools, kinds]`` of a division ``[pools, kinds]`` in which one pool,
+    or every pool, gives up a kind.
 
     A plan avoids a kind's queue and interruptions only if it does not use the kind at all.
     """
@@ -175,12 +176,12 @@ MAX_RELAXED_GROUPINGS = 250
 """Maximum number of relaxed groupings; six stages have fewer."""
 MAX_KIND_ASSIGNMENTS = 4096
 """Maximum number of assignments of kinds to pools; if there are more, a sample is tried."""
-SINGLE_KIND_STARTS = 8
-"""Number of single-kind divisions that are improved if pools must be of one kind."""
-PROMISING_FACTOR, STARTS_PER_GROUPING, FINAL_GROUPINGS = 1.05, 16, 2
-"""If pools may mix kinds: single-kind divisions are improved if they cost less than
-``PROMISING_FACTOR`` times the best cost, at most ``STARTS_PER_GROUPING / kinds`` per grouping, and
-at the end again for the best ``FINAL_GROUPINGS``."""
+SINGLE_KIND_DIVISIONS = 8
+"""Number of single-kind divisions from which the search begins if pools must be of one kind."""
+PROMISING_FACTOR, DIVISIONS_PER_GROUPING, FINAL_GROUPINGS = 1.05, 16, 2
+"""If pools may mix kinds: the search of a grouping begins from at most
+``DIVISIONS_PER_GROUPING / kinds`` single-kind divisions, which cost less than ``PROMISING_FACTOR``
+times the best cost. At the end, the best ``FINAL_GROUPINGS`` are searched again."""
 BATCH_SIZE = 8192
 """Number of divisions that are evaluated together."""
 EQUAL_COST_FACTOR = 1 + 1e-9
@@ -189,27 +190,27 @@ EQUAL_COST_FACTOR = 1 + 1e-9
 
 @dataclass(frozen=True)
 class PlacementSolution:
-    """The best placement of one grouping, with its prediction and bound."""
+    """The best placement of one grouping, with its prediction."""
 
     placement: Placement
     prediction: PlacementPrediction
     cost: float
     """Cost in the unit of the objective."""
-    bound: float
-    """Lower bound of the cost of all placements of the problem."""
-    exact: bool
+    lower_bound: float
+    """No placement of the problem costs less than this."""
+    is_optimal: bool
     """True if it is proven that no placement costs less than the best solution."""
 
     @property
     def gap(self) -> float:
-        """The relative difference between cost and bound."""
-        return self.cost / self.bound - 1 if self.bound > 0 else 0.0
+        """The relative difference between cost and lower bound."""
+        return self.cost / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
 
 def solve(
-    problem: PlacementProblem, objective: Objective | None = None, alternatives: int = 1
+    problem: PlacementProblem, objective: Objective | None = None, max_solutions: int = 1
 ) -> list[PlacementSolution]:
-    """Return the best placements, best first, each with a different grouping of the stages.
+    """Return at most ``max_solutions`` placements, best first, with different groupings of stages.
 
     Raises:
         PlanError: a stage cannot run on any kind, or the stages cannot be placed together.
@@ -217,13 +218,13 @@ def solve(
     _check_problem(problem)
     search = _Search(problem, objective or IterationTime())
     groupings = enumerate_groupings(problem)
-    quick_bounds = price_bounds(search.predictor, groupings)
-    bounds = {p: search.bound(float(b)) for p, b in zip(groupings, quick_bounds, strict=True)}
-    divisions, relaxed = search.explore(bounds, alternatives)
-    exact = search.is_small(len(groupings))
-    if divisions and not exact:
+    quick_s = price_bounds(search.predictor, groupings)
+    bounds = {p: search.cost_bound(float(s)) for p, s in zip(groupings, quick_s, strict=True)}
+    divisions, relaxed = search.explore(bounds, max_solutions)
+    enumerates = search.can_enumerate(len(groupings))
+    if divisions and not enumerates:
         search.split_by_kind(divisions)
-    if exact:
+    if enumerates:
         for pools in sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools)):
             if bounds[pools] <= _cost_to_beat(divisions, 1):
                 search.enumerate_exact(pools, divisions)
@@ -234,29 +235,34 @@ def solve(
         )
     best = sorted(divisions.items(), key=lambda item: (item[1].cost, len(item[0]), item[0]))
     lowest = best[0][1].cost
-    bound = lowest if exact else search.tighten_bound(bounds, relaxed, lowest)
-    return [search.solution(pools, d, bound, exact) for pools, d in best[:alternatives]]
+    bound = lowest if enumerates else search.tighten_bound(bounds, relaxed, lowest)
+    return [search.solution(pools, d, bound, enumerates) for pools, d in best[:max_solutions]]
 
 
 @dataclass(frozen=True)
 class _Division:
+    """The GPUs of each pool of a grouping, with the best number of chunks and the cost."""
+
     cost: float
     gpus: Array
     """Integers ``[pools, kinds]``."""
     chunks: int
+    """Number of chunks per iteration."""
 
 
 _Divisions = dict[PoolStages, _Division]
 """The best division of each grouping."""
 
 
-def _cost_to_beat(divisions: _Divisions, rank: int) -> float:
-    """Return the cost of the solution at a rank, from 1; infinite if there are fewer."""
+def _cost_to_beat(divisions: _Divisions, n: int) -> float:
+    """Return the cost of the ``n``-th best division, from 1; infinite if there are fewer."""
     costs = sorted(division.cost for division in divisions.values())
-    return costs[rank - 1] if len(costs) >= rank else math.inf
+    return costs[n - 1] if len(costs) >= n else math.inf
 
 
 class _Search:
+    """The search for the best divisions of one problem's GPUs."""
+
     def __init__(self, problem: PlacementProblem, objective: Objective) -> None:
         self.problem = problem
         self.objective = objective
@@ -264,21 +270,24 @@ class _Search:
         self.relaxation = LinearRelaxation(self.predictor)
         self._kind_gpus = np.array([kind.gpus for kind in problem.kinds])
         tables = [table for row in self.predictor.tables for table in row]
-        mixable = len(problem.kinds) > 1
+        has_several_kinds = len(problem.kinds) > 1
         # If more GPUs never slow a stage down, idle GPUs help only if GPUs have a cost.
-        self._idle = (
+        self._allows_idle = (
             not isinstance(objective, IterationTime)
             or problem.mixes is not None
             or bool(problem.shared or problem.most_jobs)
             or any(any(stage.switch_s.values()) for stage in problem.stages)
             or any(problem.sync_s.values())
             or any(np.any(np.diff(table) < 0) for table in tables)
-            or (mixable and (problem.mixing < 1 or any(np.any(t[1:] == 0) for t in tables)))
+            or (has_several_kinds and problem.mixing < 1)
+            or (has_several_kinds and any(np.any(table[1:] == 0) for table in tables))
         )
         self._moves: dict[int, Array] = {}
         self._counts: dict[tuple[tuple[int, ...], int, bool], Array] = {}
+        """Caches: moves by number of pools, and counts by the arguments of :meth:`counts`."""
 
-    def bound(self, total_s: float) -> float:
+    def cost_bound(self, total_s: float) -> float:
+        """Return a lower bound of the cost if an iteration takes at least ``total_s`` seconds."""
         return (
             self.objective.lower_bound(self.problem, total_s)
             if math.isfinite(total_s)
@@ -286,13 +295,13 @@ class _Search:
         )
 
     def explore(
-        self, bounds: dict[PoolStages, float], alternatives: int
+        self, bounds: dict[PoolStages, float], max_solutions: int
     ) -> tuple[_Divisions, set[PoolStages]]:
         """Explore the promising groupings and improve their ``bounds``.
 
-        The next grouping is the most promising neighbour of the best one, else the most promising
-        of all. Groupings that cannot be among the best are skipped. With many stages, the number of
-        groupings is limited.
+        The next grouping is the most promising neighbour of the best grouping, or else the most
+        promising of all. Groupings that cannot be among the best are skipped. With many stages, the
+        number of groupings is limited.
 
         Returns:
             The best division of each grouping, and the groupings that were relaxed.
@@ -303,7 +312,7 @@ class _Search:
         neighbours, near_best = GroupingNeighbors(order), iter(list[PoolStages]())
         best: PoolStages | None = None
         while remaining and len(explored) < MAX_RELAXED_GROUPINGS:
-            cost_limit = _cost_to_beat(divisions, alternatives)
+            cost_limit = _cost_to_beat(divisions, max_solutions)
             leader = min(divisions, key=lambda pools: divisions[pools].cost, default=None)
             if leader != best:
                 best = leader
@@ -315,13 +324,13 @@ class _Search:
             explored.add(pools)
             enough_s = cost_limit if isinstance(self.objective, IterationTime) else math.inf
             relaxed = self.relaxation.solve(pools, enough_s=enough_s)
-            bounds[pools] = max(bounds[pools], self.bound(relaxed.bound_s))
+            bounds[pools] = max(bounds[pools], self.cost_bound(relaxed.bound_s))
             if math.isfinite(bounds[pools]) and bounds[pools] <= cost_limit:
                 self.improve_from_relaxation(pools, relaxed, divisions)
         return divisions, explored
 
-    def is_small(self, groupings: int) -> bool:
-        """Return True if a problem with this many groupings is enumerated."""
+    def can_enumerate(self, groupings: int) -> bool:
+        """Return True if the problem, with this many groupings, is small enough to enumerate."""
         if int(self._kind_gpus.sum()) <= EXACT_GPUS and groupings <= EXACT_GROUPINGS:
             return True
         divisions = 1.0
@@ -331,14 +340,14 @@ class _Search:
                 possible = np.zeros(size + 1)
                 possible[self.counts((s,), k, whole_nodes=not stage.beside)] = 1.0
                 ways = np.convolve(ways, possible)[: size + 1]
-            divisions *= float(ways.sum() if self._idle else ways[-1])
+            divisions *= float(ways.sum() if self._allows_idle else ways[-1])
         return divisions * max(1.0, groupings / EXACT_GROUPINGS) <= EXACT_DIVISIONS
 
     def counts(self, stages: tuple[int, ...], kind: int, *, whole_nodes: bool) -> Array:
         """Return the numbers of GPUs of a kind that a pool can have, ascending, with 0.
 
         Args:
-            stages: the stages of only this pool.
+            stages: the pool's stages that are in no other pool.
             whole_nodes: True if the pool is a job of its own, which needs whole nodes.
         """
         key = (stages, kind, whole_nodes)
@@ -360,12 +369,13 @@ class _Search:
         return [self.counts(stages, kind, whole_nodes=stages == pool) for stages, pool in pairs]
 
     def solution(
-        self, pools: PoolStages, division: _Division, bound: float, exact: bool
+        self, pools: PoolStages, division: _Division, lower_bound: float, is_optimal: bool
     ) -> PlacementSolution:
+        """Return a division as a solution, with its prediction."""
         gpus = tuple(tuple(int(n) for n in pool) for pool in division.gpus)
         placement = Placement(pools, gpus, division.chunks)
         return PlacementSolution(
-            placement, self.predictor.predict(placement), division.cost, bound, exact
+            placement, self.predictor.predict(placement), division.cost, lower_bound, is_optimal
         )
 
     def costs(
@@ -375,6 +385,7 @@ class _Search:
         chunks: int | Array,
         assigned: list[Array],
     ) -> Array:
+        """Return the costs ``[n]``, infinite if impossible; see :meth:`Predictor.predict_batch`."""
         predicted = self.predictor.predict_batch(pools, gpus, chunks, assigned)
         with np.errstate(invalid="ignore"):
             job_gpus = gpus_by_job(pools, assigned)
@@ -385,7 +396,7 @@ class _Search:
         self, pools: PoolStages, gpus: Sequence[Array], assigned: Sequence[Array]
     ) -> tuple[Array, Array]:
         """Return the lowest costs over all numbers of chunks ``[n]``, and the best numbers."""
-        options = self._chunks(pools)
+        options = self._chunk_choices(pools)
         num_divisions = gpus[0].shape[1]
         tiled_gpus = [np.tile(pool, len(options)) for pool in gpus]
         tiled_assigned = [np.tile(pool, len(options)) for pool in assigned]
@@ -398,14 +409,14 @@ class _Search:
     def tighten_bound(
         self, bounds: dict[PoolStages, float], relaxed: set[PoolStages], lowest_cost: float
     ) -> float:
-        """Return the smallest bound of all groupings. ``relaxed`` groupings that determine it are
-        bounded again, separately for each number of chunks."""
+        """Return the smallest bound of all groupings. The ``relaxed`` groupings with the smallest
+        bounds are relaxed again, separately for each number of chunks."""
         tightest = min([lowest_cost, *(bounds[pools] for pools in bounds.keys() - relaxed)])
         for pools in sorted(relaxed, key=lambda pools: bounds[pools]):
             bound = bounds[pools]
             if bound < tightest and len(pools) > 1:
                 solutions = (self.relaxation.solve(pools, (m,)) for m in self.problem.chunks)
-                bound = max(bound, min(self.bound(solution.bound_s) for solution in solutions))
+                bound = max(bound, min(self.cost_bound(solution.bound_s) for solution in solutions))
             tightest = min(tightest, bound)
         return tightest
 
@@ -413,23 +424,24 @@ class _Search:
         self, pools: PoolStages, relaxed: RelaxedSolution, divisions: _Divisions
     ) -> None:
         """Improve divisions near the relaxation by moving GPUs between pools."""
-        for start in self._initial_divisions(pools, relaxed.gpus, _cost_to_beat(divisions, 1)):
-            self._improve_from(pools, start, divisions)
+        for state in self._initial_divisions(pools, relaxed.gpus, _cost_to_beat(divisions, 1)):
+            self._improve_from(pools, state, divisions)
 
     def split_by_kind(self, divisions: _Divisions) -> None:
-        """Improve the best groupings again, from divisions with a single kind in all pools or all
-        but one. If pools may mix kinds, moves from the relaxation rarely find such divisions."""
+        """Search the best groupings again, from divisions in which all jobs, or all but one, have a
+        single kind. If pools may mix kinds, moves from the relaxation rarely find these."""
         for pools in sorted(divisions, key=lambda pools: divisions[pools].cost)[:FINAL_GROUPINGS]:
             if len(self._kind_gpus) == 1 or not all(map(self.problem.may_mix, pools)):
                 continue
-            gpus, starts, jobs = divisions[pools].gpus.astype(float), [], pools_of_jobs(pools)
+            gpus, candidates, jobs = divisions[pools].gpus.astype(float), [], pools_of_jobs(pools)
             for mixed_job in (None, *jobs):
                 single_kind_jobs = [job for job in jobs if job != mixed_job]
-                starts += self._single_kind_divisions(pools, gpus, single_kind_jobs)[:1]
-            for _, state in sorted(starts, key=lambda start: start[0])[:2]:
+                candidates += self._single_kind_divisions(pools, gpus, single_kind_jobs)[:1]
+            for _, state in sorted(candidates, key=lambda candidate: candidate[0])[:2]:
                 self._improve_from(pools, state, divisions)
 
     def _improve_from(self, pools: PoolStages, state: Array, divisions: _Divisions) -> None:
+        """Improve GPUs ``state``, ``[pools, kinds]``, by moves and by the number of chunks."""
         chunks, cost = None, math.inf
         while True:
             gpus = [pool[:, None] for pool in state]
@@ -444,8 +456,8 @@ class _Search:
     def enumerate_exact(self, pools: PoolStages, divisions: _Divisions) -> None:
         """Enumerate every division, kind by kind, and skip branches that cannot be better.
 
-        In a branch some kinds are divided already. In its lower bound, every pool has all GPUs of
-        the other kinds, at no cost.
+        In a branch some kinds are divided already. In the branch's lower bound, every pool has all
+        GPUs of the other kinds, at no cost.
         """
         order = np.argsort(-self._kind_gpus, kind="stable")
         empty = np.zeros((1, len(pools), len(self._kind_gpus)), np.int64)
@@ -459,10 +471,11 @@ class _Search:
         states: Array,
         divisions: _Divisions,
     ) -> None:
+        """Divide the kind ``order[depth]`` for all ``states``, ``[n, pools, kinds]``."""
         kind = order[depth]
         last = depth + 1 == len(order)
         parts = enumerate_divisions(
-            int(self._kind_gpus[kind]), self.possible_counts(pools, int(kind)), self._idle
+            int(self._kind_gpus[kind]), self.possible_counts(pools, int(kind)), self._allows_idle
         )
         if not len(parts):
             return
@@ -489,11 +502,14 @@ class _Search:
     def _descend(
         self, pools: PoolStages, state: Array, chunks: int, cost: float
     ) -> tuple[Array, float]:
+        """Make the best move of GPUs until none reduces the cost; return state and cost."""
         if len(pools) not in self._moves:
-            self._moves[len(pools)] = gpu_moves(len(pools), self._kind_gpus, idle=self._idle)
+            self._moves[len(pools)] = gpu_moves(
+                len(pools), self._kind_gpus, allows_idle=self._allows_idle
+            )
         while True:
             options = state[None] + self._moves[len(pools)]
-            if self._idle:
+            if self._allows_idle:
                 options = np.concatenate([options, divisions_without_kind(state)])
             is_valid = (options >= 0).all((1, 2)) & (options.sum(1) <= self._kind_gpus).all(1)
             options = options[is_valid]
@@ -509,14 +525,12 @@ class _Search:
     def _may_mix(self, pools: PoolStages, job: Sequence[int]) -> bool:
         return self.problem.may_mix([s for p in job for s in pools[p]])
 
-    def _chunks(self, pools: PoolStages) -> Array:
+    def _chunk_choices(self, pools: PoolStages) -> Array:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
     def _initial_divisions(self, pools: PoolStages, gpus: Array, lowest: float) -> Sequence[Array]:
-        """Return initial divisions ``[pools, kinds]``: the rounded relaxation and single-kind ones.
-
-        If some pools must be of one kind, the best assignments of kinds to these are used.
-        """
+        """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions with a
+        single kind in each job that may not mix kinds (if all may, in every job)."""
         jobs = pools_of_jobs(pools)
         single_kind_jobs = [job for job in jobs if not self._may_mix(pools, job)]
         rounded = self._round(pools, gpus)
@@ -525,7 +539,7 @@ class _Search:
             # Divisions that cannot run are included, because a few moves may make them valid.
             return [*(state for _, state in candidates), rounded]
         # With more kinds, improving one division takes longer.
-        candidates = candidates[: max(1, STARTS_PER_GROUPING // len(self._kind_gpus))]
+        candidates = candidates[: max(1, DIVISIONS_PER_GROUPING // len(self._kind_gpus))]
         return [rounded, *(state for cost, state in candidates if cost < PROMISING_FACTOR * lowest)]
 
     def _single_kind_divisions(
@@ -564,11 +578,11 @@ class _Search:
         states = states[(states >= 0).all((1, 2))]
         pool_gpus = [states[:, p].T for p in range(len(pools))]
         costs, _ = self.best_chunks(pools, pool_gpus, pool_gpus)
-        best = np.argsort(costs, kind="stable")[:SINGLE_KIND_STARTS]
+        best = np.argsort(costs, kind="stable")[:SINGLE_KIND_DIVISIONS]
         return [(float(costs[i]), states[i]) for i in best]
 
     def _round(self, pools: PoolStages, gpus: Array) -> Array:
-        """Round fractional GPUs ``[pools, kinds]`` to possible numbers with about the same sums."""
+        """Round fractional GPUs ``[pools, kinds]`` to possible numbers, with similar sums."""
         gpus = np.maximum(gpus, 0.0)
         rounded = np.zeros(gpus.shape, np.int64)
         for k, available in enumerate(self._kind_gpus):
@@ -578,7 +592,7 @@ class _Search:
                 for pool_counts, n in zip(counts, gpus[:, k], strict=True)
             ]
             rounded[:, k] = [counts[p][i] for p, i in enumerate(indices)]
-            target = round(float(gpus[:, k].sum())) if self._idle else int(available)
+            target = round(float(gpus[:, k].sum())) if self._allows_idle else int(available)
             unused = min(target, int(available)) - int(rounded[:, k].sum())
             for p in np.argsort(rounded[:, k] - gpus[:, k], kind="stable"):
                 larger = counts[p][indices[p] + 1 :] - rounded[p, k]
@@ -588,6 +602,7 @@ class _Search:
         return rounded
 
     def _keep(self, pools: PoolStages, division: _Division, divisions: _Divisions) -> None:
+        """Store a division if it is the best of its grouping."""
         if pools not in divisions or division.cost < divisions[pools].cost:
             divisions[pools] = replace(division, gpus=division.gpus.copy())
 

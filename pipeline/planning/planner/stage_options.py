@@ -1,7 +1,7 @@
 """The ways to run a stage as its own job, with the expected times of each.
 
 :class:`StageTimes` reads the times of a stage on a kind of device from the profile.
-:class:`StageOption` is one way to run it.
+:class:`StageOption` is one way to run a stage.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LOAD_OVERHEADS: Mapping[str, schema.OverheadName] = {
     "engine": "engine_load",
     "trainer": "trainer_load",
 }
+"""Profiled overhead of loading, by what a stage keeps in memory (``StageSpec.holds``)."""
 SINGLE_MEASUREMENT_SPREAD, DATA_SHEET_PROFILE_SPREAD = 0.1, 0.8
 """Relative standard deviations (assumed): of a single measurement, and of times from data sheets,
 80 % of which are within a factor of two."""
@@ -43,12 +44,13 @@ class TimeEstimate:
     """An expected time with its standard deviation."""
 
     mean: float
+    """Expected seconds."""
     spread: float = 0.0
     """Standard deviation, seconds."""
 
 
 def q10_q90_interval(seconds: float, spread: float) -> tuple[float, float]:
-    """Return the 10 % and 90 % quantiles of a normal distribution."""
+    """Return the 10 % and 90 % quantiles of normally distributed seconds, at least 0."""
     return max(0.0, seconds - DEVIATIONS_TO_Q90 * spread), seconds + DEVIATIONS_TO_Q90 * spread
 
 
@@ -63,7 +65,7 @@ class StageTimes:
         self, devices: PartitionDevices, stage: str, spec: StageSpec, profile: Profile
     ) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
-        self.device = spec.uses_device
+        self.uses_device = spec.uses_device
         kind_profile = devices.profile
         names = [
             name
@@ -76,9 +78,9 @@ class StageTimes:
             for name, other in (mixture.kinds, mixture.kinds[::-1])
             if mixture.stage == stage and name in names
         }
-        """Measured mixture with each other kind (by its name in the profile), and the index of this
-        kind in it."""
-        self.measured_as = frozenset(names)
+        """By name of another kind in the profile: the mixture that was measured with it, and the
+        index of this kind in that mixture."""
+        self.profile_names = frozenset(names)
         """Names of this kind in the profile."""
         self._holds, self._single_spread = (
             spec.holds,
@@ -109,19 +111,19 @@ class StageTimes:
         self.can_interpolate = not profile.estimated
         can_fit = self.can_interpolate and len(sizes) >= MIN_POINTS
         self._fit: TimeModel | None = fit_times(self.measured) if can_fit else None
-        self._exact = {p.processes: p for p in self.measured if p.size == self.samples}
-        if self._fit is None and not self._exact:
+        self._whole_batch = {p.processes: p for p in self.measured if p.size == self.samples}
+        if self._fit is None and not self._whole_batch:
             raise PlanError(
                 f"{len(sizes)} measurements of stage {stage!r}, none of the whole batch of "
                 f"{self.samples} samples; continue measuring with: rlinf profile"
             )
 
     def refusal_for(self, count: int) -> str:
-        """Return why ``count`` processes cannot run the stage; "" if they can, as far as known.
+        """Return why ``count`` processes cannot run the stage; "" if no failure is known.
 
         A failure is assumed to repeat. An unmeasured number is treated like the next lower measured
-        one, because more processes on a node need more memory. Below all measured numbers it is
-        treated like the next higher one, because fewer devices need more memory each.
+        number, because more processes on a node need more memory. Below all measured numbers it is
+        treated like the lowest of them, because fewer devices need more memory each.
         """
         lower = [measured for measured in self._failures if measured <= count]
         nearest = max(lower) if lower else min(self._failures)
@@ -140,7 +142,7 @@ class StageTimes:
         return np.array([not self.refusal_for(int(count)) for count in counts], dtype=bool)
 
     def times(self, counts: Array, share: float = 1.0) -> tuple[Array, Array, Array]:
-        """Return seconds, their standard deviations, and whether they are extrapolated.
+        """Return seconds of work, their standard deviations, and whether they are extrapolated.
 
         Args:
             counts: numbers of processes ``[n]``.
@@ -152,7 +154,7 @@ class StageTimes:
         if self._fit is not None:
             prediction = self._fit.predict(counts, share * self.samples)
             return prediction.seconds, prediction.spread_s, prediction.extrapolated
-        points = [self._exact.get(int(count)) for count in counts]
+        points = [self._whole_batch.get(int(count)) for count in counts]
         seconds = np.array([share * p.seconds if p else np.inf for p in points])
         spread = np.array([p.spread_s if p else 0.0 for p in points])
         return seconds, spread, np.full(len(counts), share != 1)
@@ -164,14 +166,14 @@ class StageTimes:
         return whole - slope, slope
 
     def overheads(self, processes: int) -> dict[str, TimeEstimate]:
-        """Return the expected times of a job besides its work, in order: start, imports, load.
+        """Return the expected times of a job before its work, in order: start, imports, load.
 
         If the stage was measured as a separate job on one process, imports and load come from that
         measurement. The extra time to load on more processes comes from the other measurements.
         """
         dispatch = self._overhead("dispatch", 1)
         steps = [self._overhead(name, processes) for name in ("submission", "startup")]
-        # The completion of the previous job starts this one.
+        # A job starts when the completion of the previous job is noticed.
         steps.append(self._overhead("completion", processes))
         parts = {"start": dispatch if dispatch.mean else _add_estimates(*steps)}
         parts["imports"] = self._overhead("imports", processes)
@@ -193,18 +195,19 @@ class StageTimes:
         return _add_estimates(*parts)
 
     def max_per_node(self) -> int:
-        """Return the maximum processes per node: one per device, and at most what the node's memory
-        allows if devices have no memory of their own.
+        """Return the maximum processes per node: one per device. If devices have no memory of their
+        own, the node's memory may allow fewer.
 
-        On GPUs, a process that ran once is assumed to run again.
+        On GPUs, a process that ran once is assumed to fit again.
         """
         kind = self.devices.kind
-        if self.devices.has_memory or not self.peak_memory_bytes or not kind.mem_mb_per_node:
+        if self.devices.has_device_memory or not self.peak_memory_bytes or not kind.mem_mb_per_node:
             return self.devices.per_node
         max_processes = (kind.mem_mb_per_node << 20) // self.peak_memory_bytes
         return min(self.devices.per_node, max_processes)
 
     def _overhead(self, name: schema.OverheadName, processes: int, stage: str = "") -> TimeEstimate:
+        """Return the overhead that was measured nearest to ``processes``; 0 if not measured."""
         overheads = self.devices.profile.overheads
         matching = [entry for entry in overheads if entry.name == name and entry.stage == stage]
         if not matching:
@@ -218,7 +221,7 @@ class StageTimes:
 
 
 def num_work_items(stage: str, config: RunConfig) -> int:
-    """Return the number of work items of a stage; more processes than this would be idle."""
+    """Return the number of parts into which a stage can be divided; more processes are idle."""
     flow = flow_of(config)
     if not flow.all_stages[stage].uses_device:
         return 1
@@ -230,7 +233,7 @@ def num_work_items(stage: str, config: RunConfig) -> int:
 def _failures_by_count(points: list[schema.ProfilePoint], profile: Profile) -> dict[int, str]:
     """Return why the stage failed, by number of processes; "" if the run's batch succeeded.
 
-    A failure with fewer samples, or in smaller micro-batches, is also a failure of the run's batch.
+    A failure with fewer samples, or with smaller micro-batches, counts for the run's batch too.
     """
     budget = profile.token_budget or math.inf
     failures = {p.processes: "" for p in points if p.succeeded and p.token_budget in (None, budget)}
@@ -250,10 +253,13 @@ DEFAULT_MIXING_EFFICIENCY = 0.95
 """Speed of different kinds on one stage, relative to the sum of their speeds, if not measured: the
 goal of the benchmark ``hetero_efficiency``."""
 TIME_LIMIT_FACTOR = 10
-"""Requested time limit relative to the predicted time; it only ends jobs that hang."""
+"""Requested time limit relative to the predicted time; only jobs that hang should reach it."""
 MIN_TIME_LIMIT_MIN = 10
+"""Minimum requested time limit, in minutes."""
 MEMORY_FACTOR = 1.5
+"""Requested memory relative to the measured peak."""
 MEMORY_STEP_MB = 256
+"""Requested memory is a multiple of this."""
 MIN_BATCH_SHARE = 0.02
 """Minimum share of the batch for the slower of two kinds."""
 
@@ -267,8 +273,8 @@ class Correction:
     work_factor: float = 1.0
     """Factor of loading and work."""
     spread: float = math.inf
-    """Maximum relative standard deviation after the correction, because the run has measured what
-    was estimated."""
+    """Maximum relative standard deviation of corrected times: infinite, except if the profile was
+    only estimated."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +283,7 @@ class StageOption:
 
     stage: str
     devices: tuple[PartitionDevices, ...]
-    """If there are several kinds, the batch is divided in proportion to their speeds."""
+    """One kind, or two between which the batch is divided in proportion to their speeds."""
     nodes: tuple[int, ...]
     """Number of nodes of each kind in ``devices``."""
     processes: int
@@ -289,6 +295,7 @@ class StageOption:
     peak_memory_bytes: int = 0
     """Peak memory of a process."""
     extrapolated: bool = False
+    """True if the time is extrapolated beyond the measurements."""
     needs_device: bool = True
     """True if the stage uses GPUs where they exist."""
 
@@ -336,7 +343,7 @@ class StageOption:
 
     @property
     def count(self) -> int:
-        """The number of processes, each of which could have a device."""
+        """The number of processes on all nodes."""
         return sum(self.nodes) * self.processes
 
     @property
@@ -410,7 +417,7 @@ def request_for_option(option: StageOption) -> StagePlan:
         nodes = zip(features, option.nodes, strict=True)
         values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
         values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
-    if option.peak_memory_bytes and not option.devices[0].has_memory:
+    if option.peak_memory_bytes and not option.devices[0].has_device_memory:
         memory_mb = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
         rounded = math.ceil(memory_mb / MEMORY_STEP_MB) * MEMORY_STEP_MB
         values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
@@ -474,7 +481,7 @@ def stage_options(
             f"{fastest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
             f"{limit.limit_s / 60:g}"
         )
-    # A job that its time limit ends would be requeued forever.
+    # A job that exceeds its time limit would be requeued forever.
     options = [option for option in options if option.seconds <= option.limit_s]
     if not options:
         raise PlanError(
@@ -489,7 +496,7 @@ def _permitted_options(
     """Return the options whose jobs accounting allows.
 
     Raises:
-        PlanError: ``required`` and none is allowed; the message has the limit for the smallest job.
+        PlanError: ``required``, but none is allowed; the message has the limit of the smallest job.
     """
     too_long = [option for option in options if not option.fits_time_limit]
     in_time = [option for option in options if option.fits_time_limit]
@@ -519,7 +526,7 @@ def single_kind_option(times: StageTimes, nodes: int, processes: int) -> StageOp
         },
         peak_memory_bytes=times.peak_memory_bytes,
         extrapolated=bool(extrapolated[0]),
-        needs_device=times.device,
+        needs_device=times.uses_device,
     )
 
 
@@ -567,10 +574,13 @@ def mixed_kind_option(
 
 
 def mixing_efficiency(stage_times: tuple[StageTimes, StageTimes]) -> float:
-    """Return a stage's speed on two kinds together, relative to the sum of their speeds: the time
-    of each kind for its part of the batch, divided by that of both for the whole batch."""
+    """Return a stage's speed on two kinds together, relative to the sum of their speeds.
+
+    From a measured mixture: the time of the slower kind alone for its part of the batch, divided by
+    the time of both for the whole batch.
+    """
     for name, (mixture, index) in stage_times[0].mixtures.items():
-        if name not in stage_times[1].measured_as:
+        if name not in stage_times[1].profile_names:
             continue
         first_share = mixture.batch_share[index]
         parts = zip(stage_times, (first_share, 1 - first_share), strict=True)
@@ -589,7 +599,7 @@ def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
 
 
 def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
-    """Yield nodes and processes per node, with the fewest nodes for each number of processes."""
+    """Yield nodes and processes per node, with the fewest nodes for each total of processes."""
     per_node = times.max_per_node()
     if not per_node:
         raise PlanError(
@@ -608,6 +618,7 @@ def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
 def _shared_shapes(
     pair: tuple[StageTimes, StageTimes], max_processes: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield nodes of each of two kinds, and processes per node, of jobs on both kinds."""
     for processes in range(1, min(times.max_per_node() for times in pair) + 1):
         for nodes in itertools.product(*(_node_counts(t.devices.max_job_nodes) for t in pair)):
             count = sum(nodes) * processes
@@ -619,6 +630,6 @@ def _shared_shapes(
 
 
 def _node_counts(count: int) -> Sequence[int]:
-    """Return small numbers, powers of two, and ``count``."""
+    """Return numbers of nodes to try: small numbers, powers of two, and ``count``."""
     powers = {2**i for i in range(3, count.bit_length())}
     return sorted({*range(1, min(count, 8) + 1), *powers, count})

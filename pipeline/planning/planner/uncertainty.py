@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import norm
 
-from pipeline.planning.cost.rates import RateTable
+from pipeline.planning.cost.rates import RateTable, RateTables
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import (
     Placement,
@@ -23,10 +23,11 @@ from pipeline.planning.planner.problem import (
 from rlinf.errors import PlanError
 
 Array = np.ndarray
-Tables = Mapping[str, Mapping[str, RateTable]]
-"""Rate tables from which the problem was built, by stage and kind."""
 
+UsedSpeed = tuple[int, int, int]
+"""Stage, kind and number of GPUs of a speed that a placement uses."""
 DRAWS = 1024
+"""Number of samples of the speeds."""
 IMPROVEMENT = 0.1
 """Relative improvement of a quantity in the sensitivity analysis."""
 
@@ -48,11 +49,12 @@ class PlacementForecast:
     nominal_s: float
     """Seconds of an iteration with the problem's speeds."""
     mean_s: float
+    """Mean seconds of an iteration with sampled speeds; quantiles follow."""
     q10_s: float
     q50_s: float
     q90_s: float
     idle_shares: tuple[float, ...]
-    """Share of an iteration in which a GPU does no work, by job, as a mean over its GPUs."""
+    """Share of an iteration in which a GPU does no work, by job: the mean over the job's GPUs."""
     memory_bytes: tuple[Mapping[str, float], ...]
     """Maximum memory of a GPU by pool and kind; NaN if a stage's memory is unknown."""
     gpu_hours: float
@@ -61,7 +63,7 @@ class PlacementForecast:
     """Expected seconds lost to preemption and failures per iteration; not part of the other
     times."""
     sensitivities: tuple[Sensitivity, ...]
-    """Quantities with their effect, largest first."""
+    """Effects of the quantities, largest first."""
     unmeasured: tuple[str, ...]
     """Speeds that are extrapolated or from data sheets: ``train on h100: extrapolated``."""
 
@@ -69,7 +71,7 @@ class PlacementForecast:
 def forecast_placement(
     problem: PlacementProblem,
     placement: Placement,
-    tables: Tables,
+    tables: RateTables,
     *,
     draws: int = DRAWS,
     seed: int = 0,
@@ -170,15 +172,15 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
 
 def _used_speeds(
     problem: PlacementProblem, placement: Placement, predictor: Predictor
-) -> Iterator[tuple[int, int, int]]:
-    """Yield stage, kind and number of GPUs of every speed that the placement uses."""
+) -> Iterator[UsedSpeed]:
+    """Yield every speed that the placement uses."""
     for s in range(len(problem.stages)):
         for k, number in enumerate(placement.gpus_of(s)):
             if predictor.tables[s][k][number] > 0:
                 yield s, k, number
 
 
-def _rate_table(problem: PlacementProblem, tables: Tables, stage: int, kind: int) -> RateTable:
+def _rate_table(problem: PlacementProblem, tables: RateTables, stage: int, kind: int) -> RateTable:
     table = tables.get(problem.stages[stage].name, {}).get(problem.kinds[kind].name)
     if table is None:
         raise PlanError(
@@ -195,11 +197,12 @@ def _speed_name(problem: PlacementProblem, stage: int, kind: int) -> str:
 def _memory(
     problem: PlacementProblem,
     placement: Placement,
-    tables: Tables,
-    speeds: list[tuple[int, int, int]],
+    tables: RateTables,
+    speeds: list[UsedSpeed],
     pool: int,
 ) -> dict[str, float]:
-    """Return the memory of a GPU by kind: of all resident stages and the largest offloaded one."""
+    """Return the memory of a GPU in bytes, by kind: all resident stages and the largest offloaded
+    one."""
     resident: dict[str, float] = {}
     offloaded: dict[str, float] = {}
     for s, k, gpus in speeds:
@@ -220,7 +223,7 @@ def _memory(
 def _sensitivities(
     problem: PlacementProblem,
     placement: Placement,
-    speeds: list[tuple[int, int, int]],
+    speeds: list[UsedSpeed],
     total_s: float,
 ) -> tuple[Sensitivity, ...]:
     sensitivities = []
@@ -231,7 +234,7 @@ def _sensitivities(
 
 
 def _improved_problems(
-    problem: PlacementProblem, speeds: list[tuple[int, int, int]]
+    problem: PlacementProblem, speeds: list[UsedSpeed]
 ) -> Iterator[tuple[str, PlacementProblem]]:
     """Yield every quantity that determines the placement's time, and a problem that improves it."""
     factor = 1 - IMPROVEMENT

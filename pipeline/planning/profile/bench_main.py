@@ -3,6 +3,7 @@
 import time
 
 FIRST_LINE = time.time()
+"""Time of the first line of code, seconds since the epoch."""
 
 import sys  # noqa: E402
 import traceback  # noqa: E402

@@ -30,7 +30,9 @@ from slurm.inventory import Inventory, NodeGroup
 from stages.flow import Flow, on_policy
 
 MAX_LENGTHS = 2000
+"""Maximum number of response lengths in a profile."""
 QUANTILES = (0.1, 0.5, 0.9)
+"""Quantiles of past queue waits in a profile."""
 
 
 def build_kind_profile(
@@ -40,10 +42,10 @@ def build_kind_profile(
     stage_job_overheads: Sequence[Overhead] = (),
     flow: Flow = on_policy,
 ) -> KindProfile:
-    """Build the profile of a kind from its trials, at least one of which has a sample.
+    """Build the profile of a kind from its trials, at least one of which has a timing.
 
     Args:
-        alone: overheads that were measured with separate stage jobs.
+        stage_job_overheads: overheads that were measured with separate stage jobs.
     """
     return KindProfile(
         partition=kind.partition,
@@ -66,16 +68,17 @@ def memory_location(trials: Sequence[Trial]) -> MemoryLocation | None:
 
 
 def points(trial: Trial, flow: Flow = on_policy) -> list[ProfilePoint]:
-    """Return the measured points of a trial; single-process stages only if it has one process."""
-    groups: dict[tuple[str, int, int | None], list[StageTiming]] = defaultdict(list)
-    for sample in trial.samples:
-        if trial.processes == 1 or not flow.all_stages[sample.stage].single_process:
-            groups[sample.stage, sample.samples, sample.token_budget].append(sample)
-    return [_point(trial, group) for group in groups.values()]
+    """Return the measured points of a trial. Stages that always run in one process are left out if
+    the trial has several."""
+    timings: dict[tuple[str, int, int | None], list[StageTiming]] = defaultdict(list)
+    for timing in trial.samples:
+        if trial.processes == 1 or not flow.all_stages[timing.stage].single_process:
+            timings[timing.stage, timing.samples, timing.token_budget].append(timing)
+    return [_point(trial, repeats) for repeats in timings.values()]
 
 
-def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
-    first = group[0]
+def _point(trial: Trial, repeats: Sequence[StageTiming]) -> ProfilePoint:
+    first = repeats[0]
     fields: dict[str, Any] = {
         "stage": first.stage,
         "nodes": trial.nodes,
@@ -83,29 +86,29 @@ def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
         "samples": first.samples,
         "token_budget": first.token_budget,
     }
-    succeeded = [sample for sample in group if not sample.failure]
+    succeeded = [timing for timing in repeats if not timing.failure]
     if not succeeded:
         return ProfilePoint(tokens=0, failure=first.failure, **fields)
-    cold = [sample for sample in succeeded if sample.cold]
+    cold = [timing for timing in succeeded if timing.cold]
     # A stage that ran only once has no warm time, so its cold time is used.
-    warm = [sample for sample in succeeded if not sample.cold] or cold
-    names = {name for sample in warm for name in sample.parts_s}
+    warm = [timing for timing in succeeded if not timing.cold] or cold
+    names = {name for timing in warm for name in timing.parts_s}
     return ProfilePoint(
-        tokens=round(statistics.fmean(sample.tokens for sample in succeeded)),
-        time=Measurement.of([sample.seconds for sample in warm]),
-        cold=Measurement.of([sample.seconds for sample in cold]) if cold else None,
+        tokens=round(statistics.fmean(timing.tokens for timing in succeeded)),
+        time=Measurement.of([timing.seconds for timing in warm]),
+        cold=Measurement.of([timing.seconds for timing in cold]) if cold else None,
         parts_s={
-            name: statistics.median(sample.parts_s.get(name, 0.0) for sample in warm)
+            name: statistics.median(timing.parts_s.get(name, 0.0) for timing in warm)
             for name in sorted(names)
         },
-        peak_memory_bytes=max(sample.peak_memory_bytes for sample in succeeded),
+        peak_memory_bytes=max(timing.peak_memory_bytes for timing in succeeded),
         **fields,
     )
 
 
 def overheads(trials: Sequence[Trial]) -> list[Overhead]:
-    """Return the overheads of trials. For ``submission`` only the fastest is used, because others
-    include waiting for nodes."""
+    """Return the overheads of trials. For ``submission`` only the shortest time is used, because
+    longer ones include waiting for nodes."""
     result = []
     for trial in trials:
         for name, seconds in trial.overheads_s.items():
@@ -116,7 +119,7 @@ def overheads(trials: Sequence[Trial]) -> list[Overhead]:
 
 
 def links(trials: Sequence[Trial]) -> list[MeasuredLink]:
-    """Return one link per path: the one that was measured with the fewest processes."""
+    """Return one link per path, from the trial with the fewest nodes and processes."""
     links_by_path: dict[str, MeasuredLink] = {}
     for trial in sorted(trials, key=lambda trial: (trial.nodes, trial.processes)):
         for link in trial.links:
@@ -145,7 +148,7 @@ def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
 def build_queue_wait(
     nodes: int, expected_s: float | None, past_waits: Sequence[tuple[int, float]]
 ) -> QueueWait:
-    """Return the expected wait; its history has past jobs with half to twice as many nodes."""
+    """Return the expected wait. The history has past jobs with half to twice as many nodes."""
     similar = [s for size, s in past_waits if nodes <= 2 * size and size <= 2 * nodes]
     history = None
     if similar:
@@ -222,7 +225,7 @@ def build_mixtures(
 ) -> list[Mixture]:
     """Return the mixture of each stage that processed the whole batch in a trial."""
     mixtures = []
-    for stage in dict.fromkeys(sample.stage for sample in trial.samples):
+    for stage in dict.fromkeys(timing.stage for timing in trial.samples):
         timings = [s for s in trial.samples if s.stage == stage and s.samples == samples]
         seconds = [s.seconds for s in timings if not (s.failure or s.cold) and s.seconds > 0]
         if seconds:

@@ -68,7 +68,7 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
         PlanError: there is no such kind, or the formulas do not support the model.
         DataError: the config.json of the model cannot be used.
     """
-    job = _Job.of(config)
+    run = _RunWork.of(config)
     kinds: dict[str, KindProfile] = {}
     reason = "there are no GPUs"
     for name, kind in list_kinds(inventory, site).items():
@@ -87,8 +87,8 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
             devices_per_node=kind.devices_per_node,
             duty_cycle=kind.duty_cycle,
             memory="device",
-            points=tuple(_points(job, device, kind.nodes, kind.devices_per_node)),
-            overheads=tuple(_overheads(job, device)),
+            points=tuple(_points(run, device, kind.nodes, kind.devices_per_node)),
+            overheads=tuple(_overheads(run, device)),
         )
     if not kinds:
         raise PlanError(
@@ -101,12 +101,12 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
         created_at=datetime.now(UTC),
         estimated=True,
         identity=ProfileIdentity.of(config),
-        samples=job.samples,
-        token_budget=job.token_budget,
-        weights_bytes=int(job.weights_bytes),
+        samples=run.samples,
+        token_budget=run.token_budget,
+        weights_bytes=int(run.weights_bytes),
         lengths=ResponseLengths(
-            samples=tuple(int(n) for n in job.lengths),
-            count=len(job.lengths),
+            samples=tuple(int(n) for n in run.lengths),
+            count=len(run.lengths),
             truncated_share=0.0,
             horizon=horizon,
         ),
@@ -115,8 +115,8 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
 
 
 @dataclass(frozen=True)
-class _Job:
-    """The work of an iteration of a run."""
+class _RunWork:
+    """The work of one iteration of a run."""
 
     shape: ModelShape
     trainer_shape: ModelShape
@@ -134,23 +134,25 @@ class _Job:
     trainer_dtype_bytes: int
     """Bytes per weight in the trainer."""
     max_rows: int
+    """Maximum number of concurrent requests of an engine."""
     group_size: int
     components: Mapping[str, str | None]
     """The component of each stage: an engine, a trainer or None."""
     train_stage: str
     publish_stage: str
     recompute: Recompute
-    """Part of the forward pass that the backward pass recomputes."""
+    """Activation recomputation; see :data:`pipeline.planning.cost.model_shape.RECOMPUTE`."""
     zero: int
     """ZeRO stage of the trainer; see :class:`TrainingWorkload`."""
     state: StateBytes
     """Bytes per parameter of the trainer."""
     copies: int
+    """Complete copies of the states; see :class:`TrainingWorkload`."""
     state_on_device: float | None
     """Optimizer bytes on the device; see :class:`TrainingWorkload`."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> _Job:
+    def of(cls, config: RunConfig) -> _RunWork:
         policy, options = policy_class(config)
         if LANGUAGE_MODEL not in policy.provides:
             raise PlanError(
@@ -160,7 +162,7 @@ class _Job:
         environment, settings = environment_class(config)
         spec = environment.model_spec(settings)
         extent = environment.task_size(settings, policy.check(options, spec))
-        shape = _shape(options, spec)
+        shape = _model_shape(options, spec)
         trainer_shape = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
         algorithm, rollout = create_algorithm(config), config.rollout
         engine, trainer = config.engine.model_extra or {}, config.trainer.model_extra or {}
@@ -186,7 +188,7 @@ class _Job:
             publish_stage=flow.publish_stage,
             recompute="full" if trainer.get("gradient_checkpointing") else "selective",
             zero=_zero_stage(config.trainer.name, trainer),
-            state=_state(shape, trainer.get("lora")),
+            state=_state_bytes(shape, trainer.get("lora")),
             copies=int(trainer.get("dp_replicate", 1)) if config.trainer.name == "fsdp" else 1,
             state_on_device=_state_on_device(config.trainer.name, trainer),
         )
@@ -199,9 +201,9 @@ class _Job:
     def max_tokens(self) -> int:
         return self.prompt_tokens + self.horizon
 
-    def work(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
-        """Return the workload of a stage for ``samples``, its shape, and its share of the peak
-        rate."""
+    def workload(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
+        """Return the workload of a stage for ``samples`` samples, the shape of its model, and the
+        share of the GPU's peak rate that its precision reaches."""
         mean_tokens = self.prompt_tokens + round(float(self.lengths.mean()))
         is_engine = self.components[stage] == "engine"
         dtype_bytes = self.engine_dtype_bytes if is_engine else self.trainer_dtype_bytes
@@ -261,7 +263,7 @@ def with_critic(shape: ModelShape) -> ModelShape:
     )
 
 
-def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
+def _state_bytes(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
     """Return the bytes per parameter of a trainer. With LoRA only adapters have gradients and
     moments; adapters are assumed on all linear layers of the blocks."""
     if not lora:
@@ -278,7 +280,7 @@ def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
     )
 
 
-def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
+def _model_shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
     if options.path is not None:
         path = options.path.expanduser() / "config.json"
         try:
@@ -301,23 +303,23 @@ def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _points(job: _Job, device: GpuDevice, nodes: int, per_node: int) -> Iterator[ProfilePoint]:
-    """Yield points of each stage for the batch and half of it, on powers of two of a node's devices
-    and on whole nodes."""
+def _points(run: _RunWork, device: GpuDevice, nodes: int, per_node: int) -> Iterator[ProfilePoint]:
+    """Yield points of each stage for the batch and for half of it, on powers of two of devices in
+    a node and on whole nodes."""
     counts_in_node = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
     counts = sorted({*counts_in_node, *(per_node * n for n in _node_counts(nodes))})
-    sizes = sorted({job.samples, max(job.group_size, job.samples // 2)})
-    for stage, component in job.components.items():
-        if component is None or stage == job.publish_stage:
-            reward_s = REWARD_S * job.samples
-            publish_s = job.weights_bytes / READ_BYTES_PER_S
-            duration_s = publish_s if stage == job.publish_stage else reward_s
-            yield _point(stage, 1, 1, job.samples, 0, duration_s)
+    sizes = sorted({run.samples, max(run.group_size, run.samples // 2)})
+    for stage, component in run.components.items():
+        if component is None or stage == run.publish_stage:
+            reward_s = REWARD_S * run.samples
+            publish_s = run.weights_bytes / READ_BYTES_PER_S
+            duration_s = publish_s if stage == run.publish_stage else reward_s
+            yield _point(stage, 1, 1, run.samples, 0, duration_s)
             continue
         for count in counts:
             for samples in sizes:
-                if count <= samples // (job.group_size if component == "engine" else 1):
-                    yield _estimate_point(job, device, stage, -(-count // per_node), count, samples)
+                if count <= samples // (run.group_size if component == "engine" else 1):
+                    yield _estimate_point(run, device, stage, -(-count // per_node), count, samples)
 
 
 def _node_counts(nodes: int) -> list[int]:
@@ -327,23 +329,23 @@ def _node_counts(nodes: int) -> list[int]:
 
 
 def _estimate_point(
-    job: _Job, device: GpuDevice, stage: str, nodes: int, count: int, samples: int
+    run: _RunWork, device: GpuDevice, stage: str, nodes: int, count: int, samples: int
 ) -> ProfilePoint:
-    work, shape, share = job.work(stage, samples)
-    device = replace(device, flops=device.flops * share)
-    budget = job.token_budget or 8192
+    work, shape, rate_share = run.workload(stage, samples)
+    device = replace(device, flops=device.flops * rate_share)
+    budget = run.token_budget or 8192
     layout = CandidateLayout(
-        dp=count, micro_batch=max(1, budget // job.max_tokens), recompute=job.recompute
+        dp=count, micro_batch=max(1, budget // run.max_tokens), recompute=run.recompute
     )
     memory_bytes = float(np.max(stage_memory(shape, layout, work).total))
-    tokens = round(float(job.lengths.mean())) + (
-        0 if isinstance(work, GenerationWorkload) else job.prompt_tokens
+    tokens = round(float(run.lengths.mean())) + (
+        0 if isinstance(work, GenerationWorkload) else run.prompt_tokens
     )
     point = partial(_point, stage, nodes, count, samples, tokens)
-    token_budget = None if isinstance(work, GenerationWorkload) else job.token_budget
+    token_budget = None if isinstance(work, GenerationWorkload) else run.token_budget
     duration_s = float(np.max(stage_seconds(shape, layout, work, device).total))
-    if stage == job.train_stage and count > 1 and count % job.copies:
-        reason = f"trainer.dp_replicate: {job.copies} does not divide {count} processes"
+    if stage == run.train_stage and count > 1 and count % run.copies:
+        reason = f"trainer.dp_replicate: {run.copies} does not divide {count} processes"
         return point(None, token_budget=token_budget, failure=reason)
     if memory_bytes > device.usable_bytes or not np.isfinite(duration_s):
         sizes = f"{memory_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable"
@@ -372,12 +374,12 @@ def _point(
     )
 
 
-def _overheads(job: _Job, device: GpuDevice) -> Iterator[Overhead]:
-    read_s = job.weights_bytes / READ_BYTES_PER_S
-    trainer_read_s = job.trainer_shape.parameters * job.trainer_shape.dtype_bytes / READ_BYTES_PER_S
-    optimizer_bytes = job.state.optimizer if job.state_on_device is None else 0.0
-    parameter_bytes = job.state.weights + optimizer_bytes
-    offload_s = job.trainer_shape.parameters * parameter_bytes / device.host.bytes_per_s
+def _overheads(run: _RunWork, device: GpuDevice) -> Iterator[Overhead]:
+    read_s = run.weights_bytes / READ_BYTES_PER_S
+    trainer_read_s = run.trainer_shape.parameters * run.trainer_shape.dtype_bytes / READ_BYTES_PER_S
+    optimizer_bytes = run.state.optimizer if run.state_on_device is None else 0.0
+    parameter_bytes = run.state.weights + optimizer_bytes
+    offload_s = run.trainer_shape.parameters * parameter_bytes / device.host.bytes_per_s
     for name, duration_s in (
         ("startup", START_S),
         ("imports", IMPORTS_S),

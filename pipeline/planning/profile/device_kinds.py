@@ -29,11 +29,14 @@ class DeviceKind:
     mem_mb_per_node: int
     gpus_per_node: int = 0
     gpu_type: str = ""
+    """Name of the GPU in GRES; "" without GPUs or Slurm."""
     gpu_model: str = ""
+    """Key of :data:`slurm.gpus.GPUS`, or without Slurm the name from CUDA; "" if unknown."""
     duty_cycle: float = 1.0
+    """Share of the time that processes may run; below 1 only on dev clusters."""
     constraint: str = ""
-    """Constraint that sbatch needs besides the GPU's name: the feature that distinguishes these
-    nodes from others with the same GPU name, such as ``a100`` of 40 and 80 GB."""
+    """Constraint that sbatch needs besides the GPU's name, if GPUs with this name differ, such as
+    ``a100`` of 40 and 80 GB: a feature of only these nodes."""
 
     @property
     def devices_per_node(self) -> int:
@@ -109,12 +112,13 @@ def describe_excluded_nodes(kind: DeviceKind, inventory: Inventory) -> str:
 
 
 def _hardware(group: NodeGroup) -> tuple[object, ...]:
+    """Return what distinguishes the nodes of two groups whose GPUs have the same name."""
     return group.gpus_per_node, group.gpu_model, group.gpu_memory_gib
 
 
 def _constraint(group: NodeGroup, groups: Sequence[NodeGroup], site_constraint: str | None) -> str:
-    """Return the constraint of a group whose GPU name is ambiguous: its distinguishing feature,
-    combined with the site's constraint; "" if it is not needed or no feature is distinguishing."""
+    """Return the constraint of a group whose GPU name is ambiguous: a feature that only this group
+    has, combined with the site's constraint; "" if the name is unique, or no feature is."""
     same_type = [g for g in groups if g.gpu_type == group.gpu_type]
     others = [g for g in same_type if _hardware(g) != _hardware(group)]
     if not group.gpus_per_node or not others:

@@ -24,13 +24,14 @@ from rlinf.artifacts import write_atomic
 from rlinf.config import Section
 
 MIN_REPEATS = 3
-"""Minimum number of repeats, without the first one of each process."""
+"""Minimum number of repeats, without the first iteration of each process."""
 RUN_SIZE_TURNS = 3
 """Number of repeats of the run's own size per repeat of another size."""
 CONVERGED_SHARE = 0.05
-"""A case has converged if half the confidence interval is below this share of the median."""
+"""A case has converged if half the width of the confidence interval is below this share of the
+median."""
 CONVERGED_S = 0.005
-"""A case has also converged if half the confidence interval is below these seconds."""
+"""A case has also converged if half the width is below these seconds."""
 
 
 class ProfileCase(Section):
@@ -39,6 +40,7 @@ class ProfileCase(Section):
     starts: int = Field(gt=0)
     """Number of prompts or environments."""
     token_budget: int | None = None
+    """Maximum positions of a micro-batch; None: no limit."""
 
     def covers(self, other: ProfileCase) -> bool:
         """Return True if this case has at least as many prompts and tokens as another."""
@@ -54,6 +56,7 @@ class ProfileTask(Section):
     initial: Path
     """Committed output of the run's SFT stage."""
     key: str
+    """Key of the measured work, under which the trial is cached."""
     kinds: tuple[str, ...]
     """The kind of device of the job; both kinds for a link or a mixture."""
     folder: Path
@@ -66,11 +69,11 @@ class ProfileTask(Section):
     seconds: float = Field(gt=0)
     """Seconds of measuring after the imports."""
     submitted: float
-    """Seconds since the epoch."""
+    """Time of submission, seconds since the epoch."""
     first: bool = True
-    """True for the first job of an array, which does not wait for another one."""
+    """True for the first job of an array, which does not wait for another job."""
     rank: int | None = None
-    """Rank of this job in a group of two jobs with one process each."""
+    """Rank of this job in a group of two jobs that measure their link; None: any other job."""
 
     @property
     def trial(self) -> Path:
@@ -79,7 +82,7 @@ class ProfileTask(Section):
 
 
 class StageTiming(Section):
-    """One repeat of a stage, or its failure."""
+    """One repeat of a stage, or its failure. For the other fields see ``ProfilePoint``."""
 
     stage: str
     samples: int = Field(gt=0)
@@ -91,10 +94,11 @@ class StageTiming(Section):
     parts_s: dict[str, Seconds] = {}
     peak_memory_bytes: int = Field(default=0, ge=0)
     failure: str = ""
+    """Why the stage failed; "" if it succeeded."""
 
 
 class RunningCase(Section):
-    """The running stage and case, which count as the cause if the job dies."""
+    """The stage and case that run now; they count as failed if the job runs out of memory."""
 
     stage: str
     case: ProfileCase
@@ -103,7 +107,7 @@ class RunningCase(Section):
 
 
 class CaseRepeats(Section):
-    """Times of whole iterations of a case, without the first one of each process."""
+    """Times of whole iterations of a case, without the first iteration of each process."""
 
     case: ProfileCase
     seconds: tuple[Seconds, ...] = ()
@@ -135,12 +139,16 @@ class Trial(Section):
     running: RunningCase | None = None
     repeats: tuple[CaseRepeats, ...] = ()
     samples: tuple[StageTiming, ...] = ()
+    """All repeats of single stages."""
     overheads_s: dict[str, tuple[Seconds, ...]] = {}
+    """Measurements by ``OverheadName``."""
     links: tuple[MeasuredLink, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
     """Response lengths of a few rollouts of the full batch."""
     truncated: int = Field(default=0, ge=0)
+    """Number of these responses that were truncated at the horizon."""
     weights_bytes: int = Field(default=0, ge=0)
+    """Bytes that ``sync`` published; 0: not measured yet."""
     memory: MemoryLocation | None = None
     """Where the samples' memory peaks were measured; None: unknown."""
 
@@ -156,17 +164,17 @@ class Trial(Section):
         return next((r for r in self.repeats if r.case == case), CaseRepeats(case=case))
 
     def with_repeat(self, case: ProfileCase, seconds: float | None) -> Trial:
-        """Return the trial with another repeat of a case, or with its failure."""
+        """Return the trial with another repeat of a case; None: the case failed."""
         previous = self.repeats_of(case)
         change = {"failed": True} if seconds is None else {"seconds": (*previous.seconds, seconds)}
         others = tuple(r for r in self.repeats if r.case != case)
         return self.model_copy(update={"repeats": (*others, previous.model_copy(update=change))})
 
     def next_case(self, cases: Sequence[ProfileCase]) -> ProfileCase | None:
-        """Return the case with the fewest repeats that has not converged; None: all have converged.
+        """Return the case with the fewest repeats of those that have not converged; None: all have.
 
         The first case is the run's own size, on which every prediction is based, so it is measured
-        first and more often. Cases at least as large as a failed one are skipped.
+        first and more often. Cases at least as large as a failed case are skipped.
         """
         failed = [r.case for r in self.repeats if r.failed]
         runnable = [c for c in cases if not any(c.covers(failed_case) for failed_case in failed)]

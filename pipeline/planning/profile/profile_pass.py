@@ -74,10 +74,11 @@ INTERRUPTED_STATES = frozenset(
         JobState.VANISHED,
     }
 )
+"""States of jobs that ended for another reason than their work."""
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
-    """Record the delay until the end of a job was noticed, or its out-of-memory failure.
+    """Record the delay until the end of a job was noticed, or that the job ran out of memory.
 
     Raises:
         InputError, StageError: the job failed for another reason.
@@ -135,17 +136,17 @@ CACHE_DIR = ".profiles"
 STAGE_JOB_LIMIT_MIN = 5
 """Time limit of each separate stage job, minutes."""
 STAGE_JOBS_SHARE, MIN_STAGE_JOBS_S, LINKS_SHARE, MIXTURE_SHARE = 0.5, 60.0, 0.1, 0.15
-"""Share of the time for separate stage jobs, the minimum seconds for these, the share for links
-between kinds, and the share for each pair of kinds in one job."""
+"""Share of the time for separate stage jobs, the minimum seconds for these jobs, the share of the
+time for links between kinds, and the share for each pair of kinds in one job."""
 MIN_MEASURING_S = 1.0
-"""Minimum measuring time of a job; shorter ones start only if nothing was measured yet."""
+"""Minimum measuring time of a job; a shorter job is run only if nothing was measured yet."""
 DEFAULT_START_S = 8.0
 """Assumed seconds for the start of a job, until a start was measured."""
 MIN_RESTART_S = 15.0
 """Minimum measuring time for which a job is restarted."""
 MAX_ROUNDS = 6
-"""Maximum starts of the jobs of a kind. After an out-of-memory failure a job continues without the
-case that caused it."""
+"""Maximum number of times that the jobs of a kind are submitted. After an out-of-memory failure, a
+job continues without the case that caused it."""
 MIN_QUEUE_WAIT_S = 60.0
 """Minimum seconds that jobs wait for nodes."""
 MAX_CPU_PROCESSES = 4
@@ -195,14 +196,15 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
             )
             share = LINKS_SHARE * (on_slurm and len(kinds) > 1) + MIXTURE_SHARE * len(pairs)
             reserved_s = 60 * options.minutes * min(0.5, share)
-            work = ProfilePass(run, cluster, plan, launcher, identity, options)
+            measuring = ProfilePass(run, cluster, plan, launcher, identity, options)
             for index, kind in enumerate(kinds):
-                work.measure_kind(kind, (end - reserved_s - time.time()) / (len(kinds) - index))
-            links = work.measure_links(kinds, end) if on_slurm else []
-            mixtures = [m for pair in pairs for m in work.measure_mixture(pair, end)]
+                kind_s = (end - reserved_s - time.time()) / (len(kinds) - index)
+                measuring.measure_kind(kind, kind_s)
+            links = measuring.measure_links(kinds, end) if on_slurm else []
+            mixtures = [m for pair in pairs for m in measuring.measure_mixture(pair, end)]
         finally:
             launcher.close()
-    return work.build_profile(
+    return measuring.build_profile(
         kinds, links, mixtures, SlurmClient(cluster.poll_interval_s) if on_slurm else None
     )
 
@@ -270,38 +272,39 @@ class ProfilePass:
             )
         for round_index in range(MAX_ROUNDS):
             remaining = [task for task in tasks if not is_finished(task)]
-            left_s = self.share_s(tasks, end, max(1, len(remaining)))
-            if not remaining or (round_index and left_s < MIN_RESTART_S):
+            seconds_each = self.measuring_s(tasks, end, max(1, len(remaining)))
+            if not remaining or (round_index and seconds_each < MIN_RESTART_S):
                 break
             while remaining := self.tasks_in_time(tasks, remaining, end):
                 # Tasks of an array have equally many nodes; on one machine tasks run one by one.
                 batch = [task for task in remaining if task.nodes == remaining[0].nodes]
                 batch = batch if kind.partition else batch[:1]
-                task_s = max(MIN_MEASURING_S, self.share_s(tasks, end, len(remaining)))
+                task_s = max(MIN_MEASURING_S, self.measuring_s(tasks, end, len(remaining)))
                 log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(batch), task_s)
                 self.wait_for_jobs(self.submit(kind, batch, task_s), end)
                 remaining = remaining[len(batch) :]
 
     def tasks_in_time(
-        self, tasks: Sequence[ProfileTask], todo: list[ProfileTask], end: float
+        self, tasks: Sequence[ProfileTask], remaining: list[ProfileTask], end: float
     ) -> list[ProfileTask]:
-        """Return the first tasks for which there is time; at least one if nothing was measured yet.
-
-        The others need a pass with more time.
+        """Return the first of the ``remaining`` tasks for which there is time; at least one if
+        nothing was measured yet. The others need a pass with more time.
         """
-        first = list(todo)
+        in_time = list(remaining)
         minimum = 0 if any(load_trial(task.trial) for task in tasks) else 1
-        while len(first) > minimum and self.share_s(tasks, end, len(first)) < MIN_MEASURING_S:
-            dropped = first.pop()
+        while len(in_time) > minimum and (
+            self.measuring_s(tasks, end, len(in_time)) < MIN_MEASURING_S
+        ):
+            dropped = in_time.pop()
             log.warning(
                 "%s: no time for %d processes; give more with --minutes",
                 "+".join(dropped.kinds),
                 dropped.processes,
             )
-        return first
+        return in_time
 
-    def share_s(self, tasks: Sequence[ProfileTask], end: float, num_jobs: int) -> float:
-        """Return the measuring time of each of ``num_jobs`` jobs, without the time to start."""
+    def measuring_s(self, tasks: Sequence[ProfileTask], end: float, num_jobs: int) -> float:
+        """Return the seconds that each of ``num_jobs`` jobs measures, without the time to start."""
         start_times = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
         start_s = max((s for s in start_times if s is not None), default=DEFAULT_START_S)
         return (end - time.time()) / num_jobs - start_s
@@ -341,7 +344,7 @@ class ProfilePass:
         seconds: float,
         adapt: Callable[[StagePlan], StagePlan] = lambda stage_plan: stage_plan,
     ) -> dict[str, ProfileTask]:
-        """Start a job for each task, as an array if there are several, and return tasks by job id.
+        """Submit a job for each task, as an array if there are several. Returns tasks by job id.
 
         Args:
             adapt: changes the request of the jobs.
@@ -379,7 +382,7 @@ class ProfilePass:
     def stage_plan(
         self, kind: DeviceKind, nodes: int, per_node: int, time_limit_min: int
     ) -> StagePlan:
-        """Return a request on a kind; the plan's training stage defines CPUs and memory."""
+        """Return a request for a kind; the plan's training stage defines CPUs and memory."""
         train = self.plan.stage_plan(self.flow.train_stage)
         return StagePlan(
             partition=kind.partition or None,
@@ -417,8 +420,8 @@ class ProfilePass:
                 time.sleep(self.launcher.poll_interval_s)
 
     def measure_links(self, kinds: Sequence[DeviceKind], end: float) -> list[MeasuredLink]:
-        """Return the links between kinds, each measured by one job on either kind. Links whose jobs
-        could not start before ``end`` are missing."""
+        """Return the links between kinds, each measured by a pair of jobs, one on each kind. Links
+        whose jobs could not start before ``end`` are missing."""
         links: list[MeasuredLink] = []
         for pair in combinations(kinds, 2):
             key = json_digest([kind_key(self.identity, kind) for kind in pair])
@@ -584,9 +587,10 @@ def is_finished(task: ProfileTask) -> bool:
 
 
 MEASURED_ITERATIONS = 3
-"""Number of iterations. In the first one nothing is loaded, so only its dispatches are used."""
+"""Number of iterations of separate stage jobs. The first iteration loads nothing, so only its
+dispatches are used."""
 QUEUED_DISPATCH_FACTOR = 3.0
-"""A dispatch that took longer than this many times the fastest one has waited for nodes."""
+"""A dispatch that is longer than this many times the shortest has waited for nodes."""
 
 
 def measure_stage_jobs(
@@ -597,6 +601,8 @@ def measure_stage_jobs(
     Finished stages of an earlier call are not repeated.
 
     Args:
+        resources: request of each stage's job.
+        folder: folder of the separate run.
         deadline: time to stop, in seconds since the epoch; finished stages are used.
 
     Raises:

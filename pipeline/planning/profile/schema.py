@@ -22,7 +22,9 @@ from rlinf.errors import ConfigError, PlanError, did_you_mean
 from stages.identity import program_version
 
 SCHEMA: Literal[1] = 1
+"""Version of the file format."""
 CONFIDENCE = 0.95
+"""Confidence level of the intervals."""
 Seconds = Annotated[float, Field(ge=0)]
 MemoryLocation = Literal["device", "host"]
 """Where a memory peak was measured: in the GPU or on the host."""
@@ -91,7 +93,7 @@ class ProfilePoint(Section):
     time: Measurement | None = None
     """Time of one iteration, without job start, imports and loading; None: the stage failed."""
     cold: Measurement | None = None
-    """The same for the first iteration of a process, if measured."""
+    """``time`` in the first iteration of a process, which is longer; None: not measured."""
     parts_s: dict[str, Seconds] = {}
     """Median seconds of the timed parts of the stage, without loading."""
     peak_memory_bytes: int | None = Field(default=None, ge=0)
@@ -128,7 +130,7 @@ OverheadName = Literal[
 
 
 class Overhead(Measurement):
-    """Time of a stage besides its work, for one number of processes."""
+    """Time that a job needs besides the work of its stage, for one number of processes."""
 
     name: OverheadName
     """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
@@ -175,12 +177,12 @@ class MeasuredLink(Section):
     """``write`` (synced) and ``read`` (without page cache) use the shared filesystem."""
     backend: Literal["gloo", "nccl", "file"]
     between: tuple[str, ...]
-    """Kinds at both ends; one if they are the same."""
+    """Kinds at both ends; one kind if both ends have the same."""
     sizes_bytes: tuple[int, ...] = Field(min_length=2)
     median_s: tuple[Seconds, ...]
     """Medians for ``sizes_bytes``."""
     repeats: int = Field(gt=0)
-    """Number of measurements of all sizes."""
+    """Number of measurements, of all sizes together."""
     latency_s: ConfidenceInterval
     bandwidth_bytes_per_s: ConfidenceInterval
 
@@ -216,12 +218,13 @@ class ResponseLengths(Section):
     """Response lengths in steps, sampled by rollouts of the run's full batch."""
 
     samples: tuple[int, ...] = Field(min_length=1)
-    """Lengths, ascending; if there are many, only evenly spaced ranks, with both extremes."""
+    """Lengths, ascending; of many, only some at equal distances, with the shortest and longest."""
     count: int = Field(gt=0)
     """Number of measured lengths."""
     truncated_share: float = Field(ge=0, le=1)
     """Share of responses that were truncated at the horizon."""
     horizon: int = Field(gt=0)
+    """Maximum number of steps of a response."""
 
     @model_validator(mode="after")
     def _ascending(self) -> ResponseLengths:
@@ -241,8 +244,9 @@ class KindProfile(Section):
     """Name in GRES; "" if processes are the devices."""
     devices_per_node: int = Field(gt=0)
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
+    """Share of the time that processes may run; below 1 only on dev clusters."""
     hosts: tuple[str, ...] = ()
-    """Hosts of the first processes."""
+    """Hosts of rank 0 of the jobs."""
     memory: MemoryLocation | None = None
     """Where memory peaks were measured; None: unknown."""
     points: tuple[ProfilePoint, ...] = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""Measurements inside a profiling job: it runs the run's stages, iteration after iteration.
+"""The measurements of a profiling job, which runs the stages of a run for several iterations.
 
 The learning rate is too small to change a weight, so all repeats and all numbers of processes do
 the same work. Links between two processes and through the shared filesystem are measured too.
@@ -63,7 +63,7 @@ FROZEN_OPTIMIZER = {
 }
 """Optimizer settings that leave the weights unchanged."""
 JOB_STARTED_VARIABLE = "RLINF_JOB_STARTED"
-"""Environment variable with the start of the batch script, seconds since the epoch."""
+"""Environment variable with the time at which the batch script began, seconds since the epoch."""
 MAX_LENGTH_ROLLOUTS = 4
 """Maximum rollouts of the full batch whose response lengths are recorded."""
 OFFLOAD_REPEATS = 3
@@ -105,16 +105,24 @@ class StageBench:
     config: RunConfig
     world: ProcessGroupInfo
     scratch: Path
+    """Folder of the outputs of the measured stages."""
     imported_at: float
+    """Time at which the imports were done, seconds since the epoch."""
     worker_state: WorkerState = field(default_factory=WorkerState)
     stages_run: set[str] = field(default_factory=set)
+    """Stages that this process has run."""
     imports_s: float = 0.0
+    """Seconds of the imports before the work."""
     connect_s: float = 0.0
+    """Seconds to create the process group; 0 after they were added to a ``trainer_load``."""
     first_load_s: float = 0.0
+    """Seconds to load the weights for the first time, including imports on first use."""
     num_iterations: int = 0
     """Number of iterations of this process."""
     trajectories: list[Trajectory] = field(default_factory=list)
+    """Trajectories of the last rollout."""
     trainable_keys: set[tuple[int, int]] = field(default_factory=set)
+    """Keys of the last rollout's samples that are included in training."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.config)
@@ -130,8 +138,8 @@ class StageBench:
         """Record the time to start this job, and create the process group."""
         job_start = float(os.environ.get(JOB_STARTED_VARIABLE, self.task.submitted))
         if JOB_STARTED_VARIABLE in os.environ and self.task.first:
-            self.overhead("submission", job_start - self.task.submitted)
-        self.overhead("startup", first_line - job_start)
+            self.add_overhead("submission", job_start - self.task.submitted)
+        self.add_overhead("startup", first_line - job_start)
         self.imports_s = self.imported_at - first_line
         start = time.perf_counter()
         if self.world.size > 1:
@@ -162,7 +170,7 @@ class StageBench:
             while True:
                 case = self.trial.next_case(self.task.cases)
                 is_late = time.time() + longest_s > deadline and self.num_iterations >= 2
-                case_index = -1
+                case_index = -1  # stop
                 if case is not None and not is_late and not stop.is_set():
                     case_index = self.task.cases.index(case)
                 case_index = self.broadcast_number(case_index)
@@ -175,7 +183,7 @@ class StageBench:
                     self.record_imports()
                     self.measure_offload()
 
-    def run_iteration(self, case: ProfileCase, stopping: Callable[[], bool]) -> None:
+    def run_iteration(self, case: ProfileCase, should_stop: Callable[[], bool]) -> None:
         """Run all stages of one iteration."""
         config = config_for_case(self.config, case)
         budget = case.token_budget
@@ -186,9 +194,11 @@ class StageBench:
         is_warm = self.stages_run.issuperset(self.graph.flow.stages)
         total_s = 0.0
         for stage in self.graph.flow.stages:
-            limit = budget if self.has_token_budget(stage) else None
+            stage_budget = budget if self.has_token_budget(stage) else None
             self.update_trial(
-                running=RunningCase(stage=stage, case=case, samples=samples, token_budget=limit),
+                running=RunningCase(
+                    stage=stage, case=case, samples=samples, token_budget=stage_budget
+                ),
             )
             node = StageNode(stage, self.num_iterations)
             inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
@@ -196,15 +206,15 @@ class StageBench:
             call = StageCall(
                 stage, self.scratch / CONFIG_FILE, self.folder(node), self.trial.iterations, inputs
             )
-            _reset_peak()
+            _reset_peak_memory()
             # Begin on all ranks at the same time, although rank 0 may have written files.
             self.broadcast_number(0)
             manifest = run_stage(
-                call, config=config, worker_state=self.worker_state, should_stop=stopping
+                call, config=config, worker_state=self.worker_state, should_stop=should_stop
             )
-            peak_bytes = self.max_across_ranks(_peak_bytes())
+            peak_bytes = self.max_across_ranks(_peak_memory_bytes())
             if self.world.rank == 0:
-                total_s += self.record_stage(manifest, samples, limit, peak_bytes)
+                total_s += self.record_stage(manifest, samples, stage_budget, peak_bytes)
             self.stages_run.add(stage)
         change: dict[str, Any] = {"running": None, "iterations": self.trial.iterations + 1}
         change["memory"] = "device" if _on_gpu() else "host"
@@ -238,9 +248,9 @@ class StageBench:
         offload_s = part_seconds.pop("offload", 0.0) + part_seconds.pop("onload", 0.0)
         seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load_s - offload_s)
         if load_s and flow.all_stages[stage].holds == "engine":
-            self.overhead("weight_load" if stage in self.stages_run else "engine_load", load_s)
+            self.add_overhead("weight_load" if stage in self.stages_run else "engine_load", load_s)
         elif load_s:
-            self.overhead("trainer_load", load_s + self.connect_s)
+            self.add_overhead("trainer_load", load_s + self.connect_s)
             self.connect_s = 0.0
         if stage == flow.producer_of("trajectories"):
             files = (folder / manifest.data).glob("trajectories-*.h5")
@@ -252,19 +262,19 @@ class StageBench:
             rewards = map(StepRewards.from_record, RecordFileReader(files))
             self.trainable_keys = {each.identity.key for each in rewards if each.is_included}
         if stage == flow.publish_stage:
-            self.overhead("publish", part_seconds["publish"])
+            self.add_overhead("publish", part_seconds["publish"])
             self.update_trial(weights_bytes=int(manifest.metrics["bytes"]))
-        sample = StageTiming(
+        timing = StageTiming(
             stage=stage,
             samples=samples,
             token_budget=budget,
             cold=stage not in self.stages_run,
             seconds=seconds,
-            tokens=self.tokens(stage),
+            tokens=self.num_tokens(stage),
             parts_s=part_seconds,
             peak_memory_bytes=peak_bytes,
         )
-        self.update_trial(samples=(*self.trial.samples, sample))
+        self.update_trial(samples=(*self.trial.samples, timing))
         return seconds
 
     def has_token_budget(self, stage: str) -> bool:
@@ -272,9 +282,9 @@ class StageBench:
         spec = self.graph.flow.all_stages[stage]
         return spec.uses_device and spec.holds == "trainer"
 
-    def tokens(self, stage: str) -> int:
-        """Return the tokens of a stage: response tokens in the loss, or all positions that the
-        trainer computes."""
+    def num_tokens(self, stage: str) -> int:
+        """Return the number of tokens of a stage: response tokens in the loss, or all positions
+        that the trainer computes."""
         flow = self.graph.flow
         if stage in (flow.producer_of("trajectories"), flow.producer_of("rewards")):
             return sum(self.lengths())
@@ -282,12 +292,12 @@ class StageBench:
         if not self.has_token_budget(stage) or trainer is None:
             return 0
         policy = trainer.policy
-        records = [
+        used = [
             trajectory
             for trajectory in self.trajectories
             if stage != flow.train_stage or trajectory.identity.key in self.trainable_keys
         ]
-        return sum(map(policy.num_tokens, records))
+        return sum(map(policy.num_tokens, used))
 
     def lengths(self) -> list[int]:
         """Return the length of each response of the last rollout, without tool outputs."""
@@ -317,12 +327,13 @@ class StageBench:
         self.update_trial(links=tuple(link for link in links if link is not None))
 
     def record_imports(self) -> None:
-        """Record the time of imports; those on first use are the extra time of the first load."""
+        """Record the time of imports. Imports on first use are the time by which the first load was
+        longer than a later load."""
         overheads = self.trial.overheads_s
         names = ("engine_load", "trainer_load")
         loads = [overheads[name][-1] for name in names if name in overheads]
         late_imports_s = max(0.0, self.first_load_s - min(loads, default=self.first_load_s))
-        self.overhead("imports", self.imports_s + late_imports_s)
+        self.add_overhead("imports", self.imports_s + late_imports_s)
 
     def _trainer(self) -> Trainer | None:
         state = self.worker_state.trainer
@@ -347,9 +358,9 @@ class StageBench:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.overhead(name, time.perf_counter() - start)
+        self.add_overhead(name, time.perf_counter() - start)
 
-    def overhead(self, name: str, seconds: float) -> None:
+    def add_overhead(self, name: str, seconds: float) -> None:
         """Add one measurement of an overhead."""
         self.trial = self.trial.with_overhead(name, seconds)
 
@@ -360,7 +371,7 @@ class StageBench:
             self.trial.save(self.task.trial)
 
     def broadcast_number(self, number: int) -> int:
-        """Return the number that rank 0 passes."""
+        """Return on all ranks the number that rank 0 passes."""
         return self._all_reduce(number if self.world.rank == 0 else 0, dist.ReduceOp.SUM)
 
     def max_across_ranks(self, number: int) -> int:
@@ -424,7 +435,7 @@ def _on_gpu() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _reset_peak() -> None:
+def _reset_peak_memory() -> None:
     if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -433,7 +444,7 @@ def _reset_peak() -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
+def _peak_memory_bytes() -> int:
     if _on_gpu():
         return int(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status").read_text()
@@ -441,8 +452,9 @@ def _peak_bytes() -> int:
 
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+"""Sizes of the messages and files by which links are measured."""
 REPEATS = 4
-"""Repeats per size; the first one is discarded."""
+"""Repeats per size; the first repeat is discarded."""
 MAX_BANDWIDTH_FACTOR = 100.0
 """Maximum ratio of the bandwidth's upper confidence limit to its estimate."""
 

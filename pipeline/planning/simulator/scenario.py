@@ -14,6 +14,7 @@ from rlinf.errors import PlanError, did_you_mean
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PURPOSES = ("lengths", "calibration", "stragglers", "waits", "losses")
+"""Purposes of random numbers, each of which has its own generators."""
 
 
 class DecodingReplica(Section):
@@ -47,8 +48,8 @@ class LengthDistribution(Section):
     replicas: dict[str, DecodingReplica] = {}
     """Workers by kind of GPU; a missing kind uses the defaults of ``DecodingReplica``."""
     profiled: bool = True
-    """True if the measured duration includes the tail of long samples, so that the simulated mean
-    equals it; False if it is the duration for samples of equal length."""
+    """True if the measured duration includes the tail of long samples; it is then the mean of the
+    simulated durations. False if it is the duration for samples of equal length."""
 
 
 class Stragglers(Section):
@@ -69,7 +70,7 @@ class QueueWaits(Section):
     """Queue waits before a job starts; without them jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: every wait equals that of its kind; ``exponential``: that is only the mean."""
+    """``none``: each wait is the expected wait of the kind; ``exponential``: this is the mean."""
 
 
 class JobInterruptions(Section):
@@ -86,15 +87,16 @@ class JobInterruptions(Section):
 
 
 class Walltime(Section):
-    """A time limit of jobs, which are followed by new ones.
+    """A time limit of jobs; a new job follows each of them.
 
-    A pool begins no chunk that would end after its lease.
+    A pool begins no chunk that would end after its job.
     """
 
     limit_s: float = Field(gt=0)
+    """Time limit of a job, seconds."""
     lead_s: float = Field(default=0.0, ge=0)
-    """Seconds before the end at which the next job is submitted; 0: after the end of the old job.
-    Otherwise both jobs may be allocated for some time."""
+    """The next job is submitted this long before the end of the old job, so that both may have GPUs
+    for some time; 0: after the end of the old job."""
 
     @model_validator(mode="after")
     def _ends(self) -> Walltime:
@@ -106,15 +108,15 @@ class Walltime(Section):
 class NetworkModel(Section):
     """Transfers that take time and share the network; without it only ``sync_s`` counts.
 
-    A flow of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``. Concurrent flows share the
-    bandwidth of their pools' GPUs and of the fabric, max-min fairly.
+    A transfer of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``. Concurrent transfers
+    share the bandwidth of their pools' GPUs and of the fabric, max-min fairly.
     """
 
     latency_s: float = Field(default=10e-6, ge=0)
     gpu_bytes_per_s: dict[str, Positive]
     """Bandwidth of one GPU's network card by kind, in each direction."""
     fabric_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Maximum of all flows together (bisection bandwidth); None: no limit."""
+    """Maximum of all transfers together (bisection bandwidth); None: no limit."""
     payload: dict[str, dict[str, NotNegative]] = {}
     """Bytes of one iteration from stage to stage, ``payload[source][target]``; 0 if missing."""
     weights_bytes: float | None = Field(default=None, ge=0)
@@ -168,5 +170,6 @@ def _referenced_names(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return an independent random generator for one purpose and the object ``ids``."""
+    """Return an independent random generator for a purpose and an object, such as a pool, given by
+    ``ids``."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))

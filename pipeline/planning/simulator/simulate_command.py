@@ -111,7 +111,7 @@ OTHER_COLOURS = {
     "queue": "#efe3c2",
     "down": "#d8a0a0",
 }
-"""Colours of activities that are not stages of a language task."""
+"""Colours of spans without work, by activity."""
 
 
 def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
@@ -125,8 +125,8 @@ def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
     for pool in range(pools):
         bars: dict[str, list[tuple[float, float]]] = {}
         for span in trace.spans:
-            if span.pool == pool and span.end > start_s and span.kind != "transfer":
-                name = span.stage if span.kind == "work" else span.kind
+            if span.pool == pool and span.end > start_s and span.activity != "transfer":
+                name = span.stage if span.activity == "work" else span.activity
                 span_start = max(span.start, start_s)
                 bars.setdefault(name, []).append((span_start - start_s, span.end - span_start))
         for name, spans in bars.items():

@@ -1,4 +1,4 @@
-"""A simulated pool: its jobs wait, start, work, are interrupted or reach their time limit.
+"""A simulated pool: its jobs wait, start, work, and are interrupted or reach their time limit.
 
 Decoding stages use continuous batching, and their samples have unequal lengths.
 """
@@ -22,10 +22,10 @@ from pipeline.planning.simulator.scenario import (
     random_generator,
 )
 from pipeline.planning.simulator.trace import (
+    Activity,
     GpuAllocation,
     JobInterruption,
     SimulationTrace,
-    SpanKind,
     TraceSpan,
 )
 from rlinf.errors import PlanError
@@ -44,7 +44,7 @@ MAX_INTERRUPTIONS = 1000
 class StragglerSpeed:
     """The relative speed of a pool over time: 1, or less while some of its GPUs are slow.
 
-    Calls must come in the order of time.
+    ``finish`` must be called in the order of time.
     """
 
     def __init__(self, model: Stragglers | None, gpus: int, rng: np.random.Generator) -> None:
@@ -59,6 +59,8 @@ class StragglerSpeed:
 
     def finish(self, start: float, seconds: float, *, balanced: bool) -> float:
         """Return the end of work that takes ``seconds`` at full speed.
+
+        If ``balanced``, free workers fetch more work; else the slowest GPU determines the speed.
 
         Raises:
             PlanError: GPUs become slow too often to be simulated.
@@ -91,19 +93,20 @@ class StragglerSpeed:
 
 
 class SimulatedJob:
-    """A sequence of Slurm jobs that allocate a pool's GPUs of one kind."""
+    """The job that allocates a pool's GPUs of one kind, and the jobs that follow it."""
 
     def __init__(self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, seed: int, k: int):
         self.pool, self.kind, self.gpus = pool, kind, gpus
         self._scenario = scenario
         self._wait_rng = random_generator(seed, "waits", pool, k)
         self.interruption_rng = random_generator(seed, "losses", pool, k)
-        self.allocated_since = self.wait()
+        self.allocated_since = self.draw_wait_s()
+        """Start of the present allocation; in the future while the job waits in the queue."""
         self.ready_at = self.allocated_since + scenario.startup_s
         """Time from which the job can work (again)."""
         self.allocations: list[GpuAllocation] = []
 
-    def wait(self) -> float:
+    def draw_wait_s(self) -> float:
         """Draw the seconds that the job waits in the queue."""
         queue = self._scenario.queue
         expected = float(self.kind.queue_wait_s(np.array(self.gpus)))
@@ -130,15 +133,15 @@ class SimulatedJob:
     def interrupt(self, now: float) -> None:
         """Interrupt the job, which then waits in the queue again."""
         self.close(now)
-        self.allocated_since = now + self.wait()
+        self.allocated_since = now + self.draw_wait_s()
         self.ready_at = self.allocated_since + self._scenario.startup_s
 
     def renew(self, now: float) -> None:
-        """Replace the job by the next one, which may have been submitted before ``now``."""
+        """Replace the job by the next job, which may have been submitted before ``now``."""
         walltime = self._scenario.walltime
         assert walltime is not None
         submitted = max(self.allocated_since, min(now, self.lease_end - walltime.lead_s))
-        started = submitted + self.wait()
+        started = submitted + self.draw_wait_s()
         ready = started + self._scenario.startup_s
         if walltime.lead_s:
             # The old job runs until the new one can work, but not beyond its time limit.
@@ -202,13 +205,13 @@ class SimulatedPool:
         stage: str,
         iteration: int,
         chunk: int = 0,
-        kind: SpanKind | None = "work",
+        activity: Activity | None = "work",
         other_pools: Sequence[SimulatedPool] = (),
     ) -> Process:
         """Do work that takes ``seconds`` at full speed, and return its duration.
 
-        Interrupted work is repeated. If ``kind`` is None, the caller records the span. The
-        ``other_pools`` work on it too.
+        Interrupted work is repeated. If ``activity`` is None, the caller records the span. The GPUs
+        of ``other_pools`` do the same work at the same time.
 
         Raises:
             PlanError: the work takes longer than a lease, or is interrupted too often.
@@ -216,7 +219,7 @@ class SimulatedPool:
         pools, num_interruptions = (self, *other_pools), 0
         while seconds > 0:
             for pool in pools:
-                yield from pool._available(seconds, stage, iteration)
+                yield from pool._wait_for_jobs(seconds, stage, iteration)
             start, balanced = self._env.now, stage in self._balanced_stages
             end = max(
                 pool._straggler_speed.finish(start, seconds, balanced=balanced) for pool in pools
@@ -241,13 +244,13 @@ class SimulatedPool:
             finally:
                 for pool in pools:
                     pool._worker = None
-            if kind is not None:
+            if activity is not None:
                 for pool in pools:
-                    pool.add_span(stage, iteration, chunk, kind, start, end)
+                    pool.add_span(stage, iteration, chunk, activity, start, end)
             return end - start
         return 0.0
 
-    def _available(self, seconds: float, stage: str, iteration: int) -> Process:
+    def _wait_for_jobs(self, seconds: float, stage: str, iteration: int) -> Process:
         """Wait until all jobs run and have at least ``seconds`` left."""
         walltime = self._scenario.walltime
         if walltime and seconds > walltime.limit_s - self._scenario.startup_s:
@@ -291,15 +294,16 @@ class SimulatedPool:
                 process.interrupt(INTERRUPTED)
 
     def add_span(
-        self, stage: str, i: int, chunk: int, kind: SpanKind, start: float, end: float
+        self, stage: str, i: int, chunk: int, activity: Activity, start: float, end: float
     ) -> None:
         """Record a span, unless it is empty."""
         if end > start:
-            self._trace.spans.append(TraceSpan(self.number, stage, i, chunk, kind, start, end))
+            self._trace.spans.append(TraceSpan(self.number, stage, i, chunk, activity, start, end))
 
 
 Array = np.ndarray
 CALIBRATION_DRAWS = 8
+"""Number of simulated iterations whose mean duration is compared with the measured one."""
 
 
 def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> Array:
@@ -309,14 +313,14 @@ def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Gen
         return rng.choice(measured, count) / measured.mean()
     if not lengths.sigma:
         return np.ones(count)
-    mu = _location(lengths.sigma, lengths.longest)
+    mu = _lognormal_mu(lengths.sigma, lengths.longest)
     return np.minimum(np.exp(mu + lengths.sigma * rng.standard_normal(count)), lengths.longest)
 
 
-def _location(sigma: float, longest: float) -> float:
+def _lognormal_mu(sigma: float, longest: float) -> float:
     """Return ``mu`` for which ``min(lognormal(mu, sigma), longest)`` has mean 1, by bisection.
 
-    Its mean is ``exp(mu + sigma^2/2) P(z < a - sigma) + longest P(z > a)`` with ``a = (log(longest)
+    The mean is ``exp(mu + sigma^2/2) P(z < a - sigma) + longest P(z > a)`` with ``a = (log(longest)
     - mu) / sigma``.
     """
 
@@ -359,7 +363,7 @@ def completion_times(lengths: Array, slots: int, fixed: float, per_sample: float
 
 @dataclass(frozen=True)
 class DecodingWorkers:
-    """The workers of one kind in a pool."""
+    """The workers of one kind in a pool; for the undocumented fields see ``DecodingReplica``."""
 
     workers: int
     gpus: int
@@ -371,7 +375,8 @@ class DecodingWorkers:
 
 
 class DecodingStage:
-    """Draws durations of a decoding stage; for the scale see ``LengthDistribution.profiled``."""
+    """Draws durations of a decoding stage. If ``lengths.profiled``, their mean is ``seconds``; else
+    ``seconds`` is the duration for samples of equal length."""
 
     def __init__(
         self, lengths: LengthDistribution, workers: list[DecodingWorkers], seconds: float, seed: int
@@ -386,7 +391,7 @@ class DecodingStage:
             ]
             self._scale = seconds * seconds / float(np.mean(end_times))
 
-    def iteration(self, rng: np.random.Generator, num_chunks: int) -> tuple[Array, Array]:
+    def draw_iteration(self, rng: np.random.Generator, num_chunks: int) -> tuple[Array, Array]:
         """Draw the durations of one iteration.
 
         Returns:
@@ -413,7 +418,7 @@ class DecodingStage:
             # Round-robin assignment; a worker with one sample less has a leading zero.
             padded[padded.size - entry.samples :] = worker_lengths
             padded_lengths = padded.reshape(per_worker, entry.workers).T
-            # Times are divided by that of equal lengths.
+            # Times are relative to the duration for equal lengths.
             step_args = (entry.slots, entry.fixed_share, (1 - entry.fixed_share) / entry.slots)
             equal_lengths_s = completion_times(np.ones((1, per_worker)), *step_args)[0, -1]
             times = completion_times(padded_lengths, *step_args) / equal_lengths_s

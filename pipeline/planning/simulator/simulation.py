@@ -2,17 +2,18 @@
 
 In every iteration a pool runs its stages in the order of the problem, one after the other. Loading
 the next stage takes ``switch_s``. A stage is divided into chunks if it streams to or from another
-pool. It starts with its first input, and each chunk costs ``chunk_s``. A cycle over several pools
-sends one chunk after the other through all its steps, in two halves that alternate. A stage in
-several pools begins when the last of them reaches it. New weights are sent as soon as they are
-trained. The next iteration begins when all stages are done and the weights have arrived.
+pool. A stage starts with its first input, and each chunk costs ``chunk_s``. A cycle over several
+pools sends one chunk after the other through all its steps, in two halves that alternate. A stage
+in several pools begins when the last of the pools reaches the stage. New weights are sent as soon
+as they are trained. The next iteration begins when all stages are done and the weights have
+arrived.
 
-The predictor evaluates a placement by formulas. This module shares none of them (only which stages
-form a cycle), so that each can verify the other.
+The predictor evaluates a placement by formulas. The simulation uses none of these formulas, only
+``lockstep_groups``, so that predictor and simulation can verify each other.
 
-Transfers share the network as fluid flows at max-min fair rates, computed by progressive filling
-(Bertsekas and Gallager, Data Networks, section 6.5.2): all rates grow until a link is full, its
-flows keep their rates, and the others grow on. Rates are recomputed when a flow starts or ends.
+Transfers share the network at max-min fair rates, computed by progressive filling (Bertsekas and
+Gallager, Data Networks, section 6.5.2): all rates grow until a link is full, the transfers on this
+link keep their rates, and the others grow further. Rates change when a transfer starts or ends.
 """
 
 from __future__ import annotations
@@ -46,21 +47,24 @@ from pipeline.planning.simulator.trace import SimulationTrace, TraceSpan
 from rlinf.errors import PlanError
 
 
-class _Flow:
+class _Transfer:
+    """A transfer of ``size`` bytes over some links; ``done`` is triggered at its end."""
+
     def __init__(self, size: float, links: frozenset[Hashable], done: simpy.Event) -> None:
         self.bytes_left, self.links, self.done, self.rate = size, links, done, 0.0
 
 
 class SharedNetwork:
-    """Links with capacities in bytes/s, and the flows on them."""
+    """Links with capacities in bytes/s, and the transfers on them."""
 
     def __init__(
         self, env: simpy.Environment, capacities: Mapping[Hashable, float], latency_s: float = 0.0
     ) -> None:
         self._env, self._capacities, self._latency = env, capacities, latency_s
-        self._flows: list[_Flow] = []
+        self._transfers: list[_Transfer] = []
         self._last_update = env.now
         self._revision = 0
+        """Number of changes of the rates; an expected end is outdated after the next change."""
 
     def send(self, size: float, links: Iterable[Hashable]) -> Generator[Any, Any, None]:
         """Wait for the latency, and then until ``size`` bytes have crossed all ``links``.
@@ -71,62 +75,61 @@ class SharedNetwork:
         limited_links = frozenset(link for link in links if link in self._capacities)
         if size <= 0 or not limited_links:
             return
-        flow = _Flow(size, limited_links, self._env.event())
+        transfer = _Transfer(size, limited_links, self._env.event())
         self._advance()
-        self._flows.append(flow)
+        self._transfers.append(transfer)
         self._update_rates()
-        yield flow.done
+        yield transfer.done
 
     def _advance(self) -> None:
         elapsed = self._env.now - self._last_update
-        for flow in self._flows:
-            flow.bytes_left -= flow.rate * elapsed
+        for transfer in self._transfers:
+            transfer.bytes_left -= transfer.rate * elapsed
         self._last_update = self._env.now
 
     def _update_rates(self) -> None:
-        for flow, rate in zip(
-            self._flows, fair_rates([f.links for f in self._flows], self._capacities), strict=True
-        ):
-            flow.rate = rate
+        rates = fair_rates([t.links for t in self._transfers], self._capacities)
+        for transfer, rate in zip(self._transfers, rates, strict=True):
+            transfer.rate = rate
         self._revision += 1
-        if self._flows:
-            self._env.process(self._end_first_flow(self._revision))
+        if self._transfers:
+            self._env.process(self._end_first_transfer(self._revision))
 
-    def _end_first_flow(self, revision: int) -> Generator[Any, Any, None]:
-        first = min(self._flows, key=lambda flow: flow.bytes_left / flow.rate)
+    def _end_first_transfer(self, revision: int) -> Generator[Any, Any, None]:
+        first = min(self._transfers, key=lambda transfer: transfer.bytes_left / transfer.rate)
         yield self._env.timeout(max(0.0, first.bytes_left / first.rate))
         if revision != self._revision:
             return
         self._advance()
-        # Equal flows end at the same time; rounding errors must not cause another event.
-        ended = [f for f in self._flows if f is first or f.bytes_left <= 1e-9 * f.rate]
-        self._flows = [f for f in self._flows if f not in ended]
-        for flow in ended:
-            flow.done.succeed()
+        # Equal transfers end at the same time; rounding errors must not cause another event.
+        ended = [t for t in self._transfers if t is first or t.bytes_left <= 1e-9 * t.rate]
+        self._transfers = [t for t in self._transfers if t not in ended]
+        for transfer in ended:
+            transfer.done.succeed()
         self._update_rates()
 
 
 def fair_rates(
-    flows: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
+    transfers: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
 ) -> list[float]:
-    """Return max-min fair rates of ``flows``, each given by the links that it crosses."""
-    rates = [0.0] * len(flows)
+    """Return max-min fair rates of transfers, each given as the set of links that it crosses."""
+    rates = [0.0] * len(transfers)
     free = dict(capacities)
-    growing = set(range(len(flows)))
+    growing = set(range(len(transfers)))
     while growing:
         users: dict[Hashable, int] = {}
         for i in growing:
-            for link in flows[i]:
+            for link in transfers[i]:
                 users[link] = users.get(link, 0) + 1
         step = min((free[link] / count for link, count in users.items()), default=math.inf)
         if math.isinf(step):
-            raise ValueError("a flow crosses no link with a capacity")
+            raise ValueError("a transfer crosses no link with a capacity")
         full = {link for link, count in users.items() if free[link] <= step * count * (1 + 1e-12)}
         for i in growing:
             rates[i] += step
         for link, count in users.items():
             free[link] -= step * count
-        growing = {i for i in growing if not flows[i] & full}
+        growing = {i for i in growing if not transfers[i] & full}
     return rates
 
 
@@ -149,13 +152,14 @@ class StageSpeed:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """A single stage, or the stages of a cycle, which run together."""
+    """A single stage, or the stages of a cycle, which run in lockstep."""
 
     stages: tuple[int, ...]
     pools: tuple[int, ...]
     """Pool numbers, ascending; several if a cycle is in several pools, or if pools overlap."""
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
+    """Edges from (``inputs``) and to other pools."""
     num_chunks: int
     """Number of chunks: 1 unless the group streams to or from other pools."""
     overhead_s: float
@@ -199,7 +203,7 @@ class PlacementWork:
                 self.sync = (source, target)
 
     def switch_s(self, pool: int, group: int) -> float:
-        """Return the seconds in which a pool loads a group's stages; 0 if it has no other stages.
+        """Return the seconds in which a pool loads a group's stages; 0 if the pool has no others.
 
         A kind of GPU loads one stage after the other; all kinds load at the same time.
         """
@@ -261,6 +265,7 @@ class PlacementWork:
         )
 
     def _shares(self, members: tuple[int, ...], num_chunks: int) -> tuple[float, ...]:
+        """Return the duration of each chunk relative to the whole batch."""
         stage, plan_chunks = self.problem.stages[members[0]], self.placement.num_chunks
         # A stage on all pools of a job runs after all chunks of stages on some of the pools.
         pools = self.stage_pools
@@ -346,13 +351,13 @@ def simulate(
     )
     work = PlacementWork(problem, placement)
     if scenario.capacity is not None and scenario.losses is not None:
-        # A deadlock does not depend on times, and interruptions would never end.
-        _Run(work, Scenario(capacity=scenario.capacity), 1, seed).run()
-    return _Run(work, scenario, iterations, seed).run()
+        # Interruptions go on during a deadlock and would hide it, so search for one without them.
+        _Simulation(work, Scenario(capacity=scenario.capacity), 1, seed).run()
+    return _Simulation(work, scenario, iterations, seed).run()
 
 
 class _Channel:
-    """The queue of chunks from one stage to another."""
+    """The queue of chunks from one stage to another: those that arrived, and the room for more."""
 
     def __init__(self, env: simpy.Environment, capacity: int | None) -> None:
         self.arrived = simpy.Container(env)
@@ -360,28 +365,32 @@ class _Channel:
 
 
 @dataclass
-class _Cycle:
+class _Rendezvous:
     """The rendezvous of the pools of a group."""
 
     begin: simpy.Event
     end: simpy.Event
     joined: int = 0
+    """Number of pools that have arrived."""
 
 
 @dataclass
 class _Iteration:
-    """The state of one iteration that its pools share."""
+    """The state of an iteration, which all pools share."""
 
     number: int
     channels: dict[Edge, _Channel]
     trained: simpy.Event
-    """Triggered when the new weights exist on their source."""
+    """Triggered when the new weights exist in the pool that produces them."""
     finish_times: dict[int, float] = field(default_factory=dict)
     """Time at which each pool finished its stages."""
-    cycles: dict[int, _Cycle] = field(default_factory=dict)
+    rendezvous: dict[int, _Rendezvous] = field(default_factory=dict)
+    """Rendezvous of each group that runs on several pools."""
 
 
-class _Run:
+class _Simulation:
+    """One simulation. Indices: ``p`` of a pool, ``g`` of a group, ``s`` of a stage."""
+
     def __init__(self, work: PlacementWork, scenario: Scenario, count: int, seed: int) -> None:
         self.work, self.scenario, self.count, self.seed = work, scenario, count, seed
         self.problem, self.placement = work.problem, work.placement
@@ -390,13 +399,14 @@ class _Run:
         self.env = simpy.Environment()
         self.trace = SimulationTrace(self.problem, self.placement)
         self.masks = [work.active_gpus(s) for s in range(len(self.names))]
+        """GPUs that each stage uses, by pool."""
         self.network = _network(self.env, work, scenario.network)
         self.decoding = self._decoding()
         self.repeat = self.env.event()
         """Triggered when the iteration must be repeated."""
         self.pools = [
             SimulatedPool(
-                self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._interrupted
+                self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._end_attempt
             )
             for p, gpus in enumerate(self.placement.gpus)
         ]
@@ -474,8 +484,8 @@ class _Run:
         self.processes.append(process)
         return process
 
-    def _interrupted(self) -> None:
-        """Handle the interruption of a working pool."""
+    def _end_attempt(self) -> None:
+        """End the attempt at an iteration if the scenario repeats whole iterations."""
         losses = self.scenario.losses
         if losses is not None and losses.redo == "iteration" and not self.repeat.triggered:
             self.repeat.succeed()
@@ -486,9 +496,8 @@ class _Run:
         """Run a pool's work of one iteration."""
         for g in self.work.pool_groups[p]:
             group = self.work.groups[g]
-            yield from self.pools[p].work(
-                self.work.switch_s(p, g), self.names[group.stages[0]], state.number, kind="switch"
-            )
+            switch_s, name = self.work.switch_s(p, g), self.names[group.stages[0]]
+            yield from self.pools[p].work(switch_s, name, state.number, activity="switch")
             if len(group.pools) == 1:
                 yield from self._run_group(p, group, state)
             else:
@@ -502,7 +511,7 @@ class _Run:
         yield from self._get_whole_inputs(p, group, state)
         decoding = self.decoding.get(group.stages[0])
         if decoding:
-            chunk_seconds, busy = decoding.iteration(
+            chunk_seconds, gpu_seconds = decoding.draw_iteration(
                 random_generator(self.seed, "lengths", i), group.num_chunks
             )
             nominal_s, elapsed_s = chunk_seconds.sum(), 0.0
@@ -521,7 +530,7 @@ class _Run:
                     self._add_busy(s, spent_s)
             yield from self._send_outputs(p, group, k, state)
         if decoding:
-            busy_s = busy if len(group.pools) == 1 else busy.mean()
+            busy_s = gpu_seconds if len(group.pools) == 1 else gpu_seconds.mean()
             for q, mask in self.masks[group.stages[0]].items():
                 self.trace.gpu_busy[q][mask] += busy_s * (elapsed_s / nominal_s)
         self._finish(group, state)
@@ -540,6 +549,7 @@ class _Run:
                 yield from self._receive(p, edge, state)
 
     def _receive(self, p: int, edge: Edge, state: _Iteration) -> Process:
+        """Wait for the next chunk of an edge, and make room in the channel."""
         start, channel = self.env.now, state.channels[edge]
         yield channel.arrived.get(1)
         if channel.room is not None:
@@ -547,6 +557,7 @@ class _Run:
         self.trace.add_wait(p, self.names[edge[0]], self.env.now - start)
 
     def _send_outputs(self, p: int, group: StageGroup, chunk: int, state: _Iteration) -> Process:
+        """Send a chunk to other pools, as soon as their channels have room."""
         for edge in group.outputs:
             start, channel = self.env.now, state.channels[edge]
             if channel.room is not None:
@@ -560,6 +571,7 @@ class _Run:
                 self._start_process(self._send(edge, chunk, state))
 
     def _finish(self, group: StageGroup, state: _Iteration) -> None:
+        """Trigger the transfer of the weights if the group has trained them."""
         if self.work.sync and self.work.sync[0] in group.stages:
             state.trained.succeed()
 
@@ -613,21 +625,22 @@ class _Run:
     # A stage on several pools, or a cycle over them
 
     def _run_together(self, p: int, g: int, state: _Iteration) -> Process:
-        """Run a group on several pools; the pool that arrives last runs it, the others wait."""
+        """Run a group on several pools: the pool that arrives last runs the group, the others wait
+        until its end."""
         group = self.work.groups[g]
-        cycle = state.cycles.setdefault(g, _Cycle(self.env.event(), self.env.event()))
-        cycle.joined += 1
-        if cycle.joined < len(group.pools):
+        rendezvous = state.rendezvous.setdefault(g, _Rendezvous(self.env.event(), self.env.event()))
+        rendezvous.joined += 1
+        if rendezvous.joined < len(group.pools):
             wait_start = self.env.now
-            yield cycle.begin
+            yield rendezvous.begin
             partners = [self.names[s] for s in group.stages if p not in self.stage_pools[s]]
             self.trace.add_wait(p, (partners or ["the others"])[0], self.env.now - wait_start)
-            yield cycle.end
+            yield rendezvous.end
             return
-        cycle.begin.succeed()
+        rendezvous.begin.succeed()
         if len({self.stage_pools[s] for s in group.stages}) == 1:
             yield from self._run_group(p, group, state)
-            cycle.end.succeed()
+            rendezvous.end.succeed()
             return
         yield from self._get_whole_inputs(p, group, state)
         for k in range(group.num_chunks):
@@ -645,7 +658,7 @@ class _Run:
                 )
             yield from self._send_outputs(p, group, k, state)
         self._finish(group, state)
-        cycle.end.succeed()
+        rendezvous.end.succeed()
 
     def _run_half(self, group: StageGroup, state: _Iteration) -> Process:
         """Run half of a chunk through all steps."""
@@ -659,13 +672,13 @@ class _Run:
                 for s in members:
                     seconds = self.work.speeds[s].seconds / (2 * steps * group.num_chunks)
                     duration_s = yield from pool.work(
-                        seconds, self.names[s], state.number, kind=None, other_pools=partners
+                        seconds, self.names[s], state.number, activity=None, other_pools=partners
                     )
                     self._add_busy(s, duration_s)
 
     def _pay_overhead(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         name = self.names[group.stages[0]]
-        yield from self.pools[p].work(group.overhead_s, name, state.number, kind=None)
+        yield from self.pools[p].work(group.overhead_s, name, state.number, activity=None)
 
     def _deadlock_message(self) -> str:
         full = [edge for edge, senders in self.blocked_senders.items() if senders]
@@ -714,7 +727,8 @@ def _network(
 def _decoding_workers(
     lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
 ) -> list[DecodingWorkers]:
-    """Return the workers of each kind, with samples in proportion to its share of the work."""
+    """Return the workers of each kind, with samples in proportion to the kind's share of the
+    work."""
     all_workers, remaining_samples, remaining_share = [], lengths.samples, 1.0
     for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
         replica = lengths.replicas.get(kind, DecodingReplica())

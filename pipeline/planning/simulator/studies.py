@@ -58,14 +58,12 @@ CHUNK_S = 0.1
 ENGINE_SETUP_S = 3.0
 """Seconds to set up an engine's KV cache and CUDA graphs whenever it is loaded (assumed)."""
 PREEMPTIBLE = "a100-80gb-sxm"
-"""The kind whose jobs may be preempted."""
+"""The kind whose jobs may be preempted, by key of :data:`slurm.gpus.GPUS`."""
 GPU_FAILURES_PER_HOUR = 419 / (54 * 24 * 16384)
 """Unexpected interruptions per GPU and hour in the training of Llama 3 (arXiv 2407.21783, section
 3.3.4: 419 in 54 days on 16,384 GPUs)."""
-
-
 PREEMPTIONS_PER_HOUR = 1.0
-"""Preemptions of each job on that kind (assumed)."""
+"""Preemptions of each job on the preemptible kind (assumed)."""
 WAIT_S = 600.0
 """Mean queue wait of a job (assumed)."""
 STARTUP_S = 120.0
@@ -154,6 +152,7 @@ class PlacementStudy:
 
     @functools.cached_property
     def _work(self) -> dict[str, Workload]:
+        """Work of one iteration by stage."""
         tokens = MEAN_RESPONSE_TOKENS * relative_lengths(
             LengthDistribution(samples=1, sigma=SIGMA, longest=MAX_RELATIVE_LENGTH),
             4096,

@@ -12,8 +12,9 @@ from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import Placement, PlacementProblem
 
 Array = np.ndarray
-SpanKind = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
+Activity = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
 MAX_WAITS_SHOWN = 2
+"""Maximum number of causes of waits in the table, for each pool."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TraceSpan:
     stage: str
     iteration: int
     chunk: int
-    kind: SpanKind
+    activity: Activity
     """``work``; ``switch``: loading a stage; ``sync``: sending weights; ``transfer``: sending a
     chunk to ``pool``; ``redone``: work that was interrupted and repeated; ``queue``: waiting for
     the first start of a job; ``down``: waiting for a job to start again."""
@@ -51,6 +52,7 @@ class JobInterruption:
     kind: str
     time: float
     while_working: bool
+    """True if the pool was working, so that work must be repeated."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class SimulationTrace:
     problem: PlacementProblem
     placement: Placement
     iteration_starts: list[float] = field(default_factory=list)
-    """Start of each iteration in seconds, followed by the end of the last one."""
+    """Start of each iteration in seconds, followed by the end of the last iteration."""
     gpu_busy: list[Array] = field(default_factory=list)
     """Seconds of useful work per GPU: an array ``[gpus]`` per pool, in the order of
     ``problem.kinds``. Repeated work counts once."""
@@ -80,15 +82,15 @@ class SimulationTrace:
         self.waits = [{} for _ in self.placement.pools]
 
     def add_wait(self, pool: int, cause: str, seconds: float) -> None:
-        """Add ``seconds`` to the waits of a pool for a cause."""
+        """Add ``seconds`` to the waits of a pool with this cause."""
         if seconds > 0:
             self.waits[pool][cause] = self.waits[pool].get(cause, 0.0) + seconds
 
     def mark_repeated(self, first: int) -> None:
         """Mark the spans of work from index ``first`` on as ``redone``."""
         for n in range(first, len(self.spans)):
-            if self.spans[n].kind in ("work", "switch", "sync", "transfer"):
-                self.spans[n] = replace(self.spans[n], kind="redone")
+            if self.spans[n].activity in ("work", "switch", "sync", "transfer"):
+                self.spans[n] = replace(self.spans[n], activity="redone")
 
     @property
     def iteration_s(self) -> Array:

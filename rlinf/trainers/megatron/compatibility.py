@@ -21,9 +21,9 @@ ONLY_CAUSAL_LM = (
 )
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-"""Linear layers that can have adapters."""
+"""Linear layers that can have adapters; those of MLPs only without experts."""
 SUPPORTED_ROPE = ("default", "linear", "llama3")
-"""Kinds of rotary position embeddings that consist of frequencies only."""
+"""Types of rotary position embeddings (``rope_type``) that consist of frequencies only."""
 
 
 def read_model_config(model: Any) -> Mapping[str, Any]:
@@ -86,29 +86,29 @@ def check_model(model: Mapping[str, Any], key: str = "model.path") -> None:
         ConfigError: a property of the network is not supported.
     """
 
-    def refuse(feature: str) -> ConfigError:
+    def unsupported(feature: str) -> ConfigError:
         return ConfigError(
             f"{key}: trainer=megatron cannot train a model {feature}; choose trainer=fsdp or "
             "trainer=deepspeed"
         )
 
     if (family := model.get("model_type")) not in SUPPORTED_FAMILIES:
-        raise refuse(f"of type {family!r} (supported: {', '.join(SUPPORTED_FAMILIES)})")
+        raise unsupported(f"of type {family!r} (supported: {', '.join(SUPPORTED_FAMILIES)})")
     if model.get("hidden_act", "silu") != "silu":
-        raise refuse(f"with the activation {model['hidden_act']!r}")
+        raise unsupported(f"with the activation {model['hidden_act']!r}")
     if (family != "qwen2" and model.get("attention_bias")) or model.get("mlp_bias"):
-        raise refuse("with biases in its attention or its MLPs")
+        raise unsupported("with biases in its attention or its MLPs")
     layer_types = set(model.get("layer_types") or ())
     if layer_types - {"full_attention"} or model.get("use_sliding_window"):
-        raise refuse("whose attention has a window")
+        raise unsupported("whose attention has a window")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in SUPPORTED_ROPE or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise refuse(f"with positions of kind {rope_type!r}")
+        raise unsupported(f"with positions of kind {rope_type!r}")
     if family == "qwen3_moe" and (
         model.get("mlp_only_layers") or model.get("decoder_sparse_step", 1) != 1
     ):
-        raise refuse("some of whose layers have no experts")
+        raise unsupported("some of whose layers have no experts")
 
 
 def check_layout(
@@ -121,9 +121,9 @@ def check_layout(
         layout_key: configuration key of the layout.
 
     Raises:
-        ConfigError: it cannot; the message says which numbers would work.
+        ConfigError: an even split is impossible; the message has the numbers that would work.
     """
-    experts = _experts(model)
+    experts = _num_experts(model)
     size_key = "moe_intermediate_size" if experts else "intermediate_size"
     split_sizes = {
         "heads": model["num_attention_heads"],
@@ -162,14 +162,14 @@ def check_layout(
 def check_adapters(
     config: MinibatchTrainerConfig, model: Mapping[str, Any], layout: ParallelLayout, dtype: str
 ) -> None:
-    """Check that Megatron supports adapters in the target layers, if any.
+    """Check that Megatron supports the configured adapters, if any.
 
     Args:
         model: a checkpoint's ``config.json``.
-        dtype: data type of its weights.
+        dtype: data type of the checkpoint's weights.
 
     Raises:
-        ConfigError: Megatron does not support one of them.
+        ConfigError: a target layer or the data type is not supported.
     """
     if config.lora is None:
         return
@@ -182,7 +182,7 @@ def check_adapters(
                 f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; remove it, or choose "
                 "trainer=fsdp"
             )
-        if projection in MLP_LINEARS and _experts(model):
+        if projection in MLP_LINEARS and _num_experts(model):
             raise ConfigError(
                 f"{key}: {target!r} is in the experts of a mixture, which have no adapters; name "
                 "layers of the attention"
@@ -199,7 +199,7 @@ def check_adapters(
         )
 
 
-def _experts(model: Mapping[str, Any]) -> int:
+def _num_experts(model: Mapping[str, Any]) -> int:
     return model.get("num_experts") or model.get("num_local_experts") or 0
 
 

@@ -1,9 +1,9 @@
-"""Run Megatron-Core 0.16 without a GPU: an import hook changes its modules as they are loaded.
+"""Run Megatron-Core 0.16 without a GPU: an import hook changes its modules when they are imported.
 
 Megatron's source names the device about a hundred times. The hook rewrites syntax trees before they
 are compiled: ``torch.cuda`` becomes :mod:`rlinf.trainers.megatron.torch_cuda_stub`, the device
 ``"cuda"`` becomes the CPU, tensors of CUDA types become CPU tensors, and transfers to a GPU do
-nothing. Neither torch nor any file is changed. On a GPU nothing happens at all.
+nothing. Neither torch nor any file is changed. With a GPU, the hook is not installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 PACKAGE = "megatron.core"
 STUB_MODULE = "rlinf.trainers.megatron.torch_cuda_stub"
 _STUB_NAME = "_rlinf_no_cuda"
+"""Global name of the stub in a rewritten module."""
 
 
 class _CpuRewriter(ast.NodeTransformer):

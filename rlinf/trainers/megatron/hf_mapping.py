@@ -1,8 +1,9 @@
 """Mapping of Megatron's parameters to tensors of the Hugging Face format.
 
 Megatron fuses the projections of queries, keys and values into one matrix, interleaved by query
-group, and gate and up projections into another. A tensor-parallel rank holds some rows or columns.
-Each expert is a separate parameter; in the Hugging Face format a layer's experts are one tensor.
+group, and gate and up projections into another. A tensor-parallel rank has some rows or columns of
+a matrix. Megatron has a parameter for each expert; the Hugging Face format has one tensor for all
+experts of a layer.
 """
 
 from __future__ import annotations
@@ -25,27 +26,33 @@ class RankSlice:
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of all tensors of the network, by name."""
     tp: int
+    """Number of tensor-parallel processes."""
     tp_rank: int
     first_layer: int
+    """Index, in the whole network, of the process's first layer."""
     first_expert: int
+    """Index, in a layer, of the process's first expert."""
     query_and_kv_rows: tuple[int, int]
-    """Rows of one query group in the fused matrix: its queries, and its keys or its values."""
+    """Numbers of rows of a query group in the fused matrix: of its queries, and of its keys."""
     tied: bool
+    """Whether the head shares the weight of the embedding."""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows of a Megatron parameter that are rows, or columns of rows, of a Hugging Face tensor."""
+    """Consecutive rows of a Megatron parameter. Each is a range of columns of a row of a Hugging
+    Face tensor, or the whole row."""
 
     name: str
+    """Name of the tensor."""
     shape: tuple[int, ...]
-    """Shape of the tensor; its dimensions except the last are flattened."""
+    """Shape of the tensor. Its rows are along the last dimension; the others are flattened."""
     first_row: int
-    """The first row in the tensor."""
+    """Index of the first row in the tensor."""
     first_column: int
-    """The first column in a row of the tensor."""
+    """Index of the first column in each row of the tensor."""
     param_row: int
-    """The first row in the parameter."""
+    """Index of the first row in the parameter."""
     num_rows: int
 
 
@@ -61,15 +68,15 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Elements of a Hugging Face tensor that are in this process's fragments of parameters.
+    """The elements of a Hugging Face tensor that this process has.
 
-    A fragment is a contiguous range of a Megatron parameter.
+    They are in fragments; a fragment is a contiguous range of a Megatron parameter.
     """
 
     name: str
     placement: ShardPlacement
     ranges: tuple[tuple[int, int, int], ...]
-    """Positions of the elements, in order: index of the fragment, offset in it, and length."""
+    """Where the elements are, in order: index of the fragment, offset in it, and length."""
 
 
 REPLICATED_NAMES = {
@@ -79,11 +86,14 @@ REPLICATED_NAMES = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
+"""Hugging Face name, by Megatron's, of each parameter of a layer that is not split."""
 ROW_PARALLEL_NAMES = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+"""Hugging Face name, by Megatron's, of each parameter of a layer that is split by columns."""
 ADAPTED_BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
+"""Hugging Face name, by Megatron's, of each module with adapters."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 _ADAPTER = re.compile(r"((\w+)\.linear_\w+)\.adapter\.lora_([AB])\.(\w+)")
@@ -160,9 +170,9 @@ def _full_slice(name: str, rank_slice: RankSlice) -> TensorSlice:
 def _qkv_slices(prefix: str, suffix: str, rows: int, rank_slice: RankSlice) -> list[TensorSlice]:
     """Return the slices of queries, keys and values of each query group, in this order."""
     query_rows, kv_rows = rank_slice.query_and_kv_rows
-    groups = rows // (query_rows + 2 * kv_rows)
+    num_groups = rows // (query_rows + 2 * kv_rows)
     slices, param_row, shapes = [], 0, rank_slice.shapes
-    for group in range(rank_slice.tp_rank * groups, (rank_slice.tp_rank + 1) * groups):
+    for group in range(rank_slice.tp_rank * num_groups, (rank_slice.tp_rank + 1) * num_groups):
         for projection, count in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
             hf_name = f"{prefix}self_attn.{projection}_proj.{suffix}"
             slices.append(TensorSlice(hf_name, shapes[hf_name], group * count, 0, param_row, count))
@@ -174,11 +184,11 @@ def tensor_parts(
     fragments: Sequence[tuple[ParamMapping, tuple[int, ...], int, int]],
     sort_key: Callable[[str], int],
 ) -> list[TensorPart]:
-    """Return, for each Hugging Face tensor, the elements that the fragments hold.
+    """Return, for each Hugging Face tensor, the elements that are in the fragments.
 
     Args:
-        fragments: for each fragment: mapping and shape of its parameter, and the fragment's offset
-            and length in it.
+        fragments: for each fragment: mapping and shape of its parameter, the fragment's offset in
+            the parameter, and its length.
         sort_key: sort key of the tensor names.
     """
     overlaps_by_name, shapes = dict[str, list[np.ndarray]](), dict[str, tuple[int, ...]]()
@@ -196,14 +206,14 @@ def tensor_parts(
     for name in sorted(overlaps_by_name, key=sort_key):
         overlaps = np.concatenate(overlaps_by_name[name])
         overlaps = overlaps[np.argsort(overlaps[:, 0], kind="stable")]
-        runs = to_strided_ranges(overlaps[:, 0], overlaps[:, 3])
-        placement = ShardPlacement(shapes[name], runs[0].start, runs)
+        strided_ranges = to_strided_ranges(overlaps[:, 0], overlaps[:, 3])
+        placement = ShardPlacement(shapes[name], strided_ranges[0].start, strided_ranges)
         parts.append(TensorPart(name, placement, _merge_ranges(overlaps[:, 1:])))
     return parts
 
 
 def _slice_ranges(tensor_slice: TensorSlice, param_columns: int) -> np.ndarray:
-    """Return ranges ``[n, 3]`` of a slice: offsets in the tensor and the parameter, and length."""
+    """Return the ranges of a slice, ``[n, 3]``: offsets in tensor and in parameter, and length."""
     tensor_columns = tensor_slice.shape[-1] if len(tensor_slice.shape) > 1 else 1
     tensor_row, param_row = tensor_slice.first_row, tensor_slice.param_row
     num_rows = tensor_slice.num_rows

@@ -1,9 +1,9 @@
 """This process's weights, moments and gradients under Megatron's data parallelism, by tensor.
 
 Gradients are accumulated in float32 buffers of Megatron's ``DistributedDataParallel``. Without the
-distributed optimizer, a process steps all its parameters, in float32. With it, a process steps an
-equal shard of each buffer, and the weights are gathered from these shards. Frozen parameters (those
-beside adapters) exist once, in the data type of the computation.
+distributed optimizer, a process steps all its parameters, in float32. With the distributed
+optimizer, each process steps an equal shard of each buffer, and the weights are gathered from these
+shards. With adapters, all other parameters are frozen; they have no float32 copy.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rlinf.trainers.megatron import hf_mapping
 from rlinf.trainers.optimizer import GROUP_KEY
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+"""Function that creates an optimizer of some of the model's parameters."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class ParamFragment:
 
     parameter: nn.Parameter
     main: Tensor
-    """Float32 tensor of any shape that is stepped; or the parameter itself, if it is frozen."""
+    """Float32 tensor of any shape with these elements, which the optimizer steps. If the parameter
+    is frozen, the parameter itself."""
     start: int
     """Offset of the elements in the parameter."""
     num_copies: int
     """Number of processes that have the same fragment."""
     is_primary: bool
-    """Whether this process is the primary one of these processes."""
+    """Whether this process, of those with the same fragment, writes it to checkpoints."""
 
     @property
     def flat(self) -> Tensor:
@@ -50,7 +52,6 @@ class LocalParams:
         """
         Args:
             inner: Megatron's model.
-            create_optimizer: creates an optimizer of some of the model's parameters.
             distributed: whether moments and float32 weights are sharded over processes with the
                 same weights.
         """
@@ -64,21 +65,24 @@ class LocalParams:
         )
         self.ddp_model = DistributedDataParallel(inner.config, settings, inner)
         self._buffers = [*self.ddp_model.buffers, *self.ddp_model.expert_parallel_buffers]
-        self._sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers]
-        self._shards: list[Any] = []
+        self._buffer_bytes = [b.grad_data.untyped_storage().nbytes() for b in self._buffers]
+        self._distributed_optimizers: list[Any] = []
+        """Megatron's optimizers, which gather and scatter shards; empty if nothing is sharded."""
         self._has_gradients = True
+        """Whether the gradient buffers have memory."""
+        # By id of the parameter: the float32 tensor that is stepped, and its offset.
         mains: dict[int, tuple[Tensor, int]] = {}
         if distributed:
             self.optimizer = self._shard_optimizer(inner.config, create_optimizer)
-            for shard in self._shards:
+            for sharder in self._distributed_optimizers:
                 groups = zip(
-                    (*shard.model_fp32_groups, *shard.model_float16_groups),
-                    (*shard.shard_fp32_groups, *shard.shard_fp32_from_float16_groups),
+                    (*sharder.model_fp32_groups, *sharder.model_float16_groups),
+                    (*sharder.shard_fp32_groups, *sharder.shard_fp32_from_float16_groups),
                     strict=True,
                 )
                 for parameters, shards in groups:
                     for parameter, main in zip(parameters, shards, strict=True):
-                        param_range = shard._get_model_param_range_map(parameter)["param"]
+                        param_range = sharder._get_model_param_range_map(parameter)["param"]
                         mains[id(parameter)] = (main, param_range.start)
         else:
             trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
@@ -91,11 +95,12 @@ class LocalParams:
                 group["params"] = [mains[id(parameter)][0] for parameter in group["params"]]
         frozen = {id(p): (p.detach(), 0) for p in inner.parameters() if not p.requires_grad}
         self.fragments = list(self._fragments(inner, mains, is_sharded=distributed))
+        """Fragments of the trained parameters."""
         self.frozen_fragments = list(self._fragments(inner, frozen, is_sharded=False))
         """Fragments of the frozen parameters, each a whole parameter."""
         self.discard_gradients()
 
-    def _shard_optimizer(self, config: Any, make: OptimizerFactory) -> Optimizer:
+    def _shard_optimizer(self, config: Any, create_optimizer: OptimizerFactory) -> Optimizer:
         """Return one optimizer of this process's shards, including those of experts."""
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig
@@ -117,8 +122,10 @@ class LocalParams:
         ):
             if not buffers:
                 continue
-            optimizers.append(make(parameter for buffer in buffers for parameter in buffer.params))
-            shard = DistributedOptimizer(
+            optimizers.append(
+                create_optimizer(parameter for buffer in buffers for parameter in buffer.params)
+            )
+            sharder = DistributedOptimizer(
                 optimizers[-1],
                 settings,
                 None,
@@ -130,7 +137,7 @@ class LocalParams:
                 0,
                 0,
             )
-            self._shards.append(shard)
+            self._distributed_optimizers.append(sharder)
         for optimizer in optimizers[1:]:
             optimizers[0].param_groups += optimizer.param_groups
         return optimizers[0]
@@ -138,6 +145,8 @@ class LocalParams:
     def _fragments(
         self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, is_sharded: bool
     ) -> Iterator[ParamFragment]:
+        """Yield the fragments of the parameters in ``mains``, which maps a parameter's ``id`` to
+        its float32 tensor and its offset."""
         from megatron.core import parallel_state
 
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -171,7 +180,7 @@ class LocalParams:
         """Allocate zero gradients, unless some were accumulated."""
         if self._has_gradients:
             return
-        for buffer, size in zip(self._buffers, self._sizes, strict=True):
+        for buffer, size in zip(self._buffers, self._buffer_bytes, strict=True):
             buffer.grad_data.untyped_storage().resize_(size)
         self.ddp_model.zero_grad_buffer()
         self._has_gradients = True
@@ -191,16 +200,16 @@ class LocalParams:
         """Return the gradient buffers, or meta tensors of their size."""
         if self._has_gradients:
             return [buffer.grad_data for buffer in self._buffers]
-        return [torch.empty(size, dtype=torch.uint8, device="meta") for size in self._sizes]
+        return [torch.empty(n, dtype=torch.uint8, device="meta") for n in self._buffer_bytes]
 
     def reduce_gradients(self) -> None:
-        """Complete the gradient of the stepped fragments; collective."""
+        """Reduce the gradient of the stepped fragments over processes; collective."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.ddp_model])
-        for shard in self._shards:
-            shard._copy_model_grads_to_main_grads()
-        if not self._shards:
+        for sharder in self._distributed_optimizers:
+            sharder._copy_model_grads_to_main_grads()
+        if not self._distributed_optimizers:
             for fragment in self.fragments:
                 fragment.main.grad = fragment.parameter.main_grad  # type: ignore[attr-defined]
 
@@ -223,10 +232,10 @@ class LocalParams:
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """Copy the current stepped weights to the model; collective."""
-        for shard in self._shards:
-            shard._copy_main_params_to_model_params()
-        if self._shards:
+        """Copy the float32 weights that were stepped to the model; collective."""
+        for sharder in self._distributed_optimizers:
+            sharder._copy_main_params_to_model_params()
+        if self._distributed_optimizers:
             self.ddp_model.start_param_sync(force_sync=True)
             return
         for fragment in self.fragments:
@@ -234,7 +243,7 @@ class LocalParams:
                 fragment.parameter.copy_(fragment.main)
 
     def release(self) -> None:
-        """Drop references that keep the parameters."""
+        """Drop references that keep the parameters in memory."""
         self.ddp_model.grad_accs.clear()
         self.ddp_model.param_to_bucket_group.clear()
         self.optimizer.state.clear()
@@ -245,7 +254,7 @@ class LocalParams:
 class LocalTensors:
     """This process's parts of the network's tensors, by the names of ``transformers`` and PEFT.
 
-    A part refers to elements of Megatron's parameters.
+    The elements of a part are in Megatron's parameters.
     """
 
     def __init__(
@@ -278,7 +287,7 @@ class LocalTensors:
         """The parts in checkpoints: of all weights, or of adapters only."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
-        """Return whether this process is the primary one of the processes that have a part."""
+        """Return whether this process writes a part to checkpoints, and adds it in a gather."""
         return all(self._all_fragments[index].is_primary for index, *_ in part.ranges)
 
     def weights(self) -> list[Tensor]:
@@ -295,7 +304,7 @@ class LocalTensors:
             write_part(self.weights(), part, part.placement.extract(full))
 
     def gather(self, name: str, template: Tensor, device: torch.device, processes: int) -> Tensor:
-        """Return a full tensor; collective. Processes fill in their parts, and bytes are summed."""
+        """Return a full tensor; collective. The bytes of all parts are summed, padded by zeros."""
         full = torch.zeros(template.shape, dtype=template.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):
@@ -306,12 +315,12 @@ class LocalTensors:
 
 
 def read_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart) -> Tensor:
-    """Return a part's elements from those of the fragments."""
-    return torch.cat([flats[n][first : first + count] for n, first, count in part.ranges])
+    """Return the elements of a part, given the elements of each fragment."""
+    return torch.cat([flats[index][first : first + n] for index, first, n in part.ranges])
 
 
 def write_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart, elements: Tensor) -> None:
-    """Write a part's elements into the fragments."""
+    """Write the elements of a part into ``flats``, the elements of each fragment."""
     position = 0
     for index, first, count in part.ranges:
         flats[index][first : first + count] = elements[position : position + count]

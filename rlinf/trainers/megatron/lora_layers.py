@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) of Megatron's linear layers.
 
-PEFT has one adapter each for the query, key, value, gate and up projections of ``transformers``,
-whereas Megatron fuses these into one matrix. Here, a Megatron layer has the adapters of all its
-projections, and each process a part of them. Checkpoints store them under PEFT's names and shapes.
+PEFT has one adapter each for the query, key, value, gate and up projections of ``transformers``.
+Megatron fuses the first three into one matrix, and the last two into another. Here, a Megatron
+layer has the adapters of all its projections, and each process has a part of each adapter.
+Checkpoints store adapters under PEFT's names and with PEFT's shapes.
 
 In a column-parallel layer, A is replicated and B is split by rows. In a row-parallel layer, A is
 split by columns and B is replicated. Processes exchange only the low-rank tensor between A and B.
@@ -21,7 +22,7 @@ from rlinf.trainers.lora import LoRAConfig
 
 ATTENTION_PROJECTIONS = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)}
 MLP_PROJECTIONS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
-"""The projections in each of Megatron's linear layers, in order."""
+"""The projections in each of Megatron's linear layers, in the order of their rows."""
 
 
 class MegatronLoRALayer(nn.Module):
@@ -34,8 +35,8 @@ class MegatronLoRALayer(nn.Module):
         Args:
             linear: Megatron's column-parallel or row-parallel layer.
             projections: the projections that have an adapter.
-            rows: number of rows of each projection in one group of the layer's rows (for example
-                the queries, keys and values of a query group).
+            rows: number of rows of each projection in one group of the layer's rows. The groups of
+                a fused attention matrix are its query groups, each with queries, keys and values.
         """
         super().__init__()
         self.scale, self.rank, self.rows = lora.alpha / lora.rank, lora.rank, rows
@@ -45,12 +46,12 @@ class MegatronLoRALayer(nn.Module):
             linear.sequence_parallel,
         )
         weight = linear.weight
-        self.groups = weight.shape[0] // sum(rows.values())
-        out_features = {name: self.groups * rows[name] for name in rows if name in projections}
+        self.num_groups = weight.shape[0] // sum(rows.values())
+        out_features = {name: self.num_groups * rows[name] for name in rows if name in projections}
 
         def create_factor(*shape: int, replicated: bool) -> nn.Parameter:
             factor = nn.Parameter(weight.new_zeros(shape))
-            # Each process has the gradient of some positions; this makes Megatron sum them.
+            # Each process has the gradient of some positions; Megatron sums it if this is true.
             factor.sequence_parallel = replicated and self.is_sequence_parallel  # type: ignore[attr-defined]
             return factor
 
@@ -90,7 +91,7 @@ class MegatronLoRALayer(nn.Module):
             low_rank = tp.reduce_from_tensor_model_parallel_region(low_rank)
         splits = zip(self.lora_A, torch.split(low_rank, self.rank, -1), strict=True)
         outputs = {projection: F.linear(x, self.lora_B[projection]) for projection, x in splits}
-        shape = (*low_rank.shape[:-1], self.groups)
+        shape = (*low_rank.shape[:-1], self.num_groups)
         parts = [
             outputs[projection].view(*shape, size)
             if projection in outputs
@@ -102,7 +103,7 @@ class MegatronLoRALayer(nn.Module):
     def forward_hook(
         self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
     ) -> Any:
-        """Return the layer's outputs plus those of the adapter, and its bias."""
+        """Return the layer's output plus that of the adapter, and the layer's bias."""
         return output[0] + self(*inputs), output[1]
 
 
@@ -112,6 +113,7 @@ def add_lora_layers(
     """Add adapters, initially zero, to the layers of Megatron's model, and freeze everything else.
 
     Args:
+        inner: Megatron's model.
         hf: configuration of the ``transformers`` network.
         first_layer: index, in the whole network, of this process's first layer.
         names: PEFT's names of all adapters.
@@ -122,13 +124,15 @@ def add_lora_layers(
     query_rows = hf.num_attention_heads // hf.num_key_value_heads * head_dim
     rows = {"q_proj": query_rows, "k_proj": head_dim, "v_proj": head_dim}
     for layer_index, layer in enumerate(inner.decoder.layers, first_layer):
-        for block, prefix, projections_by_linear in (
+        for block, module_name, projections_by_linear in (
             (layer.self_attention, "self_attn", ATTENTION_PROJECTIONS),
             (layer.mlp, "mlp", MLP_PROJECTIONS),
         ):
             for linear_name, projections in projections_by_linear.items():
-                stems = {p: f"model.layers.{layer_index}.{prefix}.{p}." for p in projections}
-                adapted = [p for p in projections if any(n.startswith(stems[p]) for n in names)]
+                prefixes = {
+                    p: f"model.layers.{layer_index}.{module_name}.{p}." for p in projections
+                }
+                adapted = [p for p in projections if any(n.startswith(prefixes[p]) for n in names)]
                 if not adapted:
                     continue
                 linear = getattr(block, linear_name)

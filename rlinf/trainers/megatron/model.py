@@ -1,10 +1,10 @@
 """A Megatron-Core network that replaces a ``transformers`` network.
 
-Policies call it like the ``transformers`` network: tokens in, logits out. The layers are those of
-Megatron, but with torch's attention, or for packed rows
-:func:`rlinf.models.packed_attention.packed_attention`. The rotary frequencies are copied from the
-original network. With context parallelism, positions are exchanged only in the attention and after
-the layers (:mod:`rlinf.trainers.megatron.parallel_dims`).
+Policies call this network like the ``transformers`` network: tokens in, logits out. The layers are
+those of Megatron, but attention is that of torch, or
+:func:`rlinf.models.packed_attention.packed_attention` for packed rows. The rotary frequencies are
+copied from the original network. With context parallelism, positions are exchanged only in the
+attention and after the layers (:mod:`rlinf.trainers.megatron.parallel_dims`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AttentionContext:
     cp_group: Any = None
     """Context-parallel process group; None if context parallelism is off."""
     qkv_format: str = "sbhd"
-    """Attribute that Megatron requires."""
+    """Layout of queries, keys and values; Megatron reads this attribute."""
 
 
 class MegatronAttention(nn.Module):
@@ -58,17 +58,17 @@ class MegatronAttention(nn.Module):
         Returns:
             ``[S, B, H * D]``.
         """
-        length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.cp_group
-        if group is not None:
+        length, rows = query.shape[0], packed_seq_params.rows
+        if (group := packed_seq_params.cp_group) is not None:
             return parallel_dims.context_parallel_attention(query, key, value, group).flatten(2)
         queries, keys, values = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if rows is None:
-            grouped = query.shape[2] != key.shape[2]
+            is_grouped = query.shape[2] != key.shape[2]
             out = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=grouped
+                queries, keys, values, is_causal=True, enable_gqa=is_grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
-        # Attention excludes the padding after the rows, which sequence parallelism needs.
+        # Sequence parallelism needs padding after the rows, which attention excludes.
         num_tokens = len(rows.order)
         queries, keys, values = (states[:, :, :num_tokens] for states in (queries, keys, values))
         out, _none = packed_attention(self, queries, keys, values, None, rows=rows)
@@ -87,6 +87,7 @@ class MegatronNetwork(nn.Module):
     """This process's part of a network, with the interface of ``transformers``."""
 
     frequencies: Tensor
+    """Inverse frequencies of the rotary position embedding, ``[D / 2]``."""
 
     def __init__(
         self, network: Any, layout: ParallelLayout, *, options: dict[str, Any], device: torch.device
@@ -94,15 +95,15 @@ class MegatronNetwork(nn.Module):
         """
         Args:
             network: the ``transformers`` network, whose parameters may have no memory.
-            options: options of Megatron's configuration that the trainer decides.
+            options: options of Megatron's configuration that depend on the trainer.
         """
         super().__init__()
         self.config = network.config
         self.generation_config = getattr(network, "generation_config", None)
         self._tied_weights_keys = getattr(network, "_tied_weights_keys", None)
-        self.vocabulary = network.config.vocab_size
-        self.padding = network.get_input_embeddings().padding_idx
-        """The padding token, whose embedding gets no gradient in torch."""
+        self.vocab_size = network.config.vocab_size
+        self.padding_token = network.get_input_embeddings().padding_idx
+        """Id of the padding token, if any; torch computes no gradient for its embedding."""
         self.tp, self.cp = layout.tp, layout.cp
         settings = transformer_config(network.config, layout, options)
         self.inner = build_gpt_model(settings, network.config, layout)
@@ -157,11 +158,11 @@ class MegatronNetwork(nn.Module):
         hidden = None
         if inner.pre_process:
             hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
-            if self.padding is not None and hidden.requires_grad:
+            if self.padding_token is not None and hidden.requires_grad:
                 # Megatron's embedding computes a gradient for the padding token; torch's does not.
-                is_padding = self._local_tokens(input_ids.t()) == self.padding
+                is_padding = self._local_tokens(input_ids.t()) == self.padding_token
                 hidden = torch.where(is_padding[..., None], hidden.detach(), hidden)
-                # The layout may be that of the tokens, but a pipeline sends contiguous tensors.
+                # The transposed mask may make the result non-contiguous; pipelines cannot send it.
                 hidden = hidden.contiguous()
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # With adapters the embedding is frozen, but recomputation in the backward pass
@@ -181,16 +182,17 @@ class MegatronNetwork(nn.Module):
             # Every process continues with the full sequence and computes the same loss.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         if cp_group is not None:
-            # Here too; :func:`MegatronTrainer._backward` divides the loss by the group's size.
+            # Here too, every process computes the same loss; :func:`MegatronTrainer._backward`
+            # divides it by the number of processes in the group.
             hidden = parallel_dims.gather_sequence(hidden, cp_group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
         logits, _ = inner.output_layer(hidden[:, keep].contiguous(), weight=head)
-        return SimpleNamespace(logits=logits[..., : self.vocabulary])
+        return SimpleNamespace(logits=logits[..., : self.vocab_size])
 
     def _local_tokens(self, tokens: Tensor) -> Tensor:
-        """Return the tokens, of ``[S, B]``, that this process has under sequence parallelism."""
+        """Return the part of tokens ``[S, B]`` that this process has with sequence parallelism."""
         if not self.is_sequence_parallel:
             return tokens
         from megatron.core import parallel_state
@@ -294,7 +296,7 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()
     if model.post_process:
-        # Sequences are gathered before the positions to keep are selected.
+        # The head gets full sequences: :meth:`MegatronNetwork.forward` gathers them.
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = layout.tp > 1
     return model

@@ -26,7 +26,7 @@ from rlinf.errors import StageError
 
 
 def local_positions(length: int, processes: int, rank: int) -> Tensor:
-    """Return the positions ``[length / processes]`` of a process, in order.
+    """Return the positions that a process has, ``[length / processes]``, in order.
 
     Args:
         length: a multiple of twice the number of processes.
@@ -36,7 +36,7 @@ def local_positions(length: int, processes: int, rank: int) -> Tensor:
 
 
 def gather_order(length: int, processes: int) -> Tensor:
-    """Return the index ``[length]`` of each position in the gathered positions of all ranks."""
+    """Return the order ``[length]`` that sorts the positions of all ranks, concatenated by rank."""
     return torch.cat(
         [local_positions(length, processes, rank) for rank in range(processes)]
     ).argsort()
@@ -69,12 +69,12 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, group:
         ``[S / n, B, H, D]``.
     """
     keys, values = gather_sequence(torch.cat((key, value), -1), group).chunk(2, -1)
-    rank, last, half = group.rank(), 2 * group.size() - 1, len(query) // 2
+    rank, last_chunk, half = group.rank(), 2 * group.size() - 1, len(query) // 2
     outputs = []
-    for chunk, queries in zip((rank, last - rank), torch.split(query, half), strict=True):
+    for chunk, queries in zip((rank, last_chunk - rank), torch.split(query, half), strict=True):
         stop = (chunk + 1) * half
         positions = torch.arange(stop, device=query.device)
-        # Leave out the keys after the chunk, which would only be masked.
+        # Leave out the keys after the chunk, all of which would be masked.
         chunk_queries, visible_keys, visible_values = (
             states.permute(1, 2, 0, 3) for states in (queries, keys[:stop], values[:stop])
         )
@@ -92,6 +92,7 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, group:
 UNUSED_SEED = 1
 """Seed of generators that are never used: there is no dropout, and weights are loaded."""
 _initialized: list[tuple[int, str]] = []
+"""Number of processes and layout of the existing process groups; empty if there are none."""
 
 
 def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None:
@@ -138,9 +139,10 @@ A = TypeVar("A")
 
 
 class NotLastStage(Exception):
-    """Raised at pipeline stages before the last: only the last stage computes logits."""
+    """Raised by a network at pipeline stages before the last, which compute no logits."""
 
     def __init__(self, hidden: Tensor) -> None:
+        """``hidden``: the stage's output, which the next stage receives."""
         super().__init__("only the last pipeline stage computes logits")
         self.hidden = hidden
 
@@ -152,14 +154,15 @@ def run_pipeline(
 
     Args:
         ddp: Megatron's model in its ``DistributedDataParallel``.
-        compute: calls the network once; returns the value to differentiate, and a result.
+        compute: calls the network once on a micro-batch; returns the value to differentiate, and
+            any result.
 
     Returns:
         The result of each micro-batch at the last stage; an empty list at other stages.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def step(data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
+    def forward_step(data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
         try:
             value, result = compute(next(data))
         except NotLastStage as stage_end:
@@ -167,11 +170,11 @@ def run_pipeline(
         return value, lambda output: (output, torch.ones((), dtype=torch.int), result)
 
     results: list[Any] = get_forward_backward_func()(
-        forward_step_func=step,
+        forward_step_func=forward_step,
         data_iterator=iter(batches),
         model=[ddp],
         num_microbatches=len(batches),
-        # Stages send each other the shapes of their tensors.
+        # Placeholders: stages send each other the shapes of their tensors.
         seq_length=ddp.config.tensor_model_parallel_size,
         micro_batch_size=1,
         forward_only=not backward,
@@ -180,7 +183,7 @@ def run_pipeline(
 
 
 def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
-    """Broadcast a tensor from the last stage; all stages pass a tensor of its shape and type."""
+    """Broadcast the last stage's tensor; all stages pass a tensor of the same shape and type."""
     from megatron.core import parallel_state
 
     torch.distributed.broadcast(

@@ -1,7 +1,7 @@
 """Stub of ``torch.cuda`` for Megatron-Core's modules on machines without a GPU.
 
-Its generator is the CPU's, its device is the CPU, and its streams do nothing because calls are
-synchronous. Everything else comes from torch.
+The generator is that of the CPU, the device is the CPU, and streams do nothing because calls are
+synchronous. All other names are those of ``torch.cuda``.
 """
 
 from __future__ import annotations

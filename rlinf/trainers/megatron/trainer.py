@@ -124,8 +124,10 @@ class MegatronTrainer(MinibatchTrainer):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in named.items()
         }
+        """Meta tensors in the shapes and types of the network's tensors, by name."""
         factors = () if self._adapters is None else self._adapters.parameters()
         self._factors = {name: torch.empty(p.shape, device="meta") for name, p in factors}
+        """Meta tensors in the shapes of the adapters' A and B, by name."""
         module = MegatronNetwork(
             network, world.layout, options=self._options(network), device=self.device
         )
@@ -134,11 +136,11 @@ class MegatronTrainer(MinibatchTrainer):
             add_lora_layers(module.inner, module.config, first_layer, self._factors, config.lora)
         mappings = self._param_mappings(module.inner)
 
-        def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        def create(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             grouped = [(_parameter_group(policy, mappings[id(p)]), p) for p in parameters]
             return create_optimizer(policy, optimizer, grouped)
 
-        self._params = LocalParams(module.inner, make, distributed=config.use_distributed_optimizer)
+        self._params = LocalParams(module.inner, create, distributed=is_distributed)
         self.optimizer = self._params.optimizer
         self._tensors = LocalTensors(self._params, mappings, [*self._templates, *self._factors])
         self._check_complete()
@@ -152,19 +154,21 @@ class MegatronTrainer(MinibatchTrainer):
         policy.module = module
         self._threads = ThreadedDataParallel(policy, 1)
         if any(tensor.is_meta for tensor in named.values()):
-            self._load_with(lambda twin: twin.load_weights())
+            self._load_with(lambda cpu_policy: cpu_policy.load_weights())
         else:
             self._load_tensors(network.state_dict().items())
         self._reset_adapters()
 
     def _options(self, network: Any) -> dict[str, Any]:
-        """Return the options of Megatron's configuration that this trainer decides."""
+        """Return the options of Megatron's configuration that depend on the trainer."""
         config, layout = self.config, self.world.layout
         dtype = getattr(torch, config.param_dtype)
         # Megatron requires sequence parallelism if there are experts.
-        sequences = config.sequence_parallel or bool(getattr(network.config, "num_experts", 0))
+        splits_sequences = config.sequence_parallel or bool(
+            getattr(network.config, "num_experts", 0)
+        )
         options: dict[str, Any] = {
-            "sequence_parallel": sequences and layout.tp > 1,
+            "sequence_parallel": splits_sequences and layout.tp > 1,
             "params_dtype": dtype,
             "pipeline_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
@@ -216,7 +220,7 @@ class MegatronTrainer(MinibatchTrainer):
         """Check that every tensor of the network has a counterpart in Megatron's model.
 
         Raises:
-            ConfigError: a tensor has none.
+            ConfigError: a tensor has no counterpart.
         """
         has_all = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
         expected = {*self._canonical_names.values(), *self._factors}
@@ -294,9 +298,9 @@ class MegatronTrainer(MinibatchTrainer):
         self._metric_sums = None
         self._params.discard_gradients()
 
-    def _select_groups(self, groups: Any) -> None:
+    def _prepare_step(self, groups: Any) -> None:
         self._params.reduce_gradients()
-        super()._select_groups(groups)
+        super()._prepare_step(groups)
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
         return float(self._params.grad_norm(groups))
@@ -315,7 +319,7 @@ class MegatronTrainer(MinibatchTrainer):
         moments: list[Tensor] = []
         for fragment in self._params.fragments:
             main, state = fragment.main, self.optimizer.state.get(fragment.main)
-            if self.config.param_dtype != "float32":  # otherwise it shares the weights' memory
+            if self.config.param_dtype != "float32":  # otherwise main is the weight itself
                 moments.append(main.detach())
             meta_moment = torch.empty_like(main, device="meta")
             moments += state.values() if state else [meta_moment] * len(self._moment_names)
@@ -339,7 +343,7 @@ class MegatronTrainer(MinibatchTrainer):
         self._params.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        self._load_with(lambda twin: twin.load_weights(folder))
+        self._load_with(lambda cpu_policy: cpu_policy.load_weights(folder))
         self._reset_adapters()
 
     @torch.no_grad()
@@ -350,12 +354,12 @@ class MegatronTrainer(MinibatchTrainer):
             self._params.sync_model_weights()
 
     def _load_with(self, fill: Callable[[Policy], None]) -> None:
-        """Load the weights with ``fill``: each process reads all of them and keeps its part."""
-        twin = copy.copy(self.policy)
-        twin.module = copy.deepcopy(self._meta_module)
-        allocate_parameters(twin.module, torch.device("cpu"))
-        fill(twin)
-        self._load_tensors(twin.module.state_dict().items())
+        """Load all weights into a policy on the CPU with ``fill``, and keep this process's part."""
+        cpu_policy = copy.copy(self.policy)
+        cpu_policy.module = copy.deepcopy(self._meta_module)
+        allocate_parameters(cpu_policy.module, torch.device("cpu"))
+        fill(cpu_policy)
+        self._load_tensors(cpu_policy.module.state_dict().items())
 
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
         templates = {name: self._templates[first] for name, first in self._canonical_names.items()}
@@ -382,7 +386,7 @@ class MegatronTrainer(MinibatchTrainer):
         return tensors.weights(), moments
 
     def _init_moments(self) -> None:
-        """Create the moments that do not exist yet, as before the first step."""
+        """Create missing moments with their initial value, zero."""
         for fragment in self._params.fragments:
             init_optimizer_state(self.optimizer, fragment.main, self._moment_names)
 
@@ -425,7 +429,7 @@ class MegatronTrainer(MinibatchTrainer):
             for name, moment in moments.items():
                 write_part(moment, part, state[part.name][name])
             for fragment_index, *_ in part.ranges if has_step_counts else ():
-                # One count per parameter; other trainers may have counted fewer for some tensors.
+                # A parameter has one step count: the largest of its tensors in the files.
                 count = state[part.name]["step"]
                 steps[fragment_index] = torch.maximum(steps.get(fragment_index, count), count)
         for fragment_index, count in steps.items():
@@ -460,7 +464,7 @@ def _parameter_group(policy: Policy, mapping: hf_mapping.ParamMapping) -> str:
     """Return the parameter group of a Megatron parameter.
 
     Raises:
-        ConfigError: its tensors are in several groups.
+        ConfigError: the parameter's tensors are in several groups.
     """
     groups = sorted({policy.parameter_group(tensor_slice.name) for tensor_slice in mapping.slices})
     if len(groups) > 1:

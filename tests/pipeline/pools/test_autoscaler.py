@@ -82,7 +82,7 @@ def test_a_run_without_pools_has_nothing_to_scale(compose: Compose) -> None:
     [
         ({"pools": [{**TRAIN, "workers": 2}]}, "can be elastic"),
         ({"pools": elastic(2)["pools"][:1]}, "no pool holds train"),
-        ({**elastic(2), "stages": {"rollout": {"processes": 2}}}, "rollout asks for 1 x 2"),
+        ({**elastic(2), "stages": {"rollout": {"processes": 2}}}, "rollout requests 1 x 2"),
         (elastic(3, max_workers=2), "max_workers: set workers too, and no more"),
         (elastic(None, max_workers=2), "max_workers: set workers"),
         (elastic(0), r"pools\.0\.workers|workers"),

@@ -161,7 +161,7 @@ def test_a_rollout_that_went_well_counts_for_both(driven: Driven) -> None:
     driven.pools[1].failures = 2
     driven.wants(ROLLOUT)
     driven.given()
-    driven.orders.policy_pools.credit(ROLLOUT)
+    driven.orders.policy_pools.count_success(ROLLOUT)
     assert (policy.num_finished, driven.pools[1].failures) == (1, 0)
 
 

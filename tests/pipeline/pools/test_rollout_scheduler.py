@@ -34,7 +34,7 @@ class Cluster:
         (run / "weights").mkdir()
         (run / "weights" / "manifest.json").write_text(manifest.to_json())
         self.run, self.there = run, set(WORKERS)
-        self.generators = RolloutScheduler(run, BATCH, retries=1000)
+        self.generators = RolloutScheduler(run, BATCH, max_failures=1000)
         for node in ROLLOUTS:
             self.generators.start_rollout(node, node.name, "weights", HELPER)
             self.generators.on_collected(node, [])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.record import RecordId
-from rlinf.data.trajectory import Trajectory, loss_mask, move_rewards_to_actions
+from rlinf.data.trajectory import Trajectory, loss_mask, move_rewards_to_unmasked
 
 PLAIN = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
@@ -21,7 +21,7 @@ PLAIN = st.integers(1, 12).flatmap(
 @given(PLAIN)
 def test_the_sum_stays_and_lies_on_steps_that_count(case: tuple[list[float], list[bool]]) -> None:
     rewards, counts = np.array(case[0]), np.array(case[1])
-    got = move_rewards_to_actions(rewards, counts)
+    got = move_rewards_to_unmasked(rewards, counts)
     assert got.sum() == pytest.approx(rewards.sum(), abs=1e-4)
     assert not got[~counts].any()
 
@@ -33,12 +33,12 @@ def test_a_reward_on_a_step_that_counts_stays_in_its_place(
     counts = np.array(case[1])
     rewards = np.array(case[0]) * counts
     np.testing.assert_array_equal(
-        move_rewards_to_actions(rewards, counts), rewards.astype(np.float32)
+        move_rewards_to_unmasked(rewards, counts), rewards.astype(np.float32)
     )
 
 
 def test_a_reward_goes_to_the_choice_that_led_to_it() -> None:
-    got = move_rewards_to_actions(
+    got = move_rewards_to_unmasked(
         np.array([1.0, 2, 4, 8, 16]), np.array([False, True, False, True, False])
     )
     assert got.tolist() == [0, 7, 0, 24, 0]

@@ -206,13 +206,13 @@ def test_what_is_found_is_cut_by_tokens_within_its_tags(
     about = {"Nile": "é" * 99, "Nilo": "Nile"}
     config = rivers(tmp_path, about, results_per_search=3, max_result_tokens=frame + most)
     task = SearchEnvironment(config, tokenizer)
-    (ids,) = task.encode([task._find("nile")])
+    (ids,) = task.encode([task._search("nile")])
     text = tokenizer.decode(ids)
     assert frame + most - 1 <= len(ids) <= frame + most
     assert text.startswith("\n\n<information>Doc 1")
     assert text.endswith("</information>\n\n")
     assert "\ufffd" not in text
-    assert "nothing found" in task._find("Amazon")
+    assert "nothing found" in task._search("Amazon")
 
 
 def learned(folder: Path, task: SearchEnvironment, steps: int, to: Path) -> None:
@@ -397,7 +397,7 @@ def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: P
     (tmp_path / "file").touch()
     task = SearchEnvironment(SearchConfig(index_dir=tmp_path / "file"), HFFolder(folder).tokenizer)
     with pytest.raises(ConfigError, match=r"task\.index_dir: .* cannot be written"):
-        task._find("x")
+        task._search("x")
 
 
 def test_countries_are_held_out_whole(folder: Path) -> None:
@@ -415,7 +415,7 @@ def test_the_manual_is_searched_like_any_texts(folder: Path, tmp_path: Path) -> 
     assert '"' in SearchEnvironment.model_spec(config)["alphabet"]
     task = SearchEnvironment(config, HFFolder(folder).tokenizer)
     question = task._test[0]
-    one = SearchDialogue(question, [], config, task._find)
+    one = SearchDialogue(question, [], config, task._search)
     values, _, done = one.step(f"<search>{question.queries[0]}</search>")
     assert not done
     assert question.answers[0] in values[0]["content"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.visual_questions import (
-    BACKGROUND,
+    BACKGROUND_GREY,
     COLOURS,
     SHAPES,
     Scene,
@@ -52,7 +52,7 @@ def looked_at(image: np.ndarray, cells: int) -> list[SceneObject]:
     side, found = image.shape[0] // cells, []
     for row, column in np.ndindex(cells, cells):
         cell = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
-        inside = (cell != BACKGROUND).any(-1)
+        inside = (cell != BACKGROUND_GREY).any(-1)
         if not inside.any():
             continue
         colour = next(n for n, rgb in COLOURS.items() if (cell[inside] == rgb).all())

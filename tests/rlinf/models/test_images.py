@@ -22,7 +22,7 @@ from rlinf.models.images import (
 )
 
 TOKEN = 7
-SETTINGS = ImageProcessor(image_token_id=TOKEN, ungenerated_token_ids=(TOKEN,))
+SETTINGS = ImageProcessor(image_token_id=TOKEN, suppressed_token_ids=(TOKEN,))
 SIDES = st.integers(8, 200)
 
 
@@ -53,7 +53,7 @@ def test_patches_are_those_of_the_processor(height: int, width: int, seed: int) 
 def test_a_patch_is_what_the_formula_says() -> None:
     """Pixel by pixel: patches of a token together, each channel, frame, row and column in turn."""
     small = ImageProcessor(
-        image_token_id=TOKEN, ungenerated_token_ids=(), patch_size=2, image_mean=(0.5, 0.4, 0.3)
+        image_token_id=TOKEN, suppressed_token_ids=(), patch_size=2, image_mean=(0.5, 0.4, 0.3)
     )
     shown = image(8, 12)
     found = small.to_patches(shown)

@@ -106,8 +106,8 @@ def test_a_shared_prompt_stands_there_once() -> None:
     batch = pack(prompts, [np.array(row) for row in ([1, 2], [3], [4, 5], [6, 7])], 2, share=True)
     assert batch["tokens"].tolist() == [[5, 6, 7, 1, 4, 8, 6]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3, 3, 0, 1]]
-    assert batch["kept"].tolist() == [2, 3, 2, 2, 4, 5, 6]
-    assert batch["places"].tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert batch["logit_indices"].tolist() == [2, 3, 2, 2, 4, 5, 6]
+    assert batch["step_indices"].tolist() == [0, 1, 2, 4, 5, 6, 7]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_these_families_keep_packed_rows_apart(family: str, window: int | None) 
         packed = module(
             input_ids=batch["tokens"],
             position_ids=batch["positions"],
-            logits_to_keep=batch["kept"],
+            logits_to_keep=batch["logit_indices"],
             rows=PackedRows.from_batch(batch),
             use_cache=False,
         ).logits[0]

@@ -97,7 +97,7 @@ def test_log_probs_are_those_of_the_network_by_itself(folder: Path) -> None:
                 seen = {"mm_token_type_ids": kinds, "pixel_values": batch["patches"]}
                 seen["image_grid_thw"] = batch["grids"]
             logits = made.network(input_ids=ids, use_cache=False, **seen).logits[0]
-            logits[:, list(made.image_processor(folder).ungenerated_token_ids)] = -torch.inf
+            logits[:, list(made.image_processor(folder).suppressed_token_ids)] = -torch.inf
             begin, count = len(one.prompt), len(one)
             right = logits[begin - 1 : begin - 1 + count].log_softmax(-1)
             right = right.gather(1, ids[0, begin:, None])[:, 0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
-from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain
+from rlinf.models.denoising import CHAIN_COLUMN, DenoisingProcess
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
 from rlinf.package_paths import ROOT
@@ -105,7 +105,7 @@ def test_chunks_of_normal_data_come_out_as_normal_data(level: float) -> None:
 
     random = torch.Generator().manual_seed(0)
     drawn = torch.randn(20_000, 201, 2, 2, generator=random)
-    denoising = DenoisingChain(200, level, 2)
+    denoising = DenoisingProcess(200, level, 2)
     found = denoising.sample(velocity, drawn[:, 0], drawn[:, 1:], 1.0)[:, -1]
     assert torch.allclose(found.mean(0), mean, atol=0.03)
     assert torch.allclose(found.std(0), std, rtol=0.05)

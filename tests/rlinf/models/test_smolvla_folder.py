@@ -55,7 +55,7 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     ("options", "changes", "message"),
     [
         ({}, {"images": {}}, r"task\.images: .*reads images"),
-        ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*choices"),
+        ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*discrete"),
         ({"patch_size": 5}, {}, r"model\.image_size: .*24 x 24.*2 x 2 patches of 5"),
         ({"proprio_dim": 6}, {}, r"model\.proprio_dim: 6 numbers.*5"),
         ({"camera_map": {"top": "front"}}, {}, r"model\.camera_map: top is none.*front, wrist"),

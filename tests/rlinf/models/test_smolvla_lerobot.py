@@ -109,13 +109,13 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
         prompt, there = (x[0] for x in made._tokenize(seen[INSTRUCTION_COLUMN][None]))
         state = made._scale_state(columns["observation"])
         pictures = [columns[name] for name in made._image_columns]
-        prefix = made.module.prefix(prompt, there, state, *pictures)
+        prefix = made.module.encode_prefix(prompt, there, state, *pictures)
         at, first = (torch.tensor(column[:, :length]) for column in (points, noise))
         velocity = made.module.velocity(prefix, at[:, None], torch.tensor(tau)[:, None])[0][:, 0]
         euler = made._denoising.sample(
             lambda x, t: made.module.velocity(prefix, x, t), first, None, 0.0
         )
-        sampled = made._action.unnormalize(euler[:, -1, :, :size])
+        sampled = made._action_normalizer.unnormalize(euler[:, -1, :, :size])
         uniform = ((torch.tensor(tau) - 0.001) / 0.999) ** 1.5
         shown = Trajectory(
             identity=RecordId(0, 0),

@@ -185,7 +185,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
     ("options", "changes", "message"),
     [
         ({}, {"images": {}}, r"task\.images: .*reads images"),
-        ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*choices"),
+        ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*discrete"),
         ({"patch_size": 5}, {}, r"model\.patch_size: images of 16 x 24"),
         ({"heads": 5}, {}, r"model\.heads: "),
         ({}, {"images": {"a": [16, 16], "b": [16, 24]}}, r"task\.images\.b: 16 x 24"),

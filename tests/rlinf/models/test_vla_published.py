@@ -390,7 +390,7 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     network = new_meta_network(
         tmp_path, read_vla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
     )
-    assert (network.first_action_token, network.action_shape, network.positions) == (
+    assert (network.first_action_token, network.action_shape, network.num_positions) == (
         31744,
         (8, 7),
         256 + 56 + 1,

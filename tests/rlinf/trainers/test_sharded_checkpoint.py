@@ -129,7 +129,7 @@ def test_every_rank_finds_its_part_however_it_was_cut(data: st.DataObject) -> No
             sharded_checkpoint.write_shards(folder, {"x": part}, rank, len(writers), places)
         for start, part in [*cut(), (0, whole), (whole.numel(), none)]:
             mine = torch.full_like(part, -1.0)
-            files = sharded_checkpoint._Files(folder, stack)
+            files = sharded_checkpoint._StateReader(folder, stack)
             files.request("x", sharded_checkpoint.ShardPlacement(shape, start), mine)
             files.fill()
             assert torch.equal(mine, part)

@@ -23,7 +23,7 @@ STAGE = messages.StageOrder(
     inputs={"rewards": ("it/0003/reward", True)},
 )
 BEGUN = messages.PartialSamples(
-    work_item=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
+    item_number=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
 )
 ORDERS = [
     messages.RunStages(stages=(STAGE,)),

@@ -68,7 +68,7 @@ class Bench:
     def weights(self, out: str, attempt: str) -> None:
         """Have weights come to the store: the first ones, by another name."""
         (path,) = self.run.glob("sft/data-*/weights/model.safetensors")
-        self.store.output(out).put(attempt, WEIGHTS, load_file(path))
+        self.store.output(out).put_object(attempt, WEIGHTS, load_file(path))
 
     def texts(self, out: str, count: int) -> dict[int, Any]:
         """What came to who gathers, by sample, once there are so many."""
@@ -147,7 +147,10 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     assert set(report.unfinished_starts) <= {0, 1}
     channel = partial_samples_channel("cut")
     begun = PartialSamples(
-        work_item=0, channel=channel, num_samples=report.num_partial_samples, weights_attempt=None
+        item_number=0,
+        channel=channel,
+        num_samples=report.num_partial_samples,
+        weights_attempt=None,
     )
     bench.generate("heir", *report.unfinished_starts, output=out, partial=begun)
     assert not bench.report().unfinished_starts

@@ -12,7 +12,11 @@ import pytest
 import yaml
 
 from pipeline.plan import Plan, PlanningSources, StagePlan, parse_plan
-from pipeline.planning.planner.available_devices import check_quota, select_devices, with_counts
+from pipeline.planning.planner.available_devices import (
+    check_plan_limits,
+    select_devices,
+    with_counts,
+)
 from pipeline.planning.planner.job_planner import choose_assignments
 from pipeline.planning.planner.plan_command import (
     assess_plan,
@@ -58,7 +62,7 @@ def ask(
     profile = clusters.profile(config, *there.partitions)
     known = load_site(site) if site else SiteConfig()
     found, notes = select_devices(there, known, profile, is_user_plan=given)
-    door = partial(check_quota, cluster=ClusterConfig(site=site), inventory=there)
+    door = partial(check_plan_limits, cluster=ClusterConfig(site=site), inventory=there)
     return PlanRequest(
         config, profile, found, execution=execution, notes=notes, plan_validator=door
     )
@@ -314,7 +318,7 @@ def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
     free = ask(config, inventory(None, ME, "h100"), execution)
     expected = assess_plan(free, by_hand(execution, 1), "plan.yaml").forecast
     assert found.forecast.iteration_s == expected.iteration_s
-    assert found.bound <= found.forecast.cost
+    assert found.lower_bound <= found.forecast.cost
     with pytest.raises(PlanError, match=rf"8 requested in all, QOS small allows .* {most} \(cpu\)"):
         assess_plan(request, by_hand(execution, 4), "plan.yaml")
 

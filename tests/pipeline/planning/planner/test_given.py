@@ -41,7 +41,7 @@ def test_the_planner_agrees_with_its_own_plan(config: RunConfig) -> None:
     again = assess_jobs(request, best.plan, "plan.yaml")
     assert again.forecast.iteration_s == pytest.approx(best.forecast.iteration_s)
     assert again.alternatives == ()
-    assert again.exact
+    assert again.is_optimal
 
 
 def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> None:
@@ -50,7 +50,7 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
     best = propose_plan(request)
     assert found.forecast.iteration_s > best.forecast.iteration_s
     assert found.alternatives[0].seconds == pytest.approx(best.forecast.iteration_s)
-    assert not found.exact
+    assert not found.is_optimal
     assert found.plan.stage_plan("train").processes == 1
 
 

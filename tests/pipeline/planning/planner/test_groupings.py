@@ -80,12 +80,12 @@ def test_no_placement_is_quicker_than_the_quick_bound_of_its_grouping(seed: int)
     assert min(bounds.values()) <= least * (1 + 1e-9)
     if not math.isfinite(least):
         return
-    for solution in solve(problem, alternatives=len(every)):
+    for solution in solve(problem, max_solutions=len(every)):
         assert bounds[solution.placement.pools] <= solution.cost * (1 + 1e-9)
 
 
 def test_eight_stages_have_a_plan_and_a_bound() -> None:
     problem = random_problem(3, (64, 32), 8, smooth=True)
-    best, *others = solve(problem, alternatives=3)
+    best, *others = solve(problem, max_solutions=3)
     assert math.isfinite(best.cost)
-    assert best.bound <= best.cost <= min(other.cost for other in others)
+    assert best.lower_bound <= best.cost <= min(other.cost for other in others)

@@ -131,7 +131,7 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
     assert sum(held.values()) <= 6
     (tmp_path / "problem.yaml").write_text(dump_problem(problem))
     assert list(read_problem(tmp_path / "problem.yaml")[0].shared) == list(problem.shared)
-    stages = tuple(on_policy.device_dependencies())
+    stages = tuple(on_policy.direct_dependencies())
     pools = (
         PoolPlan(stages=stages[:1], devices={"a": 4}),
         PoolPlan(stages=stages[1:], devices={"b": 4}),

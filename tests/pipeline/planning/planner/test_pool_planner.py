@@ -52,7 +52,7 @@ def test_every_stage_has_a_pool_within_what_there_is(plan_request: PlanRequest) 
     plan = propose_plan(plan_request).plan
     assert plan.execution == "pools"
     assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(
-        on_policy.device_dependencies()
+        on_policy.direct_dependencies()
     )
     for kind, own in plan_request.devices.items():
         assert sum(pool.devices.get(kind, 0) for pool in plan.pools) <= own.count
@@ -154,12 +154,12 @@ def test_a_plan_that_is_given_is_predicted_as_the_one_that_was_made(
 
 
 def test_a_slower_plan_names_the_best_one(plan_request: PlanRequest) -> None:
-    slow = {"stages": list(on_policy.device_dependencies()), "devices": {"a100": 1}}
+    slow = {"stages": list(on_policy.direct_dependencies()), "devices": {"a100": 1}}
     found = assess_plan(plan_request, pooled(slow), "plan.yaml")
     best = propose_plan(plan_request).forecast.iteration_s
     assert found.forecast.iteration_s > best
     assert [other.seconds for other in found.alternatives] == [pytest.approx(best)]
-    assert not found.exact
+    assert not found.is_optimal
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_slower_plan_names_the_best_one(plan_request: PlanRequest) -> None:
 def test_what_is_not_there_or_not_predicted_is_refused(
     plan_request: PlanRequest, pools: list[dict[str, Any]], why: str
 ) -> None:
-    every = list(on_policy.device_dependencies())
+    every = list(on_policy.direct_dependencies())
     with pytest.raises(PlanError, match=why):
         assess_plan(
             plan_request, pooled(*({"stages": every, **pool} for pool in pools)), "plan.yaml"
@@ -208,7 +208,7 @@ def with_reward_seconds(request: PlanRequest, seconds: float) -> PlanRequest:
 
 def test_stages_side_by_side_in_one_pool_are_predicted(plan_request: PlanRequest) -> None:
     """Rollouts on three devices beside their judgement on one, then the others on all four."""
-    given = {"devices": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
+    given = {"devices": {"a100": 4}, "stages": list(on_policy.direct_dependencies())}
     ranks = {"rollout": [0, 1, 2], "reward": [3]}
     slow = with_reward_seconds(plan_request, 12.0)
     found = assess_plan(slow, pooled({**given, "stage_ranks": ranks}, chunks=4), "plan.yaml")

@@ -39,7 +39,7 @@ def plan_request(config: RunConfig) -> PlanRequest:
 
 def test_rates_are_those_measured_with_everything_loaded(plan_request: PlanRequest) -> None:
     problem, _ = build_pool_problem(plan_request)
-    assert [stage.name for stage in problem.stages] == list(on_policy.device_dependencies())
+    assert [stage.name for stage in problem.stages] == list(on_policy.direct_dependencies())
     for stage in problem.stages:
         for kind in problem.kinds:
             for n in (1, 2, 4):
@@ -78,7 +78,7 @@ def test_parts_made_one_after_another_take_what_does_not_shrink_again(
 def test_what_one_process_does_is_not_quicker_on_two_kinds(plan_request: PlanRequest) -> None:
     problem, tables = build_pool_problem(plan_request)
     assert np.all(tables["reward"]["h100"].used[1:] == 1)
-    predictor, reward = Predictor(problem), list(on_policy.device_dependencies()).index("reward")
+    predictor, reward = Predictor(problem), list(on_policy.direct_dependencies()).index("reward")
     seconds = [
         float(predictor.duration(reward, np.array([[a100], [h100]]))[0])
         for a100, h100 in ((1, 1), (0, 1), (4, 4))

@@ -78,9 +78,9 @@ def test_small_problems_are_solved_as_exhaustive_search_does(
             solve(problem, objective)
         return
     best = solve(problem, objective)[0]
-    assert best.exact
+    assert best.is_optimal
     assert best.cost == pytest.approx(expected, rel=1e-9)
-    assert best.bound == best.cost
+    assert best.lower_bound == best.cost
 
 
 @settings(max_examples=10, deadline=None)
@@ -121,7 +121,7 @@ def test_four_stages_too(seed: int, objective: Objective, beside: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sixteen_gpus_of_four_kinds_are_counted_out(seed: int) -> None:
-    assert solve(random_problem(seed, (4, 4, 4, 4), 4))[0].exact
+    assert solve(random_problem(seed, (4, 4, 4, 4), 4))[0].is_optimal
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,14 +150,14 @@ def test_the_bound_holds_where_the_answer_is_not_exact(seed: int) -> None:
     stages = [replace(stage, lead={}, again=0.0) for stage in problem.stages]
     smooth = PlacementProblem(**{**vars(problem), "mixing": 1.0, "stages": stages})
     best = solve(smooth)[0]
-    assert best.bound <= best.cost
+    assert best.lower_bound <= best.cost
     # What is left between a relaxation of smooth speeds and whole GPUs.
     assert best.gap < 0.3
 
 
 def test_the_public_case_of_like_gpus_is_solved_as_well_as_known_or_better() -> None:
-    best, *others = solve(public_case(), alternatives=5)
-    assert best.exact
+    best, *others = solve(public_case(), max_solutions=5)
+    assert best.is_optimal
     assert best.cost <= 289.1
     collocated = next(s for s in others if s.placement.mode == "collocated")
     assert collocated.cost == pytest.approx(335.0)
@@ -168,7 +168,7 @@ def test_the_public_embodied_case_gains_by_pools_that_overlap(actor_s: float, ga
     """Simulators on two GPUs beside the policy on two, then training on all four."""
     best = solve(embodied_case(actor_s))[0]
     apart = solve(embodied_case(actor_s, beside=False))[0]
-    assert best.exact
+    assert best.is_optimal
     assert best.placement.pools == ((0, 2), (1, 2))
     assert best.placement.gpus == ((2,), (2,))
     assert best.cost == pytest.approx(0.8 + 0.6 / 160 + actor_s)
@@ -209,7 +209,7 @@ def test_a_stage_is_never_given_a_pool_of_which_it_would_use_a_part() -> None:
     ]
     problem = PlacementProblem(stages, [GpuKind("gpu", 6)], chunks=(1,))
     best = solve(problem)[0]
-    assert best.exact
+    assert best.is_optimal
     assert best.placement.gpus == ((4,),)
     assert best.cost == pytest.approx(15 + 10)
     for held, seconds in ((4, 25), (5, 32), (6, math.inf)):
@@ -232,7 +232,7 @@ def test_all_kinds_of_a_pool_work_on_what_can_be_divided() -> None:
 
 
 def test_alternatives_are_other_groupings_and_cost_more() -> None:
-    solutions = solve(random_problem(3, (16, 16), 3, smooth=True), alternatives=3)
+    solutions = solve(random_problem(3, (16, 16), 3, smooth=True), max_solutions=3)
     assert len({s.placement.pools for s in solutions}) == 3
     assert [s.cost for s in solutions] == sorted(s.cost for s in solutions)
 

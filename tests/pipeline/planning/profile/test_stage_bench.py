@@ -123,6 +123,6 @@ def test_what_a_tool_said_is_no_part_of_a_response() -> None:
         ProcessGroupInfo(1, 2),
     )
     bench.trial = Trial(key="key", nodes=1, processes=2)
-    assert bench.tokens("rollout") == bench.tokens("reward") == 7
+    assert bench.num_tokens("rollout") == bench.num_tokens("reward") == 7
     bench.record_lengths()
     assert (bench.trial.lengths, bench.trial.truncated) == (((3, 4),), 1)

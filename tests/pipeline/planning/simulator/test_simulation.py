@@ -84,7 +84,7 @@ def test_a_loss_costs_the_micro_batch_or_the_iteration_and_the_wait() -> None:
         assert trace.repeated_iterations == (len(hurt) if redo == "iteration" else 0)
         # Waits of 100 s each; a loss while idle is partly hidden.
         assert trace.total_s > 100 + 2000 + 100 * len(hurt)
-        lost = sum(s.end - s.start for s in trace.spans if s.kind == "redone")
+        lost = sum(s.end - s.start for s in trace.spans if s.activity == "redone")
         assert 0 < lost <= len(hurt) * (2 if redo == "micro-batch" else 2 * 10)
         # What was lost is not counted as work.
         assert trace.gpu_busy[0] == pytest.approx(np.full(4, 200 * 8.0))
