@@ -5,7 +5,7 @@ kwargs)`` creates one. The module is imported by its file's path, under the inte
 ``task.python``, and must run on Python 3.9. It may import the simulator, numpy, the standard
 library, and files of its folder with the same limits (``from .name import``), but nothing else of
 rlinf. ``make`` raises ValueError for an invalid configuration, and ImportError if a package is
-missing; a message that begins with ``kwargs.`` is about that key.
+missing; a message about a key of ``kwargs`` begins with ``kwargs.KEY``.
 
 Optional members of an environment:
 
@@ -34,18 +34,18 @@ Flags of a module:
 - ``BATCHED = True``: one object steps many environments. ``make(id, kwargs, count, images)``
   creates it for at least ``count`` environments, with the cameras of ``task.images``. Its attribute
   ``count`` is their number, and its spaces are those of one environment. ``reset(numbers, seeds)``
-  begins episodes in the environments ``numbers`` and returns their observations, ``[n, ...]``: an
-  array, or ``state`` and images by name. ``step(actions)`` takes ``[count, A]`` and returns the
-  observations of all environments, their rewards, and whether each terminated, was truncated, and
-  succeeded, ``[count]`` each. The observation of an episode that ended is its last one, not the
-  first one of the next episode;
+  begins episodes in the environments with these indices and returns their observations,
+  ``[n, ...]``: an array, or ``state`` and images by name. ``step(actions)`` with ``[count, A]``
+  returns the observations of all environments, their rewards, and whether each terminated, was
+  truncated, and succeeded, ``[count]`` each. The observation of an episode that ended is its last
+  one, not the first one of the next episode;
 - ``NONDETERMINISTIC = True``: as in Gymnasium, resets with equal seeds may begin in different
   states. Runs with groups are rejected, because the samples of a group must begin in the same
   state;
-- ``TASK_SETS``: tuples of ids by name, for several tasks with the same spaces, which a run assigns
-  in rotation.
+- ``TASK_SETS``: by name, tuples of ids of tasks with the same spaces. A run with such a set assigns
+  its tasks to groups in rotation.
 
-The module also states its requirements (:mod:`rlinf.envs.simulators.requirements`).
+The module also has constants for its requirements (:mod:`rlinf.envs.simulators.requirements`).
 """
 
 from rlinf.registry import Registry
