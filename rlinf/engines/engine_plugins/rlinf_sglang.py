@@ -41,16 +41,19 @@ def set_sampling_seeds(self, batch, vocab_size):  # type: ignore[no-untyped-def]
 def save_plain_logits(self, logits):  # type: ignore[no-untyped-def]
     """Save the logits before stop tokens are banned and the sampler overwrites them."""
     self.plain_logits = logits.clone()
-    _original_bias(self, logits)
+    sglang_apply_logits_bias(self, logits)
 
 
 def sampler_forward(self, output, info, *args, **options):  # type: ignore[no-untyped-def]
-    """Sample tokens. For all-greedy batches SGLang ignores the temperature of rows with top_k 1."""
+    """Sample tokens. If all rows are greedy, divide the logits by the temperature first, because
+    SGLang then ignores it."""
     logits = info.plain_logits
     info.plain_logits = None
     if info.is_all_greedy:
         logits = logits / info.temperatures
-    return _original_forward(self, output, info, *args, **{**options, "logprob_logits": logits})
+    return sglang_sampler_forward(
+        self, output, info, *args, **{**options, "logprob_logits": logits}
+    )
 
 
 def sample_truncated(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **_):  # type: ignore[no-untyped-def]
@@ -64,7 +67,8 @@ def sample_truncated(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions
     allowed = allowed.masked_fill(preceding >= nucleus, 0.0)
     if need_min_p:
         allowed = allowed.masked_fill(allowed < min_ps[:, None] * largest, 0.0)
-    # In vocabulary order, as in sample_full: other rows of the batch decide which function runs.
+    # Restore the vocabulary order of sample_full, so that both functions choose the same token:
+    # SGLang decides for the whole batch which of the two runs.
     return sample_full(torch.zeros_like(allowed).scatter_(1, order, allowed), seeds, positions)
 
 
@@ -93,7 +97,7 @@ def hash_uniforms(seeds, positions):  # type: ignore[no-untyped-def]
 
 def prepare_min_tokens(self):  # type: ignore[no-untyped-def]
     """Count the tokens that a request already has; SGLang starts at zero."""
-    _original_prepare(self)
+    sglang_prepare(self)
     counts = [[len(request.output_ids)] for request in self.orchestrator.reqs()]
     self.len_output_tokens += torch.tensor(counts, dtype=torch.int32).to(self.orchestrator.device)
 
@@ -103,7 +107,7 @@ def initialize_model(model_config, *args, **options):  # type: ignore[no-untyped
 
     SGLang's mixtures of experts have a separate head, for which the checkpoint has no weights.
     """
-    model = _original_initialize(model_config, *args, **options)
+    model = sglang_initialize_model(model_config, *args, **options)
     head = getattr(model, "lm_head", None)
     embeddings = getattr(getattr(model, "model", None), "embed_tokens", None)
     tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
@@ -112,9 +116,12 @@ def initialize_model(model_config, *args, **options):  # type: ignore[no-untyped
     return model
 
 
-_original_initialize = loader._initialize_model
-_original_prepare = BatchedMinNewTokensPenalizer._prepare
-_original_bias, _original_forward = SamplingBatchInfo.apply_logits_bias, sampler.Sampler.forward
+sglang_initialize_model = loader._initialize_model
+sglang_prepare = BatchedMinNewTokensPenalizer._prepare
+sglang_apply_logits_bias, sglang_sampler_forward = (
+    SamplingBatchInfo.apply_logits_bias,
+    sampler.Sampler.forward,
+)
 loader._initialize_model = initialize_model
 BatchedMinNewTokensPenalizer._prepare = prepare_min_tokens
 SamplingBatchInfo.adjusted_from_schedule_batch = set_sampling_seeds

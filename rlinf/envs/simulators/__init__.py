@@ -1,4 +1,4 @@
-"""Simulators of ``task=gym``: the modules that create their environments.
+"""The simulators of tasks with ``name: gym``: one module for each, which creates its environments.
 
 An environment has the methods of Gymnasium (:mod:`rlinf.envs.vector_env`). A module's ``make(id,
 kwargs)`` creates one. The module is imported by its file's path, under the interpreter of
@@ -14,9 +14,9 @@ Optional members of an environment:
 - ``render_camera(camera, height, width)``: returns the image of one of the environment's
   ``cameras``, uint8 ``[H, W, 3]``. MuJoCo environments do not need it: the ``model`` and ``data``
   of their ``unwrapped`` are rendered;
-- ``step_info_keys``: keys in the ``info`` of each step other than ``success``. ``intervened``:
-  whether a person acted in place of the policy, with ``performed``, the executed action. ``late``:
-  whether a step in real time began or ended too late. They become columns of trajectories
+- ``step_info_keys``: which of these keys the ``info`` of each step has: ``intervened`` (a person
+  acted in place of the policy), ``performed`` (the action that was executed then), and ``late`` (a
+  step in real time began or ended too late). They become columns of trajectories
   (:mod:`rlinf.data.transitions`);
 - ``instruction``: the current instruction, a sentence;
 - ``expert_action()``: an expert's action for the current state;
@@ -42,8 +42,8 @@ Flags of a module:
 - ``NONDETERMINISTIC = True``: as in Gymnasium, resets with equal seeds may begin in different
   states. Runs with groups are rejected, because the samples of a group must begin in the same
   state;
-- ``TASK_SETS``: by name, tuples of ids of tasks with the same spaces. A run with such a set assigns
-  its tasks to groups in rotation.
+- ``TASK_SETS``: names of sets of tasks, such as ``MT10``, with their ids. If ``task.id`` is such a
+  name, the run assigns its groups to the ids in rotation. All tasks of a set have equal spaces.
 
 The module also has constants for its requirements (:mod:`rlinf.envs.simulators.requirements`).
 """
