@@ -320,15 +320,15 @@ class RenderedDataset(Generic[T]):
         self,
         problems: Sequence[ChatProblem],
         render: Callable[[Sequence[ChatProblem]], list[tuple[int, T]]],
-        size: Callable[[T], int],
+        num_tokens: Callable[[T], int],
     ) -> None:
         """
         Args:
             render: renders problems to items, each with the index of its problem in the argument. A
                 problem may become several consecutive items.
-            size: returns the number of tokens of an item.
+            num_tokens: returns the number of tokens of an item.
         """
-        self._problems, self.render, self._size = problems, render, size
+        self._problems, self.render, self._num_tokens = problems, render, num_tokens
         self._cache: OrderedDict[tuple[int, int], T] = OrderedDict()
         self._places = np.zeros((0, 2), np.int64)
         """For each item within the limit: the index of its problem, and its index among the items
@@ -375,7 +375,7 @@ class RenderedDataset(Generic[T]):
         for rows, problems in _chunks(self._problems):
             rendered = self._render_rows(rows, problems)
             places.append(np.array(list(rendered), np.int64).reshape(-1, 2))
-            tokens.append(np.array([self._size(item) for item in rendered.values()], np.int64))
+            tokens.append(np.array([self._num_tokens(i) for i in rendered.values()], np.int64))
             self._add_to_cache(rendered)
         return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
 
