@@ -42,7 +42,7 @@ PACKAGE_EXTRA = "search"
 
 @dataclass(frozen=True)
 class Document:
-    """A searchable text; its first line is its title."""
+    """A searchable text: ``contents`` is a line with the title, and then the rest (``text``)."""
 
     contents: str
 

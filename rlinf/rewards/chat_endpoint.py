@@ -1,7 +1,7 @@
 """A chat model behind an OpenAI-compatible HTTP endpoint (``POST /chat/completions``).
 
-Failed requests are retried within a budget if that may help. Retries wait for a random time below a
-limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
+Failed requests are retried within a budget, if a retry may help. Retries wait for a random time
+below a limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
 Architecture Blog, 2015), and at least as long as the server's ``Retry-After`` says.
 """
 

@@ -112,7 +112,7 @@ class MathGrader:
         self._max_consecutive_timeouts = max_consecutive_timeouts
         self._reasoning_tags = reasoning_tags or ReasoningTags()
         self._lock = threading.Lock()
-        # Use a thread that lives on: the kernel ends a child when the thread that started it ends.
+        # One permanent thread: the kernel ends a child when the thread that started it ends.
         self._starter = ThreadPoolExecutor(1, "grader-starter")
         self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
 
