@@ -130,7 +130,7 @@ def test_samples_are_numbered_by_the_batch_index_they_were_drawn_for() -> None:
         Trajectory(identity=RecordId(3, number), actions=np.zeros(1), group=number // 2)
         for number in (27, 26, 4, 5)
     ]
-    found = group_by_batch_index(drawn, batch=6, group_size=2)
+    found = group_by_batch_index(drawn, batch_size=6, group_size=2)
     assert {place: [r.identity.sample for r in group] for place, group in found.items()} == {
         1: [2, 3],
         2: [4, 5],

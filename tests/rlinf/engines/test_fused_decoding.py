@@ -69,7 +69,7 @@ def test_weights_that_come_later_are_those_it_computes_with(
     ]
     engine.load_state(changed, 1)
     other.load_state(changed, 1)
-    other._step = None
+    other._fused_step = None
     after = steps(engine)
     for ours, theirs, old in zip(after, steps(other), before, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

@@ -58,7 +58,7 @@ def test_a_batch_is_normalised_by_its_own_statistics_and_followed(
 ) -> None:
     torch.manual_seed(0)
     norm, batch = EnsembleBatchRenorm(2, 3), torch.randn(2, 64, 3) * 4 + 7
-    out = norm(batch, frozen=False, chosen=None)
+    out = norm(batch, frozen=False, critics=None)
     torch.testing.assert_close(out.mean(1), torch.zeros(2, 3), atol=1e-5, rtol=0)
     torch.testing.assert_close(out.std(1, unbiased=False), torch.ones(2, 3), atol=1e-4, rtol=0)
     torch.testing.assert_close(norm.mean, 0.01 * batch.mean(1, keepdim=True))
@@ -66,8 +66,8 @@ def test_a_batch_is_normalised_by_its_own_statistics_and_followed(
     monkeypatch.setattr(tanh_normal_q, "RENORM_WARMUP_BATCHES", 0)
     norm.mean.copy_(batch.mean(1, keepdim=True) + 0.5)
     norm.variance.copy_(batch.var(1, unbiased=False, keepdim=True) * 1.5)
-    wanted = norm(batch, frozen=True, chosen=None)
-    torch.testing.assert_close(norm(batch, frozen=False, chosen=None), wanted, atol=1e-5, rtol=0)
+    wanted = norm(batch, frozen=True, critics=None)
+    torch.testing.assert_close(norm(batch, frozen=False, critics=None), wanted, atol=1e-5, rtol=0)
     norm.mean.copy_(batch.mean(1, keepdim=True) + 1e4)
-    shifted = norm(batch, frozen=False, chosen=None)
+    shifted = norm(batch, frozen=False, critics=None)
     assert shifted.mean().item() == pytest.approx(-tanh_normal_q.D_MAX, abs=1e-3), "it is clipped"

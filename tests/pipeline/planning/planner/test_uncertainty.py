@@ -33,7 +33,7 @@ def table(rates, spread: float, source="fitted", memory_bytes: float = 1e9) -> R
         source_codes=np.full(count, SOURCES.index(source)),
         bound_codes=np.zeros(count, dtype=int),
         memory_bytes=np.full(count, memory_bytes),
-        choices=np.full((count, 2), -1),
+        layout_indices=np.full((count, 2), -1),
     )
 
 
