@@ -216,7 +216,7 @@ class CausalLM(Policy):
                 actions,
                 length,
                 share=self._shares_prompts,
-                keys=keys,
+                prompt_keys=keys,
                 positions=self._positions(trajectories),
             )
             return {**packed, **steps}
@@ -273,10 +273,10 @@ class CausalLM(Policy):
         # The token at position p is predicted at p - 1. Rows have different prompt lengths.
         offsets = prompt_lengths[:, None] - 1 - first_kept
         indices = (offsets + torch.arange(length, device=tokens.device)).clamp(max=num_kept - 1)
-        is_aligned = int(prompt_lengths.max()) - 1 == first_kept
+        has_equal_lengths = int(prompt_lengths.max()) - 1 == first_kept
 
         def select(features: Tensor) -> Tensor:
-            if is_aligned:
+            if has_equal_lengths:
                 return features
             return features.gather(1, indices[..., None].expand(-1, -1, features.shape[-1]))
 
@@ -322,10 +322,10 @@ class CausalLM(Policy):
         head, settings = plain_head(self.network), getattr(self.network, "config", None)
         if settings is not None and hasattr(settings, "get_text_config"):
             settings = settings.get_text_config()
-        is_large = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
-        if is_large and head is None:
+        exceeds_limit = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
+        if exceeds_limit and head is None:
             warn_full_logits(getattr(settings, "model_type", ""))
-        in_chunks = is_large and head is not None
+        in_chunks = exceeds_limit and head is not None
         cap = final_softcap(self.network) if in_chunks else None
         with contextlib.ExitStack() as stack:
             if head and in_chunks:

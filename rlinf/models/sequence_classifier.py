@@ -97,7 +97,6 @@ def load_classifier(
 
 
 def _class_and_config(folder: Path) -> tuple[Any, Any]:
-    """Return the class and the configuration of the network."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     settings = AutoConfig.from_pretrained(folder, local_files_only=True)

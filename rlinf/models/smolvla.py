@@ -109,9 +109,9 @@ class SmolVLAPolicy(Policy):
         """Number of executed actions per chunk, and dimension of an action."""
         # Adapters do not cover the noise head.
         self.supports_lora = config.noise_method != "learned"
-        self.steps = int(settings["num_steps"])
+        self.num_denoising_steps = int(settings["num_steps"])
         """Number of denoising steps ``N``."""
-        self._denoising = DenoisingProcess(self.steps, config.noise_level, 2)
+        self._denoising = DenoisingProcess(self.num_denoising_steps, config.noise_level, 2)
         self._cameras = list(map_cameras(settings, config.camera_map).values())
         self._image_columns = [IMAGE_PREFIX + camera for camera in self._cameras]
         self._max_state_dim = int(settings["max_state_dim"])
@@ -297,7 +297,7 @@ class SmolVLAPolicy(Policy):
         These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and ``prompt_mask``
         ``[B, T, L]``, ``state`` ``[B, T, max_state_dim]`` and ``mask``. Sampled trajectories add
         ``chain`` ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise``
-        ``[B, T, C, A]`` and ``uniform``.
+        ``[B, T, C, A]`` and ``uniform`` ``[B, T]``. ``A`` is ``max_action_dim``.
         """
         length = max(map(len, trajectories))
         rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
@@ -330,7 +330,7 @@ class SmolVLAPolicy(Policy):
         if (chain := columns.get(CHAIN_COLUMN)) is None:
             losses, values = self._imitation_loss(columns)
             return StepOutputs(flat.scatter(-losses), None, flat.scatter(values))
-        tau = noise_fractions(self.steps).to(batch["mask"].device)
+        tau = noise_fractions(self.num_denoising_steps).to(batch["mask"].device)
         velocity, noise_outputs, values = self.module(*self._inputs(columns, chain[:, :-1], tau))
         logprobs, entropies = self._chain_logprobs(chain, velocity, noise_outputs, temperature)
         return StepOutputs(
@@ -342,8 +342,8 @@ class SmolVLAPolicy(Policy):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return standard normal noise ``[steps, N + 1, C, max_action_dim]``: the start of each
         chain and the noise of its steps."""
-        shape = (steps, self.steps + 1, self.action_shape[0], self._max_action_dim)
-        return random.standard_normal(size=shape).astype(np.float32)
+        chain_shape = (self.num_denoising_steps + 1, self.action_shape[0], self._max_action_dim)
+        return random.standard_normal(size=(steps, *chain_shape)).astype(np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
@@ -359,7 +359,7 @@ class SmolVLAPolicy(Policy):
         images = [observations[name] for name in self._image_columns]
         prefix = self.module.encode_prefix(prompt, prompt_mask, self._scale_state(state), *images)
         chain = self.sample_chains(prefix, noise, temperature)
-        tau = noise_fractions(self.steps).to(state.device)
+        tau = noise_fractions(self.num_denoising_steps).to(state.device)
         velocity, noise_outputs = self.module.velocity(prefix, chain[:, :-1], tau)
         return {
             "action": self._action_normalizer.unnormalize(chain[:, -1, :, : self.action_shape[1]]),
@@ -389,7 +389,7 @@ class SmolVLAPolicy(Policy):
     def num_tokens(self, trajectory: Trajectory) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
         patches = (self.module.image_size[0] // vision.patch_size) ** 2 * len(self._image_columns)
-        return max(1, len(trajectory)) * (patches + self.steps * self.action_shape[0])
+        return max(1, len(trajectory)) * (patches + self.num_denoising_steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:
         models: Any = self.module.model.vlm_with_expert

@@ -365,8 +365,8 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     state = config.proprio_dim or int(spec["observation"])
     size, chunk = int(spec["action"]["size"]), config.chunk_size or 8
     images = {
-        CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *size]}
-        for name, size in spec["images"].items()
+        CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *shape]}
+        for name, shape in spec["images"].items()
     }
     return {
         "type": SMOLVLA_TYPE,
@@ -388,7 +388,7 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[str, Any]:
+def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary_size: int) -> dict[str, Any]:
     """Return the ``config.json`` of a new network's vision-language model."""
     return {
         "model_type": "smolvlm",
@@ -408,7 +408,7 @@ def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[st
         },
         "text_config": {
             "model_type": "llama",
-            "vocab_size": vocabulary,
+            "vocab_size": vocabulary_size,
             "hidden_size": config.hidden,
             "num_hidden_layers": config.layers,
             "num_attention_heads": config.heads,
@@ -510,7 +510,7 @@ def locate_vlm(
 def map_cameras(settings: Mapping[str, Any], camera_map: Mapping[str, str]) -> dict[str, str]:
     """Return the task's camera for each camera of a folder, in the folder's order.
 
-    Empty cameras are omitted, because their tokens are masked.
+    LeRobot's empty cameras (which stand for absent ones) are omitted, as their tokens are masked.
     """
     names = [
         name.removeprefix(CAMERA_PREFIX)
@@ -551,11 +551,11 @@ def check_smolvla_task(
         )
     width, height = settings["resize_imgs_with_padding"]
     vision, merge = vlm["vision_config"], int(vlm.get("scale_factor", 2))
-    tile = int(vision.get("patch_size", 32)) * merge
-    if width != height or width % tile or width > int(vision.get("image_size", 224)):
+    token_side = int(vision.get("patch_size", 32)) * merge
+    if width != height or width % token_side or width > int(vision.get("image_size", 224)):
         raise ConfigError(
             f"model.image_size: images are resized to {width} x {height}, and must be squares of "
-            f"whole tokens, {merge} x {merge} patches of {tile // merge} pixels each; change "
+            f"whole tokens, {merge} x {merge} patches of {token_side // merge} pixels each; change "
             "model.image_size or model.patch_size"
         )
     if (size := feature_size(settings, ACTION_FEATURE)) != spec["action"]["size"]:

@@ -89,7 +89,7 @@ class VLAPolicy(Policy):
     def __init__(
         self, module: VLANetwork, folder: Path, bins: ActionBins, prompt: str, tokenizer: Tokenizer
     ) -> None:
-        self.module, self._folder, self.bins, self._prompt = module, folder, bins, prompt
+        self.module, self._folder, self.bins, self._prompt_template = module, folder, bins, prompt
 
         def tokenize(text: str) -> list[int]:
             ids: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
@@ -278,7 +278,7 @@ class VLAPolicy(Policy):
 
     def num_tokens(self, trajectory: Trajectory) -> int:
         # The template's length in characters approximates the prompt's length in tokens.
-        return max(1, len(trajectory)) * (self.module.num_positions + len(self._prompt))
+        return max(1, len(trajectory)) * (self.module.num_positions + len(self._prompt_template))
 
     def blocks(self) -> list[nn.Module]:
         return self.module.blocks

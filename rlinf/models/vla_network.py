@@ -122,8 +122,8 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module that published folders have and policies do not compute. They are
-    buffers, so that no component expects gradients."""
+    """The tensors of a module in published folders that policies do not run. They are buffers, so
+    that no component expects gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
