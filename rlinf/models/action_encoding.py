@@ -233,7 +233,6 @@ def read_action_statistics(path: Path, dataset: str | None, key: str) -> tuple[s
     """Return the name and the statistics of a data set in a :data:`STATISTICS_FILE` file.
 
     Args:
-        path: The file.
         dataset: Name of the data set; None: the only one in the file.
         key: The configuration key, for error messages.
 

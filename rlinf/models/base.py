@@ -1,7 +1,8 @@
 """The policy interface: one object between the trajectories and the network.
 
 Algorithms and trainers see only :class:`StepOutputs`: log-probability, entropy and value of each
-step, ``[B, T]``. Only the policy and its environment know whether a step is a token or an action.
+step, ``[B, T]`` for ``B`` samples of at most ``T`` steps. Only the policy and its environment know
+whether a step is a token or an action.
 """
 
 from __future__ import annotations
@@ -231,9 +232,7 @@ class Policy(Component, ABC):
     def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
         """Convert actions ``[..., A]`` from the simulator's units to the units of the losses.
 
-        By default they are equal.
-
-        For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
+        By default they are equal. For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
         :data:`rlinf.registry.IMITATION_LOSS`.
         """
         return actions
@@ -316,7 +315,6 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
     For a sharded network, this copies the rows of this rank.
 
     Args:
-        module: The network.
         tensors: Weights by name; each one is copied before the next is consumed.
 
     Raises:

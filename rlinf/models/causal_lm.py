@@ -82,6 +82,7 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares_prompts = False, False
+        """Whether rows are packed, and whether equal prompts of packed rows are stored once."""
         self._suppressed_token_ids: tuple[int, ...] = ()
         """Ids of tokens that the policy must not generate."""
         self.supports_packing = (
@@ -208,7 +209,7 @@ class CausalLM(Policy):
         actions = [trajectory.actions for trajectory in trajectories]
         length = max(len(action) for action in actions)
         mask = pad_right([np.ones(len(action), np.float32) for action in actions], length)
-        steps = {"actions": pad_right(actions, length), "mask": mask}
+        step_columns = {"actions": pad_right(actions, length), "mask": mask}
         if self._packing:
             keys = [self._prompt_key(trajectory) for trajectory in trajectories]
             packed = pack(
@@ -219,14 +220,14 @@ class CausalLM(Policy):
                 prompt_keys=keys,
                 positions=self._positions(trajectories),
             )
-            return {**packed, **steps}
+            return {**packed, **step_columns}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
         return {
             "tokens": pad_right(tokens, max(len(row) for row in tokens)),
             "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
-            **steps,
+            **step_columns,
         }
 
     def _prompt_key(self, trajectory: Trajectory) -> bytes:

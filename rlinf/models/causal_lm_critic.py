@@ -43,8 +43,9 @@ class CausalLMCriticConfig(CausalLMConfig):
 
 
 class CausalLMActorCritic(nn.Module):
-    """Computes logits and values in one call, because sharding gathers weights per call.
+    """The language model (``policy``) and its critic.
 
+    One call computes logits and values, because sharding gathers weights per call.
     The value head is initialized with zeros, so all initial values are 0.
     """
 
@@ -68,9 +69,9 @@ class CausalLMActorCritic(nn.Module):
         """Return logits ``[B, K, V]`` and values ``[B, K]`` of the positions in logits_to_keep."""
         if self.has_separate_critic:
             logits = self.policy(**inputs, use_cache=False).logits
-            if not torch.is_grad_enabled() and is_untrained(
-                dict(self.value_head.named_parameters())
-            ):
+            head = dict(self.value_head.named_parameters())
+            # The values of a zero head are 0, so the critic need not run.
+            if not torch.is_grad_enabled() and is_untrained(head):
                 return logits, logits.new_zeros(logits.shape[:-1], dtype=torch.float32)
             return logits, self.critic(**inputs, use_cache=False).logits[..., 0].float()
         hidden_states: list[Tensor] = []

@@ -32,7 +32,6 @@ def write_character_tokenizer(
 
     Args:
         alphabet: All characters that texts may have.
-        folder: The folder of the tokenizer.
         chat_template: The chat template, if there is one.
         special_tokens: Further special tokens. With a chat template, the last one ends a turn.
     """

@@ -85,7 +85,6 @@ class ChatFormat:
         """Return the chat format of a tokenizer: its existing one, or a new one.
 
         Args:
-            tokenizer: The tokenizer.
             template_kwargs: Arguments of the template.
             eos_token_ids: Ids from the model folder; default: the tokenizer's.
 
@@ -329,10 +328,10 @@ class ChatFormat:
     def bos_token_ids(self) -> np.ndarray:
         """The ids of tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        rendered = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        starts = range(len(rendered) - len(plain) + 1)
-        begin = next((i for i in starts if rendered[i : i + len(plain)] == plain), 0)
-        return np.asarray(rendered[:begin], np.int64)
+        full = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        starts = range(len(full) - len(plain) + 1)
+        begin = next((i for i in starts if full[i : i + len(plain)] == plain), 0)
+        return np.asarray(full[:begin], np.int64)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
         """Return the ids of the texts that are special tokens; other texts are ignored."""

@@ -361,7 +361,6 @@ def read_json_object(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a JSON file with an object.
 
     Args:
-        path: The file.
         key: The configuration key, for error messages.
 
     Raises:

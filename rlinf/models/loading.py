@@ -185,7 +185,6 @@ def iter_weights(
 
     Args:
         module: The network; None: yield all tensors by their names in the files.
-        folder: The checkpoint folder.
         source: The key and the folder, for error messages.
         row_range: Returns the start and end of the rows to read, for a tensor of the network.
 
@@ -196,19 +195,19 @@ def iter_weights(
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsReader(path)) for path in tensor_files(folder)]
-        in_files = {stored: (file, stored) for file in files for stored in file.shapes}
+        by_stored_name = {stored: (file, stored) for file in files for stored in file.shapes}
         if module is None:
             for file in files:
                 yield from file.tensors()
             return
-        by_name = add_base_prefix(in_files, module)
-        shapes = {name: file.shapes[stored] for name, (file, stored) in by_name.items()}
+        by_network_name = add_base_prefix(by_stored_name, module)
+        shapes = {name: file.shapes[stored] for name, (file, stored) in by_network_name.items()}
         check_tensors(source, shapes, module)
         state = module.state_dict(keep_vars=True)
         for file in files:
             names = {
                 stored: name
-                for name, (source_file, stored) in by_name.items()
+                for name, (source_file, stored) in by_network_name.items()
                 if source_file is file and name in state
             }
             rows = (

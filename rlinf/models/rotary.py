@@ -127,9 +127,9 @@ def _freeze(part: Any, length: int, layer_type: str | None) -> None:
         return
     options = {} if layer_type is None else {"layer_type": layer_type}
     compute = ROPE_INIT_FUNCTIONS[rope_type]
-    frequencies, scaling = compute(part.config, None, seq_len=length, **options)
+    frequencies, attention_scaling = compute(part.config, None, seq_len=length, **options)
     buffer.copy_(frequencies)
-    setattr(part, f"{prefix}attention_scaling", scaling)
+    setattr(part, f"{prefix}attention_scaling", attention_scaling)
     # For the type "default", transformers does not update the frequencies in each call.
     if layer_type is None:
         part.rope_type = "default"

@@ -148,17 +148,18 @@ class SmolVLAPolicy(Policy):
             )
         if config.path is None:
             settings = new_policy_config(config, spec)
-            vlm = new_vlm_config(config, settings["resize_imgs_with_padding"][0], 2)
+            side = settings["resize_imgs_with_padding"][0]
+            vlm_settings = new_vlm_config(config, side, vocabulary_size=2)
         else:
             source = config.path.expanduser()
             settings = read_policy_config(source)
-            vlm = read_vlm_config(*locate_vlm(source, settings, config.vlm_path))
+            vlm_settings = read_vlm_config(*locate_vlm(source, settings, config.vlm_path))
             check_weight_files(source)
             if not (source / WEIGHTS_FILE).is_file():
                 raise DataError(
                     f"model.path: {source} has no {WEIGHTS_FILE}; copy the folder again"
                 )
-        check_smolvla_task(settings, vlm, config, spec)
+        check_smolvla_task(settings, vlm_settings, config, spec)
         if config.norm_stats is not None:
             _read_statistics(config.norm_stats, settings)
         elif config.path is not None:
@@ -185,8 +186,9 @@ class SmolVLAPolicy(Policy):
         settings = new_policy_config(config, spec)
         (folder / VLM_FOLDER).mkdir()
         vocabulary = write_character_tokenizer(DEFAULT_ALPHABET + "\n", folder / VLM_FOLDER)
-        vlm = new_vlm_config(config, settings["resize_imgs_with_padding"][0], len(vocabulary))
-        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
+        side = settings["resize_imgs_with_padding"][0]
+        vlm_settings = new_vlm_config(config, side, len(vocabulary))
+        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm_settings, indent=1))
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
         sizes = {
             STATE_FEATURE: feature_size(settings, STATE_FEATURE),
@@ -200,7 +202,7 @@ class SmolVLAPolicy(Policy):
         write_processors(folder, settings, statistics)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = _create_network(settings, vlm, config)
+            module = _create_network(settings, vlm_settings, config)
         _write_weights(folder, module.state_dict())
 
     @classmethod
@@ -217,11 +219,11 @@ class SmolVLAPolicy(Policy):
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
         copy_non_weight_files(vlm_folder.resolve(), folder / VLM_FOLDER)
         # Training updates token embeddings and output head separately, so they must not be tied.
-        vlm = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
+        vlm_settings = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
             "tie_word_embeddings": False
         }
-        vlm["text_config"] |= {"tie_word_embeddings": False}
-        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
+        vlm_settings["text_config"] |= {"tie_word_embeddings": False}
+        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm_settings, indent=1))
         changes = {"num_steps": config.denoising_steps, "n_action_steps": config.chunk_size}
         stored |= {name: value for name, value in changes.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(stored, indent=1))
@@ -236,11 +238,11 @@ class SmolVLAPolicy(Policy):
             DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_policy_config(folder)
-        vlm = read_vlm_config(*locate_vlm(folder, settings, None))
+        vlm_settings = read_vlm_config(*locate_vlm(folder, settings, None))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                module = _create_network(settings, vlm, config)
+                module = _create_network(settings, vlm_settings, config)
             tensors = load_tensors(folder / WEIGHTS_FILE)
             if (folder / HEADS_FILE).is_file():
                 tensors |= load_tensors(folder / HEADS_FILE)
@@ -438,10 +440,12 @@ class SmolVLAPolicy(Policy):
 
 
 def _create_network(
-    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig
+    settings: Mapping[str, Any], vlm_settings: Mapping[str, Any], config: SmolVLAConfig
 ) -> SmolVLANetwork:
     learned = config.noise_method == "learned"
-    return SmolVLANetwork(settings, vlm, learned_noise=learned, value_level=config.value_level)
+    return SmolVLANetwork(
+        settings, vlm_settings, learned_noise=learned, value_level=config.value_level
+    )
 
 
 def _read_statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:

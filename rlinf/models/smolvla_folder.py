@@ -114,7 +114,6 @@ def read_normalizer(
     """Read the normalization of a feature from a processor of a folder.
 
     Args:
-        folder: The policy folder.
         processor: :data:`PREPROCESSOR` or :data:`POSTPROCESSOR`.
         step: Name of the processor's step.
         feature: Name of the feature.
@@ -157,7 +156,6 @@ def read_feature_statistics(
     """Read the statistics of the leading dimensions of features from a data set's ``stats.json``.
 
     Args:
-        path: The file.
         sizes: Number of dimensions to read, by feature.
 
     Raises:
@@ -389,7 +387,7 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
 
 
 def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary_size: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a new network's vision-language model."""
+    """Return a new vision-language model's ``config.json``; ``side``: of its images, pixels."""
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],
@@ -469,7 +467,6 @@ def read_vlm_config(folder: Path, key: str) -> dict[str, Any]:
     """Read the ``config.json`` of a SmolVLM vision-language model.
 
     Args:
-        folder: The model folder.
         key: The configuration key, for error messages.
 
     Raises:
@@ -528,7 +525,10 @@ def feature_size(settings: Mapping[str, Any], feature: str) -> int:
 
 
 def check_smolvla_task(
-    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig, spec: ModelSpec
+    settings: Mapping[str, Any],
+    vlm_settings: Mapping[str, Any],
+    config: SmolVLAConfig,
+    spec: ModelSpec,
 ) -> None:
     """Check that images, state and actions of a task fit a network.
 
@@ -550,7 +550,7 @@ def check_smolvla_task(
             else f"model.camera_map: the task shows no {missing[0]}, only {', '.join(images)}"
         )
     width, height = settings["resize_imgs_with_padding"]
-    vision, merge = vlm["vision_config"], int(vlm.get("scale_factor", 2))
+    vision, merge = vlm_settings["vision_config"], int(vlm_settings.get("scale_factor", 2))
     token_side = int(vision.get("patch_size", 32)) * merge
     if width != height or width % token_side or width > int(vision.get("image_size", 224)):
         raise ConfigError(

@@ -129,11 +129,11 @@ def resize_with_padding(images: Tensor, width: int, height: int) -> Tensor:
 class VLMWithExpert(nn.Module):
     """The vision-language model, truncated to its lower layers, and the action expert."""
 
-    def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], vlm_settings: Mapping[str, Any]) -> None:
         from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
 
         super().__init__()
-        config = SmolVLMConfig(**vlm)
+        config = SmolVLMConfig(**vlm_settings)
         disable_dropout(config)
         model_class: Any = SmolVLMForConditionalGeneration
         self.vlm = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -172,11 +172,13 @@ def expert_intermediate_size(width: int) -> int:
 class VLAFlowMatching(nn.Module):
     """Both models (:class:`VLMWithExpert`), with the projections of states, actions and times."""
 
-    def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], vlm_settings: Mapping[str, Any]) -> None:
         super().__init__()
-        self.vlm_with_expert = VLMWithExpert(settings, vlm)
+        self.vlm_with_expert = VLMWithExpert(settings, vlm_settings)
         expert_width = self.vlm_with_expert.expert_width
-        self.state_proj = nn.Linear(settings["max_state_dim"], vlm["text_config"]["hidden_size"])
+        self.state_proj = nn.Linear(
+            settings["max_state_dim"], vlm_settings["text_config"]["hidden_size"]
+        )
         self.action_in_proj = nn.Linear(settings["max_action_dim"], expert_width)
         self.action_out_proj = nn.Linear(expert_width, settings["max_action_dim"])
         self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
@@ -189,7 +191,7 @@ class SmolVLANetwork(nn.Module):
     def __init__(
         self,
         settings: Mapping[str, Any],
-        vlm: Mapping[str, Any],
+        vlm_settings: Mapping[str, Any],
         *,
         learned_noise: bool,
         value_level: ValueLevel = "chunk",
@@ -197,16 +199,16 @@ class SmolVLANetwork(nn.Module):
         """
         Args:
             settings: The ``config.json`` of a folder.
-            vlm: The ``config.json`` of the vision-language model.
+            vlm_settings: The ``config.json`` of the vision-language model.
             learned_noise: Whether a noise head computes the noise of denoising steps.
             value_level: Whether there is one value per chunk or per action.
         """
         super().__init__()
-        self.model = VLAFlowMatching(settings, vlm)
+        self.model = VLAFlowMatching(settings, vlm_settings)
         self.image_size: tuple[int, int] = tuple(settings["resize_imgs_with_padding"])
         """Width and height of the vision transformer's input, pixels."""
         self._time_periods = (float(settings["min_period"]), float(settings["max_period"]))
-        width = vlm["text_config"]["hidden_size"]
+        width = vlm_settings["text_config"]["hidden_size"]
         expert_width = self.model.vlm_with_expert.expert_width
         self._value_level = value_level
         num_values = int(settings["n_action_steps"]) if value_level == "action" else 1

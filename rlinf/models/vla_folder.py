@@ -111,8 +111,6 @@ def new_vla_config(
     """Return the ``config.json`` of a new network.
 
     Args:
-        config: The options of the policy.
-        spec: The model spec of the task.
         vocabulary: Number of tokens besides the action tokens.
         dataset: Name of the data set of the action statistics.
         statistics: The action statistics, which define the bins.
@@ -175,10 +173,9 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read the ``config.json`` of a folder and add the sizes and normalization of named towers.
+    """Read a folder's ``config.json``, and add sizes and normalization of towers it only names.
 
     Args:
-        folder: The policy folder.
         missing: Values that the file omits (:func:`missing_settings`).
 
     Raises:
@@ -314,7 +311,6 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
     """Check that stored tensors fit a network, except for optional ones.
 
     Args:
-        folder: The policy folder.
         shapes: Shapes of the tensors in the folder.
         module: The network; may be on the meta device.
 
