@@ -136,13 +136,13 @@ class VisualQuestionsEnvironment(PromptEnvironment):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        images = getattr(processor, "images", None)
-        if not isinstance(images, ImageProcessor):
+        image_processor = getattr(processor, "image_processor", None)
+        if not isinstance(image_processor, ImageProcessor):
             raise ConfigError(
                 "task.name: visual_questions needs a model that reads images, such as "
                 "model.name=qwen2_5_vl"
             )
-        self._images = images
+        self._image_processor = image_processor
 
     @classmethod
     def model_spec(cls, config: VisualQuestionsConfig) -> ModelSpec:
@@ -212,8 +212,8 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             question = self._draw_question(scene, random)
             if question is None or is_test_question(f"{scene}{question[0]}") != (split == "test"):
                 continue
-            image = self._images.resize(scene.render(self.config.image_size))
-            return VisualPrompt(*question, image, self._images.num_tokens(image))
+            image = self._image_processor.resize(scene.render(self.config.image_size))
+            return VisualPrompt(*question, image, self._image_processor.num_tokens(image))
         raise ConfigError(
             f"task.grid_size: {self.config.grid_size} with "
             f"task.question_kinds={list(self.config.question_kinds)} has no question of the "

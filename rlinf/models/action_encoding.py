@@ -103,7 +103,7 @@ class ActionBox:
 
 
 def check_action_scale(action: Mapping[str, Any], scale: float | None, *, squashed: bool) -> None:
-    """Check that the interval of a policy lies within the action bounds of the task.
+    """Check that the interval of a policy's actions lies within the bounds of the task.
 
     Args:
         action: As for :meth:`ActionBox.from_spec`.
@@ -154,9 +154,9 @@ class ActionBins:
     """The token encoding of action vectors with ``D`` numbers."""
 
     low: np.ndarray
-    """Lower end of the bins, ``[D]``."""
+    """Lower end of the bins in the simulator's units, ``[D]``."""
     high: np.ndarray
-    """Upper end of the bins, ``[D]``."""
+    """Upper end of the bins, like ``low``."""
     is_scaled: np.ndarray
     """Whether a number is scaled, bool ``[D]``; unscaled ones (a gripper) are in [-1, 1]."""
     first_token_id: int
@@ -233,7 +233,6 @@ def read_action_statistics(path: Path, dataset: str | None, key: str) -> tuple[s
     """Return the name and the statistics of a data set in a :data:`STATISTICS_FILE` file.
 
     Args:
-        path: The file.
         dataset: Name of the data set; None: the only one in the file.
         key: The configuration key, for error messages.
 

@@ -69,11 +69,12 @@ class MLPActorCritic(ObservationNormalizer):
         num_outputs = settings["action"]["size"] * settings.get("chunk_size", 1)
         super().__init__(size, float(settings["observation_clip"]))
         sizes = [size + num_features, *settings["hidden"]]
+        # The networks after the trunk have only a linear layer if the trunk is shared.
         trunk, head = (sizes, sizes[-1:]) if settings["shared_trunk"] else (sizes[:1], sizes)
         self.trunk = tanh_network(trunk, last_gain=None)
         self.policy = tanh_network([*head, num_outputs], last_gain=0.01)
-        self._has_action_values = settings.get("value_level") == "action"
-        num_values = settings["chunk_size"] if self._has_action_values else 1
+        self._has_value_per_action = settings.get("value_level") == "action"
+        num_values = settings["chunk_size"] if self._has_value_per_action else 1
         self.value = tanh_network([*head, num_values], last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((num_outputs,), float(settings["initial_log_std"])))
         self.log_std.requires_grad_(settings["action"]["kind"] == "box")
@@ -88,7 +89,7 @@ class MLPActorCritic(ObservationNormalizer):
         # A copy: a sharded module frees its parameters after the forward pass.
         log_std = self.log_std.float().clone()
         values = self.value(hidden).float()
-        values = values if self._has_action_values else values[..., 0]
+        values = values if self._has_value_per_action else values[..., 0]
         return self.policy(hidden).float(), log_std, values
 
 
@@ -130,12 +131,7 @@ class MLPPolicy(NormalizedVectorPolicy):
     def forward_network(
         self, state: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the network's outputs for states ``[..., D]``.
-
-        Args:
-            state: The observations.
-            columns: All columns of the batch.
-        """
+        """Return the network's outputs for states ``[..., D]`` and all columns of the batch."""
         outputs: tuple[Tensor, Tensor, Tensor] = self.module(state)
         return outputs
 
@@ -192,7 +188,6 @@ class MLPPolicy(NormalizedVectorPolicy):
             out: Action parameters of the network.
             log_std: Log standard deviations of the network.
             actions: The actions in the policy's units.
-            temperature: Sampling temperature.
         """
         if self.is_discrete:
             all_logprobs = F.log_softmax(out / (temperature or 1.0), dim=-1)

@@ -1,7 +1,8 @@
 """The policy interface: one object between the trajectories and the network.
 
 Algorithms and trainers see only :class:`StepOutputs`: log-probability, entropy and value of each
-step, ``[B, T]``. Only the policy and its environment know whether a step is a token or an action.
+step, ``[B, T]`` for ``B`` samples of at most ``T`` steps. Only the policy and its environment know
+whether a step is a token or an action.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
     from rlinf.models.images import ImageProcessor
 
 ModelSpec = dict[str, Any]
-"""Properties of an environment that a new policy needs: alphabet, observations, actions."""
+"""Properties of an environment that a new policy needs.
+
+Texts: ``alphabet`` and, for dialogues, ``chat_template`` and ``special_tokens``. Simulators:
+``observation`` (length of the state vector), ``action`` (``kind``, ``size``, ``low``, ``high``,
+``dtype``) and ``images`` (height and width of the images of each camera)."""
 
 Batch = dict[str, Tensor]
 """Model inputs, padded to ``[B, ...]``. Always has ``mask`` ``[B, T]``: 1 for steps, else 0."""
@@ -54,12 +59,12 @@ class StepOutputs:
     ``[B, T, C]`` (:data:`rlinf.models.action_encoding.ValueLevel`)."""
 
 
-def concat_outputs(parts: Sequence[StepOutputs]) -> StepOutputs:
-    """Concatenate the outputs ``[T]`` of consecutive parts of a trajectory."""
-    if len(parts) == 1:
-        return parts[0]
+def concat_outputs(pieces: Sequence[StepOutputs]) -> StepOutputs:
+    """Concatenate the outputs ``[T]`` of consecutive pieces of a trajectory."""
+    if len(pieces) == 1:
+        return pieces[0]
     columns = (
-        [getattr(part, name) for part in parts] for name in ("logprobs", "entropy", "values")
+        [getattr(piece, name) for piece in pieces] for name in ("logprobs", "entropy", "values")
     )
     return StepOutputs(*(None if c[0] is None else torch.cat(c) for c in columns))  # type: ignore[arg-type]
 
@@ -72,8 +77,8 @@ class Policy(Component, ABC):
     """Names of the parameter groups. Updates can be limited to some groups, and each group can have
     its own learning rate (``optimizer.group_lr``)."""
     has_independent_steps: ClassVar[bool] = False
-    """Whether the outputs of a step depend only on that step. Then a trajectory can be evaluated in
-    parts."""
+    """Whether the outputs of a step depend only on that step. Then pieces of a trajectory can be
+    evaluated separately."""
     module: nn.Module
 
     @classmethod
@@ -227,9 +232,7 @@ class Policy(Component, ABC):
     def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
         """Convert actions ``[..., A]`` from the simulator's units to the units of the losses.
 
-        By default they are equal.
-
-        For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
+        By default they are equal. For policies that provide :data:`rlinf.registry.ACTION_VALUES` or
         :data:`rlinf.registry.IMITATION_LOSS`.
         """
         return actions
@@ -256,8 +259,8 @@ class Policy(Component, ABC):
         return max(1, len(trajectory))
 
     def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:
-        """Return key and length of the prefix that trajectories may share; default: no prefix. A
-        batch computes prefixes with equal keys once."""
+        """Return key and length of the prefix that trajectories may share; default: no prefix.
+        Prefixes with equal keys are computed once per batch."""
         return b"", 0
 
     supports_lora: bool = True
@@ -312,7 +315,6 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
     For a sharded network, this copies the rows of this rank.
 
     Args:
-        module: The network.
         tensors: Weights by name; each one is copied before the next is consumed.
 
     Raises:
@@ -332,7 +334,7 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
 
 
 def weight_mismatch(name: str, count: int) -> DataError:
-    """Return the error for weights that do not fit the loaded network."""
+    """Return the error for ``count`` weights, such as ``name``, that do not fit the network."""
     others = f" and {count - 1} others are" if count > 1 else " is"
     return DataError(
         f"weights do not fit the loaded network: {name!r}{others} missing, unknown or of another "

@@ -82,6 +82,7 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares_prompts = False, False
+        """Whether rows are packed, and whether equal prompts of packed rows are stored once."""
         self._suppressed_token_ids: tuple[int, ...] = ()
         """Ids of tokens that the policy must not generate."""
         self.supports_packing = (
@@ -208,7 +209,7 @@ class CausalLM(Policy):
         actions = [trajectory.actions for trajectory in trajectories]
         length = max(len(action) for action in actions)
         mask = pad_right([np.ones(len(action), np.float32) for action in actions], length)
-        steps = {"actions": pad_right(actions, length), "mask": mask}
+        step_columns = {"actions": pad_right(actions, length), "mask": mask}
         if self._packing:
             keys = [self._prompt_key(trajectory) for trajectory in trajectories]
             packed = pack(
@@ -216,17 +217,17 @@ class CausalLM(Policy):
                 actions,
                 length,
                 share=self._shares_prompts,
-                keys=keys,
+                prompt_keys=keys,
                 positions=self._positions(trajectories),
             )
-            return {**packed, **steps}
+            return {**packed, **step_columns}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
         return {
             "tokens": pad_right(tokens, max(len(row) for row in tokens)),
             "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
-            **steps,
+            **step_columns,
         }
 
     def _prompt_key(self, trajectory: Trajectory) -> bytes:
@@ -273,10 +274,10 @@ class CausalLM(Policy):
         # The token at position p is predicted at p - 1. Rows have different prompt lengths.
         offsets = prompt_lengths[:, None] - 1 - first_kept
         indices = (offsets + torch.arange(length, device=tokens.device)).clamp(max=num_kept - 1)
-        is_aligned = int(prompt_lengths.max()) - 1 == first_kept
+        has_equal_lengths = int(prompt_lengths.max()) - 1 == first_kept
 
         def select(features: Tensor) -> Tensor:
-            if is_aligned:
+            if has_equal_lengths:
                 return features
             return features.gather(1, indices[..., None].expand(-1, -1, features.shape[-1]))
 
@@ -322,10 +323,10 @@ class CausalLM(Policy):
         head, settings = plain_head(self.network), getattr(self.network, "config", None)
         if settings is not None and hasattr(settings, "get_text_config"):
             settings = settings.get_text_config()
-        is_large = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
-        if is_large and head is None:
+        exceeds_limit = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
+        if exceeds_limit and head is None:
             warn_full_logits(getattr(settings, "model_type", ""))
-        in_chunks = is_large and head is not None
+        in_chunks = exceeds_limit and head is not None
         cap = final_softcap(self.network) if in_chunks else None
         with contextlib.ExitStack() as stack:
             if head and in_chunks:

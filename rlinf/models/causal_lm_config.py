@@ -17,7 +17,8 @@ SLIDING_WINDOW_FAMILIES = {"gemma2", "gemma3_text", "mixtral"}
 """Architectures with sliding-window attention: in every second layer of Gemma, in all layers of
 Mixtral."""
 MOE_FAMILIES = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "olmoe": "num_experts"}
-"""Architectures that are mixtures of experts, with the key of ``config.json`` for their number."""
+"""Architectures that are mixtures of experts, with the key of the number of experts in
+``config.json``."""
 
 
 class CausalLMConfig(Section):
@@ -85,14 +86,14 @@ def check_model_sizes(config: CausalLMConfig) -> None:
         )
 
 
-def hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
+def hf_config(config: CausalLMConfig, vocabulary_size: int) -> Any:
     """Return the ``transformers`` configuration of a new network."""
     from transformers import AutoConfig
 
     head_dim = config.hidden // config.heads
     return AutoConfig.for_model(
         config.architecture,
-        vocab_size=vocabulary,
+        vocab_size=vocabulary_size,
         hidden_size=config.hidden,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
@@ -131,18 +132,18 @@ ENCODER_FAMILIES = {
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Families that are encoders unless their ``config.json`` has ``is_decoder`` true."""
-DRAFT_MODEL = "it drafts tokens from the hidden states of another model and cannot be used alone"
-AUDIO_MODEL = "its tokens encode audio, several per step"
+DRAFT_REASON = "it drafts tokens from the hidden states of another model and cannot be used alone"
+AUDIO_REASON = "its tokens encode audio, several per step"
 UNSUPPORTED_FAMILIES = {
     "blt": "a second network divides its bytes into patches",
     "cpmant": "its positions depend on the padding of its input",
     "dots3_note": "only its language model alone (dots3_note_text) was tested",
     "emu3": "it also generates image tokens, which no task supports",
-    "gemma4_assistant": DRAFT_MODEL,
-    "gemma4_unified_assistant": DRAFT_MODEL,
-    "moshi": AUDIO_MODEL,
-    "musicgen": AUDIO_MODEL,
-    "musicgen_melody": AUDIO_MODEL,
+    "gemma4_assistant": DRAFT_REASON,
+    "gemma4_unified_assistant": DRAFT_REASON,
+    "moshi": AUDIO_REASON,
+    "musicgen": AUDIO_REASON,
+    "musicgen_melody": AUDIO_REASON,
     "prophetnet": "each of its positions predicts several tokens",
     "reformer": "its attention draws random hashes, and lengths must be multiples of its chunks",
     "xlm": "it reads tokens in both directions",

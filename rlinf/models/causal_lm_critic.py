@@ -43,8 +43,9 @@ class CausalLMCriticConfig(CausalLMConfig):
 
 
 class CausalLMActorCritic(nn.Module):
-    """Computes logits and values in one call, because sharding gathers weights per call.
+    """The language model (``policy``) and its critic.
 
+    One call computes logits and values, because sharding gathers weights per call.
     The value head is initialized with zeros, so all initial values are 0.
     """
 
@@ -68,9 +69,9 @@ class CausalLMActorCritic(nn.Module):
         """Return logits ``[B, K, V]`` and values ``[B, K]`` of the positions in logits_to_keep."""
         if self.has_separate_critic:
             logits = self.policy(**inputs, use_cache=False).logits
-            if not torch.is_grad_enabled() and is_untrained(
-                dict(self.value_head.named_parameters())
-            ):
+            head = dict(self.value_head.named_parameters())
+            # The values of a zero head are 0, so the critic need not run.
+            if not torch.is_grad_enabled() and is_untrained(head):
                 return logits, logits.new_zeros(logits.shape[:-1], dtype=torch.float32)
             return logits, self.critic(**inputs, use_cache=False).logits[..., 0].float()
         hidden_states: list[Tensor] = []
@@ -152,7 +153,7 @@ class CausalLMCritic(CausalLM):
         critic = StreamedState(critic.templates, stream)
         save_tensors(path, critic, list(critic.templates), {"format": "pt"})
         if is_untrained(head):
-            # With a zero head all values are 0, as for a critic without weights.
+            # Without a file, a critic gets a zero head again, so its values are 0, too.
             shutil.rmtree(folder / CRITIC_FOLDER)
 
     def _head_names(self) -> set[str]:
@@ -194,13 +195,16 @@ def initialize_critic(module: CausalLMActorCritic) -> None:
 
 
 def is_untrained(head: Mapping[str, Tensor]) -> bool:
-    """Return whether a head is all zeros. Weights on other ranks (ZeRO 3) count as trained."""
+    """Return whether a head is all zeros. Empty tensors (ZeRO 3) count as trained."""
     return all(tensor.numel() and not tensor.any() for tensor in head.values())
 
 
 def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
-    """Split a streamed state into the states of the language model and of the critic. While one is
-    read, tensors of the other are buffered: none if all tensors of the policy are first."""
+    """Split a streamed state into the states of the language model and of the critic.
+
+    While one is read, tensors of the other are buffered. No tensor is buffered if all tensors of
+    the language model precede those of the critic and are read first.
+    """
     buffered: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
 
     def select(prefix: str) -> StreamedState:
@@ -238,16 +242,16 @@ def _capture(
         yield name, tensor
 
 
-def _create_value_head(policy: Any) -> nn.Linear:
+def _create_value_head(model: Any) -> nn.Linear:
     """Create a value head for the hidden states that the language model's head reads.
 
     Raises:
         DataError: The language model has no linear head.
     """
-    lm_head = policy.get_output_embeddings()
+    lm_head = model.get_output_embeddings()
     if not isinstance(lm_head, nn.Linear):
         raise DataError(
-            f"model.critic: models of type {policy.config.model_type!r} have no linear output head "
+            f"model.critic: models of type {model.config.model_type!r} have no linear output head "
             "beside which a value head could be added"
         )
     # On the device of the weights, which may be meta.
@@ -255,9 +259,9 @@ def _create_value_head(policy: Any) -> nn.Linear:
     return nn.Linear(lm_head.in_features, 1, device=weight.device, dtype=weight.dtype)
 
 
-def _create_separate_critic(policy: Any) -> Any:
+def _create_separate_critic(model: Any) -> Any:
     """Copy the language model and replace its head by a value head."""
-    critic, head = copy.deepcopy(policy), _create_value_head(policy)
+    critic, head = copy.deepcopy(model), _create_value_head(model)
     critic.config.tie_word_embeddings = False
     # A soft cap of logits would also cap values.
     if hasattr(critic.config, "final_logit_softcapping"):

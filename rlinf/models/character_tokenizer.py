@@ -1,7 +1,7 @@
 """A character tokenizer in the Hugging Face format, for tasks with a small alphabet.
 
-It is byte-level BPE without merges. ``AutoTokenizer`` converts tokenizers of some architectures to
-this form, so this one stays unchanged.
+It is byte-level BPE without merges. For some architectures, ``AutoTokenizer`` converts every
+tokenizer to this form; this one already has it, so it stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlinf.verified_io import read_text
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_ALPHABET = "".join(map(chr, [*range(32, 127), *range(0xA0, 0x800)]))
-"""Alphabet of new models that read instructions."""
+"""Alphabet of new robot policies with a text instruction (vision-language-action models)."""
 
 
 def write_character_tokenizer(
@@ -31,8 +31,7 @@ def write_character_tokenizer(
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and return the vocabulary.
 
     Args:
-        alphabet: All characters.
-        folder: The folder of the tokenizer.
+        alphabet: All characters that texts may have.
         chat_template: The chat template, if there is one.
         special_tokens: Further special tokens. With a chat template, the last one ends a turn.
     """

@@ -85,7 +85,6 @@ class ChatFormat:
         """Return the chat format of a tokenizer: its existing one, or a new one.
 
         Args:
-            tokenizer: The tokenizer.
             template_kwargs: Arguments of the template.
             eos_token_ids: Ids from the model folder; default: the tokenizer's.
 
@@ -104,8 +103,6 @@ class ChatFormat:
         created = cls(tokenizer, template, dict(template_kwargs or {}), frozenset(eos_token_ids))
         check_template_kwargs(created.template_kwargs, created.template)
         return created
-
-    # Text.
 
     def render_prompts(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         """Return the text of each conversation with the generation prompt.
@@ -169,8 +166,8 @@ class ChatFormat:
         if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
         shared = self._shared_prefix_length(prompt, rendered)
-        rest, end = prompt[shared:], _answer_end(rendered, shared, thought, answer)
-        if end is not None and not rest.strip():  # only white space differs
+        end = _answer_end(rendered, shared, thought, answer)
+        if end is not None and not prompt[shared:].strip():  # only white space differs
             return AssistantTurn(prompt, rendered[shared : self._turn_end_position(rendered, end)])
         if thought is not None and self._closes_thought(prompt):
             if end is None or self.template_kwargs:
@@ -230,10 +227,10 @@ class ChatFormat:
 
     def _turn_end_position(self, rendered: str, end: int) -> int:
         """Return the index after the turn whose answer ends before index ``end``."""
-        mark = self._turn_end_text
-        position = rendered.find(mark, end) if mark else -1
-        if position >= 0 and mark is not None:
-            return position + len(mark)
+        turn_end = self._turn_end_text
+        position = rendered.find(turn_end, end) if turn_end else -1
+        if position >= 0 and turn_end is not None:
+            return position + len(turn_end)
         others = [p + len(s) for s in self.special_tokens if (p := rendered.find(s, end)) >= 0]
         return min(others, default=len(rendered))
 
@@ -252,14 +249,14 @@ class ChatFormat:
         assert self.template is not None
         return render_conversations(
             self.template,
-            [[self._fields(message) for message in messages] for messages in conversations],
+            [[self._separate_thought(m) for m in messages] for messages in conversations],
             self._variables,
             PATH_KEY,
             add_generation_prompt=add_generation_prompt,
         )
 
-    def _fields(self, message: ChatMessage) -> ChatMessage:
-        """Add the thought of a message as separate fields, for templates that read those."""
+    def _separate_thought(self, message: ChatMessage) -> ChatMessage:
+        """Return a message with its thought as separate fields, for templates that read these."""
         if self.thinking_marks in (None, DEFAULT_THINKING_MARKS) or message["role"] != "assistant":
             return message
         thought, answer = split_thought(message["content"], self.thinking_marks)
@@ -272,8 +269,6 @@ class ChatFormat:
     def _variables(self) -> dict[str, Any]:
         names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
         return {**names, **self.template_kwargs}
-
-    # Tokens.
 
     @cached_property
     def thinking_marks(self) -> ThinkingMarks | None:
@@ -333,10 +328,10 @@ class ChatFormat:
     def bos_token_ids(self) -> np.ndarray:
         """The ids of tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        rendered = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        starts = range(len(rendered) - len(plain) + 1)
-        begin = next((i for i in starts if rendered[i : i + len(plain)] == plain), 0)
-        return np.asarray(rendered[:begin], np.int64)
+        full = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        starts = range(len(full) - len(plain) + 1)
+        begin = next((i for i in starts if full[i : i + len(plain)] == plain), 0)
+        return np.asarray(full[:begin], np.int64)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
         """Return the ids of the texts that are special tokens; other texts are ignored."""
@@ -429,7 +424,6 @@ def _answer_end(rendered: str, start: int, thought: str | None, answer: str) -> 
 
 
 def _common_prefix_length(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
@@ -492,7 +486,7 @@ def chat_template_affixes(
     Raises:
         DataError: The template omits messages.
     """
-    marked = [
+    placeholders = [
         [
             {**message, "content": f"{CONTENT_PLACEHOLDER}{n}{CONTENT_PLACEHOLDER}"}
             for n, message in enumerate(reply)
@@ -500,10 +494,10 @@ def chat_template_affixes(
         for reply in replies
     ]
     variants: list[Sequence[ChatMessage]] = []
-    for reply, marks in zip(replies, marked, strict=True):
-        variants.append([*LEADING_MESSAGES, *marks])
+    for reply, others in zip(replies, placeholders, strict=True):
+        variants.append([*LEADING_MESSAGES, *others])
         for n, message in enumerate(reply):
-            variants.append([*LEADING_MESSAGES, *marks[:n], message, *marks[n + 1 :]])
+            variants.append([*LEADING_MESSAGES, *others[:n], message, *others[n + 1 :]])
     texts = iter(render(variants))
     affixes = []
     for reply in replies:
@@ -528,9 +522,9 @@ def _template_gaps(text: str, count: int) -> list[tuple[str, str]]:
     The texts of a pair are equal, except in the first pair: there, the second text begins after the
     assistant's answer.
     """
-    head, mark, tail = text.partition(CONTENT_PLACEHOLDER)
+    head, placeholder, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
-    if not mark or parts[1::2] != [str(n) for n in range(count)]:
+    if not placeholder or parts[1::2] != [str(n) for n in range(count)]:
         raise DataError(
             "model.path: the chat template omits or moves messages in the turns of dialogues"
         )

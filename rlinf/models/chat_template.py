@@ -121,7 +121,7 @@ def run_renderer() -> None:
     soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     try:
-        result: dict[str, Any] = _process(request)
+        result: dict[str, Any] = _handle_request(request)
     except MemoryError:
         result = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except TemplateError as error:
@@ -133,7 +133,7 @@ def run_renderer() -> None:
     sys.stdout.write(json.dumps(result))
 
 
-def _process(request: Mapping[str, Any]) -> dict[str, Any]:
+def _handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
     from jinja2 import meta
 
     jinja = jinja_environment()

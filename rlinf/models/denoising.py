@@ -1,10 +1,10 @@
 """Denoising of actions by flow matching, with exact likelihoods of denoising chains.
 
 A network computes the velocity ``v = noise - action`` at the point ``x = tau noise + (1 - tau)
-action`` (Lipman et al., 2022, arXiv 2210.02747). The Euler method integrates from ``tau = 1`` to 0
-in ``N`` steps and turns noise into an action, whose density is intractable. For policy gradients,
-each step samples its next point from a normal distribution (pi-RL, arXiv 2510.25889). Then the
-log-probability of the *chain* of points is exact.
+action``; ``tau`` is the *noise fraction* (Lipman et al., 2022, arXiv 2210.02747). The Euler method
+integrates from ``tau = 1`` to 0 in ``N`` steps and turns noise into an action, whose density is
+intractable. For policy gradients, each step samples its next point from a normal distribution
+(pi-RL, arXiv 2510.25889). Then the log-probability of the *chain* of points is exact.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def noise_fractions(steps: int) -> Tensor:
 def flow_sde_sigmas(steps: int, level: float) -> Tensor:
     """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``.
 
-    At ``tau = 1`` the denominator is that of the next step.
+    At ``tau = 1``, where the denominator would be 0, it is that of the next step.
     """
     tau = noise_fractions(steps)
     denominator = torch.where(tau == 1, 1 / steps, 1 - tau)
@@ -114,8 +114,8 @@ class DenoisingProcess:
     ) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation of the points after ``points`` ``[..., K, *E]``.
 
-        ``indices`` ``[K]`` are those of the denoising steps. At temperature 0 the mean is the Euler
-        step.
+        ``indices`` ``[K]`` are the denoising steps that start at the points. At temperature 0 the
+        mean is the Euler step.
         """
         shape = (-1, *[1] * self.num_axes)
         tau = noise_fractions(self.steps).to(points.device)[indices].reshape(shape)
@@ -137,7 +137,6 @@ class DenoisingProcess:
             velocity: The velocity function of the policy.
             first: The first point of each chain, ``[..., *E]``.
             noise: Standard normal noise of each step, ``[..., N, *E]``; None at temperature 0.
-            temperature: Multiplies the standard deviations.
         """
         axis = first.ndim - self.num_axes
         points, chain = first.unsqueeze(axis), [first]
@@ -161,7 +160,6 @@ class DenoisingProcess:
         Args:
             chain: The points of each chain.
             velocity, log_std: Outputs at all points except the last, ``[..., N, *E]``.
-            temperature: Multiplies the standard deviations.
         """
         axis = chain.ndim - self.num_axes - 1
         indices = torch.arange(self.steps, device=chain.device)

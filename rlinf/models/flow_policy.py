@@ -98,9 +98,11 @@ class FlowPolicy(NormalizedVectorPolicy):
 
     def __init__(self, module: FlowNetworks, settings: dict[str, Any]) -> None:
         super().__init__(module, settings)
-        self.steps = int(settings["denoising_steps"])
+        self.num_denoising_steps = int(settings["denoising_steps"])
         self.action_size = int(settings["action"]["size"])
-        self._denoising = DenoisingProcess(self.steps, float(settings["noise_level"]), 1)
+        self._denoising = DenoisingProcess(
+            self.num_denoising_steps, float(settings["noise_level"]), 1
+        )
 
     @classmethod
     def check(cls, config: FlowConfig, spec: ModelSpec) -> None:
@@ -145,7 +147,7 @@ class FlowPolicy(NormalizedVectorPolicy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies of chains ``[..., N + 1, A]`` and values of
         observations ``[..., D]``, each ``[...]``."""
-        tau = noise_fractions(self.steps).to(chain.device)[:, None]
+        tau = noise_fractions(self.num_denoising_steps).to(chain.device)[:, None]
         velocity, log_std, values = self.module(observations, chain[..., :-1, :], tau)
         logprobs, entropy = self._denoising.logprobs_and_entropy(
             chain, velocity, log_std, temperature
@@ -155,7 +157,7 @@ class FlowPolicy(NormalizedVectorPolicy):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return standard normal noise ``[steps, N + 1, A]``: the start of each chain and the noise
         of its steps."""
-        shape = (steps, self.steps + 1, self.action_size)
+        shape = (steps, self.num_denoising_steps + 1, self.action_size)
         return random.standard_normal(size=shape).astype(np.float32)
 
     def act(

@@ -25,7 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 """The file that maps each tensor to one of several weight files."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"
-"""File of older folders with the processor's chat template, which tokenizers ignore."""
+"""File with the chat template of a multimodal model in older folders; tokenizers do not read it."""
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a git-lfs pointer, the placeholder of a file that was not fetched."""
 ADAPTER_FILE = "adapter_config.json"
@@ -333,10 +333,10 @@ def _check_file(path: Path) -> None:
                     "git lfs pull"
                 )
             file.seek(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            header_size = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or not 0 < header_size <= min(MAX_HEADER_BYTES, size - 8):
                 raise DataError(f"model.path: {path} is cut off or no safetensors file")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(header_size))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             ends = [entry["data_offsets"][1] for entry in entries.values()]
             quantized = sorted(
@@ -348,10 +348,10 @@ def _check_file(path: Path) -> None:
         raise DataError(f"model.path: {path} is cut off or no safetensors file") from None
     if not ends:
         raise DataError(f"model.path: {path} holds no tensors")
-    if size != 8 + length + max(ends):
+    expected_size = 8 + header_size + max(ends)
+    if size != expected_size:
         raise DataError(
-            f"model.path: {path} has {size} bytes, and {8 + length + max(ends)} by its header; "
-            "copy it again"
+            f"model.path: {path} has {size} bytes, and {expected_size} by its header; copy it again"
         )
     if quantized:
         raise _quantized_error(f"{path} holds quantized weights ({quantized[0]})")
@@ -361,7 +361,6 @@ def read_json_object(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a JSON file with an object.
 
     Args:
-        path: The file.
         key: The configuration key, for error messages.
 
     Raises:
@@ -430,7 +429,6 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def _files_in_index(index: Path) -> list[str]:
-    """Return the names of the weight files that an index lists."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"model.path: {index} has no weight_map; copy the folder again")
@@ -438,7 +436,6 @@ def _files_in_index(index: Path) -> list[str]:
 
 
 def _no_weights_message(folder: Path) -> str:
-    """Return the error message for a folder without readable weights."""
     if any(folder.glob(f"{MISTRAL_PREFIX}*.safetensors")):
         return (
             f"model.path: {folder} has its weights in Mistral's own format alone "

@@ -1,7 +1,7 @@
 """Image preprocessing of vision-language models: sizes, patches, and rotary positions.
 
-Records have images as RGB bytes, resized to whole tokens. Policies and engines convert the images
-to patches themselves, without another image library.
+Records have images as RGB bytes, with sides resized to whole numbers of tokens. Policies and
+engines convert the images to patches themselves, without another image library.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class ImageProcessor:
     min_pixels: int = 56 * 56
     """Smallest number of pixels of an image; smaller images are enlarged."""
     max_pixels: int = 28 * 28 * 1280
+    """Largest number of pixels; larger images are reduced."""
 
     @classmethod
     def from_folder(cls, folder: Path, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -188,27 +189,27 @@ class ImageProcessor:
         """
         result = np.zeros((3, len(tokens)), np.int64)
         is_image = tokens == self.image_token_id
-        start = next_position = 0
+        text_start = next_position = 0
         for _, height, width in self.patch_grids(sizes).tolist():
             rows, columns = height // self.merge_size, width // self.merge_size
-            image_tokens = np.flatnonzero(is_image[start:])
-            begin = start + int(image_tokens[0]) if len(image_tokens) else len(tokens)
+            image_tokens = np.flatnonzero(is_image[text_start:])
+            begin = text_start + int(image_tokens[0]) if len(image_tokens) else len(tokens)
             end = begin + rows * columns
             if not is_image[begin:end].all() or end > len(tokens):
                 raise self._mismatch_error(is_image, sizes)
-            result[:, start:begin] = next_position + np.arange(begin - start)
-            next_position += begin - start
+            result[:, text_start:begin] = next_position + np.arange(begin - text_start)
+            next_position += begin - text_start
             result[0, begin:end] = next_position
             result[1, begin:end] = next_position + np.repeat(np.arange(rows), columns)
             result[2, begin:end] = next_position + np.tile(np.arange(columns), rows)
-            start, next_position = end, next_position + max(rows, columns)
-        if is_image[start:].any():
+            text_start, next_position = end, next_position + max(rows, columns)
+        if is_image[text_start:].any():
             raise self._mismatch_error(is_image, sizes)
-        result[:, start:] = next_position + np.arange(len(tokens) - start)
+        result[:, text_start:] = next_position + np.arange(len(tokens) - text_start)
         return result
 
     def rope_shift(self, sizes: np.ndarray) -> int:
-        """Return the rotary position minus the index of tokens after the images."""
+        """Return the difference of rotary position and index, for tokens after the images."""
         grids = self.patch_grids(sizes)[:, 1:] // self.merge_size
         return int((grids.max(1) - grids.prod(1)).sum()) if len(grids) else 0
 

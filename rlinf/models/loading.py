@@ -122,7 +122,7 @@ def new_meta_module(config: CausalLMConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf_config(config, vocabulary=2))  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(hf_config(config, vocabulary_size=2))  # type: ignore[no-untyped-call]
 
 
 def text_config(config: CausalLMConfig) -> Any:
@@ -185,7 +185,6 @@ def iter_weights(
 
     Args:
         module: The network; None: yield all tensors by their names in the files.
-        folder: The checkpoint folder.
         source: The key and the folder, for error messages.
         row_range: Returns the start and end of the rows to read, for a tensor of the network.
 
@@ -196,19 +195,19 @@ def iter_weights(
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsReader(path)) for path in tensor_files(folder)]
-        in_files = {name: (file, name) for file in files for name in file.shapes}
+        by_stored_name = {stored: (file, stored) for file in files for stored in file.shapes}
         if module is None:
             for file in files:
                 yield from file.tensors()
             return
-        by_name = add_base_prefix(in_files, module)
-        shapes = {name: file.shapes[stored] for name, (file, stored) in by_name.items()}
+        by_network_name = add_base_prefix(by_stored_name, module)
+        shapes = {name: file.shapes[stored] for name, (file, stored) in by_network_name.items()}
         check_tensors(source, shapes, module)
         state = module.state_dict(keep_vars=True)
         for file in files:
             names = {
                 stored: name
-                for name, (source_file, stored) in by_name.items()
+                for name, (source_file, stored) in by_network_name.items()
                 if source_file is file and name in state
             }
             rows = (
@@ -223,7 +222,7 @@ def iter_weights(
 def reload_weights(module: Any, folder: Path) -> bool:
     """Load another version of the weights into a loaded network.
 
-    Return False, without changes, if the folder does not have exactly these tensors.
+    Return False, without changes, if the folder does not have exactly the network's tensors.
     """
     try:
         load_weights(module, folder, str(folder))
@@ -284,7 +283,7 @@ def _create_on_meta(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
 
 
 def _attention(settings: Any) -> str | None:
-    """Return the attention implementation until packing or an engine sets another one.
+    """Return the initial attention implementation, which packing or an engine may replace.
 
     None lets ``transformers`` choose fused attention if all parts support it, else eager attention.
     """
@@ -337,7 +336,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 class CheckpointExporter:
-    """Converts a network's tensors to its checkpoint's; uses the first of tied tensors."""
+    """Converts a network's tensors to those of its checkpoint, without copies of tied tensors."""
 
     def __init__(self, module: Any) -> None:
         """
@@ -352,8 +351,8 @@ class CheckpointExporter:
         self._templates: dict[str, Tensor] = {n: tensor.to("meta") for n, tensor in state.items()}
         self._module = module.to("meta")
         untied = {name: self._templates[name] for name in self._first_names.values()}
-        self._renames = checkpoint_names_differ(module)
-        self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
+        self._names_differ = checkpoint_names_differ(module)
+        self.meta_tensors = to_checkpoint_tensors(module, untied) if self._names_differ else untied
         """Each checkpoint tensor on ``meta``, with its shape and type."""
 
     def export(
@@ -376,7 +375,7 @@ class CheckpointExporter:
             DataError: A name or shape does not fit, or tensors are missing (raised at the end).
         """
         checked = self._check_each(tensors, device, copy)
-        if not self._renames:
+        if not self._names_differ:
             yield from checked
         elif _converts_one_by_one(self._module):
             for name, tensor in checked:
@@ -387,6 +386,7 @@ class CheckpointExporter:
     def _check_each(
         self, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, copy: bool
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor under the first of its tied names; raises as :meth:`export`."""
         missing = set(self._first_names.values())
         for name, tensor in tensors:
             if name not in self._templates or self._templates[name].shape != tensor.shape:
@@ -407,9 +407,12 @@ def _converts_one_by_one(module: Any) -> bool:
 
 
 def find_gguf(source: str) -> Path:
-    """Return the GGUF file of a path, or of a package that has exactly one.
+    """Return the GGUF file at a path, or the only one in an installed package.
 
     The package is not imported.
+
+    Args:
+        source: The path of a ``.gguf`` file, or the name of a package.
 
     Raises:
         DataError: The file does not exist, or the package has none or several.

@@ -194,8 +194,8 @@ PLAIN_HEAD_FAMILIES = {
 """Families whose logits are the outputs of the head, without scaling or capping."""
 
 SOFTCAP_FAMILIES = {"gemma2", "gemma3_text"}
-"""Families like these, but with a soft cap after the output head if their configuration has
-``final_logit_softcapping``."""
+"""Families like :data:`PLAIN_HEAD_FAMILIES`, but with a soft cap after the output head if their
+configuration has ``final_logit_softcapping``."""
 
 
 def plain_head(module: Any) -> nn.Linear | None:

@@ -2,8 +2,9 @@
 
 A row is a prompt and its response. All operations except attention see only the packed tokens. A
 prompt that several rows share is stored once, and its responses follow with the position ids of
-their own rows. :func:`packed_attention` gathers rows of similar length into blocks and computes the
-attention of each row separately.
+their own rows. A *span* is a complete row, a shared prompt, or a response to a shared prompt.
+:func:`packed_attention` gathers spans of similar length into blocks and computes the attention of
+each span separately.
 
 With flash attention on GPUs, prompts are repeated and rows are contiguous. Flash attention finds
 the rows by positions that restart at 0 and needs no padding.
@@ -40,7 +41,7 @@ PACKABLE_FAMILIES = PLAIN_HEAD_FAMILIES - UNPACKABLE_FAMILIES - OWN_ATTENTION_FA
 PACKED_ATTENTION = "rlinf_packed"
 """The name of :func:`packed_attention` in the attention registry of ``transformers``."""
 MIN_LENGTH_RATIO = 0.6
-"""Smallest length of a row in a block, relative to the longest row of the block."""
+"""Smallest length of a span in a block, relative to the longest span of the block."""
 
 
 def enable_packed_attention(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
@@ -85,10 +86,10 @@ def check_packable(family: str) -> None:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The layout of packed tokens for attention, as blocks of rows of similar length.
+    """The layout of packed tokens for attention, as blocks of spans of similar length.
 
-    A block of ``n`` rows has queries ``[n, r]``, right-padded with arbitrary tokens. Its keys
-    ``[n, k]`` are the shared prompt of each row, left-padded, followed by the row itself.
+    The queries ``[n, r]`` of a block are its ``n`` spans, right-padded with arbitrary tokens. Its
+    keys ``[n, k]`` are the shared prompt of each span, left-padded, followed by the span itself.
     """
 
     queries: Tensor
@@ -96,7 +97,7 @@ class PackedRows:
     keys: Tensor
     """Index in the packed tokens of each key, for all blocks as in ``queries``."""
     key_padding: Tensor
-    """Number of left padding tokens in the keys of each row, over all blocks."""
+    """Number of left padding tokens in the keys of each span, over all blocks."""
     order: Tensor
     """Index in ``queries`` of each packed token, ``[L]``."""
     shapes: list[tuple[int, int, int, int]]
@@ -131,7 +132,7 @@ class PackedRows:
         visible = keys <= queries
         if window is not None:
             visible = visible & (keys > queries - window)
-        # Right padding follows all tokens of its row, so no token sees it.
+        # Right padding follows all tokens of its span, so no token sees it.
         if not has_left_padding:
             return visible[None, None]
         padding = torch.split(self.key_padding, [n for n, *_ in self.shapes])[block]
@@ -144,7 +145,7 @@ def pack(
     length: int,
     *,
     share: bool,
-    keys: Sequence[bytes] | None = None,
+    prompt_keys: Sequence[bytes] | None = None,
     positions: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """Pack rows, each a prompt and its response of at most ``length`` tokens.
@@ -152,9 +153,9 @@ def pack(
     Args:
         prompts: Token ids of each prompt.
         actions: Token ids of each response.
-        length: The length of the padded outputs.
+        length: Number of columns ``T`` of the padded outputs.
         share: Whether a prompt of several rows is stored once.
-        keys: A key per row; rows with equal keys share their prompt. Default: the prompt tokens.
+        prompt_keys: A key per row; rows with equal keys share their prompt. Default: its token ids.
         positions: Position ids of each row's tokens, ``[..., P + T - 1]``; default: from 0.
 
     Returns:
@@ -181,12 +182,12 @@ def pack(
             spans.append((begin, len(part), prompt_start if offset else -1))
         return begin
 
-    prompt_keys = list[object](keys or [prompt.tobytes() for prompt in prompts])
-    prompt_keys = prompt_keys if share else list(range(len(prompts)))
-    counts = Counter[object](prompt_keys)
+    keys = list[object](prompt_keys or [prompt.tobytes() for prompt in prompts])
+    keys = keys if share else list(range(len(prompts)))
+    counts = Counter[object](keys)
     prompt_starts: dict[object, int] = {}
     logit_indices = []
-    for i, (key, prompt, answer) in enumerate(zip(prompt_keys, prompts, actions, strict=True)):
+    for i, (key, prompt, answer) in enumerate(zip(keys, prompts, actions, strict=True)):
         if counts[key] == 1:
             begin = append(i, np.concatenate((prompt, answer[:-1])), 0, -1)
             logit_indices.append(begin + len(prompt) - 1 + np.arange(len(answer)))
@@ -205,7 +206,7 @@ def pack(
         "step_indices": np.concatenate(step_indices),
     }
     if share:
-        ends = {begin: begin + size for begin, size, prompt in spans if prompt < 0}
+        ends = {begin: begin + count for begin, count, prompt in spans if prompt < 0}
         arrays |= _blocks(spans, ends, size)
     return {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
 
@@ -216,40 +217,40 @@ def _blocks(
     """Return the fields of :class:`PackedRows`.
 
     Args:
-        spans: Start and length of each row, and the start of its shared prompt (or -1).
-        ends: The end of each prompt, by its start.
+        spans: Start and length of each span, and the start of its shared prompt (or -1).
+        ends: The end of each shared prompt, by its start.
         size: Number of packed tokens.
     """
     queries, keys, key_padding = list[np.ndarray](), list[np.ndarray](), list[int]()
     order, num_queries, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
-    # Only rows with a shared prompt need a mask.
-    for rows in (
-        block
+    # Only spans with a shared prompt need a mask.
+    for block in (
+        group
         for has_prompt in (False, True)
-        for block in _group_by_length([s for s in spans if (s[2] >= 0) is has_prompt])
+        for group in _group_by_length([s for s in spans if (s[2] >= 0) is has_prompt])
     ):
-        width = max(length for _, length, _ in rows)
-        max_prompt = max(ends[prompt] - prompt if prompt >= 0 else 0 for _, _, prompt in rows)
+        width = max(length for _, length, _ in block)
+        max_prompt = max(ends[prompt] - prompt if prompt >= 0 else 0 for _, _, prompt in block)
         has_left_padding = 0
-        for begin, length, prompt in rows:
+        for begin, length, prompt in block:
             indices = np.zeros(max_prompt + width, np.int64)
-            row = np.arange(begin, begin + length)
-            indices[max_prompt : max_prompt + length] = row
+            span = np.arange(begin, begin + length)
+            indices[max_prompt : max_prompt + length] = span
             padding = max_prompt - (ends[prompt] - prompt if prompt >= 0 else 0)
             indices[padding:max_prompt] = np.arange(prompt, prompt + max_prompt - padding)
-            order[row] = num_queries + np.arange(length)
+            order[span] = num_queries + np.arange(length)
             num_queries += width
             queries.append(indices[max_prompt:])
             keys.append(indices)
             key_padding.append(padding)
             has_left_padding |= padding > 0
-        shapes.append((len(rows), width, max_prompt + width, has_left_padding))
+        shapes.append((len(block), width, max_prompt + width, has_left_padding))
     arrays = {"queries": np.concatenate(queries), "keys": np.concatenate(keys), "order": order}
     return {**arrays, "key_padding": np.array(key_padding), "shapes": np.array(shapes)}
 
 
 def _group_by_length(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Group rows of similar length into blocks, longest first."""
+    """Group spans of similar length into blocks, longest first."""
     blocks: list[list[tuple[int, int, int]]] = []
     for span in sorted(spans, key=lambda span: (-span[1], span[0])):
         if blocks and span[1] >= MIN_LENGTH_RATIO * blocks[-1][0][1]:

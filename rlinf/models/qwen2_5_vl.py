@@ -118,9 +118,9 @@ class Qwen25VL(CausalLM):
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
-        """Return the tokenizer, with an :class:`ImageProcessor` as attribute ``images``."""
+        """Return the tokenizer, with the image processor as its attribute."""
         tokenizer = HFFolder.from_config(config, folder).tokenizer
-        tokenizer.images = cls.image_processor(folder)
+        tokenizer.image_processor = cls.image_processor(folder)
         return tokenizer
 
     @classmethod
@@ -233,7 +233,7 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
     from transformers import Qwen2_5_VLConfig
 
     num_frequencies = config.hidden // config.heads // 2
-    per_side = 3 * num_frequencies // 8
+    num_spatial = 3 * num_frequencies // 8
     return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(vocabulary),
@@ -247,7 +247,7 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
-                "mrope_section": [num_frequencies - 2 * per_side, per_side, per_side],
+                "mrope_section": [num_frequencies - 2 * num_spatial, num_spatial, num_spatial],
             },
             "pad_token_id": 0,
             "eos_token_id": 1,

@@ -1,8 +1,8 @@
 """Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-``transformers`` chooses these frequencies in each call, by the longest row. The results of a row
-would then depend on the other rows, and an update on its micro-batches. Here the frequencies are
-chosen once, by ``model.max_model_len``, as in vLLM.
+``transformers`` chooses these frequencies in each call, by the longest row. Then the results of a
+row would depend on the other rows, and an update would depend on the micro-batches. Here the
+frequencies are chosen once, by ``model.max_model_len``, as in vLLM.
 
 Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
 """
@@ -18,8 +18,8 @@ from rlinf.errors import DataError
 ROPE_TYPES = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
 """Rope types in ``config.json`` that depend on the length, and their names in ``transformers``."""
 
-LENGTH_KEYS = ("max_position_embeddings", "model_max_length", "max_seq_len")
-"""Names of the context length in ``config.json``."""
+MAX_LENGTH_KEYS = ("max_position_embeddings", "model_max_length", "max_seq_len")
+"""Keys in ``config.json`` of the longest sequence; the first one that is set counts."""
 HUNYUAN_FIXED_KEY = "alpha"
 """Key in the dynamic scaling of HunYuan models that scales the frequency base for all lengths
 (``ntk_alpha`` in ``transformers``)."""
@@ -42,7 +42,7 @@ def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     is_hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
-    lengths = (settings.get(name) for name in LENGTH_KEYS)
+    lengths = (settings.get(name) for name in MAX_LENGTH_KEYS)
     max_length = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
         rope_type = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
@@ -127,9 +127,9 @@ def _freeze(part: Any, length: int, layer_type: str | None) -> None:
         return
     options = {} if layer_type is None else {"layer_type": layer_type}
     compute = ROPE_INIT_FUNCTIONS[rope_type]
-    frequencies, scaling = compute(part.config, None, seq_len=length, **options)
+    frequencies, attention_scaling = compute(part.config, None, seq_len=length, **options)
     buffer.copy_(frequencies)
-    setattr(part, f"{prefix}attention_scaling", scaling)
+    setattr(part, f"{prefix}attention_scaling", attention_scaling)
     # For the type "default", transformers does not update the frequencies in each call.
     if layer_type is None:
         part.rope_type = "default"

@@ -39,7 +39,6 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
     """Check that a folder has a sequence classifier with one label, without reading its weights.
 
     Args:
-        folder: The model folder.
         key: The configuration key of the folder, for error messages.
         limit: Largest number of tokens of a row, as in :func:`load_classifier`.
 
@@ -70,7 +69,6 @@ def load_classifier(
     The network maps ``input_ids`` and ``attention_mask`` ``[B, T]`` to ``logits`` ``[B, 1]``.
 
     Args:
-        folder: The model folder.
         dtype: The type of the weights.
         key: The configuration key of the folder, for error messages.
         limit: Largest number of tokens of a row, for length-dependent rotary frequencies.
@@ -97,7 +95,6 @@ def load_classifier(
 
 
 def _class_and_config(folder: Path) -> tuple[Any, Any]:
-    """Return the class and the configuration of the network."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     settings = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -109,9 +109,9 @@ class SmolVLAPolicy(Policy):
         """Number of executed actions per chunk, and dimension of an action."""
         # Adapters do not cover the noise head.
         self.supports_lora = config.noise_method != "learned"
-        self.steps = int(settings["num_steps"])
+        self.num_denoising_steps = int(settings["num_steps"])
         """Number of denoising steps ``N``."""
-        self._denoising = DenoisingProcess(self.steps, config.noise_level, 2)
+        self._denoising = DenoisingProcess(self.num_denoising_steps, config.noise_level, 2)
         self._cameras = list(map_cameras(settings, config.camera_map).values())
         self._image_columns = [IMAGE_PREFIX + camera for camera in self._cameras]
         self._max_state_dim = int(settings["max_state_dim"])
@@ -148,17 +148,18 @@ class SmolVLAPolicy(Policy):
             )
         if config.path is None:
             settings = new_policy_config(config, spec)
-            vlm = new_vlm_config(config, settings["resize_imgs_with_padding"][0], 2)
+            side = settings["resize_imgs_with_padding"][0]
+            vlm_settings = new_vlm_config(config, side, vocabulary_size=2)
         else:
             source = config.path.expanduser()
             settings = read_policy_config(source)
-            vlm = read_vlm_config(*locate_vlm(source, settings, config.vlm_path))
+            vlm_settings = read_vlm_config(*locate_vlm(source, settings, config.vlm_path))
             check_weight_files(source)
             if not (source / WEIGHTS_FILE).is_file():
                 raise DataError(
                     f"model.path: {source} has no {WEIGHTS_FILE}; copy the folder again"
                 )
-        check_smolvla_task(settings, vlm, config, spec)
+        check_smolvla_task(settings, vlm_settings, config, spec)
         if config.norm_stats is not None:
             _read_statistics(config.norm_stats, settings)
         elif config.path is not None:
@@ -185,8 +186,9 @@ class SmolVLAPolicy(Policy):
         settings = new_policy_config(config, spec)
         (folder / VLM_FOLDER).mkdir()
         vocabulary = write_character_tokenizer(DEFAULT_ALPHABET + "\n", folder / VLM_FOLDER)
-        vlm = new_vlm_config(config, settings["resize_imgs_with_padding"][0], len(vocabulary))
-        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
+        side = settings["resize_imgs_with_padding"][0]
+        vlm_settings = new_vlm_config(config, side, len(vocabulary))
+        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm_settings, indent=1))
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
         sizes = {
             STATE_FEATURE: feature_size(settings, STATE_FEATURE),
@@ -200,7 +202,7 @@ class SmolVLAPolicy(Policy):
         write_processors(folder, settings, statistics)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = _create_network(settings, vlm, config)
+            module = _create_network(settings, vlm_settings, config)
         _write_weights(folder, module.state_dict())
 
     @classmethod
@@ -217,11 +219,11 @@ class SmolVLAPolicy(Policy):
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
         copy_non_weight_files(vlm_folder.resolve(), folder / VLM_FOLDER)
         # Training updates token embeddings and output head separately, so they must not be tied.
-        vlm = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
+        vlm_settings = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
             "tie_word_embeddings": False
         }
-        vlm["text_config"] |= {"tie_word_embeddings": False}
-        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
+        vlm_settings["text_config"] |= {"tie_word_embeddings": False}
+        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm_settings, indent=1))
         changes = {"num_steps": config.denoising_steps, "n_action_steps": config.chunk_size}
         stored |= {name: value for name, value in changes.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(stored, indent=1))
@@ -236,11 +238,11 @@ class SmolVLAPolicy(Policy):
             DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_policy_config(folder)
-        vlm = read_vlm_config(*locate_vlm(folder, settings, None))
+        vlm_settings = read_vlm_config(*locate_vlm(folder, settings, None))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                module = _create_network(settings, vlm, config)
+                module = _create_network(settings, vlm_settings, config)
             tensors = load_tensors(folder / WEIGHTS_FILE)
             if (folder / HEADS_FILE).is_file():
                 tensors |= load_tensors(folder / HEADS_FILE)
@@ -297,7 +299,7 @@ class SmolVLAPolicy(Policy):
         These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and ``prompt_mask``
         ``[B, T, L]``, ``state`` ``[B, T, max_state_dim]`` and ``mask``. Sampled trajectories add
         ``chain`` ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise``
-        ``[B, T, C, A]`` and ``uniform``.
+        ``[B, T, C, A]`` and ``uniform`` ``[B, T]``. ``A`` is ``max_action_dim``.
         """
         length = max(map(len, trajectories))
         rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
@@ -330,7 +332,7 @@ class SmolVLAPolicy(Policy):
         if (chain := columns.get(CHAIN_COLUMN)) is None:
             losses, values = self._imitation_loss(columns)
             return StepOutputs(flat.scatter(-losses), None, flat.scatter(values))
-        tau = noise_fractions(self.steps).to(batch["mask"].device)
+        tau = noise_fractions(self.num_denoising_steps).to(batch["mask"].device)
         velocity, noise_outputs, values = self.module(*self._inputs(columns, chain[:, :-1], tau))
         logprobs, entropies = self._chain_logprobs(chain, velocity, noise_outputs, temperature)
         return StepOutputs(
@@ -342,8 +344,8 @@ class SmolVLAPolicy(Policy):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return standard normal noise ``[steps, N + 1, C, max_action_dim]``: the start of each
         chain and the noise of its steps."""
-        shape = (steps, self.steps + 1, self.action_shape[0], self._max_action_dim)
-        return random.standard_normal(size=shape).astype(np.float32)
+        chain_shape = (self.num_denoising_steps + 1, self.action_shape[0], self._max_action_dim)
+        return random.standard_normal(size=(steps, *chain_shape)).astype(np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
@@ -359,7 +361,7 @@ class SmolVLAPolicy(Policy):
         images = [observations[name] for name in self._image_columns]
         prefix = self.module.encode_prefix(prompt, prompt_mask, self._scale_state(state), *images)
         chain = self.sample_chains(prefix, noise, temperature)
-        tau = noise_fractions(self.steps).to(state.device)
+        tau = noise_fractions(self.num_denoising_steps).to(state.device)
         velocity, noise_outputs = self.module.velocity(prefix, chain[:, :-1], tau)
         return {
             "action": self._action_normalizer.unnormalize(chain[:, -1, :, : self.action_shape[1]]),
@@ -389,7 +391,7 @@ class SmolVLAPolicy(Policy):
     def num_tokens(self, trajectory: Trajectory) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
         patches = (self.module.image_size[0] // vision.patch_size) ** 2 * len(self._image_columns)
-        return max(1, len(trajectory)) * (patches + self.steps * self.action_shape[0])
+        return max(1, len(trajectory)) * (patches + self.num_denoising_steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:
         models: Any = self.module.model.vlm_with_expert
@@ -438,10 +440,12 @@ class SmolVLAPolicy(Policy):
 
 
 def _create_network(
-    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig
+    settings: Mapping[str, Any], vlm_settings: Mapping[str, Any], config: SmolVLAConfig
 ) -> SmolVLANetwork:
     learned = config.noise_method == "learned"
-    return SmolVLANetwork(settings, vlm, learned_noise=learned, value_level=config.value_level)
+    return SmolVLANetwork(
+        settings, vlm_settings, learned_noise=learned, value_level=config.value_level
+    )
 
 
 def _read_statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:

@@ -114,7 +114,6 @@ def read_normalizer(
     """Read the normalization of a feature from a processor of a folder.
 
     Args:
-        folder: The policy folder.
         processor: :data:`PREPROCESSOR` or :data:`POSTPROCESSOR`.
         step: Name of the processor's step.
         feature: Name of the feature.
@@ -157,7 +156,6 @@ def read_feature_statistics(
     """Read the statistics of the leading dimensions of features from a data set's ``stats.json``.
 
     Args:
-        path: The file.
         sizes: Number of dimensions to read, by feature.
 
     Raises:
@@ -365,8 +363,8 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     state = config.proprio_dim or int(spec["observation"])
     size, chunk = int(spec["action"]["size"]), config.chunk_size or 8
     images = {
-        CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *size]}
-        for name, size in spec["images"].items()
+        CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *shape]}
+        for name, shape in spec["images"].items()
     }
     return {
         "type": SMOLVLA_TYPE,
@@ -388,8 +386,8 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a new network's vision-language model."""
+def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary_size: int) -> dict[str, Any]:
+    """Return a new vision-language model's ``config.json``; ``side``: of its images, pixels."""
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],
@@ -408,7 +406,7 @@ def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[st
         },
         "text_config": {
             "model_type": "llama",
-            "vocab_size": vocabulary,
+            "vocab_size": vocabulary_size,
             "hidden_size": config.hidden,
             "num_hidden_layers": config.layers,
             "num_attention_heads": config.heads,
@@ -469,7 +467,6 @@ def read_vlm_config(folder: Path, key: str) -> dict[str, Any]:
     """Read the ``config.json`` of a SmolVLM vision-language model.
 
     Args:
-        folder: The model folder.
         key: The configuration key, for error messages.
 
     Raises:
@@ -510,7 +507,7 @@ def locate_vlm(
 def map_cameras(settings: Mapping[str, Any], camera_map: Mapping[str, str]) -> dict[str, str]:
     """Return the task's camera for each camera of a folder, in the folder's order.
 
-    Empty cameras are omitted, because their tokens are masked.
+    LeRobot's empty cameras (which stand for absent ones) are omitted, as their tokens are masked.
     """
     names = [
         name.removeprefix(CAMERA_PREFIX)
@@ -528,7 +525,10 @@ def feature_size(settings: Mapping[str, Any], feature: str) -> int:
 
 
 def check_smolvla_task(
-    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig, spec: ModelSpec
+    settings: Mapping[str, Any],
+    vlm_settings: Mapping[str, Any],
+    config: SmolVLAConfig,
+    spec: ModelSpec,
 ) -> None:
     """Check that images, state and actions of a task fit a network.
 
@@ -550,12 +550,12 @@ def check_smolvla_task(
             else f"model.camera_map: the task shows no {missing[0]}, only {', '.join(images)}"
         )
     width, height = settings["resize_imgs_with_padding"]
-    vision, merge = vlm["vision_config"], int(vlm.get("scale_factor", 2))
-    tile = int(vision.get("patch_size", 32)) * merge
-    if width != height or width % tile or width > int(vision.get("image_size", 224)):
+    vision, merge = vlm_settings["vision_config"], int(vlm_settings.get("scale_factor", 2))
+    token_side = int(vision.get("patch_size", 32)) * merge
+    if width != height or width % token_side or width > int(vision.get("image_size", 224)):
         raise ConfigError(
             f"model.image_size: images are resized to {width} x {height}, and must be squares of "
-            f"whole tokens, {merge} x {merge} patches of {tile // merge} pixels each; change "
+            f"whole tokens, {merge} x {merge} patches of {token_side // merge} pixels each; change "
             "model.image_size or model.patch_size"
         )
     if (size := feature_size(settings, ACTION_FEATURE)) != spec["action"]["size"]:

@@ -75,11 +75,11 @@ class SmolVLALayer(nn.Module):
         queries = apply_rope(self._split_heads(attention.q_proj(inputs)), positions)
         if self.is_cross_attention:
             assert prefix is not None
-            flat = (column.transpose(1, 2).flatten(2) for column in prefix)
+            flat = (states.transpose(1, 2).flatten(2) for states in prefix)
             projections = (attention.k_proj, attention.v_proj)
             keys, values = (
-                self._split_heads(project(column))
-                for project, column in zip(projections, flat, strict=True)
+                self._split_heads(project(states))
+                for project, states in zip(projections, flat, strict=True)
             )
         else:
             keys = apply_rope(self._split_heads(attention.k_proj(inputs)), positions)
@@ -90,20 +90,20 @@ class SmolVLALayer(nn.Module):
         hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
 
-    def _split_heads(self, column: Tensor) -> Tensor:
+    def _split_heads(self, states: Tensor) -> Tensor:
         size = self.self_attn.head_dim
-        return column.reshape(*column.shape[:-1], -1, size).transpose(1, 2)
+        return states.reshape(*states.shape[:-1], -1, size).transpose(1, 2)
 
 
-def apply_rope(column: Tensor, positions: Tensor) -> Tensor:
+def apply_rope(states: Tensor, positions: Tensor) -> Tensor:
     """Apply rotary embeddings (arXiv 2104.09864) to ``[n, heads, L, head_dim]`` at positions ``[n,
     L]``."""
-    half = column.shape[-1] // 2
-    exponents = torch.arange(half, device=column.device) * (2 / column.shape[-1])
+    half = states.shape[-1] // 2
+    exponents = torch.arange(half, device=states.device) * (2 / states.shape[-1])
     angles = (positions[..., None] / ROPE_THETA**exponents)[:, None]
     sin, cos = angles.sin(), angles.cos()
-    first, second = column[..., :half].float(), column[..., half:].float()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(column.dtype)
+    first, second = states[..., :half].float(), states[..., half:].float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(states.dtype)
 
 
 def sinusoidal_time_embedding(
@@ -117,7 +117,7 @@ def sinusoidal_time_embedding(
 
 
 def resize_with_padding(images: Tensor, width: int, height: int) -> Tensor:
-    """Resize images ``[n, 3, H, W]`` in [0, 1] to fit, padded with zeros on the left and top."""
+    """Resize images ``[n, 3, H, W]`` in [0, 1] to fit; zeros pad the left and top."""
     rows, columns = images.shape[2:]
     ratio = max(columns / width, rows / height)
     size = (int(rows / ratio), int(columns / ratio))
@@ -129,11 +129,11 @@ def resize_with_padding(images: Tensor, width: int, height: int) -> Tensor:
 class VLMWithExpert(nn.Module):
     """The vision-language model, truncated to its lower layers, and the action expert."""
 
-    def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], vlm_settings: Mapping[str, Any]) -> None:
         from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
 
         super().__init__()
-        config = SmolVLMConfig(**vlm)
+        config = SmolVLMConfig(**vlm_settings)
         disable_dropout(config)
         model_class: Any = SmolVLMForConditionalGeneration
         self.vlm = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -170,13 +170,15 @@ def expert_intermediate_size(width: int) -> int:
 
 
 class VLAFlowMatching(nn.Module):
-    """Both models, with the projections of states, actions and times."""
+    """Both models (:class:`VLMWithExpert`), with the projections of states, actions and times."""
 
-    def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], vlm_settings: Mapping[str, Any]) -> None:
         super().__init__()
-        self.vlm_with_expert = VLMWithExpert(settings, vlm)
+        self.vlm_with_expert = VLMWithExpert(settings, vlm_settings)
         expert_width = self.vlm_with_expert.expert_width
-        self.state_proj = nn.Linear(settings["max_state_dim"], vlm["text_config"]["hidden_size"])
+        self.state_proj = nn.Linear(
+            settings["max_state_dim"], vlm_settings["text_config"]["hidden_size"]
+        )
         self.action_in_proj = nn.Linear(settings["max_action_dim"], expert_width)
         self.action_out_proj = nn.Linear(expert_width, settings["max_action_dim"])
         self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
@@ -189,7 +191,7 @@ class SmolVLANetwork(nn.Module):
     def __init__(
         self,
         settings: Mapping[str, Any],
-        vlm: Mapping[str, Any],
+        vlm_settings: Mapping[str, Any],
         *,
         learned_noise: bool,
         value_level: ValueLevel = "chunk",
@@ -197,16 +199,16 @@ class SmolVLANetwork(nn.Module):
         """
         Args:
             settings: The ``config.json`` of a folder.
-            vlm: The ``config.json`` of the vision-language model.
+            vlm_settings: The ``config.json`` of the vision-language model.
             learned_noise: Whether a noise head computes the noise of denoising steps.
             value_level: Whether there is one value per chunk or per action.
         """
         super().__init__()
-        self.model = VLAFlowMatching(settings, vlm)
+        self.model = VLAFlowMatching(settings, vlm_settings)
         self.image_size: tuple[int, int] = tuple(settings["resize_imgs_with_padding"])
         """Width and height of the vision transformer's input, pixels."""
         self._time_periods = (float(settings["min_period"]), float(settings["max_period"]))
-        width = vlm["text_config"]["hidden_size"]
+        width = vlm_settings["text_config"]["hidden_size"]
         expert_width = self.model.vlm_with_expert.expert_width
         self._value_level = value_level
         num_values = int(settings["n_action_steps"]) if value_level == "action" else 1
@@ -295,11 +297,11 @@ class SmolVLANetwork(nn.Module):
         causal_mask = (time_index[:, None] == time_index) & (action_index[:, None] >= action_index)
         prefix_mask = prefix.mask[:, None, None].expand(-1, 1, num_times * length, -1)
         full_mask = torch.cat([prefix_mask, causal_mask.expand(count, 1, -1, -1)], -1)
-        start = prefix.mask.sum(1, keepdim=True)
+        prefix_length = prefix.mask.sum(1, keepdim=True)
         for layer, key_values in zip(expert["layers"], prefix.layers, strict=True):
             # As in LeRobot, positions of cross-attention layers start at 0.
             is_cross = layer.is_cross_attention
-            positions = action_index.expand(count, -1) if is_cross else start + action_index
+            positions = action_index.expand(count, -1) if is_cross else prefix_length + action_index
             mask = prefix_mask if is_cross else full_mask
             hidden = layer(hidden, positions, mask, key_values)[0]
         hidden = expert["norm"](hidden).reshape(count, num_times, length, -1)

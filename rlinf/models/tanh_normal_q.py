@@ -24,14 +24,14 @@ from rlinf.models.base import Batch, ModelSpec, StepOutputs
 from rlinf.models.vector_policy import VectorPolicy
 from rlinf.registry import ACTION_VALUES, IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS
 
-TANH_EDGE = 1e-6
-"""Actions are clamped to magnitude ``1 - TANH_EDGE`` before tanh is inverted, because the density
+TANH_EPS = 1e-6
+"""Actions are clamped to magnitude ``1 - TANH_EPS`` before tanh is inverted, because the density
 is undefined at magnitude 1."""
 
 
-def inverse_tanh(actions: Tensor, edge: float = TANH_EDGE) -> Tensor:
-    """Return the inverse of ``tanh`` for actions, clamped to magnitude ``1 - edge``."""
-    return torch.atanh(actions.clamp(edge - 1, 1 - edge))
+def inverse_tanh(actions: Tensor, eps: float = TANH_EPS) -> Tensor:
+    """Return the inverse of ``tanh`` for actions, clamped to magnitude ``1 - eps``."""
+    return torch.atanh(actions.clamp(eps - 1, 1 - eps))
 
 
 def tanh_normal_log_prob(raw: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -99,7 +99,6 @@ class CriticEnsemble(nn.Module):
         """Return outputs ``[E, B]`` for inputs ``[B, I]``.
 
         Args:
-            inputs: ``[B, I]``.
             frozen: For the loss of an actor: compute gradients only for the inputs, and do not
                 update running statistics.
             critics: Indices of the networks to compute, int64 ``[K]``; the outputs are ``[K, B]``.
@@ -186,14 +185,16 @@ class EnsembleBatchRenorm(nn.Module):
 def _select_critics(
     first: Tensor, second: Tensor, frozen: bool, critics: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Return two parameters for the chosen critics; without gradients if ``frozen``."""
     if frozen:
         first, second = first.detach(), second.detach()
     return (first, second) if critics is None else (first[critics], second[critics])
 
 
 LOG_STD_RANGE = (-20.0, 2.0)
-IMITATION_EDGE = 1e-3
-"""Like :data:`TANH_EDGE`, for imitated actions; larger, because the density grows without bound."""
+IMITATION_EPS = 1e-3
+"""Like :data:`TANH_EPS`, for imitated actions. It is larger, because near magnitude 1 the density
+grows without bound."""
 
 
 class MLPQConfig(Section):
@@ -218,9 +219,10 @@ class MLPQConfig(Section):
 
 
 class QNetworks(nn.Module):
-    """The networks of policy and critics, and the learned temperature.
+    """The networks of policy and critics, and the learned entropy temperature.
 
-    ``targets`` are not trained. They are part of the weights, so a run can resume with them.
+    The target critics, ``targets``, are not trained. They are part of the weights, so a run can
+    resume with them.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -295,7 +297,7 @@ class MLPQPolicy(VectorPolicy):
         observations: Tensor,
         actions: Tensor,
         temperature: float = 1.0,
-        eps: float = TANH_EDGE,
+        eps: float = TANH_EPS,
     ) -> Tensor:
         """Return log-probabilities ``[...]`` of actions ``[..., A]`` in [-1, 1].
 
@@ -303,7 +305,7 @@ class MLPQPolicy(VectorPolicy):
             observations: ``[..., D]``.
             actions: ``[..., A]``; clamped to ``1 - eps``.
             temperature: Multiplies standard deviations; 0 (greedy) counts as 1.
-            eps: See :data:`TANH_EDGE`.
+            eps: See :data:`TANH_EPS`.
         """
         mean, log_std = self.module(observations)
         raw = inverse_tanh(actions.double(), eps)
@@ -343,7 +345,7 @@ class MLPQPolicy(VectorPolicy):
 
     def imitation_loss(self, batch: Batch) -> Tensor:
         """Return the negative log-probability of the demonstrated actions."""
-        return -self.action_logprob(batch["observations"], batch["actions"], eps=IMITATION_EDGE)
+        return -self.action_logprob(batch["observations"], batch["actions"], eps=IMITATION_EPS)
 
     def parameter_group(self, parameter: str) -> str:
         """Return ``critic``, ``value`` (the state value), ``temperature``, or else ``policy``."""

@@ -89,7 +89,7 @@ class VLAPolicy(Policy):
     def __init__(
         self, module: VLANetwork, folder: Path, bins: ActionBins, prompt: str, tokenizer: Tokenizer
     ) -> None:
-        self.module, self._folder, self.bins, self._prompt = module, folder, bins, prompt
+        self.module, self._folder, self.bins, self._prompt_template = module, folder, bins, prompt
 
         def tokenize(text: str) -> list[int]:
             ids: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
@@ -182,7 +182,7 @@ class VLAPolicy(Policy):
             tensors = reset_mismatched_value_head(tensors, initial, folder)
             module.load_state_dict({**initial, **tensors})
             bins = ActionBins.from_statistics(
-                statistics["action"], module.first_action_token, module.n_action_bins
+                statistics["action"], module.first_action_token_id, module.n_action_bins
             )
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -232,7 +232,7 @@ class VLAPolicy(Policy):
         columns = flat.columns
         logits, values = self._forward(columns)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
-        indices = columns["actions"] - self.module.first_action_token
+        indices = columns["actions"] - self.module.first_action_token_id
         action_logprobs = logprobs.gather(-1, indices[..., None])[..., 0]
         entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
         return StepOutputs(
@@ -265,7 +265,7 @@ class VLAPolicy(Policy):
             # Inverse transform sampling from the cumulative distribution.
             is_below = logprobs.exp().cumsum(-1) <= noise[..., None]
             indices = is_below.sum(-1).clamp(max=self.module.n_action_bins - 1)
-        tokens = indices + self.module.first_action_token
+        tokens = indices + self.module.first_action_token_id
         return {
             "action": self.bins.decode(tokens),
             "tokens": tokens,
@@ -278,7 +278,7 @@ class VLAPolicy(Policy):
 
     def num_tokens(self, trajectory: Trajectory) -> int:
         # The template's length in characters approximates the prompt's length in tokens.
-        return max(1, len(trajectory)) * (self.module.num_positions + len(self._prompt))
+        return max(1, len(trajectory)) * (self.module.num_positions + len(self._prompt_template))
 
     def blocks(self) -> list[nn.Module]:
         return self.module.blocks

@@ -48,7 +48,7 @@ def instructions_or_empty(column: np.ndarray | None, count: int) -> np.ndarray:
 
 
 class FlatSteps:
-    """The steps of a batch without padding, because the network would compute padding, too."""
+    """The steps of a batch without its padding, so that the network does not compute padding."""
 
     def __init__(self, batch: Batch) -> None:
         self._mask = batch["mask"]

@@ -1,9 +1,9 @@
 """Policy folders of :mod:`rlinf.models.vla`: create, read, and check against a task.
 
-There are two kinds of ``config.json``. In folders of this project, it has all sizes. In folders of
-OpenVLA and OpenVLA-OFT, it names the two vision towers (``timm_model_ids``) and has the action
-statistics (``norm_stats``), unless there is a ``dataset_statistics.json``. OpenVLA's code defines
-chunk, cameras and prompt; :func:`missing_settings` adds them when a policy folder is created.
+There are two kinds of ``config.json``. In folders of this project, it has all sizes. In *published*
+folders (of OpenVLA and OpenVLA-OFT), it names the two vision towers (``timm_model_ids``) and has
+the action statistics (``norm_stats``), unless a ``dataset_statistics.json`` has them. OpenVLA's
+code defines chunk, cameras and prompt; :func:`missing_settings` adds them to a new policy folder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TOWER_NORMALIZATION = {
 }
 """Mean and std of colours in [0, 1] for new towers; for DINOv2, those of ImageNet."""
 OPTIONAL_TENSORS = ("value_head.", "proprio_projector.", "places")
-"""Tensors that a folder may lack."""
+"""Prefixes of tensor names that a folder may lack."""
 
 
 class VLAConfig(Section):
@@ -75,7 +75,8 @@ class VLAConfig(Section):
     """A policy folder. It defines all sizes; published folders lack chunk, state and prompt, which
     these options then define."""
     use_fused_vision_backbone: bool = False
-    """Whether a new network has OpenVLA's layout and two vision towers (both of these sizes)."""
+    """Whether a new network has OpenVLA's layout and two vision towers, each with
+    the vision sizes below."""
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=3, gt=0)
     heads: int = Field(default=4, gt=0)
@@ -110,8 +111,6 @@ def new_vla_config(
     """Return the ``config.json`` of a new network.
 
     Args:
-        config: The options of the policy.
-        spec: The model spec of the task.
         vocabulary: Number of tokens besides the action tokens.
         dataset: Name of the data set of the action statistics.
         statistics: The action statistics, which define the bins.
@@ -174,10 +173,9 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read the ``config.json`` of a folder and add the sizes and normalization of named towers.
+    """Read a folder's ``config.json``, and add sizes and normalization of towers it only names.
 
     Args:
-        folder: The policy folder.
         missing: Values that the file omits (:func:`missing_settings`).
 
     Raises:
@@ -220,7 +218,6 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
 
 
 def _missing_vision_keys(vision: Any, *, fused: bool) -> list[str]:
-    """Return the missing keys of a ``vision_config``."""
     sizes = {"image_size", *next(iter(KNOWN_TOWERS.values()))} - (set() if fused else {"registers"})
     towers = {f"vision_config.{t}": vision.get(t, {}) for t in TOWERS} if fused else {}
     return [
@@ -314,7 +311,6 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
     """Check that stored tensors fit a network, except for optional ones.
 
     Args:
-        folder: The policy folder.
         shapes: Shapes of the tensors in the folder.
         module: The network; may be on the meta device.
 
@@ -326,7 +322,7 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
         for name, tensor in module.state_dict().items()
         if name.startswith(OPTIONAL_TENSORS)
     }
-    # A mismatched last layer of the value head is initialized again.
+    # The last layer of the value head may have any shape: it is initialized again if it must.
     resettable = {n: shape for n, shape in optional.items() if n.startswith(VALUE_HEAD_OUTPUT)}
     files = ", ".join(path.name for path in tensor_files(folder))
     check_tensors(f"model.path: {folder}: {files}", {**optional, **shapes, **resettable}, module)

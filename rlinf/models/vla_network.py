@@ -122,8 +122,8 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module that published folders have and policies do not compute. They are
-    buffers, so that no component expects gradients."""
+    """The tensors of a module in published folders that policies do not run. They are buffers, so
+    that no component expects gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ TOWERS = ("featurizer", "fused_featurizer")
 """OpenVLA's names of its two vision towers, DINOv2 and SigLIP."""
 
 
-def first_action_token(settings: Mapping[str, Any]) -> int:
+def first_action_token_id(settings: Mapping[str, Any]) -> int:
     """Return the id of the first action token. Action tokens precede the vocabulary's padding."""
     size = settings["text_config"]["vocab_size"] - settings.get("pad_to_multiple_of", 0)
     return int(size - settings["n_action_bins"])
@@ -289,7 +289,7 @@ class VLANetwork(nn.Module):
         vision, text = settings["vision_config"], LlamaConfig(**settings["text_config"])
         self.action_shape = (int(settings["num_actions_chunk"]), int(settings["action_dim"]))
         self.cameras = list(settings["cameras"])
-        self.first_action_token = first_action_token(settings)
+        self.first_action_token_id = first_action_token_id(settings)
         self.n_action_bins = int(settings["n_action_bins"])
         self.use_fused_vision_backbone = bool(settings["use_fused_vision_backbone"])
         self.vision_backbone = (
@@ -387,7 +387,7 @@ class VLANetwork(nn.Module):
         # As in any language model, the position before a placeholder predicts it.
         predictors = hidden[:, stop - 1 : stop - 1 + self._num_placeholders]
         head = self.language_model.lm_head.weight[
-            self.first_action_token : self.first_action_token + self.n_action_bins
+            self.first_action_token_id : self.first_action_token_id + self.n_action_bins
         ]
         logits = (
             F.linear(predictors, head)

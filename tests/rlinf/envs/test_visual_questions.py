@@ -101,8 +101,8 @@ def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> No
     (prompt,) = draw_prompts(made, count=1)
     (ids,) = made.encode_prompts([prompt.model_input])
     assert prompt.image.shape == (84, 84, 3)
-    assert (ids == processor.images.image_token_id).sum() == 9
-    positions = processor.images.rope_positions(ids, np.array([[84, 84]]))
+    assert (ids == processor.image_processor.image_token_id).sum() == 9
+    positions = processor.image_processor.rope_positions(ids, np.array([[84, 84]]))
     # The image begins at 1; what stands behind it is further than its last row and column.
     assert positions[:, [9, 10]].tolist() == [[1, 4], [3, 4], [3, 4]]
 
@@ -113,7 +113,7 @@ def test_a_chat_template_puts_the_question_into_a_turn(processor: Any) -> None:
     (plain,) = made.encode_prompts([prompt.model_input])
     assert processor.decode(plain[-5:]) == "first"
     other = copy.deepcopy(processor)
-    other.images = processor.images
+    other.image_processor = processor.image_processor
     other.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
     (turn,) = task(other, instruction=" think first").encode_prompts([prompt.model_input])
     assert turn.tolist() == [*processor.encode("user\n"), *plain, *processor.encode("\n")]

@@ -120,7 +120,7 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
     policy = made(tmp_path, noise_method=noise)
     records = rolled_out(tmp_path, temperature, noise_method=noise)
     assert records[0].logprobs.shape == records[0].actions.shape == (3, 4, 3)
-    assert records[0].policy_columns["chain"].shape == (3, policy.steps + 1, 4, 3)
+    assert records[0].policy_columns["chain"].shape == (3, policy.num_denoising_steps + 1, 4, 3)
     learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES, noise_method=noise), tmp_path)
     acting.assert_recomputed(learns, records, temperature)
     learns.close()

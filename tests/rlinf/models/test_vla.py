@@ -87,7 +87,7 @@ def test_tokens_are_drawn_as_often_as_the_network_says(tmp_path: Path) -> None:
     noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), count))
     with torch.no_grad():
         found = policy.act(seen, noise, 0.7)
-    place = found["tokens"][:, 1, 2] - policy.module.first_action_token
+    place = found["tokens"][:, 1, 2] - policy.module.first_action_token_id
     share = torch.bincount(place, minlength=8) / count
     claimed = torch.zeros(8)
     claimed[place] = found["logprob"][:, 1, 2].exp()
@@ -113,7 +113,8 @@ def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: 
     record = rolled_out(tmp_path)[0]
     total = torch.zeros(3, 4, 3)
     with torch.no_grad():
-        for token in range(policy.module.first_action_token, policy.module.first_action_token + 8):
+        first = policy.module.first_action_token_id
+        for token in range(first, first + 8):
             record.policy_columns["tokens"] = np.full((3, 4, 3), token)
             outputs = policy.evaluate(policy.collate([record]), 1.0, entropy=True)
             total += outputs.logprobs[0].exp()

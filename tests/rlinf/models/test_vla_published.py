@@ -197,7 +197,7 @@ def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: P
         begin = inputs.shape[1] - 14
         of_actions = logits[0, begin : begin + 12, -256:] / 0.7
         logprobs = F.log_softmax(of_actions, -1).reshape(4, 3, 256)
-        tokens = found["tokens"][row] - network.first_action_token
+        tokens = found["tokens"][row] - network.first_action_token_id
         wanted = logprobs.gather(-1, tokens[..., None])[..., 0]
         assert torch.allclose(found["logprob"][row], wanted, atol=1e-5)
 
@@ -390,7 +390,7 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     network = new_meta_network(
         tmp_path, read_vla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
     )
-    assert (network.first_action_token, network.action_shape, network.num_positions) == (
+    assert (network.first_action_token_id, network.action_shape, network.num_positions) == (
         31744,
         (8, 7),
         256 + 56 + 1,
