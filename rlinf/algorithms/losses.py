@@ -20,8 +20,7 @@ KL_BOUND = 10.0
 """Largest value of the KL estimate of one step, which grows exponentially with the log-ratio. The
 gradient of an estimate has no such bound."""
 KL_GRADIENT_BOUND = math.exp(LOG_RATIO_BOUND)
-"""Largest magnitude of the gradient of the KL estimate of one step, so that it is finite at any
-log-ratio."""
+"""Largest magnitude of the gradient of the KL estimate of one step; finite at any log-ratio."""
 
 
 class _Clamp(torch.autograd.Function):
