@@ -2,10 +2,11 @@
 
 The arrays are in ``rlinf/rows`` of the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache`` by
 default). A file is named by the digest of all that its arrays depend on. The cache is optional: if
-the folder cannot be used, or a file is invalid, the arrays are computed again.
+the folder cannot be used, or a file is damaged (its checksum is wrong), the arrays are computed
+again.
 
-Only the user can access folder and files. A file is used only if its checksum is right. The least
-recently used files are removed when they are too old or exceed the total size.
+Only the user can access folder and files. Files that were not used for :data:`MAX_AGE_S` are
+removed, and the least recently used ones beyond :data:`MAX_CACHE_BYTES`.
 """
 
 from __future__ import annotations

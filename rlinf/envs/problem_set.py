@@ -101,7 +101,7 @@ def read_problems(
         settings=settings,
         row_text=question_text,
         observe=find_text_fields,
-        flags=len(info_fields),
+        num_flags=len(info_fields),
     )
 
 
