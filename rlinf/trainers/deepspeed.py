@@ -99,7 +99,7 @@ class ZeroOptimizer(ABC):
         """Discard all gradients, also those of a failed pass; not collective."""
 
     def release(self, root: nn.Module) -> None:
-        """Drop DeepSpeed's references to the modules in ``root``, after its engine is destroyed."""
+        """Drop DeepSpeed's references to the modules in ``root``, whose engine is destroyed."""
         return None
 
     @abstractmethod
@@ -359,7 +359,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
             policy.load_weights()
         move_to_device(policy.module, self.device)
         self._dtypes = {name: t.dtype for name, t in _tensors(policy.module).items()}
-        super()._reset_adapters()
+        """Data types of the tensors before DeepSpeed converts them."""
+        super()._reset_adapters()  # in the module: DeepSpeed has no copies of the weights yet
         self.optimizer = create_optimizer(policy, optimizer)
         self._groups_to_step: set[str] = {group[GROUP_KEY] for group in self.optimizer.param_groups}
         self._engine = self._create_engine()
@@ -532,7 +533,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def load(self, folder: Path) -> None:
         state = self._state()
         steps = state["optimizer"]["state"]
-        # A flat tensor has one step count: the largest of its parameters in the files.
+        # A flat tensor gets the largest step count of its parameters in the files.
         counts = {name: torch.zeros(()) for name, tensors in steps.items() if "step" in tensors}
         for name, count in counts.items():
             steps[name]["step"] = count
@@ -568,7 +569,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Load weights from a policy's folder. Each process reads all and keeps its part."""
+        """Load weights from a policy's folder. Each process reads them all and keeps its part."""
         cpu_policy = copy.copy(self.policy)
         assert self._meta_module is not None
         cpu_policy.module = copy.deepcopy(self._meta_module)

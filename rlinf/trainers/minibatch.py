@@ -1,8 +1,8 @@
 """The common part of trainers, independent of how they shard weights.
 
 A minibatch is a list of trajectories that every rank knows. Each rank computes a part of it, in
-proportion to its speed, in micro-batches of limited size. The weight of each step is fixed for the
-whole minibatch in advance, so the summed gradient does not depend on the split.
+proportion to its speed, in micro-batches of limited size. The weight of each step in the loss is
+fixed for the whole minibatch in advance, so the summed gradient does not depend on the split.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             self._clip_groups.insert(0, (other_groups, optimizer.clip_grad))
         self._moment_names = MOMENT_NAMES[optimizer.name]
         self._torch_threads = config.cpu_threads
-        """Number of threads in an operation of torch, if the caller's thread computes."""
+        """Number of threads of a torch operation, if the caller's thread computes micro-batches."""
         self.device = local_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -332,10 +332,10 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        """Add the gradient of a micro-batch's loss, times a factor, to the accumulated gradient.
+        """Add the gradient of a micro-batch's loss, times ``factor``, to the accumulated gradient.
 
         Args:
-            last: whether this is the thread's last micro-batch in this :meth:`accumulate`.
+            last: whether this is the thread's last micro-batch in a call of :meth:`accumulate`.
 
         Returns:
             The metrics of the micro-batch, and its ``loss``.
@@ -348,7 +348,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Return the norm, over all ranks, of the gradient that the step uses, in ``groups``."""
+        """Return the norm, over all ranks, of the gradient of ``groups`` that the step uses."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:
@@ -583,16 +583,16 @@ def split_micro_batches(
 ) -> list[MicroBatches]:
     """Return the micro-batches of each thread of a rank.
 
-    Every rank computes the split for all ranks, and so knows how many micro-batches each runs. Rows
-    are first grouped into bundles, each of which one thread computes. A bundle is split into
-    pieces, each of which is in one micro-batch.
+    Every rank computes the split for all ranks, and so knows how many micro-batches each runs. A
+    row is a trajectory. Rows are first grouped into bundles, each of which one thread computes. A
+    bundle is split into pieces, each of which is in one micro-batch.
 
     Args:
         row_groups: groups of rows that must be in one micro-batch, unsplit. None: rows are
-            independent, and are split into spans if the policy's steps are independent. Rows with
-            a common prompt are then placed together.
+            independent. Rows with a common prompt are then placed together, and other rows are
+            split into spans if the policy's steps are independent.
         max_tokens: maximum number of positions of a micro-batch.
-        padded: whether rows are padded to the longest of their micro-batch.
+        padded: whether rows are padded to the longest row of their micro-batch.
         speeds: relative speeds of the ranks.
 
     Raises:
@@ -622,7 +622,7 @@ def split_micro_batches(
         # An upper bound of the padded size: the number of rows times the largest cost.
         longest = max(map(policy.num_tokens, parts))
         costs.append(max_rows * longest if padded else _packed_size(policy, parts))
-    # One process gets all spans of a trajectory, because it reports the outputs to others.
+    # One process gets all spans of a trajectory, because it returns the trajectory's outputs.
     bundle_costs = [sum(costs[piece] for piece in piece_ids) for piece_ids in bundle_piece_ids]
     thread_pieces = [
         [piece for bundle in thread_bundles for piece in bundle_piece_ids[bundle]]
