@@ -238,7 +238,6 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and the code of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

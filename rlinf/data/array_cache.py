@@ -44,19 +44,21 @@ _in_memory: dict[str, Arrays] = {}
 """The newest results that this process computed or read, by file name."""
 
 
-def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, large: bool) -> Arrays:
+def cached_arrays(
+    kind: str, address: str, compute: Callable[[], Arrays], *, use_file: bool
+) -> Arrays:
     """Return the result of ``compute``, from memory or the cache folder if possible.
 
     Args:
         kind: kind of the arrays, part of the file's name.
         address: text of everything on which the arrays depend.
-        large: whether the result is stored in a file.
+        use_file: whether the result is also stored in a file; small results need none.
     """
     cache_key = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
     name = f"{kind}-{xxhash.xxh3_128_hexdigest(cache_key)}"
     arrays = _in_memory.get(name)
     if arrays is None:
-        arrays = _in_memory[name] = _from_folder(name, compute) if large else compute()
+        arrays = _in_memory[name] = _from_folder(name, compute) if use_file else compute()
         while len(_in_memory) > MAX_IN_MEMORY:
             _in_memory.pop(next(iter(_in_memory)))
     return arrays

@@ -96,7 +96,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         address = f"{self.digest} {settings}"
         with name_key_in_memory_errors(key):
             columns = cached_arrays(
-                "rows", address, build_columns, large=self._file.size >= MIN_CACHED_BYTES
+                "rows", address, build_columns, use_file=self._file.size >= MIN_CACHED_BYTES
             )
         self._index = JsonLinesIndex(**columns)
         self._flags = self._index.flags
@@ -244,7 +244,6 @@ class _OpenFile:
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
     def _read_digest(self) -> str:
-        """Return the digest of all bytes."""
         digest = xxhash.xxh3_128()
         for block in self._blocks():
             digest.update(block)

@@ -676,7 +676,6 @@ def write_lerobot_dataset(folder: Path, trajectories: Iterable[Trajectory], **op
 
 
 def _camera_feature(column: str) -> str:
-    """Return the name of the feature of an image column."""
     return CAMERA_FEATURE_PREFIX + column.removeprefix(IMAGE_PREFIX)
 
 

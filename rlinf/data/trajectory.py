@@ -202,6 +202,7 @@ class Trajectory(ChannelItem):
     episode_length: float | None = None
     success_once: float | None = None
     success_at_end: float | None = None
+    """1 if solved at the last step (``success_once``: at any step); the mean over episodes."""
     num_episodes: int | None = None
     num_failed_episodes: int | None = None
     """Number of episodes that a failure of the simulator ended; not of unsolved ones."""

@@ -351,7 +351,7 @@ class RenderedDataset(Generic[T]):
         arrays = (
             self._count_tokens()
             if cache_key is None
-            else cached_arrays("tokens", cache_key, self._count_tokens, large=True)
+            else cached_arrays("tokens", cache_key, self._count_tokens, use_file=True)
         )
         tokens = arrays["tokens"]
         self._places, self.total = arrays["places"][tokens <= max_tokens], len(tokens)

@@ -193,10 +193,10 @@ class ReplayBuffer:
             size, first = self.dtype.itemsize, start % self.slots
             until_wrap = self.slots - first
             for part, slot in ((rows[:until_wrap], first), (rows[until_wrap:], 0)):
-                view, offset = memoryview(part.tobytes()), slot * size
-                while view:
-                    written = os.pwrite(handle, view, offset)
-                    view, offset = view[written:], offset + written
+                unwritten, offset = memoryview(part.tobytes()), slot * size
+                while unwritten:
+                    written = os.pwrite(handle, unwritten, offset)
+                    unwritten, offset = unwritten[written:], offset + written
             os.fsync(handle)
         finally:
             os.close(handle)

@@ -288,7 +288,7 @@ def _check_options(config: DeepSpeedConfig) -> None:
         )
 
 
-def _check_stacks(policy: Policy) -> None:
+def _require_single_network(policy: Policy) -> None:
     """
     Raises:
         ConfigError: the policy has several networks.
@@ -336,7 +336,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         super().check(config, policy, model, optimizer, layout, processes, key)
         _check_options(config)
         if (meta_policy := policy.meta_from_config(model)) is not None:
-            _check_stacks(meta_policy)
+            _require_single_network(meta_policy)
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         optimizer: OptimizerSection,
         world: ProcessGroupInfo,
     ) -> None:
-        _check_stacks(policy)
+        _require_single_network(policy)
         _check_options(config)
         super().__init__(policy, config, optimizer, world)
         if config.zero_stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
@@ -505,7 +505,6 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return name
 
     def _init_moments(self) -> None:
-        """Create missing moments with their initial value, zero."""
         for flat in self._zero.flat_weights:
             init_optimizer_state(self.optimizer, flat, self._moment_names)
 
@@ -513,6 +512,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         if self._closed:
             return {}
         tensors = [*_tensors(self.policy.module).values(), *self.policy.module.parameters()]
+        # In stage 3: this process's shards, and the parameters that are gathered now.
         weights = [t.ds_tensor if hasattr(t, "ds_tensor") else t for t in tensors]
         weights += [t for t in tensors if hasattr(t, "ds_tensor") and t.numel()]
         weights = [t.detach() for t in weights]

@@ -135,7 +135,7 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
 
 @torch.no_grad()
 def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the initial value of an adapter's factor, unsharded, float32.
+    """Return the initial value of a factor (A or B) of an adapter, unsharded, float32.
 
     A has random numbers, the same in every process and run. B is zero, so that the network's output
     is unchanged at first.

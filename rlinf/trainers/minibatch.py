@@ -521,7 +521,6 @@ class ThreadedDataParallel:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
         if self._executor is not None:
             self._executor.shutdown()
 
@@ -561,8 +560,7 @@ class MicroBatches:
     """The micro-batches of one thread of this rank.
 
     All ranks run the same number of micro-batches, because collectives must match. A rank with
-    fewer adds copies of a small row, with ``is_real`` false and weight 0. A single process adds
-    none.
+    fewer repeats a small row in extra ones, with ``is_real`` false and weight 0.
     """
 
     spans: list[list[StepSpan]]
@@ -629,7 +627,7 @@ def split_micro_batches(
         for thread_bundles in balance_costs(bundle_costs, thread_speeds)
     ]
 
-    def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
+    def to_spans(batches: list[list[int]]) -> list[list[StepSpan]]:
         return [[span for piece in batch for span in pieces[piece]] for batch in batches]
 
     thread_batches = [
@@ -637,7 +635,7 @@ def split_micro_batches(
         for piece_ids in thread_pieces
     ]
     if len(speeds) == 1:
-        return [MicroBatches(spans(b), [True] * len(b)) for b in thread_batches]
+        return [MicroBatches(to_spans(b), [True] * len(b)) for b in thread_batches]
     count = max(1, *map(len, thread_batches))
     out = []
     for piece_ids in thread_pieces[rank * num_threads :][:num_threads]:
@@ -646,7 +644,7 @@ def split_micro_batches(
         num_fillers = count - len(batches)
         filler = [min(piece_ids, key=lambda i: costs[i])] if piece_ids else [0]
         is_real = [True] * len(batches) + [False] * num_fillers
-        out.append(MicroBatches(spans(batches + [filler] * num_fillers), is_real))
+        out.append(MicroBatches(to_spans(batches + [filler] * num_fillers), is_real))
     return out
 
 
@@ -689,7 +687,7 @@ def _bundle_rows(
             bundles.append(bundle)
         return bundles
 
-    def slowest(bundles: list[list[int]]) -> float:
+    def slowest_time(bundles: list[list[int]]) -> float:
         assigned = balance_costs([size(bundle) for bundle in bundles], speeds)
         thread_rows = [[row for index in indices for row in bundles[index]] for indices in assigned]
         return max(size(rows) / speed for rows, speed in zip(thread_rows, speeds, strict=True))
@@ -700,7 +698,7 @@ def _bundle_rows(
     # Prefer large bundles, because every thread with a part of a group computes the shared prompt.
     limits = (max_tokens, even_share, even_share // 2, even_share // 4)
     candidates = [split(min(max_tokens, limit)) for limit in limits]
-    return min(candidates, key=slowest)
+    return min(candidates, key=slowest_time)
 
 
 def _split_bundle(

@@ -240,7 +240,6 @@ class _StateReader:
                 self._placements.setdefault(name, []).append((rank, placement))
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor is in the files."""
         return name in self._placements
 
     def request(self, name: str, placement: ShardPlacement, part: Tensor) -> None:

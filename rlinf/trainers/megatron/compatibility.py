@@ -112,15 +112,12 @@ def check_model(model: Mapping[str, Any], key: str = "model.path") -> None:
 
 
 def check_layout(
-    model: Mapping[str, Any],
-    layout: ParallelLayout,
-    layers_per_pipeline_stage: tuple[int, ...],
-    layout_key: str,
+    model: Mapping[str, Any], layout: ParallelLayout, stage_layers: tuple[int, ...], layout_key: str
 ) -> None:
     """Check that a network can be split evenly over the processes.
 
     Args:
-        layers_per_pipeline_stage: as in the configuration; empty: evenly distributed.
+        stage_layers: number of layers of each pipeline stage; empty: evenly distributed.
         layout_key: configuration key of the layout.
 
     Raises:
@@ -140,11 +137,11 @@ def check_layout(
             f"{layout_key}.tp: {layout.tp} processes cannot share {sizes} evenly; "
             f"{_divisors(gcd(*split_sizes.values()))} can"
         )
-    layers, counts = model["num_hidden_layers"], layers_per_pipeline_stage
-    if layout.pp > 1 and counts:
-        if len(counts) != layout.pp or sum(counts) != layers or min(counts) < 1:
+    layers = model["num_hidden_layers"]
+    if layout.pp > 1 and stage_layers:
+        if len(stage_layers) != layout.pp or sum(stage_layers) != layers or min(stage_layers) < 1:
             raise ConfigError(
-                f"trainer.layers_per_pipeline_stage: {list(counts)} are not the {layers} "
+                f"trainer.layers_per_pipeline_stage: {list(stage_layers)} are not the {layers} "
                 f"layers of the model on {layout.pp} pipeline stages ({layout_key}.pp), one or "
                 "more on each"
             )

@@ -128,7 +128,8 @@ class MegatronNetwork(nn.Module):
 
         Args:
             input_ids: ``[B, S]``.
-            position_ids: ``[1, S]``, only for packed rows, which exclude context parallelism.
+            position_ids, rows: positions ``[1, S]`` and layout of packed rows, which exclude
+                context parallelism. None: rows are padded.
             logits_to_keep: number of last positions (0: all) or indices of positions.
 
         Returns:
@@ -188,7 +189,8 @@ class MegatronNetwork(nn.Module):
             hidden = parallel_dims.gather_sequence(hidden, cp_group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
+        is_tied = inner.share_embeddings_and_output_weights
+        head = inner.shared_embedding_or_output_weight() if is_tied else None
         logits, _ = inner.output_layer(hidden[:, keep].contiguous(), weight=head)
         return SimpleNamespace(logits=logits[..., : self.vocab_size])
 
@@ -199,9 +201,6 @@ class MegatronNetwork(nn.Module):
         from megatron.core import parallel_state
 
         return tokens.chunk(self.tp)[parallel_state.get_tensor_model_parallel_rank()]
-
-    def _shares_head(self) -> bool:
-        return bool(self.inner.share_embeddings_and_output_weights)
 
 
 def head_size(hf_config: Any) -> int:

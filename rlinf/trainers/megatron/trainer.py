@@ -386,7 +386,6 @@ class MegatronTrainer(MinibatchTrainer):
         return tensors.weights(), moments
 
     def _init_moments(self) -> None:
-        """Create missing moments with their initial value, zero."""
         for fragment in self._params.fragments:
             init_optimizer_state(self.optimizer, fragment.main, self._moment_names)
 
