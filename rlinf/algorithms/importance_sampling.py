@@ -8,8 +8,8 @@ the weights multiply the clipped surrogate, whose ratio is relative to the polic
 
 A step may have several parts: the tokens of an action, or a chunk of actions of several tokens or
 dimensions each. Its log-probabilities are then ``[B, T, K]`` for the ``K`` tokens of one action, or
-``[B, T, C, D]`` for ``C`` actions of ``D`` tokens or dimensions. They are summed up to the
-configured level (token, action or whole step). Each sum is a *unit*; the units of a sample are
+``[B, T, C, D]`` for ``C`` actions of ``D`` tokens or dimensions. They are summed over each part of
+the configured level (token, action or whole step). Each sum is a *unit*; the units of a sample are
 flattened to ``[B, U]``. The advantage of a step or an action applies to each of its units.
 ``choice_mask`` is 0 at masked parts.
 """

@@ -153,7 +153,7 @@ class LeRobotDataset:
         observations = _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32)
         final_observations, truncation_steps = observations[:0], np.zeros(0, np.int64)
         truncated = np.zeros(length, np.uint8)
-        # The last observation of a truncated episode is the observation after its last step.
+        # The last observation of a truncated episode is the one after its last remaining step.
         if not terminated[-1]:
             final_observations, length = observations[-1:], length - 1
             if length:

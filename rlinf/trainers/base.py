@@ -225,8 +225,8 @@ class Trainer(ABC):
         """Write this process's part of weights and optimizer, independently of other processes.
 
         Args:
-            state: an earlier :meth:`snapshot`, which may be written while training continues. The
-                trainer owns it again afterwards, and a later snapshot reuses its memory.
+            state: an earlier :meth:`snapshot`, which may be written while training continues. A
+                later snapshot reuses its memory, so the caller must not use it afterwards.
         """
 
     @abstractmethod

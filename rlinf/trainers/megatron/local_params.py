@@ -36,7 +36,7 @@ class ParamFragment:
     num_copies: int
     """Number of processes that have the same fragment."""
     is_primary: bool
-    """Whether this one of the processes with the same fragment writes it to checkpoints."""
+    """Whether this process, and no other one with the same fragment, writes it to checkpoints."""
 
     @property
     def flat(self) -> Tensor:

@@ -24,7 +24,7 @@ from rlinf.trainers.megatron import parallel_dims
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Which positions of a batch attend to each other. Megatron's layers pass this to
+    """Determines which positions of a batch attend to each other. Megatron's layers pass this to
     :class:`MegatronAttention`."""
 
     rows: PackedRows | None
