@@ -32,6 +32,8 @@ from rlinf.models.base import StepOutputs
 
 RolloutISLevel = Literal["token", "sequence", "geometric"]
 RolloutISMode = Literal["truncate", "mask"]
+"""Importance sampling (IS): see :func:`rollout_ratio` for levels, :func:`rollout_is_weights` for
+modes."""
 DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
 """Keys of :func:`rollout_mismatch_sums`: the sum of absolute differences of log-probabilities, and
 the number of summed steps: unmasked ones that were chosen with the trainer's current weights."""
@@ -151,6 +153,7 @@ def interpolate_old_logprobs(
 
 
 LogprobLevel = Literal["token", "action", "chunk"]
+"""Part of a step that is one unit; see :func:`sum_to_level`."""
 
 
 def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel) -> Tensor:

@@ -264,23 +264,20 @@ class DeepSpeedConfig(MinibatchTrainerConfig):
     """Keep weights in host memory as well; with stage 3."""
 
 
-STAGE_3_WITH_LORA = (
+STAGE_3_WITH_LORA_MESSAGE = (
     "3 shards only weights that are trained, but trainer.lora freezes some; choose 1 or 2"
 )
 
 
 def _check_options(config: DeepSpeedConfig) -> None:
-    """
-    Raises:
-        ConfigError: two options are incompatible.
-    """
+    """Raise ``ConfigError`` if two options are incompatible."""
     if config.offload_param and config.zero_stage != 3:
         raise ConfigError(
             f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the "
             "device; set trainer.zero_stage=3"
         )
     if config.lora is not None and config.zero_stage == 3:
-        raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
+        raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA_MESSAGE}")
     if config.lora is not None and config.param_dtype != "float32":
         raise ConfigError(
             "trainer.param_dtype: DeepSpeed rounds the frozen weights beside adapters and keeps "
@@ -289,10 +286,7 @@ def _check_options(config: DeepSpeedConfig) -> None:
 
 
 def _require_single_network(policy: Policy) -> None:
-    """
-    Raises:
-        ConfigError: the policy has several networks.
-    """
+    """Raise ``ConfigError`` if the policy has several networks."""
     if len(policy.block_stacks()) > 1:
         raise ConfigError(
             f"trainer.name: {type(policy).__name__} has several networks, and an update may skip "
@@ -349,7 +343,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         _check_options(config)
         super().__init__(policy, config, optimizer, world)
         if config.zero_stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
-            raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
+            raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA_MESSAGE}")
         require_package("deepspeed", "deepspeed", "trainer=deepspeed")
         world.init_process_group(self.device.type)
         self._meta_module = copy.deepcopy(policy.module) if _is_meta(policy.module) else None

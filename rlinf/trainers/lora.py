@@ -21,6 +21,7 @@ from rlinf.models.base import Policy
 from rlinf.sharded_tensors import local_rows, local_shard
 
 ADAPTER_NAME = "default"
+"""Part of the names of all adapter parameters in PEFT."""
 
 
 class LoRAConfig(Section):

@@ -105,6 +105,7 @@ def to_strided_ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[StridedR
 
 
 ShardPlacements = Mapping[str, ShardPlacement]
+"""Placement of this rank's part of each tensor, by the tensor's name in the files."""
 
 
 def write_shards(

@@ -15,7 +15,7 @@ from rlinf.trainers.minibatch import MinibatchTrainerConfig
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose layers Megatron implements."""
-ONLY_CAUSAL_LM = (
+ONLY_CAUSAL_LM_MESSAGE = (
     "model.name: trainer=megatron trains only causal language models, without a critic; choose "
     "trainer=fsdp"
 )
@@ -34,7 +34,7 @@ def read_model_config(model: Any) -> Mapping[str, Any]:
         DataError: as :func:`rlinf.models.hf_folder.read_config_json`.
     """
     if not isinstance(model, CausalLMConfig) or hasattr(model, "critic"):
-        raise ConfigError(ONLY_CAUSAL_LM)
+        raise ConfigError(ONLY_CAUSAL_LM_MESSAGE)
     if model.path is not None:
         return read_config_json(model.path.expanduser())
     return {

@@ -31,7 +31,7 @@ from rlinf.trainers.base import LossFunction, merge_metrics
 from rlinf.trainers.lora import initial_factor
 from rlinf.trainers.megatron import hf_mapping, parallel_dims
 from rlinf.trainers.megatron.compatibility import (
-    ONLY_CAUSAL_LM,
+    ONLY_CAUSAL_LM_MESSAGE,
     check_adapters,
     check_layout,
     check_model,
@@ -99,7 +99,7 @@ class MegatronTrainer(MinibatchTrainer):
         world: ProcessGroupInfo,
     ) -> None:
         if not isinstance(policy, CausalLM) or policy.network is not policy.module:
-            raise ConfigError(ONLY_CAUSAL_LM)
+            raise ConfigError(ONLY_CAUSAL_LM_MESSAGE)
         is_distributed, key = config.use_distributed_optimizer, LAYOUT_VARIABLE
         check_options(config, world.layout, optimizer, key, distributed_optimizer=is_distributed)
         network: Any = policy.module
