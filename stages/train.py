@@ -151,8 +151,8 @@ class StageLearner(Learner):
         )
         return [TrainingSample(**dict(zip(channels, row, strict=True))) for row in rows]
 
-    def _move_to_device(self, *kinds: str) -> None:
-        ensure_on_device(self._ctx, self._trainer, *kinds)
+    def _move_to_device(self, *tensor_groups: str) -> None:
+        ensure_on_device(self._ctx, self._trainer, *tensor_groups)
 
     def _span(self) -> AbstractContextManager[Any]:
         return self._ctx.span("update")

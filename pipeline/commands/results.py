@@ -237,7 +237,7 @@ def extract_interventions(source: Path, to: Path) -> str:
         raise DataError(f"{source}: has no file {TRAJECTORY_FILES}")
     episodes: list[Trajectory] = []
     for trajectory in map(Trajectory.from_record, RecordFileReader(files)):
-        episodes += intervened_episodes(trajectory, first=len(episodes))
+        episodes += intervened_episodes(trajectory, first_sample=len(episodes))
     if not episodes:
         raise DataError(f"{source}: no episode in which a person acted")
     to.mkdir(parents=True, exist_ok=True)

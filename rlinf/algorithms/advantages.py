@@ -9,43 +9,42 @@ from torch import Tensor
 
 
 def group_relative_advantages(
-    scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
+    rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Return scores relative to the mean of their group (GRPO, arXiv 2402.03300, section 4.1).
+    """Return rewards relative to the mean of their group (GRPO, arXiv 2402.03300, section 4.1).
 
     Args:
-        scores: ``[N]`` total reward of each sample.
+        rewards: ``[N]`` total reward of each sample, or return of one of its turns.
         groups: ``[N]`` group indices; groups may differ in size and order.
         norm_by_std: also divide by the group's (unbiased) standard deviation.
 
     Returns:
-        ``[N]``; exactly zero for a group of one sample or of equal scores.
+        ``[N]``; exactly zero for a group of one sample or of equal rewards.
     """
-    means, index, count = _means(scores, groups)
-    advantages = scores.double() - means[index]
+    means, index, count = _means(rewards, groups)
+    advantages = rewards.double() - means[index]
     if norm_by_std:
         squares = torch.zeros_like(count).index_add(0, index, advantages**2)
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()
         advantages = advantages / (deviation[index] + eps)
-    return advantages.to(scores.dtype)
+    return advantages.to(rewards.dtype)
 
 
-def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
-    """Return scores relative to the mean of the other samples of the group (RLOO, arXiv 2402.14740,
-    section 3).
+def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return rewards relative to the mean of the other samples of the group (RLOO, arXiv
+    2402.14740, section 3).
 
     Args:
-        scores: ``[N]`` total reward of each sample.
-        groups: ``[N]`` group indices.
+        rewards, groups: as in :func:`group_relative_advantages`.
 
     Returns:
-        ``[N]``; exactly zero for a group of one sample or of equal scores.
+        ``[N]``; exactly zero for a group of one sample or of equal rewards.
     """
     _, index = torch.unique(groups, return_inverse=True)
-    count = torch.bincount(index)[index].to(scores.dtype)
+    count = torch.bincount(index)[index].to(rewards.dtype)
     # r - (sum - r) / (n - 1) equals n / (n - 1) * (r - mean).
     return (
-        group_relative_advantages(scores, groups, norm_by_std=False)
+        group_relative_advantages(rewards, groups, norm_by_std=False)
         * count
         / (count - 1).clamp(min=1)
     )
@@ -61,52 +60,52 @@ def turn_level_advantages(
     """Return the return of each turn, relative to the same turn of the other samples of the group.
 
     The return of a turn is the sum of its reward and the rewards of later turns (as in GTPO, arXiv
-    2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). It is compared
-    only with samples that have this turn, because earlier turns decide whether the dialogue reaches
-    it. An outcome therefore has the same effect if a sample reaches it one turn later.
+    2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). Only samples that
+    have this turn are compared, because earlier turns decide whether the dialogue reaches it. The
+    same outcome therefore has the same effect if a sample reaches it one turn later.
 
     Args:
         rewards, mask: ``[N, T]``.
         turns: ``[N, T]`` turn of each step, from 0.
         groups: ``[N]`` group indices.
-        group_advantage: maps scores ``[M]`` and group indices ``[M]`` to advantages ``[M]``.
+        group_advantage: maps returns ``[M]`` and group indices ``[M]`` to advantages ``[M]``.
 
     Returns:
         ``[N, T]``, equal within a turn, zero where ``mask`` is 0; exactly zero where no other
         sample of the group has this turn.
     """
     turn_of_step = torch.where(mask > 0, turns, 0).long()
-    count = int(turn_of_step.max()) + 1
+    num_turns = int(turn_of_step.max()) + 1
     # In double precision, equal rewards of different turns have equal sums.
-    turn_rewards = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
+    turn_rewards = rewards.new_zeros(len(rewards), num_turns, dtype=torch.float64)
     turn_rewards.scatter_add_(1, turn_of_step, (rewards * mask).double())
     returns = turn_rewards.flip(1).cumsum(1).flip(1).to(rewards.dtype)
     num_steps = torch.zeros_like(turn_rewards).scatter_add_(1, turn_of_step, (mask > 0).double())
     has_turn = num_steps > 0
     _, index = torch.unique(groups, return_inverse=True)
-    turn_groups = index[:, None] * count + torch.arange(count)
+    turn_groups = index[:, None] * num_turns + torch.arange(num_turns)
     advantages = torch.zeros_like(returns)
     advantages[has_turn] = group_advantage(returns[has_turn], turn_groups[has_turn])
     return advantages.gather(1, turn_of_step) * mask
 
 
-def group_means(scores: Tensor, groups: Tensor) -> Tensor:
-    """Return the mean score of each sample's group, ``[N]``. It is exact if all scores of the group
-    are equal."""
-    means, index, _ = _means(scores, groups)
-    return means[index].to(scores.dtype)
+def group_means(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return the mean reward of each sample's group, ``[N]``. The mean of equal rewards is
+    exact."""
+    means, index, _ = _means(rewards, groups)
+    return means[index].to(rewards.dtype)
 
 
-def _means(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean score of each group, float64 ``[G]``, the group index of each sample,
+def _means(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean reward of each group, float64 ``[G]``, the group index of each sample,
     ``[N]``, and the size of each group, float64 ``[G]``."""
     _, index = torch.unique(groups, return_inverse=True)
-    exact_scores = scores.double()
+    exact_rewards = rewards.double()
     count = torch.bincount(index).double()
-    means = torch.zeros_like(count).index_add(0, index, exact_scores) / count
-    # The mean of equal scores is rounded, and normalization would amplify the rounding error.
+    means = torch.zeros_like(count).index_add(0, index, exact_rewards) / count
+    # The mean of equal rewards is rounded, and normalization would amplify the rounding error.
     lowest, highest = (
-        torch.zeros_like(count).scatter_reduce(0, index, exact_scores, reduce, include_self=False)
+        torch.zeros_like(count).scatter_reduce(0, index, exact_rewards, reduce, include_self=False)
         for reduce in ("amin", "amax")
     )
     return torch.where(lowest == highest, lowest, means), index, count
@@ -164,10 +163,10 @@ def compute_gae(
     next_advantage, next_value = zero, zero
     is_tail = torch.ones_like(zero, dtype=torch.bool)
     for t in reversed(range(rewards.shape[1])):
-        unmasked, ended, cut = (column[:, t].bool() for column in (mask, terminated, truncated))
+        unmasked, is_end, is_cut = (column[:, t].bool() for column in (mask, terminated, truncated))
         next_value = torch.where(is_tail, next_value + bootstrap[:, t], next_value)
-        next_value = torch.where(ended, zero, torch.where(cut, bootstrap[:, t], next_value))
-        next_advantage = torch.where(ended | cut, zero, next_advantage)
+        next_value = torch.where(is_end, zero, torch.where(is_cut, bootstrap[:, t], next_value))
+        next_advantage = torch.where(is_end | is_cut, zero, next_advantage)
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(unmasked, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(unmasked, values[:, t], next_value)

@@ -34,8 +34,8 @@ class Algorithm(Component, ABC):
 
     @property
     def needs_groups(self) -> bool:
-        """Whether a sample is compared with other samples of its group. A group of one then has no
-        signal."""
+        """Whether a sample is compared with the other samples of its group, so that a group of one
+        has no signal."""
         return SAMPLE_GROUPS in self.requires
 
     @property
@@ -88,14 +88,14 @@ class Algorithm(Component, ABC):
         person intervened are then also stored separately."""
         return False
 
-    def select_samples(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    def select_samples(self, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return which samples the update includes, bool ``[N]``.
 
         Args:
-            scores: ``[N]`` total reward of each sample, before shaping.
+            rewards: ``[N]`` total reward of each sample, before shaping.
             groups: ``[N]`` group indices.
         """
-        return np.ones(len(scores), dtype=bool)
+        return np.ones(len(rewards), dtype=bool)
 
     @abstractmethod
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
@@ -104,6 +104,6 @@ class Algorithm(Component, ABC):
         Args:
             parts: parts of the batch, in the order of arrival. ``next`` waits for the next part.
 
-        Equal batches and weights must give equal weights, so randomness comes from
+        Equal batches and old weights must give equal new weights, so draw random numbers only from
         :meth:`Learner.rng`.
         """

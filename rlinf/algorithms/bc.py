@@ -68,6 +68,7 @@ class BC(Algorithm):
             indices = random.integers(len(source), size=batch_size)
             columns = to_tensors(policy, source.take(indices))
             batch = {name: columns[name] for name in ("observations", "actions")}
+            # Flow matching adds noise at a uniformly distributed time.
             noise = random.standard_normal((batch_size, policy.action_size), dtype="float32")
             batch["noise"] = torch.from_numpy(noise)
             batch["uniform"] = torch.from_numpy(random.random(batch_size, dtype="float32"))

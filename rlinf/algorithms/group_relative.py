@@ -30,10 +30,10 @@ class GroupFilterConfig(PolicyGradientConfig):
     """Settings by which groups are excluded from the update."""
 
     filter_zero_variance_groups: bool = False
-    """Exclude groups whose samples all have the same score, because they carry no gradient."""
+    """Exclude groups whose samples all have the same reward, because they carry no gradient."""
     min_group_reward: float | None = None
     max_group_reward: float | None = None
-    """Exclude groups whose mean score is below ``min_group_reward`` or above ``max_group_reward``,
+    """Exclude groups whose mean reward is below ``min_group_reward`` or above ``max_group_reward``,
     for example because they are too hard or too easy; null: no bound."""
 
     @model_validator(mode="after")
@@ -48,7 +48,7 @@ class GroupFilterConfig(PolicyGradientConfig):
 
 
 def select_groups(
-    scores: np.ndarray,
+    rewards: np.ndarray,
     groups: np.ndarray,
     *,
     filter_zero_variance: bool = False,
@@ -58,20 +58,21 @@ def select_groups(
     """Return which samples belong to selected groups, bool ``[N]``.
 
     Args:
-        scores: ``[N]`` total reward of each sample.
+        rewards: ``[N]`` total reward of each sample.
         groups: ``[N]`` group indices.
-        filter_zero_variance: exclude groups of equal scores (DAPO, arXiv 2503.14476, eq. 11).
-        min_reward, max_reward: inclusive bounds of a group's mean score.
+        filter_zero_variance: exclude groups of equal rewards (DAPO, arXiv 2503.14476, eq. 11).
+        min_reward, max_reward: inclusive bounds of a group's mean reward.
     """
     _, index = np.unique(groups, return_inverse=True)
     count = index.max(initial=-1) + 1
     is_selected = np.ones(count, dtype=bool)
     if filter_zero_variance:
         lowest, highest = np.full(count, np.inf), np.full(count, -np.inf)
-        np.minimum.at(lowest, index, scores)
-        np.maximum.at(highest, index, scores)
+        np.minimum.at(lowest, index, rewards)
+        np.maximum.at(highest, index, rewards)
         is_selected &= highest > lowest
-    mean = np.bincount(index, weights=scores, minlength=count) / np.bincount(index, minlength=count)
+    sums = np.bincount(index, weights=rewards, minlength=count)
+    mean = sums / np.bincount(index, minlength=count)
     if min_reward is not None:
         is_selected &= mean >= min_reward
     if max_reward is not None:
@@ -85,10 +86,10 @@ class GroupAlgorithm(PolicyGradient):
     Config = GroupFilterConfig
     requires = frozenset({SAMPLE_GROUPS})
 
-    def select_samples(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    def select_samples(self, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
         config = self.config
         return select_groups(
-            scores,
+            rewards,
             groups,
             filter_zero_variance=config.filter_zero_variance_groups,
             min_reward=config.min_group_reward,
@@ -101,8 +102,8 @@ class GroupRelativeConfig(GroupFilterConfig):
 
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """``trajectory``: every step shares the advantage of its sample's total reward. ``turn``: in a
-    dialogue, every step of a message shares the advantage of the rewards from this message on,
-    compared among the samples of the group that have this message too
+    dialogue, every step of a turn shares the advantage of the rewards from this turn on, compared
+    among the samples of the group that have this turn too
     (:func:`rlinf.algorithms.advantages.turn_level_advantages`)."""
 
 
@@ -118,8 +119,8 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
         return bool(self.config.advantage_level == "turn")
 
     @abstractmethod
-    def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        """Return advantages ``[N]`` of scores ``[N]``, rewards or returns, within their groups."""
+    def group_advantage(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """Return advantages ``[N]`` of total rewards (of turns: returns) within their groups."""
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         if self.needs_turns:
@@ -154,8 +155,8 @@ class GRPO(GroupRelativeAlgorithm):
     Config = GRPOConfig
     config: GRPOConfig
 
-    def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        return group_relative_advantages(scores, groups, norm_by_std=self.config.norm_adv_by_std)
+    def group_advantage(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        return group_relative_advantages(rewards, groups, norm_by_std=self.config.norm_adv_by_std)
 
 
 class DAPOConfig(GRPOConfig):
@@ -187,5 +188,5 @@ class RLOO(GroupRelativeAlgorithm):
     Config = RLOOConfig
     config: RLOOConfig
 
-    def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        return leave_one_out_advantages(scores, groups)
+    def group_advantage(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        return leave_one_out_advantages(rewards, groups)

@@ -1,15 +1,15 @@
 """Importance sampling between the engine's policy, which collected the steps, and the trainer's.
 
-Even with the same weights, the two differ, because an engine uses other kernels and often another
-precision. The gradient is then off-policy ("Your Efficient RL Framework Secretly Brings You
+Even with the same weights, these policies differ, because an engine uses other kernels and often
+another precision. The gradient is then off-policy ("Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training", Yao et al. 2025). Importance weights, trainer over engine, correct this. In
 the decoupled objective (arXiv 2110.00641, eq. 6; for asynchronous rollouts arXiv 2505.24298, eq. 5)
-they multiply the clipped surrogate, whose ratio is relative to the policy before the update.
+the weights multiply the clipped surrogate, whose ratio is relative to the policy before the update.
 
 A step may have several parts: the tokens of an action, or a chunk of actions of several tokens or
 dimensions each. Its log-probabilities are then ``[B, T, K]`` for the ``K`` tokens of one action, or
-``[B, T, C, D]`` for ``C`` actions of ``D`` tokens or dimensions. They are summed up to the
-configured level (token, action or whole step). Each sum is a *unit*; the units of a sample are
+``[B, T, C, D]`` for ``C`` actions of ``D`` tokens or dimensions. They are summed over each part of
+the configured level (token, action or whole step). Each sum is a *unit*; the units of a sample are
 flattened to ``[B, U]``. The advantage of a step or an action applies to each of its units.
 ``choice_mask`` is 0 at masked parts.
 """
@@ -32,9 +32,11 @@ from rlinf.models.base import StepOutputs
 
 RolloutISLevel = Literal["token", "sequence", "geometric"]
 RolloutISMode = Literal["truncate", "mask"]
+"""Importance sampling (IS): see :func:`rollout_ratio` for levels, :func:`rollout_is_weights` for
+modes."""
 DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
-"""Keys: the sum of absolute differences of log-probabilities, and the number of summed steps. These
-are the unmasked steps that were chosen with the trainer's current weights."""
+"""Keys of :func:`rollout_mismatch_sums`: the sum of absolute differences of log-probabilities, and
+the number of summed steps: unmasked ones that were chosen with the trainer's current weights."""
 RATIO_SUM, KL_SUM = "_ratio", "_divergence"
 """Keys of sums over the same steps: probability ratios, trainer over engine, and KL estimates."""
 MAX_RATIO = "rollout_ratio_max"
@@ -116,7 +118,7 @@ def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
     return {name: totals[key] / steps for name, key in names.items()}
 
 
-def policy_lags(trajectories: Sequence[Trajectory], version: int) -> Tensor:
+def step_staleness(trajectories: Sequence[Trajectory], version: int) -> Tensor:
     """Return the staleness of each step, in updates before ``version``, float32 ``[N, T]``."""
     return pad_right(
         [
@@ -127,35 +129,36 @@ def policy_lags(trajectories: Sequence[Trajectory], version: int) -> Tensor:
     )
 
 
-def old_logprob_interp(lag: Tensor, progress: float) -> Tensor:
-    """Return where the policy before the update lies, ``[N, T]`` (A-3PO, arXiv 2512.06547).
+def old_logprob_interpolation(staleness: Tensor, progress: float) -> Tensor:
+    """Return the position of the policy before the update between two policies, ``[N, T]`` (A-3PO,
+    arXiv 2512.06547): the policy that collected the step (0) and the policy in training (1).
 
-    0 is the policy that collected the step, and 1 is the policy in training. Distances between
-    policies are counted in updates.
+    Distances between policies are counted in updates.
 
     Args:
-        lag: ``[N, T]``, the result of :func:`policy_lags`.
+        staleness: ``[N, T]``, the result of :func:`step_staleness`.
         progress: completed fraction of the update, in [0, 1). Before the first step, the policy in
             training is the policy before the update.
     """
-    return lag / (lag + progress) if progress else torch.ones_like(lag)
+    return staleness / (staleness + progress) if progress else torch.ones_like(staleness)
 
 
 def interpolate_old_logprobs(
-    logprobs: Tensor, rollout_logprobs: Tensor, position: Tensor
+    logprobs: Tensor, rollout_logprobs: Tensor, interpolation: Tensor
 ) -> Tensor:
-    """Estimate the log-probabilities of the policy before the update by linear interpolation. The
-    end points are the collecting policy and the policy in training; ``position`` is the result of
-    :func:`old_logprob_interp`. This needs no forward pass and has no gradient."""
-    return rollout_logprobs + position * (logprobs.detach() - rollout_logprobs)
+    """Estimate the log-probabilities of the policy before the update, linearly between those of the
+    collecting policy and of the policy in training. ``interpolation`` is the result of
+    :func:`old_logprob_interpolation`. This needs no forward pass and has no gradient."""
+    return rollout_logprobs + interpolation * (logprobs.detach() - rollout_logprobs)
 
 
 LogprobLevel = Literal["token", "action", "chunk"]
+"""Part of a step that is one unit; see :func:`sum_to_level`."""
 
 
 def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel) -> Tensor:
-    """Sum log-probabilities or entropies to units: ``[B, T]``, or ``[B, T, K]`` if a step has
-    several.
+    """Return log-probabilities or entropies summed to units: ``[B, T]``, or ``[B, T, K]`` if a step
+    has ``K`` units.
 
     Args:
         values: ``[B, T]`` (these are units at any level), ``[B, T, K]`` or ``[B, T, C, D]``.

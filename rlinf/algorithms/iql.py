@@ -32,8 +32,8 @@ class IQLConfig(OffPolicyConfig):
     max_advantage_weight: float = Field(default=100.0, gt=0)
     """Largest advantage weight of an action."""
     action_bound_eps: float = Field(default=1e-3, gt=0, lt=1)
-    """Minimum distance of actions from the edge of the interval, in units of half its width. A
-    squashed density grows without bound at the edge."""
+    """Minimum distance of actions from their bounds, in units of half their range. The density of a
+    tanh-squashed Gaussian grows without limit there."""
 
 
 class IQL(OffPolicyAlgorithm):

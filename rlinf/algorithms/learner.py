@@ -59,7 +59,7 @@ class Learner:
         self.max_staleness = max_staleness
         self.num_updates = 0
         """Number of optimizer steps so far."""
-        self._reported: dict[str, list[float]] = defaultdict(list)
+        self._logged: dict[str, list[float]] = defaultdict(list)
 
     @property
     def policy(self) -> Policy:
@@ -153,7 +153,7 @@ class Learner:
                 on_step()
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
-        """Return the transitions of the flow's replay buffer, or of the batch if it has none."""
+        """Return the transitions of the replay buffer; without a buffer, those of the batch."""
         arrays = [
             to_transitions(
                 sample.trajectory,
@@ -185,28 +185,28 @@ class Learner:
         return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
     def mark_dirty(self) -> None:
-        """Announce that weights or buffers will change by other means than :meth:`update`."""
+        """Announce that weights or buffers will change; :meth:`update` does this by itself."""
         self._move_to_device()
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a metric. Several values of the same name are averaged."""
-        self._reported[name].append(float(value))
+        self._logged[name].append(float(value))
 
     @property
     def metrics(self) -> dict[str, float]:
         """Mean of the logged values, by name."""
-        return {name: float(np.mean(self._reported[name])) for name in sorted(self._reported)}
+        return {name: float(np.mean(self._logged[name])) for name in sorted(self._logged)}
 
     def report_progress(self, done: int, total: int) -> None:
         """Report the number of completed updates."""
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
-        """Yield the batches of earlier iterations, newest first, as many as the ``history`` of the
-        stage's sources."""
+        """Yield the batches of earlier iterations, newest first. ``history`` of the stage's sources
+        in the flow sets their number."""
         yield from ()
 
-    def _move_to_device(self, *kinds: str) -> None:
-        """Move the trainer's tensors of these kinds, or all tensors, to its device."""
+    def _move_to_device(self, *tensor_groups: str) -> None:
+        """Move these groups of the trainer's tensors, by default all, to its device."""
 
     def _span(self) -> AbstractContextManager[Any]:
         """Return a context that is entered while the trainer computes."""

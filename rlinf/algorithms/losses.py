@@ -17,11 +17,10 @@ LOG_RATIO_BOUND = 20.0
 """Largest magnitude of a log-ratio before exponentiation: e^89 is infinite in float32, and an
 infinite ratio times an advantage of zero is not a number."""
 KL_BOUND = 10.0
-"""Largest value of the KL estimate of one step, which grows exponentially with the log-ratio. The
-gradient of an estimate has no such bound."""
+"""Largest value of the KL estimate of one step, which grows exponentially with the log-ratio. Its
+gradient has a bound of its own, :data:`KL_GRADIENT_BOUND`."""
 KL_GRADIENT_BOUND = math.exp(LOG_RATIO_BOUND)
-"""Largest magnitude of the gradient of the KL estimate of one step, so that it is finite at any
-log-ratio."""
+"""Largest magnitude of the gradient of the KL estimate of one step; finite at any log-ratio."""
 
 
 class _Clamp(torch.autograd.Function):

@@ -77,7 +77,7 @@ class OffPolicyAlgorithm(Algorithm):
     config: OffPolicyConfig
     requires = frozenset({ACTION_VALUES, TRANSITION_REPLAY})
     provides = frozenset({REPLAY_ALGORITHM})
-    critic_subset_size: int | None = None
+    critic_subsample_size: int | None = None
     """Number of critics that compute the target, drawn at random for each step; None: all. The
     batch has the indices of the drawn critics as ``critics``, int64."""
 
@@ -167,15 +167,15 @@ class OffPolicyAlgorithm(Algorithm):
                 batch["next_noise"] = noise[step, 0]
                 if self._policy_learns(first_step + step, count):
                     batch["noise"] = noise[step, 1]
-                if self.critic_subset_size is not None:
-                    critics = random.choice(num_critics, self.critic_subset_size, replace=False)
+                if self.critic_subsample_size is not None:
+                    critics = random.choice(num_critics, self.critic_subsample_size, replace=False)
                     batch["critics"] = torch.from_numpy(critics)
                 yield batch
             learner.report_progress(first_step + steps, count)
 
     def _policy_learns(self, step: int, count: int) -> bool:
-        """Return whether the policy learns at step ``step`` (from 0) of ``count``: at the last,
-        and at every ``policy_delay``-th before it."""
+        """Return whether the policy learns at step ``step`` (from 0) of ``count``: at the last one
+        and at every ``policy_delay``-th one before it."""
         return (count - 1 - step) % self.config.policy_delay == 0
 
     def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:

@@ -29,12 +29,12 @@ from rlinf.algorithms.importance_sampling import (
     flatten_to_level,
     interpolate_old_logprobs,
     mask_like,
-    old_logprob_interp,
-    policy_lags,
+    old_logprob_interpolation,
     rollout_is_weights,
     rollout_mismatch_metrics,
     rollout_mismatch_sums,
     rollout_ratio,
+    step_staleness,
 )
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.losses import (
@@ -88,8 +88,8 @@ class _Update:
         self._total_divisor: float | None = None
         """Sum of the divisors of the accumulated parts; see :func:`loss_agg_weights`."""
         self._loss_divisor = 1.0
-        """Divisor of a loss before its gradient is computed. It is a power of two, so that division
-        is exact, and near the total weight, so that float16 gets losses as small as a mean."""
+        """Divisor of a loss before its gradient is computed. Division by a power of two is exact.
+        The one nearest to the total weight makes the loss as small as a mean, for float16."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
         """Add the gradient of one part of the batch; :meth:`step` divides by the whole batch."""
@@ -164,13 +164,14 @@ class _Update:
         rows, weights = [rows[index] for index in computed], weights[computed]
         is_first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
         if (is_first or interpolate) and batch.rollout_logprobs is not None:
-            lag = policy_lags([sample.trajectory for sample in samples], learner.iteration)
+            trajectories = [sample.trajectory for sample in samples]
+            staleness = step_staleness(trajectories, learner.iteration)
             if is_first:
-                self._check_staleness(lag, batch.mask)
-                batch = replace(batch, on_policy_mask=batch.mask * (lag == 0))
+                self._check_staleness(staleness, batch.mask)
+                batch = replace(batch, on_policy_mask=batch.mask * (staleness == 0))
             if interpolate:
                 progress = learner.num_updates / (config.epochs * config.minibatches)
-                interpolation = old_logprob_interp(lag, progress)
+                interpolation = old_logprob_interpolation(staleness, progress)
                 batch = replace(batch, old_logprob_interpolation=interpolation)
 
         def loss(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> Loss:
@@ -199,8 +200,8 @@ class _Update:
             row_groups=[[row] for row in range(len(rows))] if unsplit else None,
         )
 
-    def _check_staleness(self, lag: Tensor, mask: Tensor) -> None:
-        """Log the staleness ``[N, T]`` of unmasked steps.
+    def _check_staleness(self, staleness: Tensor, mask: Tensor) -> None:
+        """Check and log the staleness ``[N, T]`` of unmasked steps.
 
         Raises:
             InputError: a step is staler than ``rollout.staleness`` allows, or was chosen with
@@ -210,9 +211,9 @@ class _Update:
         limit = learner.max_staleness
         if limit is None or not is_unmasked.any():
             return
-        lags = lag[is_unmasked]
-        if not 0 <= float(lags.min()) <= float(lags.max()) <= limit:
-            wrong = lags.min() if lags.min() < 0 else lags.max()
+        unmasked = staleness[is_unmasked]
+        if not 0 <= float(unmasked.min()) <= float(unmasked.max()) <= limit:
+            wrong = unmasked.min() if unmasked.min() < 0 else unmasked.max()
             raise InputError(
                 f"iteration {learner.iteration + 1}: steps were chosen by version "
                 f"{learner.iteration - int(wrong)} of the weights, and version {learner.iteration} "
@@ -220,7 +221,7 @@ class _Update:
                 "the flow's inputs and the engine's version, or raise rollout.staleness"
             )
         if limit:
-            learner.log_metric("staleness", float(lags.mean()))
+            learner.log_metric("staleness", float(unmasked.mean()))
 
     def _rows_with_gradient(
         self, batch: StepBatch, rows: list[int], weights: Tensor
@@ -341,7 +342,7 @@ class PolicyGradientConfig(Section):
     update has several steps; a single step takes them from its own forward pass. ``rollout``: the
     engine's log-probabilities. ``interpolate``: an estimate between the engine's log-probabilities
     and those of the policy in training, without an inference stage
-    (:func:`rlinf.algorithms.importance_sampling.old_logprob_interp`)."""
+    (:func:`rlinf.algorithms.importance_sampling.old_logprob_interpolation`)."""
     rollout_is_threshold: float | None = Field(default=None, gt=0)
     """Largest importance weight of a step, which is the probability ratio of the policy before the
     update over the policy that collected the step; null: no importance weights. This is truncated
@@ -369,8 +370,8 @@ class PolicyGradientConfig(Section):
     """Constant by which ``seq_mean_token_sum`` divides the sum of each sequence, for example the
     horizon; null: 1."""
     whiten_advantages: bool = False
-    """Normalise the advantages of all unmasked steps of an iteration to mean 0 and standard
-    deviation 1."""
+    """Normalise the advantages of an iteration to mean 0 and standard deviation 1, over unmasked
+    steps."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Unit that has one clipped ratio: each token, or the whole response by the geometric mean of
     its tokens' ratios (GSPO, arXiv 2507.18071)."""

@@ -2,8 +2,8 @@
 asynchronous.
 
 Advantages are per step. If the policy has a value for each action of a chunk
-(``model.value_level``), they are per action: an action is credited with all later rewards, those of
-its own chunk included.
+(``model.value_level``), they are per action: an action is credited with its own reward and all
+later ones, also within its chunk.
 """
 
 from __future__ import annotations

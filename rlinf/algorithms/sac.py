@@ -72,11 +72,8 @@ class SAC(OffPolicyAlgorithm):
     def critic_values(
         self, module: Any, batch: Batch, next_actions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the values of the batch's actions, and of the next actions without gradients.
-
-        The former are ``[E, B]`` for ``E`` critics. The latter have as many rows as critics compute
-        the target (``critic_subset_size``).
-        """
+        """Return the values of the batch's actions, ``[E, B]`` for ``E`` critics, and of the next
+        actions, without gradients, ``[K, B]`` for the ``K`` critics that compute the target."""
         values = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
         with torch.no_grad():
             next_inputs = torch.cat([batch["next_observations"], next_actions], -1)
@@ -152,7 +149,7 @@ class RLPD(SAC):
 
     def __init__(self, config: RLPDConfig) -> None:
         super().__init__(config)
-        self.critic_subset_size = config.critic_subsample_size
+        self.critic_subsample_size = config.critic_subsample_size
 
     def check(self, model: Any) -> None:
         super().check(model)

@@ -120,8 +120,8 @@ class _NameCollector:
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
     def follow_member(self, name: str, *, all_bases: bool = False) -> None:
-        """Follow the class's member of this name, and overridden members of this name: as long as
-        ``super()`` is called, or all of them with ``all_bases``."""
+        """Follow the class's member of this name, and the members that it overrides: as long as
+        each calls ``super()``, or all of them with ``all_bases``."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:
@@ -238,7 +238,6 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and the code of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -254,7 +253,7 @@ def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _reads_whole_config(code: CodeType, config_names: set[str]) -> bool:
-    """Return whether code reads the configuration, a variable of these names, as a whole."""
+    """Return whether code reads the configuration, in a variable of these names, as a whole."""
     trail = "".join(map(_access_trail, _nested_codes(code)))
     names = "|".join(config_names)
     names = "|".join([*config_names, *re.findall(rf"\.(?:{names})=(\w+)", trail)])

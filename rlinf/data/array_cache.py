@@ -2,10 +2,11 @@
 
 The arrays are in ``rlinf/rows`` of the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache`` by
 default). A file is named by the digest of all that its arrays depend on. The cache is optional: if
-the folder cannot be used, or a file is invalid, the arrays are computed again.
+the folder cannot be used, or a file is damaged (its checksum is wrong), the arrays are computed
+again.
 
-Only the user can access folder and files. A file is used only if its checksum is right. The least
-recently used files are removed when they are too old or exceed the total size.
+Only the user can access folder and files. Files that were not used for :data:`MAX_AGE_S` are
+removed, and the least recently used ones beyond :data:`MAX_CACHE_BYTES`.
 """
 
 from __future__ import annotations
@@ -43,19 +44,21 @@ _in_memory: dict[str, Arrays] = {}
 """The newest results that this process computed or read, by file name."""
 
 
-def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, large: bool) -> Arrays:
+def cached_arrays(
+    kind: str, address: str, compute: Callable[[], Arrays], *, use_file: bool
+) -> Arrays:
     """Return the result of ``compute``, from memory or the cache folder if possible.
 
     Args:
         kind: kind of the arrays, part of the file's name.
         address: text of everything on which the arrays depend.
-        large: whether the result is stored in a file.
+        use_file: whether the result is also stored in a file; small results need none.
     """
     cache_key = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
     name = f"{kind}-{xxhash.xxh3_128_hexdigest(cache_key)}"
     arrays = _in_memory.get(name)
     if arrays is None:
-        arrays = _in_memory[name] = _from_folder(name, compute) if large else compute()
+        arrays = _in_memory[name] = _from_folder(name, compute) if use_file else compute()
         while len(_in_memory) > MAX_IN_MEMORY:
             _in_memory.pop(next(iter(_in_memory)))
     return arrays

@@ -1,4 +1,4 @@
-"""The training batch: the samples of an iteration, joined by identity and padded."""
+"""The training batch: the samples of an iteration, with the outputs of all stages, padded."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class StepBatch:
     """``[N, T]`` under the policy before the update. If steps have several parts (tokens or
     dimensions of an action), they have more axes: :mod:`rlinf.algorithms.importance_sampling`."""
     terminated: Tensor
-    """``[N, T]`` 1 at the last step of an episode that terminated, or that got one reward for the
-    whole episode: no value is bootstrapped after it."""
+    """``[N, T]`` 1 where no value is bootstrapped: after the last step of an episode that
+    terminated, or that got one reward for the whole episode."""
     truncated: Tensor
     """``[N, T]`` 1 where the episode was truncated."""
     bootstrap_values: Tensor
@@ -139,7 +139,8 @@ def gather_steps(column: Tensor, spans: Sequence[StepSpan], length: int) -> Tens
 def join_by_identity(
     trajectories: Iterable[ChannelItem], *others: Iterable[ChannelItem]
 ) -> list[tuple[Any, ...]]:
-    """Match the items of several channels by identity, in the order of ``trajectories``.
+    """Match the items of several channels by iteration and sample, in the order of
+    ``trajectories``.
 
     Raises:
         ValueError: another channel has no item, or two items, for a trajectory.
@@ -167,7 +168,7 @@ def build_step_batch(samples: Sequence[TrainingSample]) -> StepBatch:
 
     Raises:
         InputError: a person acted in a trajectory, a reward is on a masked step, or a step that is
-            not a chunk has several values.
+            no chunk of actions has several value estimates.
     """
     trajectories = [sample.trajectory for sample in samples]
     step_rewards = [sample.reward for sample in samples if sample.reward is not None]

@@ -1,9 +1,9 @@
 """Episodes within a trajectory: outcomes, carry-over, interventions and instructions.
 
 A simulator's trajectory may have several episodes, one after another. ``outcomes`` has the score of
-each episode, except of episodes that a failure of the simulator interrupted. An episode that is
-still open at the end has a score only if it is the only episode and does not continue in the next
-iteration: it ran for a full horizon, and its score is the one that it reached.
+each episode, except of episodes that a failure of the simulator interrupted. If the trajectory ends
+within an episode, this episode has a score only if it is the only one and does not continue in the
+next iteration: it ran for a full horizon, and its score is the one that it had by then.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def scored_episodes(trajectory: Trajectory) -> list[tuple[int, float, int]] | No
     """
     if trajectory.outcomes is None:
         return None
-    mask, episodes, first = loss_mask(trajectory), [], 0
+    mask, episodes, start = loss_mask(trajectory), [], 0
     for last, score in zip(trajectory.require("outcome_steps"), trajectory.outcomes, strict=True):
-        episodes.append((int(last), float(score), int(mask[first : last + 1].sum())))
-        first = int(last) + 1
+        episodes.append((int(last), float(score), int(mask[start : last + 1].sum())))
+        start = int(last) + 1
     return episodes
 
 
 def spans_several_episodes(trajectory: Trajectory) -> bool:
-    """Return whether unmasked steps follow the end of the first episode. Then no statistic of the
-    whole trajectory belongs to a single episode."""
+    """Return whether unmasked steps follow the end of the first episode, so that statistics of the
+    whole trajectory do not belong to a single episode."""
     ends = trajectory.outcome_steps
     if ends is None or not len(ends):
         return False
@@ -43,7 +43,7 @@ def spans_several_episodes(trajectory: Trajectory) -> bool:
 
 
 OPEN_EPISODES = "open_episodes"
-"""Channel of open episodes, from which the rollout of the next iteration continues."""
+"""Channel of episodes that a rollout did not finish; the next iteration continues them."""
 OPEN_STATE, OPEN_METRICS = "open_state", "open_measured"
 """Context columns of a record in ``OPEN_EPISODES``: the state of the simulator, uint8 ``[n]`` in
 the environment's own format, and the episode metrics so far, float64 ``[m]``."""
@@ -64,13 +64,13 @@ def pop_open_episode(trajectory: Trajectory) -> Record | None:
     return Record(trajectory.identity, context=columns)
 
 
-def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Trajectory]:
+def intervened_episodes(trajectory: Trajectory, first_sample: int = 0) -> Iterator[Trajectory]:
     """Yield the episodes in which a person intervened, each as a trajectory.
 
     ``actions`` are the executed actions. Episodes with masked steps are left out.
 
     Args:
-        first: sample number of the first episode.
+        first_sample: sample number of the first of these episodes.
 
     Raises:
         InputError: the trajectory does not record where a person intervened.
@@ -97,13 +97,13 @@ def intervened_episodes(trajectory: Trajectory, first: int = 0) -> Iterator[Traj
             steps = trajectory.slice_steps(start, end).to_record().steps
             columns = {name: np.asarray(column) for name, column in steps.items() if name != "mask"}
             yield Trajectory(
-                identity=RecordId(0, first),
+                identity=RecordId(0, first_sample),
                 **step_fields({**columns, "actions": actions[start:end]}),
                 truncation_steps=truncation_steps[is_inside] - start,
                 final_observations=final_observations[is_inside],
                 **info_fields(trajectory.scalars()),
             )
-            first += 1
+            first_sample += 1
         start = end
 
 

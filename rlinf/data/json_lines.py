@@ -49,7 +49,7 @@ class JsonLinesIndex:
     digests: np.ndarray
     """``[N]`` uint64: digest of each row's content; equal rows have equal digests."""
     flags: np.ndarray
-    """``[F]`` bool: properties of the whole file that ``observe`` has set."""
+    """``[F]`` bool: properties of the whole file; see ``observe`` of :class:`JsonLinesFile`."""
 
 
 class JsonLinesFile(Sequence[T], Generic[T]):
@@ -69,23 +69,23 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         settings: str = "",
         row_text: Callable[[T], str] = repr,
         observe: Callable[[dict[str, Any], np.ndarray], None] = lambda item, flags: None,
-        flags: int = 0,
+        num_flags: int = 0,
     ) -> None:
         """Open and check the file.
 
         Args:
             key: configuration key that names the file.
-            parse: makes a row from its location (for messages), its JSON object and the flags.
+            parse: makes a row from its location (for messages), its JSON object and the file's
+                flags.
             settings: everything else on which ``parse`` and ``row_text`` depend, as a text; part
                 of the cache key.
             row_text: text of a row; rows with equal texts are equal.
             observe: sets flags of the file from the JSON object of a row.
-            flags: number of flags.
         """
         check_is_file(path, key, DataError)
         self.path, self.key, self._parse = path.expanduser(), key, parse
-        self._file = _Descriptor(self.path, key)
-        self._flags = np.zeros(flags, bool)
+        self._file = _OpenFile(self.path, key)
+        self._flags = np.zeros(num_flags, bool)
         self.digest = self._file.digest
 
         def build_columns() -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         address = f"{self.digest} {settings}"
         with name_key_in_memory_errors(key):
             columns = cached_arrays(
-                "rows", address, build_columns, large=self._file.size >= MIN_CACHED_BYTES
+                "rows", address, build_columns, use_file=self._file.size >= MIN_CACHED_BYTES
             )
         self._index = JsonLinesIndex(**columns)
         self._flags = self._index.flags
@@ -148,7 +148,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         self, row_text: Callable[[T], str], observe: Callable[[dict[str, Any], np.ndarray], None]
     ) -> JsonLinesIndex:
         """Read and check the file row by row and return its index."""
-        if (position := self._file.broken_byte()) is not None:
+        if (position := self._file.find_invalid_byte()) is not None:
             raise not_utf8_error(self.path, self.key, DataError, position)
         offsets, sizes, lines, digests = (_Column(kind) for kind in ("u8", "u4", "u4", "u8"))
         for number, start, line in self._lines():
@@ -203,8 +203,8 @@ class _Column:
         return np.concatenate([*self._blocks, np.array(self._newest, self._dtype)])
 
 
-class _Descriptor:
-    """An open file descriptor that lives as long as this object."""
+class _OpenFile:
+    """A file that is open as long as this object exists, and whose changes are noticed."""
 
     def __init__(self, path: Path, key: str) -> None:
         try:
@@ -239,18 +239,17 @@ class _Descriptor:
         return False
 
     def _read_stamp(self) -> tuple[int, int, int]:
-        """Return size, modification time and inode, which change when the file does."""
+        """Return size, modification time and inode; a change of the file changes one of them."""
         stat = os.fstat(self.fd)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
     def _read_digest(self) -> str:
-        """Return the digest of all bytes."""
         digest = xxhash.xxh3_128()
         for block in self._blocks():
             digest.update(block)
         return digest.hexdigest()
 
-    def broken_byte(self) -> int | None:
+    def find_invalid_byte(self) -> int | None:
         """Return the position of the first byte that is not UTF-8. None: the file is UTF-8."""
         decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
         for block in itertools.chain(self._blocks(), [b""]):

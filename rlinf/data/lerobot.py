@@ -7,14 +7,14 @@ LeRobot                        field of the trajectory
 =============================  ===================================================
 ``observation.state``          ``observations``
 ``action``                     ``actions``
-``next.reward``                ``rewards``; without it, 1 if the task is solved
+``next.reward``                ``rewards``; if missing, 1 where the task is solved
 ``next.success``               ``success``
 ``observation.images.CAMERA``  ``images[CAMERA]``
 task                           ``instruction`` in ``extra``
 =============================  ===================================================
 
 The format has no observation after the last step of an episode. If an episode ends without success,
-its last step is dropped, and the observation of that step is the final observation.
+its last step is dropped, and the observation before that step is the final observation.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class LeRobotEpisode:
     """Location of an episode: its rows in a data file, and its first frames in the videos."""
 
     index: int
-    task: str
-    """Instruction."""
+    instruction: str
     data_file: Path
     first_row: int
     """Index of the episode's first row in ``data_file``."""
@@ -154,7 +153,7 @@ class LeRobotDataset:
         observations = _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32)
         final_observations, truncation_steps = observations[:0], np.zeros(0, np.int64)
         truncated = np.zeros(length, np.uint8)
-        # The last observation of a truncated episode is the observation after its last step.
+        # The last observation of a truncated episode is the one after its last remaining step.
         if not terminated[-1]:
             final_observations, length = observations[-1:], length - 1
             if length:
@@ -176,7 +175,7 @@ class LeRobotDataset:
             episode_length=float(episode.length),
             success_once=float(success.any()),
             success_at_end=float(success[-1]),
-            extra={INSTRUCTION_COLUMN: episode.task},
+            extra={INSTRUCTION_COLUMN: episode.instruction},
         )
         return trajectory.slice_steps(0, length)
 
@@ -188,7 +187,7 @@ class LeRobotDataset:
         for camera, name in self.cameras.items() if images else ():
             if self.features[name]["dtype"] == "image":
                 cells = rows.column(name).to_pylist()
-                columns[camera] = np.stack([self._image(cell) for cell in cells])
+                columns[camera] = np.stack([self._decode_image(cell) for cell in cells])
                 continue
             path, first = episode.videos[name]
             if name not in videos or not videos[name].can_read(path, first):
@@ -196,8 +195,8 @@ class LeRobotDataset:
             columns[camera] = videos[name].read(first, episode.length)
         return columns
 
-    def _image(self, cell: dict[str, Any]) -> np.ndarray:
-        """Return the image of a table cell, which has the file's bytes or its path."""
+    def _decode_image(self, cell: dict[str, Any]) -> np.ndarray:
+        """Return the image of a table cell, which has the bytes or the path of an image file."""
         from PIL import Image, UnidentifiedImageError
 
         try:
@@ -263,7 +262,7 @@ class LeRobotDataset:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
     def _episodes_v3(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
-        """Yield the episodes of version 3: a file has several, located by ``meta/episodes``."""
+        """Yield the episodes of version 3: a file has several, which ``meta/episodes`` locates."""
         first_indices: dict[Path, int] = {}  # of the first row of each file, in the whole dataset
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
             for row in _read_table(self._resolve(table.relative_to(self.folder))).to_pylist():
@@ -278,9 +277,9 @@ class LeRobotDataset:
                     path = self._path_from_template("video_path", video_key=name, **indices)
                     seconds = float(row[f"videos/{name}/from_timestamp"])
                     frames[name] = (path, round(seconds * self.fps))
-                task = " ".join(row["tasks"])
+                instruction = " ".join(row["tasks"])
                 index, length = int(row["episode_index"]), int(row["length"])
-                yield LeRobotEpisode(index, task, data_file, first_row, length, frames)
+                yield LeRobotEpisode(index, instruction, data_file, first_row, length, frames)
 
     def _episodes_v2(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
         """Yield the episodes of version 2: one file per episode and camera."""
@@ -296,8 +295,8 @@ class LeRobotDataset:
                 for name in videos
             }
             data_file = self._path_from_template("data_path", **indices)
-            task = " ".join(row["tasks"])
-            yield LeRobotEpisode(index, task, data_file, 0, int(row["length"]), frames)
+            instruction = " ".join(row["tasks"])
+            yield LeRobotEpisode(index, instruction, data_file, 0, int(row["length"]), frames)
 
 
 class _VideoReader:
@@ -373,7 +372,7 @@ FEATURE_COLUMNS = {
 """Field of the trajectory that is written as each feature."""
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""Distance between the images that are used for statistics."""
+"""The statistics use one of this many images."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -637,8 +636,9 @@ class _FeatureStats:
     """Minimum, maximum, mean and standard deviation of a feature."""
 
     def __init__(self, is_image: bool) -> None:
-        self._is_image, self._rows, self._items = is_image, 0, 0
+        self._is_image = is_image
         # Rows: pixels of images, or vectors. Items: images, or vectors.
+        self._rows, self._items = 0, 0
         self._min = self._max = self._sum = self._square_sum = np.zeros(0)
 
     def add(self, rows: np.ndarray) -> None:
@@ -676,7 +676,6 @@ def write_lerobot_dataset(folder: Path, trajectories: Iterable[Trajectory], **op
 
 
 def _camera_feature(column: str) -> str:
-    """Return the name of the feature of an image column."""
     return CAMERA_FEATURE_PREFIX + column.removeprefix(IMAGE_PREFIX)
 
 

@@ -1,5 +1,5 @@
-"""Deterministic partitions of a batch: balanced shares for ranks, micro-batches under a token
-budget."""
+"""Deterministic partitions of a batch: parts of equal duration for ranks, and micro-batches under a
+token budget."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 
 class StepSpan(NamedTuple):
-    """The steps of one trajectory from ``start`` up to ``stop``: a row of a minibatch."""
+    """The steps of one trajectory from ``start`` up to ``stop``."""
 
     row: int
+    """Index of the trajectory in its minibatch."""
     start: int
     stop: int
 
 
-def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """Distribute items over ``len(shares)`` workers so that the last worker finishes early.
+def balance_costs(costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+    """Distribute items over ``len(speeds)`` workers so that the last worker finishes early.
 
     Items are assigned from the heaviest on, each to the worker that would finish it first (Graham
     1969). If all workers are equally fast and :func:`karmarkar_karp` gives a smaller maximum, its
@@ -27,28 +28,28 @@ def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[in
 
     Args:
         costs: cost of each item.
-        shares: relative speeds of the workers; the time of a worker is its cost divided by its
-            share.
+        speeds: relative speeds of the workers. A worker's time is the cost of its items divided by
+            its speed.
 
     Returns:
         For each worker its item indices, ascending. Every item is assigned exactly once.
 
     Raises:
-        ValueError: a share is not positive.
+        ValueError: a speed is not positive.
     """
-    if min(shares) <= 0:
-        raise ValueError(f"shares must be positive, got {list(shares)}")
-    workers: list[list[int]] = [[] for _ in shares]
-    loads = [0.0 for _ in shares]
+    if min(speeds) <= 0:
+        raise ValueError(f"speeds must be positive, got {list(speeds)}")
+    workers: list[list[int]] = [[] for _ in speeds]
+    loads = [0.0 for _ in speeds]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         cost = costs[item]
-        finish_times = [(load + cost) / share for load, share in zip(loads, shares, strict=True)]
+        finish_times = [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)]
         rank = finish_times.index(min(finish_times))
         workers[rank].append(item)
         loads[rank] += cost
-    lower_bound = max(-(-sum(costs) // len(shares)), max(costs, default=0))
-    if min(shares) == max(shares) and max(loads) > lower_bound:
-        partition = karmarkar_karp(costs, len(shares))
+    lower_bound = max(-(-sum(costs) // len(speeds)), max(costs, default=0))
+    if min(speeds) == max(speeds) and max(loads) > lower_bound:
+        partition = karmarkar_karp(costs, len(speeds))
         if max(sum(costs[item] for item in items) for items in partition) < max(loads):
             workers = partition
     return [sorted(items) for items in workers]
@@ -58,9 +59,9 @@ def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
     """Partition items into ``count`` parts of similar cost by the largest differencing method.
 
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (UC Berkeley, CSD-83-113,
-    1982), for several parts. Each item begins as a partition whose other parts are empty. The two
-    partitions with the largest differences are merged, the largest part of one with the smallest of
-    the other, until one partition is left.
+    1982), for several parts. At first, each item is a partition of its own, whose other parts are
+    empty. Until one partition remains, the two with the largest differences are merged: the largest
+    part of one with the smallest part of the other, and so on.
 
     Returns:
         Item indices of each part, the most expensive part first. The costs of the parts do not
@@ -114,7 +115,7 @@ def pack_microbatches(
     An item that exceeds the budget is in a micro-batch by itself.
 
     Args:
-        costs: length of each row, in positions.
+        costs: number of positions of each row.
         items: indices into ``costs``.
         padded: whether rows are padded. The size of a group is then its number of rows times its
             largest cost; otherwise it is the sum of its costs.

@@ -21,7 +21,7 @@ LARGE_ROW_BYTES = 1 << 10
 
 
 class RecordId(NamedTuple):
-    """Index of a record: iteration, and sample in it. A retry differs only in ``attempt``."""
+    """Number of an iteration, and of a sample in it. A retry differs only in ``attempt``."""
 
     iteration: int
     sample: int
@@ -39,12 +39,13 @@ class Record:
 
     ``steps`` are arrays with a common leading dimension ``T``: tokens of a response, steps of an
     episode, or rows of a request. ``context`` are arrays without that dimension (a prompt, a last
-    observation). ``info`` are numbers and strings (stop reason, answer, group). They are converted
-    to plain Python values, so that a record in memory and the same record read from a file have
-    equal digests.
+    observation). ``info`` are numbers and strings (stop reason, answer, group), converted to plain
+    Python values, so that a record in memory and the same record read from a file have equal
+    digests.
     """
 
     identity: RecordId
+    """Iteration and sample number; not the digest that identifies a stage's output."""
     steps: dict[str, np.ndarray] = field(default_factory=dict)
     context: dict[str, np.ndarray] = field(default_factory=dict)
     info: dict[str, Scalar] = field(default_factory=dict)
@@ -65,10 +66,7 @@ class Record:
         return Record(self.identity, steps, self.context, self.info)
 
     def digest(self) -> int:
-        """Return a 64-bit digest of everything but the attempt.
-
-        It is computed at the first call and then cached.
-        """
+        """Return a 64-bit digest of everything but the attempt; computed once."""
         if self._digest is None:
             state = xxhash.xxh3_64(repr((self.identity.key, sorted(self.info.items()))).encode())
             for columns in (self.steps, self.context):
@@ -101,8 +99,8 @@ def digest_records(records: Iterable[Record]) -> int:
 
 
 def combine_digests(digests: Iterable[int]) -> int:
-    """Return the digest of a collection from those of its members, in any order. It is their sum,
-    so that equal members do not cancel."""
+    """Return the digest of a collection, in any order, from the digests of its members: their sum,
+    because equal members would cancel in an exclusive or."""
     return sum(digests) % (1 << 64)
 
 

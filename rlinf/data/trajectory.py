@@ -3,8 +3,8 @@
 Environments create trajectories; policies, rewards, algorithms and stages read them. A
 :class:`rlinf.data.record.Record` is the form in which a trajectory is sent and stored: channels,
 files and live transfer contain records. A stage converts its inputs when it reads them and its
-outputs when it writes them. The two forms use different names; the tables ``STEPS``, ``CONTEXT``
-and ``INFO`` map the names of a record to fields.
+outputs when it writes them. The tables ``STEPS``, ``CONTEXT`` and ``INFO`` map the names in a
+record to the fields of a trajectory, because some differ.
 
 The loss mask is 1 at the steps that the policy chose and on which it is trained. Other steps, such
 as the output of a tool or steps after the end of an episode, have 0 in the column ``mask``; without
@@ -31,8 +31,8 @@ STOP_REASON_ERROR = "error"
 class ChannelItem:
     """A typed item of a channel.
 
-    In a record, :attr:`STEPS` maps the names of step columns, and :attr:`INFO` those of numbers and
-    texts, to fields of this class. A field that is None is not in the record.
+    :attr:`STEPS` maps the names of a record's step columns to fields of this class; :attr:`INFO`
+    maps those of its numbers and texts. A field that is None is not in the record.
     """
 
     STEPS: ClassVar[Mapping[str, str]] = {}
@@ -72,15 +72,15 @@ class StepRewards(ChannelItem):
     """Rewards of the actions in each chunk, float32 ``[T, C]``. None: no chunks."""
     episode_ends: np.ndarray | None = None
     """1 at the last step of an episode that got one reward for the whole episode, uint8 ``[T]``. No
-    value is bootstrapped there, even after a truncation. None: no episode got one."""
+    value is bootstrapped there, even after a truncation. None: 0 everywhere."""
     score: float = 0.0
     """The task's score, or the sum of ``rewards`` if the reward needs no score."""
     is_included: bool = True
     """False: the update excludes the trajectory."""
     group: int = 0
     failure: str | None = None
-    """Kind of failure because of which the trajectory has no reward; empty if it has one. None: the
-    reward cannot fail."""
+    """Kind of failure because of which the trajectory has no reward; empty if there was no failure.
+    None: the reward cannot fail."""
 
 
 @dataclass(kw_only=True)
@@ -105,14 +105,14 @@ class Trajectory(ChannelItem):
     """One sample: observations or prompt, actions and outcomes.
 
     ``T`` is the number of steps: tokens of a response, or decisions in an episode. ``C`` is the
-    number of actions in a chunk, ``A`` the size of an action, ``D`` the size of an observation and
-    ``K`` the number of truncations or of scored episodes. A column that does not apply is None.
+    number of actions in a chunk, ``A`` the size of an action, ``K`` its number of tokens, ``D`` the
+    size of an observation, and ``E`` a number of episodes. A column that does not apply is None.
     """
 
     actions: np.ndarray
     """Actions that the policy sampled with ``logprobs``. Language: token ids, int64 ``[T]``.
-    Embodied: int64 ``[T]``, float ``[T, A]``, or chunks ``[T, C]`` and ``[T, C, A]``. They may
-    be out of bounds; the simulator clips them."""
+    Embodied: int64 ``[T]``, float ``[T, A]``, or chunks ``[T, C]`` and ``[T, C, A]``. Float actions
+    may be out of bounds; the simulator clips them."""
     logprobs: np.ndarray | None = None
     """Log-probability of each action under the policy that sampled it, float32 ``[T]``; of the
     parts of a step ``[T, K]``, ``[T, C]`` or ``[T, C, A]``. None: a demonstration."""
@@ -149,7 +149,9 @@ class Trajectory(ChannelItem):
     to the turn before it."""
     num_turns: int | None = None
     tool_errors: int | None = None
+    """Number of rejected tool calls."""
     tool_retries: int | None = None
+    """Number of retries of tool calls after an outage."""
     error: str | None = None
     """Traceback of a failure in the environment, empty if there was none."""
     failed_in_user_code: int | None = None
@@ -170,9 +172,9 @@ class Trajectory(ChannelItem):
     success: np.ndarray | None = None
     """1 where the task is solved after the step, uint8 ``[T]``."""
     truncation_steps: np.ndarray | None = None
-    """Steps at which episodes were truncated, int64 ``[K]``."""
+    """Steps at which episodes were truncated, int64 ``[E]``."""
     final_observations: np.ndarray | None = None
-    """State after each truncation, float32 ``[K, D]``, in the order of ``truncation_steps``."""
+    """State after each truncation, float32 ``[E, D]``, in the order of ``truncation_steps``."""
     values: np.ndarray | None = None
     """Value estimates of the policy that acted, float32 ``[T]``, or ``[T, C]`` per action."""
     bootstrap_values: np.ndarray | None = None
@@ -192,16 +194,18 @@ class Trajectory(ChannelItem):
     late: np.ndarray | None = None
     """1 where the control deadline was missed, uint8 ``[T]``."""
     outcome_steps: np.ndarray | None = None
-    """Steps at which scored episodes ended, int64 ``[K]``."""
+    """Steps at which scored episodes ended, int64 ``[E]``."""
     outcomes: np.ndarray | None = None
-    """Score of each episode in ``outcome_steps``, float64 ``[K]``."""
+    """Score of each episode in ``outcome_steps``, float64 ``[E]``."""
     episode_return: float | None = None
     """Return of the episode, or the mean over the episodes of the sample."""
     episode_length: float | None = None
     success_once: float | None = None
     success_at_end: float | None = None
+    """1 if solved at the last step (``success_once``: at any step); the mean over episodes."""
     num_episodes: int | None = None
     num_failed_episodes: int | None = None
+    """Number of episodes that a failure of the simulator ended; not of unsolved ones."""
     is_scored: int | None = None
     """1 if ``success_once`` and ``success_at_end`` are meaningful for the task."""
     task: str | None = None
@@ -394,7 +398,7 @@ def info_fields(info: Mapping[str, Scalar]) -> dict[str, Any]:
 
 
 def _by_field(values: Mapping[str, Any], names: Mapping[str, str], rest: str) -> dict[str, Any]:
-    """Return values by their fields in ``names``; values without a field are in ``rest``."""
+    """Return values by their fields in ``names``; values without one are in the field ``rest``."""
     arguments = {names[name]: value for name, value in values.items() if name in names}
     return {**arguments, rest: {name: value for name, value in values.items() if name not in names}}
 
@@ -432,9 +436,8 @@ def action_mask(trajectory: Trajectory) -> np.ndarray | None:
 
 
 def place_on_last_action(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Place the reward of each chunk on its last unmasked action.
-
-    The reward results from all actions of the chunk.
+    """Place the reward of each chunk, which results from all of its actions, on the last unmasked
+    one.
 
     Args:
         rewards: ``[T]``.

@@ -31,7 +31,7 @@ class Transitions(ABC):
     dtype: np.dtype
     """Structured type of a transition, with :data:`TRANSITION_FIELDS`."""
     num_new: int
-    """Number of transitions at the end that were added since the last update."""
+    """Number of newest transitions, which were added since the last update."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Transitions(ABC):
 
     @abstractmethod
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """Return copies of the transitions with these indices, both ``[n]``."""
+        """Return copies ``[n]`` of the transitions with indices ``[n]``."""
 
 
 class InMemoryTransitions(Transitions):
@@ -72,14 +72,14 @@ class ConcatenatedTransitions(Transitions):
         return rows
 
 
-def transition_dtype(observation: int, action: int) -> np.dtype:
-    """Return the type of a transition, given the sizes of an observation and of an action."""
+def transition_dtype(observation_size: int, action_size: int) -> np.dtype:
+    """Return the structured type of a transition."""
     return np.dtype(
         [
-            ("observations", "<f4", (observation,)),
-            ("actions", "<f4", (action,)),
+            ("observations", "<f4", (observation_size,)),
+            ("actions", "<f4", (action_size,)),
             ("rewards", "<f4"),
-            ("next_observations", "<f4", (observation,)),
+            ("next_observations", "<f4", (observation_size,)),
             ("terminated", "u1"),
             ("truncated", "u1"),
         ]
@@ -106,11 +106,8 @@ def dtype_mismatch(expected: np.dtype, actual: np.dtype) -> str | None:
 
 
 def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return actions ``[..., A]`` as they are executed.
-
-    They are clipped to the bounds, and rounded to the nearest integer (halves to even) where the
-    bounds are integers.
-    """
+    """Return actions ``[..., A]`` as they are executed: clipped to the bounds, and rounded to the
+    nearest integer (halves to even) if the bounds have an integer type."""
     clipped = np.minimum(np.maximum(actions, low), high)
     if np.issubdtype(low.dtype, np.integer):
         clipped = np.rint(clipped)
@@ -208,7 +205,7 @@ def to_transitions(
     rows["truncated"][ended] = 0
     if length and not (ended[-1] or rows["truncated"][-1]):
         raise InputError(f"{trajectory.identity}: it has no observation after its last step")
-    # After a termination there is no next observation; that of the next episode must not be used.
+    # A terminated episode has no next observation; the one in its place is of the next episode.
     rows["next_observations"][ended] = observations[ended]
     return rows[loss_mask(trajectory)]
 

@@ -101,7 +101,7 @@ def read_problems(
         settings=settings,
         row_text=question_text,
         observe=find_text_fields,
-        flags=len(info_fields),
+        num_flags=len(info_fields),
     )
 
 
@@ -351,7 +351,7 @@ class RenderedDataset(Generic[T]):
         arrays = (
             self._count_tokens()
             if cache_key is None
-            else cached_arrays("tokens", cache_key, self._count_tokens, large=True)
+            else cached_arrays("tokens", cache_key, self._count_tokens, use_file=True)
         )
         tokens = arrays["tokens"]
         self._places, self.total = arrays["places"][tokens <= max_tokens], len(tokens)

@@ -1,11 +1,11 @@
 """A replay buffer on disk: the newest transitions of a run, in one memory-mapped file.
 
 The file is a ring of rows: transition ``n`` of the run is in slot ``n % slots``. Each iteration
-appends once, and ``replay.json`` beside the ring lists the range and checksum of each append. Rows
-are written and synced before ``replay.json`` is replaced, so an interrupted append is not visible
-and is repeated. An iteration learns from its view (:meth:`ReplayBuffer.view`): the newest
-``capacity`` transitions after its append. The ring has room for some later appends, so an iteration
-that is repeated after them sees the same rows.
+appends its transitions once, and ``replay.json`` beside the ring lists the range and checksum of
+each append. Rows are written and synced before ``replay.json`` is replaced, so an interrupted
+append is not visible and is repeated. An iteration learns from its view
+(:meth:`ReplayBuffer.view`): the newest ``capacity`` transitions after its append. The ring has room
+for more, so that an iteration which is repeated after later appends sees the same rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlinf.errors import DataError
 SCHEMA = 1
 ROWS_FILE, STATE_FILE = "transitions.bin", "replay.json"
 SPARE_APPENDS = 3
-"""Room beyond the capacity, in appends: one in progress, and those after the view in use."""
+"""Number of appends with room beyond the capacity: one in progress, and two after a view in use."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class AppendedRange:
 class ReplayView(Transitions):
     """The transitions that one iteration learns from, on disk."""
 
-    def __init__(self, rows: np.ndarray, start: int, stop: int, new: int) -> None:
+    def __init__(self, rows: np.ndarray, start: int, stop: int, num_new: int) -> None:
         """``rows``: all slots; ``start`` and ``stop``: range of the view in the run's transitions;
-        ``new``: number of transitions that the iteration itself added."""
-        self._rows, self.dtype, self.num_new = rows, rows.dtype, new
+        ``num_new``: number of transitions that the iteration itself added."""
+        self._rows, self.dtype, self.num_new = rows, rows.dtype, num_new
         self.start, self.stop = start, stop
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class ReplayBuffer:
         self.slots = capacity + spare * max_append
         """Number of rows of the ring."""
         self.appends: list[AppendedRange] = []
-        """Ranges of which rows are in the ring, oldest first."""
+        """The appends of which rows are still in the ring, oldest first."""
         state = self._read_state()
         if state is None:
             if (folder / ROWS_FILE).exists():
@@ -182,7 +182,8 @@ class ReplayBuffer:
         return view
 
     def _first_intact(self) -> int:
-        """Return the first transition that no append, not even an interrupted one, overwrote."""
+        """Return the number of the oldest transition that even an interrupted append, of the
+        maximum size, cannot have overwritten."""
         return max(0, self.total + self.max_append - self.slots)
 
     def _write(self, start: int, rows: np.ndarray) -> None:
@@ -192,10 +193,10 @@ class ReplayBuffer:
             size, first = self.dtype.itemsize, start % self.slots
             until_wrap = self.slots - first
             for part, slot in ((rows[:until_wrap], first), (rows[until_wrap:], 0)):
-                view, offset = memoryview(part.tobytes()), slot * size
-                while view:
-                    written = os.pwrite(handle, view, offset)
-                    view, offset = view[written:], offset + written
+                unwritten, offset = memoryview(part.tobytes()), slot * size
+                while unwritten:
+                    written = os.pwrite(handle, unwritten, offset)
+                    unwritten, offset = unwritten[written:], offset + written
             os.fsync(handle)
         finally:
             os.close(handle)

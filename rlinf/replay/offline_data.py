@@ -43,7 +43,7 @@ def check_offline_data(path: Path) -> None:
     """Check that a file or folder has transitions, without reading them.
 
     Raises:
-        DataError: there are none; the message names the missing column.
+        DataError: there are no transitions; the message names the missing column.
     """
     if path.is_dir():
         if lerobot.is_lerobot_dataset(path):

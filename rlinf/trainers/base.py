@@ -25,7 +25,7 @@ name ends in :data:`MAX_SUFFIX`, the maximum is taken instead; such metrics must
 MAX_SUFFIX = "_max"
 LossFunction = Callable[[Policy, Batch, list[StepSpan]], Loss]
 """Function that returns the loss of a micro-batch. Its arguments are the policy, the policy's
-inputs on its device, and for each row of the inputs the span of steps of the minibatch."""
+inputs on its device, and for each row of the inputs the span of a trajectory of the minibatch."""
 
 BatchLoss = Callable[[Policy, Batch], Loss]
 """Function that returns the loss of a policy on prepared inputs, which are on its device."""
@@ -37,7 +37,7 @@ def is_max_metric(metric: str) -> bool:
 
 
 def merge_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Merge the metrics of a part of a minibatch into ``sums``."""
+    """Merge the metrics ``parts`` of a part of a minibatch into the metrics ``sums``."""
     for name, part in parts.items():
         if is_max_metric(name) and name in sums:
             sums[name] = torch.maximum(sums[name], part)
@@ -89,8 +89,8 @@ class Trainer(ABC):
         """Take ownership of a policy, and create its optimizer.
 
         Args:
-            policy: with several processes, the result of :meth:`Policy.outline`, so that no process
-                needs memory for the full model.
+            policy: with several processes, the result of :meth:`Policy.meta_from_folder` if the
+                policy supports it, so that no process needs memory for the full model.
         """
 
     @classmethod
@@ -190,8 +190,8 @@ class Trainer(ABC):
             lr: learning rate, of all parameters or by parameter group.
             groups: parameter groups to change. Weights and moments of other groups are unchanged,
                 and their gradient is discarded too.
-            scale: factor of gradient and metrics, for losses that were summed before the weight of
-                the whole batch was known.
+            scale: factor of gradient and metrics, if losses were summed before the total weight of
+                the batch was known.
             check: receives the metrics before any weight changes; an exception that it raises
                 cancels the update.
 
@@ -225,8 +225,8 @@ class Trainer(ABC):
         """Write this process's part of weights and optimizer, independently of other processes.
 
         Args:
-            state: an earlier :meth:`snapshot`, which may be written while training continues. The
-                trainer owns it again afterwards, and a later snapshot reuses its memory.
+            state: an earlier :meth:`snapshot`, which may be written while training continues. A
+                later snapshot reuses its memory, so the caller must not use it afterwards.
         """
 
     @abstractmethod
@@ -235,15 +235,15 @@ class Trainer(ABC):
 
         Raises:
             DataError: the files are not the state of a trainer of this policy.
-            ArtifactError: the files are committed and damaged; the trainer's state is undefined.
+            ArtifactError: committed files are damaged; the trainer's state is then undefined.
         """
 
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full weights by name, one after the other. Every process receives all of them.
 
-        The optimizer's state is unchanged, so this is for log-probabilities, not for continued
-        training.
+        Training must not continue with them, because the optimizer's state is unchanged. They are
+        for log-probabilities.
         """
 
     def load_policy_folder(self, folder: Path) -> None:
@@ -267,7 +267,7 @@ class Trainer(ABC):
     def group_sizes(self) -> Mapping[str, MemorySize]:
         """Return the sizes of tensor groups; see :class:`rlinf.device_memory.Offloadable`.
 
-        The groups are ``weights``, ``gradients`` and ``optimizer``, if they can be moved.
+        The groups are ``weights``, ``gradients`` and ``optimizer``; empty: none can be moved.
         :meth:`forward` needs the first, :meth:`accumulate` the first two, other methods all.
         """
         return {}

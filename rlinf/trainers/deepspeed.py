@@ -99,7 +99,7 @@ class ZeroOptimizer(ABC):
         """Discard all gradients, also those of a failed pass; not collective."""
 
     def release(self, root: nn.Module) -> None:
-        """Drop DeepSpeed's references to the modules in ``root``, after its engine is destroyed."""
+        """Drop DeepSpeed's references to the modules in ``root``, whose engine is destroyed."""
         return None
 
     @abstractmethod
@@ -264,23 +264,20 @@ class DeepSpeedConfig(MinibatchTrainerConfig):
     """Keep weights in host memory as well; with stage 3."""
 
 
-STAGE_3_WITH_LORA = (
+STAGE_3_WITH_LORA_MESSAGE = (
     "3 shards only weights that are trained, but trainer.lora freezes some; choose 1 or 2"
 )
 
 
 def _check_options(config: DeepSpeedConfig) -> None:
-    """
-    Raises:
-        ConfigError: two options are incompatible.
-    """
+    """Raise ``ConfigError`` if two options are incompatible."""
     if config.offload_param and config.zero_stage != 3:
         raise ConfigError(
             f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the "
             "device; set trainer.zero_stage=3"
         )
     if config.lora is not None and config.zero_stage == 3:
-        raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
+        raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA_MESSAGE}")
     if config.lora is not None and config.param_dtype != "float32":
         raise ConfigError(
             "trainer.param_dtype: DeepSpeed rounds the frozen weights beside adapters and keeps "
@@ -288,11 +285,8 @@ def _check_options(config: DeepSpeedConfig) -> None:
         )
 
 
-def _check_stacks(policy: Policy) -> None:
-    """
-    Raises:
-        ConfigError: the policy has several networks.
-    """
+def _require_single_network(policy: Policy) -> None:
+    """Raise ``ConfigError`` if the policy has several networks."""
     if len(policy.block_stacks()) > 1:
         raise ConfigError(
             f"trainer.name: {type(policy).__name__} has several networks, and an update may skip "
@@ -336,7 +330,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         super().check(config, policy, model, optimizer, layout, processes, key)
         _check_options(config)
         if (meta_policy := policy.meta_from_config(model)) is not None:
-            _check_stacks(meta_policy)
+            _require_single_network(meta_policy)
 
     def __init__(
         self,
@@ -345,11 +339,11 @@ class DeepSpeedTrainer(MinibatchTrainer):
         optimizer: OptimizerSection,
         world: ProcessGroupInfo,
     ) -> None:
-        _check_stacks(policy)
+        _require_single_network(policy)
         _check_options(config)
         super().__init__(policy, config, optimizer, world)
         if config.zero_stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
-            raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
+            raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA_MESSAGE}")
         require_package("deepspeed", "deepspeed", "trainer=deepspeed")
         world.init_process_group(self.device.type)
         self._meta_module = copy.deepcopy(policy.module) if _is_meta(policy.module) else None
@@ -359,7 +353,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
             policy.load_weights()
         move_to_device(policy.module, self.device)
         self._dtypes = {name: t.dtype for name, t in _tensors(policy.module).items()}
-        super()._reset_adapters()
+        """Data types of the tensors before DeepSpeed converts them."""
+        super()._reset_adapters()  # in the module: DeepSpeed has no copies of the weights yet
         self.optimizer = create_optimizer(policy, optimizer)
         self._groups_to_step: set[str] = {group[GROUP_KEY] for group in self.optimizer.param_groups}
         self._engine = self._create_engine()
@@ -504,7 +499,6 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return name
 
     def _init_moments(self) -> None:
-        """Create missing moments with their initial value, zero."""
         for flat in self._zero.flat_weights:
             init_optimizer_state(self.optimizer, flat, self._moment_names)
 
@@ -512,6 +506,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         if self._closed:
             return {}
         tensors = [*_tensors(self.policy.module).values(), *self.policy.module.parameters()]
+        # In stage 3: this process's shards, and the parameters that are gathered now.
         weights = [t.ds_tensor if hasattr(t, "ds_tensor") else t for t in tensors]
         weights += [t for t in tensors if hasattr(t, "ds_tensor") and t.numel()]
         weights = [t.detach() for t in weights]
@@ -532,7 +527,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def load(self, folder: Path) -> None:
         state = self._state()
         steps = state["optimizer"]["state"]
-        # A flat tensor has one step count: the largest of its parameters in the files.
+        # A flat tensor gets the largest step count of its parameters in the files.
         counts = {name: torch.zeros(()) for name, tensors in steps.items() if "step" in tensors}
         for name, count in counts.items():
             steps[name]["step"] = count
@@ -568,7 +563,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Load weights from a policy's folder. Each process reads all and keeps its part."""
+        """Load weights from a policy's folder. Each process reads them all and keeps its part."""
         cpu_policy = copy.copy(self.policy)
         assert self._meta_module is not None
         cpu_policy.module = copy.deepcopy(self._meta_module)

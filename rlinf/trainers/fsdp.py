@@ -205,9 +205,6 @@ class FSDPTrainer(MinibatchTrainer):
         return {"model": model, "optimizer": optimizer, **self._loss_scaler.state()}
 
     def _shard(self, policy: Policy) -> None:
-        # Imported only for sharded trainers, because it takes a second.
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         size = self.world.size
         _check_replicas(self.config, size, "a stage")
         mesh = create_mesh(self.device, size, self.config.dp_replicate if size > 1 else 1)

@@ -21,6 +21,7 @@ from rlinf.models.base import Policy
 from rlinf.sharded_tensors import local_rows, local_shard
 
 ADAPTER_NAME = "default"
+"""Part of the names of all adapter parameters in PEFT."""
 
 
 class LoRAConfig(Section):
@@ -35,8 +36,8 @@ class LoRAConfig(Section):
 
 
 class LoRAAdapters:
-    """The adapters of a policy's module. Its ``named_parameters`` contain the adapters; its state
-    dict does not."""
+    """The adapters of a policy's module. The module's ``named_parameters`` contain the adapters;
+    its state dict does not."""
 
     def __init__(self, policy: Policy, settings: LoRAConfig) -> None:
         """
@@ -78,7 +79,8 @@ class LoRAAdapters:
             local_shard(parameter).copy_(initial_factor(name, parameter.shape)[start:stop])
 
     def weight_merger(self, factors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
-        """Return a function that merges the adapters into a weight, given the weight's usual name.
+        """Return a function that merges the adapters into a weight. Its arguments are the name that
+        the weight has without adapters, and the weight.
 
         Args:
             factors: the adapters' A and B, unsharded, by name.
@@ -95,10 +97,10 @@ class LoRAAdapters:
 
 
 def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAConfig) -> None:
-    """Check that a policy supports adapters, that every target exists, and that all can be merged.
+    """Check that a policy supports adapters, and that every target exists and can be merged into.
 
     Args:
-        policy: an instance of ``cls``, possibly without memory. None: its modules are not known
+        policy: an instance of ``cls``, possibly without memory. None: the modules are not known
             yet, and targets are not checked.
 
     Raises:
@@ -134,7 +136,7 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
 
 @torch.no_grad()
 def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the initial value of an adapter's factor, unsharded, float32.
+    """Return the initial value of a factor (A or B) of an adapter, unsharded, float32.
 
     A has random numbers, the same in every process and run. B is zero, so that the network's output
     is unchanged at first.

@@ -1,8 +1,8 @@
 """The common part of trainers, independent of how they shard weights.
 
 A minibatch is a list of trajectories that every rank knows. Each rank computes a part of it, in
-proportion to its speed, in micro-batches of limited size. The weight of each step is fixed for the
-whole minibatch in advance, so the summed gradient does not depend on the split.
+proportion to its speed, in micro-batches of limited size. The weight of each step in the loss is
+fixed for the whole minibatch in advance, so the summed gradient does not depend on the split.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             self._clip_groups.insert(0, (other_groups, optimizer.clip_grad))
         self._moment_names = MOMENT_NAMES[optimizer.name]
         self._torch_threads = config.cpu_threads
-        """Number of threads in an operation of torch, if the caller's thread computes."""
+        """Number of threads of a torch operation, if the caller's thread computes micro-batches."""
         self.device = local_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -332,10 +332,10 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        """Add the gradient of a micro-batch's loss, times a factor, to the accumulated gradient.
+        """Add the gradient of a micro-batch's loss, times ``factor``, to the accumulated gradient.
 
         Args:
-            last: whether this is the thread's last micro-batch in this :meth:`accumulate`.
+            last: whether this is the thread's last micro-batch in a call of :meth:`accumulate`.
 
         Returns:
             The metrics of the micro-batch, and its ``loss``.
@@ -348,7 +348,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Return the norm, over all ranks, of the gradient that the step uses, in ``groups``."""
+        """Return the norm, over all ranks, of the gradient of ``groups`` that the step uses."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:
@@ -521,7 +521,6 @@ class ThreadedDataParallel:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
         if self._executor is not None:
             self._executor.shutdown()
 
@@ -561,8 +560,7 @@ class MicroBatches:
     """The micro-batches of one thread of this rank.
 
     All ranks run the same number of micro-batches, because collectives must match. A rank with
-    fewer adds copies of a small row, with ``is_real`` false and weight 0. A single process adds
-    none.
+    fewer repeats a small row in extra ones, with ``is_real`` false and weight 0.
     """
 
     spans: list[list[StepSpan]]
@@ -583,16 +581,16 @@ def split_micro_batches(
 ) -> list[MicroBatches]:
     """Return the micro-batches of each thread of a rank.
 
-    Every rank computes the split for all ranks, and so knows how many micro-batches each runs. Rows
-    are first grouped into bundles, each of which one thread computes. A bundle is split into
-    pieces, each of which is in one micro-batch.
+    Every rank computes the split for all ranks, and so knows how many micro-batches each runs. A
+    row is a trajectory. Rows are first grouped into bundles, each of which one thread computes. A
+    bundle is split into pieces, each of which is in one micro-batch.
 
     Args:
         row_groups: groups of rows that must be in one micro-batch, unsplit. None: rows are
-            independent, and are split into spans if the policy's steps are independent. Rows with
-            a common prompt are then placed together.
+            independent. Rows with a common prompt are then placed together, and other rows are
+            split into spans if the policy's steps are independent.
         max_tokens: maximum number of positions of a micro-batch.
-        padded: whether rows are padded to the longest of their micro-batch.
+        padded: whether rows are padded to the longest row of their micro-batch.
         speeds: relative speeds of the ranks.
 
     Raises:
@@ -622,14 +620,14 @@ def split_micro_batches(
         # An upper bound of the padded size: the number of rows times the largest cost.
         longest = max(map(policy.num_tokens, parts))
         costs.append(max_rows * longest if padded else _packed_size(policy, parts))
-    # One process gets all spans of a trajectory, because it reports the outputs to others.
+    # One process gets all spans of a trajectory, because it returns the trajectory's outputs.
     bundle_costs = [sum(costs[piece] for piece in piece_ids) for piece_ids in bundle_piece_ids]
     thread_pieces = [
         [piece for bundle in thread_bundles for piece in bundle_piece_ids[bundle]]
         for thread_bundles in balance_costs(bundle_costs, thread_speeds)
     ]
 
-    def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
+    def to_spans(batches: list[list[int]]) -> list[list[StepSpan]]:
         return [[span for piece in batch for span in pieces[piece]] for batch in batches]
 
     thread_batches = [
@@ -637,7 +635,7 @@ def split_micro_batches(
         for piece_ids in thread_pieces
     ]
     if len(speeds) == 1:
-        return [MicroBatches(spans(b), [True] * len(b)) for b in thread_batches]
+        return [MicroBatches(to_spans(b), [True] * len(b)) for b in thread_batches]
     count = max(1, *map(len, thread_batches))
     out = []
     for piece_ids in thread_pieces[rank * num_threads :][:num_threads]:
@@ -646,7 +644,7 @@ def split_micro_batches(
         num_fillers = count - len(batches)
         filler = [min(piece_ids, key=lambda i: costs[i])] if piece_ids else [0]
         is_real = [True] * len(batches) + [False] * num_fillers
-        out.append(MicroBatches(spans(batches + [filler] * num_fillers), is_real))
+        out.append(MicroBatches(to_spans(batches + [filler] * num_fillers), is_real))
     return out
 
 
@@ -689,7 +687,7 @@ def _bundle_rows(
             bundles.append(bundle)
         return bundles
 
-    def slowest(bundles: list[list[int]]) -> float:
+    def slowest_time(bundles: list[list[int]]) -> float:
         assigned = balance_costs([size(bundle) for bundle in bundles], speeds)
         thread_rows = [[row for index in indices for row in bundles[index]] for indices in assigned]
         return max(size(rows) / speed for rows, speed in zip(thread_rows, speeds, strict=True))
@@ -700,7 +698,7 @@ def _bundle_rows(
     # Prefer large bundles, because every thread with a part of a group computes the shared prompt.
     limits = (max_tokens, even_share, even_share // 2, even_share // 4)
     candidates = [split(min(max_tokens, limit)) for limit in limits]
-    return min(candidates, key=slowest)
+    return min(candidates, key=slowest_time)
 
 
 def _split_bundle(

@@ -16,7 +16,8 @@ from rlinf.models.base import Policy
 from rlinf.sharded_tensors import is_sharded, local_shard
 
 GROUP_KEY = "group"
-"""Key in ``optimizer.param_groups``. Two entries may belong to one of the policy's groups."""
+"""Key, in an entry of ``optimizer.param_groups``, of the policy's parameter group. A group has two
+entries if some of its parameters have weight decay and some have none."""
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names of the state tensors that each optimizer keeps per parameter, of the parameter's size."""
 
@@ -35,7 +36,7 @@ def create_optimizer(
     if parameters is None:
         named = policy.module.named_parameters()
         parameters = ((policy.parameter_group(name), p) for name, p in named if p.requires_grad)
-    # Each entry costs as much time per step as a small network, so there are few.
+    # Few entries, because each costs as much time per step as a small network.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
     groups: dict[tuple[float, str], dict[str, Any]] = {
         (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
@@ -95,8 +96,8 @@ def freeze_other_groups(
 ) -> None:
     """Restrict the next step to the groups ``chosen``.
 
-    Parameters that the step does not change (of other groups, or without a gradient) also get
-    initial moments, because checkpoints contain the moments of all parameters.
+    Parameters that the step does not change (of other groups, or without a gradient) get initial
+    ``moments`` (their names), because checkpoints contain the moments of all parameters.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -123,7 +124,7 @@ HOST_DEVICE = torch.device("cpu")
 def step_with_offload(
     optimizer: torch.optim.Optimizer, device: torch.device, max_bytes: int = OFFLOAD_CHUNK_BYTES
 ) -> None:
-    """Do an optimizer step chunk by chunk: only a chunk's state is on the device at a time.
+    """Do an optimizer step in chunks of parameters, with only one chunk's state on the device.
 
     The optimizer must treat each parameter separately. The result then equals that of an ordinary
     step, byte for byte.

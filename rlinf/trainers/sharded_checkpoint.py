@@ -1,9 +1,9 @@
 """The state of a trainer in files: each rank writes its parts, and any number of ranks read theirs.
 
-The files are safetensors, ``rank-R-of-N.safetensors``. A tensor that ranks share is split into any
-ranges of its elements, in order (FSDP2: rows; ZeRO: any range; tensor parallel: a range of each
-row). A table in each file lists the positions of its parts. Replicated tensors are in the file of
-rank 0. No rank waits for another, and nothing is pickled.
+The files are safetensors, ``rank-R-of-N.safetensors``. A rank's part of a sharded tensor has one or
+more ranges of its elements, in order (FSDP2: rows; ZeRO: any range; tensor parallel: a range of
+each row). A table in each file lists the positions of the parts in it. Replicated tensors are in
+the file of rank 0. No rank waits for another, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ShardPlacement:
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     start: int
-    """Number of elements before the part."""
+    """Number of elements of the full tensor before the part's first."""
     strided_ranges: tuple[StridedRange, ...] = ()
     """The ranges of the part, from front to back, if it is not one contiguous range."""
 
@@ -66,12 +66,12 @@ class ShardPlacement:
                 yield strided.start + index * strided.stride, strided.length
 
     def extract(self, full: Tensor) -> Tensor:
-        """Return the part of a full tensor, in one dimension. Needs strided ranges."""
+        """Return the part of a full tensor, in one dimension; only with strided ranges."""
         flat = full.reshape(-1)
         return torch.cat([_view(flat, strided).reshape(-1) for strided in self.strided_ranges])
 
     def insert(self, full: Tensor, part: Tensor) -> None:
-        """Write the part into a full, contiguous tensor. Needs strided ranges."""
+        """Write the part into a full, contiguous tensor; only with strided ranges."""
         flat, position = full.view(-1), 0
         for strided in self.strided_ranges:
             view = _view(flat, strided)
@@ -105,13 +105,14 @@ def to_strided_ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[StridedR
 
 
 ShardPlacements = Mapping[str, ShardPlacement]
+"""Placement of this rank's part of each tensor, by the tensor's name in the files."""
 
 
 def write_shards(
     folder: Path,
     state: Mapping[str, Any],
     rank: int,
-    size: int,
+    world_size: int,
     placements: ShardPlacements | None = None,
 ) -> None:
     """Write this rank's part of a state. Values that are not tensors are skipped.
@@ -144,13 +145,13 @@ def write_shards(
         part = local_shard(value).detach().contiguous()
         tensors[name] = part if placement is None else part.view(-1)
     table = json.dumps({"format": FORMAT, "parts": parts, "same": tied_names}, sort_keys=True)
-    path = folder / _file_name(rank, size)
+    path = folder / _file_name(rank, world_size)
     save_file(tensors, path, metadata={"table": table})
     sync_file(path)
     if rank == 0:
         # An earlier attempt with another number of ranks may have left files.
         for old_file in set(folder.glob("rank-*.safetensors")):
-            if not old_file.name.endswith(f"-of-{size}.safetensors"):
+            if not old_file.name.endswith(f"-of-{world_size}.safetensors"):
                 old_file.unlink()
 
 
@@ -165,20 +166,20 @@ def read_shards(
 
     Raises:
         DataError: there are no such files, or they do not match the state.
-        ArtifactError: the files are committed and damaged; the state is undefined.
+        ArtifactError: committed files are damaged; the state is then undefined.
     """
     name = ""
     try:
         with contextlib.ExitStack() as stack:
-            files = _StateReader(folder, stack)
+            reader = _StateReader(folder, stack)
             for name, value in named_tensors(state):
-                if name in OPTIONAL_TENSORS and not files.has(name):
+                if name in OPTIONAL_TENSORS and not reader.has(name):
                     continue
                 placement = _placement_of(value, (placements or {}).get(name))
                 full = ShardPlacement(tuple(value.shape), 0)
-                files.request(name, placement or full, local_shard(value))
+                reader.request(name, placement or full, local_shard(value))
             name = ""
-            files.fill()
+            reader.fill()
     except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
         prefix = f"{name}: " if name else ""
         raise DataError(f"{folder}: not a state of this trainer: {prefix}{error}") from error
@@ -240,7 +241,6 @@ class _StateReader:
                 self._placements.setdefault(name, []).append((rank, placement))
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor is in the files."""
         return name in self._placements
 
     def request(self, name: str, placement: ShardPlacement, part: Tensor) -> None:
@@ -257,7 +257,7 @@ class _StateReader:
                 index = max(0, bisect.bisect_right(starts, position) - 1)
                 start, size, file_offset, rank = ranges[index]
                 if not start <= position < start + size:
-                    raise ValueError(_gap_message(position, placement))
+                    raise ValueError(_coverage_message(position, placement))
                 stop = min(end, start + size)
                 target = flat[offset : offset + stop - position] if flat.dim() else flat
                 request = _ReadRequest(file_offset + position - start, target)
@@ -276,14 +276,14 @@ class _StateReader:
             self._ranges_by_name[name] = ranges = sorted(item for item in ranges if item[1])
             for (start, length, *_), (next_start, *_) in itertools.pairwise(ranges):
                 if start + length > next_start:
-                    raise ValueError(_gap_message(start + length, placement))
+                    raise ValueError(_coverage_message(start + length, placement))
         for _, file_placement in self._placements[name]:
             if file_placement.shape != placement.shape:
                 raise ValueError(f"shape {list(file_placement.shape)}, not {list(placement.shape)}")
         return self._ranges_by_name[name]
 
     def fill(self) -> None:
-        """Read the files from front to back. Other elements are read only for the checksum."""
+        """Read the files from front to back, elements without a request only for the checksum."""
         for file, requests in zip(self._files, self._requests, strict=True):
             if not requests:
                 continue
@@ -296,7 +296,7 @@ class _StateReader:
                     request.target.copy_(elements.view(request.target.shape))
 
 
-def _gap_message(element: int, placement: ShardPlacement) -> str:
+def _coverage_message(element: int, placement: ShardPlacement) -> str:
     return f"element {element} of {list(placement.shape)} is in no file, or in several"
 
 
@@ -316,5 +316,5 @@ def named_tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield from named_tensors(value, f"{prefix}{key}/")
 
 
-def _file_name(rank: int, size: int) -> str:
-    return f"rank-{rank}-of-{size}.safetensors"
+def _file_name(rank: int, world_size: int) -> str:
+    return f"rank-{rank}-of-{world_size}.safetensors"

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import read_metrics, stage_manifest
-from rlinf.algorithms.importance_sampling import policy_lags
+from rlinf.algorithms.importance_sampling import step_staleness
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
@@ -28,7 +28,7 @@ def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
 
     stale, fresh = record(2, 3), record(3, 4)
     mixed = record(2, 3, versions=np.array([3, 4]))
-    got = policy_lags([stale, fresh, mixed], 4)
+    got = step_staleness([stale, fresh, mixed], 4)
     assert got.tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
 
 

@@ -15,7 +15,7 @@ from rlinf.trainers.minibatch import MinibatchTrainerConfig
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose layers Megatron implements."""
-ONLY_CAUSAL_LM = (
+ONLY_CAUSAL_LM_MESSAGE = (
     "model.name: trainer=megatron trains only causal language models, without a critic; choose "
     "trainer=fsdp"
 )
@@ -34,7 +34,7 @@ def read_model_config(model: Any) -> Mapping[str, Any]:
         DataError: as :func:`rlinf.models.hf_folder.read_config_json`.
     """
     if not isinstance(model, CausalLMConfig) or hasattr(model, "critic"):
-        raise ConfigError(ONLY_CAUSAL_LM)
+        raise ConfigError(ONLY_CAUSAL_LM_MESSAGE)
     if model.path is not None:
         return read_config_json(model.path.expanduser())
     return {
@@ -53,13 +53,13 @@ def check_options(
     optimizer: OptimizerSection,
     layout_key: str,
     *,
-    distributed: bool,
+    distributed_optimizer: bool,
 ) -> None:
     """Check that the trainer's options are compatible with each other.
 
     Args:
         layout_key: configuration key of the layout.
-        distributed: whether the optimizer's state is sharded.
+        distributed_optimizer: whether the optimizer's state is sharded.
 
     Raises:
         ConfigError: two options are incompatible.
@@ -69,7 +69,7 @@ def check_options(
             f"trainer.packing: context parallelism ({layout_key}.cp) needs padded rows; set it to "
             "null or false, or remove cp"
         )
-    if distributed and optimizer.name != "adamw":
+    if distributed_optimizer and optimizer.name != "adamw":
         raise ConfigError(
             f"trainer.use_distributed_optimizer: it supports only AdamW, and optimizer.name is "
             f"{optimizer.name}; set it to false"

@@ -1,7 +1,7 @@
 """Run Megatron-Core 0.16 without a GPU: an import hook changes its modules when they are imported.
 
-Megatron's source names the device about a hundred times. The hook rewrites syntax trees before they
-are compiled: ``torch.cuda`` becomes :mod:`rlinf.trainers.megatron.torch_cuda_stub`, the device
+Megatron's source names the CUDA device about a hundred times. The hook rewrites syntax trees before
+they are compiled: ``torch.cuda`` becomes :mod:`rlinf.trainers.megatron.torch_cuda_stub`, the device
 ``"cuda"`` becomes the CPU, tensors of CUDA types become CPU tensors, and transfers to a GPU do
 nothing. Neither torch nor any file is changed. With a GPU, the hook is not installed.
 """

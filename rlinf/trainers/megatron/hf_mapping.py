@@ -1,9 +1,9 @@
 """Mapping of Megatron's parameters to tensors of the Hugging Face format.
 
 Megatron fuses the projections of queries, keys and values into one matrix, interleaved by query
-group, and gate and up projections into another. A tensor-parallel rank has some rows or columns of
-a matrix. Megatron has a parameter for each expert; the Hugging Face format has one tensor for all
-experts of a layer.
+group (the query heads that share a key head), and gate and up projections into another. A
+tensor-parallel rank has some rows or columns of a matrix. Megatron has a parameter for each expert;
+the Hugging Face format has one tensor for all experts of a layer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class RankSlice:
     first_expert: int
     """Index, in a layer, of the process's first expert."""
     query_and_kv_rows: tuple[int, int]
-    """Numbers of rows of a query group in the fused matrix: of its queries, and of its keys."""
+    """Rows of a query group in the fused matrix: of its queries, and of its keys or values."""
     tied: bool
     """Whether the head shares the weight of the embedding."""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Consecutive rows of a Megatron parameter. Each is a range of columns of a row of a Hugging
-    Face tensor, or the whole row."""
+    """Consecutive rows of a Megatron parameter. Each row is a whole row of a Hugging Face tensor,
+    or a range of its columns."""
 
     name: str
     """Name of the tensor."""
@@ -68,10 +68,8 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The elements of a Hugging Face tensor that this process has.
-
-    They are in fragments; a fragment is a contiguous range of a Megatron parameter.
-    """
+    """The elements of a Hugging Face tensor that this process has, in fragments. A fragment is a
+    contiguous range of a Megatron parameter."""
 
     name: str
     placement: ShardPlacement
@@ -91,7 +89,7 @@ ROW_PARALLEL_NAMES = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-"""Hugging Face name, by Megatron's, of each parameter of a layer that is split by columns."""
+"""Hugging Face name, by Megatron's, of each weight ``[out, in]`` that is split by columns."""
 ADAPTED_BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 """Hugging Face name, by Megatron's, of each module with adapters."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -1,9 +1,9 @@
 """This process's weights, moments and gradients under Megatron's data parallelism, by tensor.
 
 Gradients are accumulated in float32 buffers of Megatron's ``DistributedDataParallel``. Without the
-distributed optimizer, a process steps all its parameters, in float32. With the distributed
-optimizer, each process steps an equal shard of each buffer, and the weights are gathered from these
-shards. With adapters, all other parameters are frozen; they have no float32 copy.
+distributed optimizer, a process updates all its parameters, in float32. With the distributed
+optimizer, each process updates an equal shard of each buffer, and the weights are gathered from
+these shards. With adapters, all other parameters are frozen; they have no float32 copy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class ParamFragment:
-    """The contiguous elements of one parameter that a process steps."""
+    """The contiguous elements of one parameter that this process updates."""
 
     parameter: nn.Parameter
     main: Tensor
-    """Float32 tensor of any shape with these elements, which the optimizer steps. If the parameter
-    is frozen, the parameter itself."""
+    """Float32 tensor of any shape with these elements, which the optimizer updates (Megatron's main
+    parameter). If the parameter is frozen, the parameter itself."""
     start: int
     """Offset of the elements in the parameter."""
     num_copies: int
     """Number of processes that have the same fragment."""
     is_primary: bool
-    """Whether this process, of those with the same fragment, writes it to checkpoints."""
+    """Whether this process, and no other one with the same fragment, writes it to checkpoints."""
 
     @property
     def flat(self) -> Tensor:
@@ -47,13 +47,13 @@ class LocalParams:
     """The parameters of this process's part of a network, with their gradients and optimizer."""
 
     def __init__(
-        self, inner: Any, create_optimizer: OptimizerFactory, *, distributed: bool
+        self, inner: Any, create_optimizer: OptimizerFactory, *, distributed_optimizer: bool
     ) -> None:
         """
         Args:
             inner: Megatron's model.
-            distributed: whether moments and float32 weights are sharded over processes with the
-                same weights.
+            distributed_optimizer: whether moments and float32 weights are sharded over processes
+                with the same weights.
         """
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -61,7 +61,7 @@ class LocalParams:
         )
 
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
         )
         self.ddp_model = DistributedDataParallel(inner.config, settings, inner)
         self._buffers = [*self.ddp_model.buffers, *self.ddp_model.expert_parallel_buffers]
@@ -70,9 +70,9 @@ class LocalParams:
         """Megatron's optimizers, which gather and scatter shards; empty if nothing is sharded."""
         self._has_gradients = True
         """Whether the gradient buffers have memory."""
-        # By id of the parameter: the float32 tensor that is stepped, and its offset.
+        # By id of the parameter: the float32 tensor that is updated, and its offset.
         mains: dict[int, tuple[Tensor, int]] = {}
-        if distributed:
+        if distributed_optimizer:
             self.optimizer = self._shard_optimizer(inner.config, create_optimizer)
             for sharder in self._distributed_optimizers:
                 groups = zip(
@@ -94,7 +94,7 @@ class LocalParams:
             for group in self.optimizer.param_groups:
                 group["params"] = [mains[id(parameter)][0] for parameter in group["params"]]
         frozen = {id(p): (p.detach(), 0) for p in inner.parameters() if not p.requires_grad}
-        self.fragments = list(self._fragments(inner, mains, is_sharded=distributed))
+        self.fragments = list(self._fragments(inner, mains, is_sharded=distributed_optimizer))
         """Fragments of the trained parameters."""
         self.frozen_fragments = list(self._fragments(inner, frozen, is_sharded=False))
         """Fragments of the frozen parameters, each a whole parameter."""
@@ -155,7 +155,8 @@ class LocalParams:
             if id(parameter) not in mains:
                 continue
             is_dense = getattr(parameter, "allreduce", True)
-            rank, size = (
+            # Index of this process among those with the same fragment, and their number.
+            rank, num_copies = (
                 (
                     parallel_state.get_data_parallel_rank(with_context_parallel=True),
                     parallel_state.get_data_parallel_world_size(with_context_parallel=True),
@@ -167,14 +168,14 @@ class LocalParams:
                 )
             )
             if is_sharded:
-                rank, size = 0, 1
+                rank, num_copies = 0, 1
             # Tensor-parallel ranks have parts of split parameters, and copies of the others.
             if not getattr(parameter, "is_split", True):
-                rank, size = rank * tp_size + tp_rank, size * tp_size
+                rank, num_copies = rank * tp_size + tp_rank, num_copies * tp_size
             # The last pipeline stage has a second copy of the embedding, for its head.
             is_tied_copy = getattr(parameter, "is_tied_copy", False)
             main, start = mains[id(parameter)]
-            yield ParamFragment(parameter, main, start, size, not rank and not is_tied_copy)
+            yield ParamFragment(parameter, main, start, num_copies, not rank and not is_tied_copy)
 
     def allocate_gradients(self) -> None:
         """Allocate zero gradients, unless some were accumulated."""
@@ -203,7 +204,7 @@ class LocalParams:
         return [torch.empty(n, dtype=torch.uint8, device="meta") for n in self._buffer_bytes]
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradient of the stepped fragments over processes; collective."""
+        """Reduce the gradient of the trained fragments over processes; collective."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.ddp_model])
@@ -215,7 +216,7 @@ class LocalParams:
 
     @torch.no_grad()
     def grad_norm(self, groups: Collection[str]) -> Tensor:
-        """Return the norm of the gradient of the stepped fragments in ``groups``; collective."""
+        """Return the norm of the gradient of the fragments in ``groups``; collective."""
         total = torch.zeros((), device=next(self.ddp_model.parameters()).device)
         chosen = {
             id(main)
@@ -232,7 +233,7 @@ class LocalParams:
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """Copy the float32 weights that were stepped to the model; collective."""
+        """Copy the updated float32 weights to the model; collective."""
         for sharder in self._distributed_optimizers:
             sharder._copy_main_params_to_model_params()
         if self._distributed_optimizers:
@@ -253,9 +254,7 @@ class LocalParams:
 
 class LocalTensors:
     """This process's parts of the network's tensors, by the names of ``transformers`` and PEFT.
-
-    The elements of a part are in Megatron's parameters.
-    """
+    Their elements are in Megatron's parameters."""
 
     def __init__(
         self,
@@ -287,7 +286,7 @@ class LocalTensors:
         """The parts in checkpoints: of all weights, or of adapters only."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
-        """Return whether this process writes a part to checkpoints, and adds it in a gather."""
+        """Return whether this process writes a part to checkpoints and passes it to a gather."""
         return all(self._all_fragments[index].is_primary for index, *_ in part.ranges)
 
     def weights(self) -> list[Tensor]:
@@ -304,7 +303,7 @@ class LocalTensors:
             write_part(self.weights(), part, part.placement.extract(full))
 
     def gather(self, name: str, template: Tensor, device: torch.device, processes: int) -> Tensor:
-        """Return a full tensor; collective. The bytes of all parts are summed, padded by zeros."""
+        """Return a full tensor: the sum of all parts, as bytes, padded with zeros; collective."""
         full = torch.zeros(template.shape, dtype=template.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):

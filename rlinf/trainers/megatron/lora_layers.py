@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlinf.trainers.lora import LoRAConfig
+from rlinf.trainers.megatron.model import head_size
 
 ATTENTION_PROJECTIONS = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)}
 MLP_PROJECTIONS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
@@ -108,20 +109,20 @@ class MegatronLoRALayer(nn.Module):
 
 
 def add_lora_layers(
-    inner: Any, hf: Any, first_layer: int, names: Collection[str], lora: LoRAConfig
+    inner: Any, hf_config: Any, first_layer: int, names: Collection[str], lora: LoRAConfig
 ) -> None:
     """Add adapters, initially zero, to the layers of Megatron's model, and freeze everything else.
 
     Args:
         inner: Megatron's model.
-        hf: configuration of the ``transformers`` network.
+        hf_config: configuration of the ``transformers`` network.
         first_layer: index, in the whole network, of this process's first layer.
         names: PEFT's names of all adapters.
     """
     for parameter in inner.parameters():
         parameter.requires_grad_(requires_grad=False)
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    query_rows = hf.num_attention_heads // hf.num_key_value_heads * head_dim
+    head_dim = head_size(hf_config)
+    query_rows = hf_config.num_attention_heads // hf_config.num_key_value_heads * head_dim
     rows = {"q_proj": query_rows, "k_proj": head_dim, "v_proj": head_dim}
     for layer_index, layer in enumerate(inner.decoder.layers, first_layer):
         for block, module_name, projections_by_linear in (

@@ -24,7 +24,8 @@ from rlinf.trainers.megatron import parallel_dims
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Attention structure of a batch. Megatron's layers pass it to :class:`MegatronAttention`."""
+    """Determines which positions of a batch attend to each other. Megatron's layers pass this to
+    :class:`MegatronAttention`."""
 
     rows: PackedRows | None
     """Packed rows; None: each row attends to all of its earlier positions."""
@@ -127,8 +128,9 @@ class MegatronNetwork(nn.Module):
 
         Args:
             input_ids: ``[B, S]``.
-            position_ids: ``[1, S]``, only for packed rows, which exclude context parallelism.
-            logits_to_keep: number of last positions, or their indices.
+            position_ids, rows: positions ``[1, S]`` and layout of packed rows, which exclude
+                context parallelism. None: rows are padded.
+            logits_to_keep: number of last positions (0: all) or indices of positions.
 
         Returns:
             ``logits`` ``[B, K, V]``, the same on all processes of a replica's last pipeline stage.
@@ -187,7 +189,8 @@ class MegatronNetwork(nn.Module):
             hidden = parallel_dims.gather_sequence(hidden, cp_group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
+        is_tied = inner.share_embeddings_and_output_weights
+        head = inner.shared_embedding_or_output_weight() if is_tied else None
         logits, _ = inner.output_layer(hidden[:, keep].contiguous(), weight=head)
         return SimpleNamespace(logits=logits[..., : self.vocab_size])
 
@@ -199,43 +202,45 @@ class MegatronNetwork(nn.Module):
 
         return tokens.chunk(self.tp)[parallel_state.get_tensor_model_parallel_rank()]
 
-    def _shares_head(self) -> bool:
-        return bool(self.inner.share_embeddings_and_output_weights)
+
+def head_size(hf_config: Any) -> int:
+    """Return the size of an attention head of a ``transformers`` network."""
+    size = getattr(hf_config, "head_dim", None)
+    return int(size or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
-def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> Any:
+def transformer_config(hf_config: Any, layout: ParallelLayout, options: dict[str, Any]) -> Any:
     """Return Megatron's configuration for a ``transformers`` network."""
     from megatron.core.transformer import TransformerConfig
 
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    experts = getattr(hf, "num_experts", None)
+    experts = getattr(hf_config, "num_experts", None)
     moe_options: dict[str, Any] = {}
     if experts:
         moe_options = {
             "num_moe_experts": experts,
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_topk": hf_config.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
             # Softmax over all experts before the selection, or over the selected experts only.
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.ep,
         }
     return TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_dim,
-        ffn_hidden_size=hf.intermediate_size,
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        kv_channels=head_size(hf_config),
+        ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
+        layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        add_qkv_bias=hf_config.model_type == "qwen2",
+        qk_layernorm=hf_config.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -257,7 +262,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
     )
 
 
-def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
+def build_gpt_model(settings: Any, hf_config: Any, layout: ParallelLayout) -> Any:
     """Build Megatron's model of this process, with memory but without weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -282,12 +287,12 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
     model = GPTModel(
         settings,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=MegatronRMSNorm),
-        vocab_size=-(-hf.vocab_size // layout.tp) * layout.tp,
-        max_sequence_length=hf.max_position_embeddings,
+        vocab_size=-(-hf_config.vocab_size // layout.tp) * layout.tp,
+        max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=False,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         position_embedding_type="none",
     )
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Parallelism of Megatron-Core: process groups, pipeline stages, and splits of sequences.
 
 Context parallelism splits sequences over processes by position, as ``get_batch_on_this_cp_rank`` of
-Megatron-Core does: into twice as many chunks as processes, of which process r of n has chunks r and
+Megatron-Core does: n processes split a sequence into 2n chunks, and process r has chunks r and
 2n - 1 - r. Under causal attention, later chunks have more work, and the sum over these two chunks
 is the same on every process.
 
@@ -74,7 +74,7 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, group:
     for chunk, queries in zip((rank, last_chunk - rank), torch.split(query, half), strict=True):
         stop = (chunk + 1) * half
         positions = torch.arange(stop, device=query.device)
-        # Leave out the keys after the chunk, all of which would be masked.
+        # Leave out the keys after the chunk, because all of them would be masked.
         chunk_queries, visible_keys, visible_values = (
             states.permute(1, 2, 0, 3) for states in (queries, keys[:stop], values[:stop])
         )

@@ -31,7 +31,7 @@ from rlinf.trainers.base import LossFunction, merge_metrics
 from rlinf.trainers.lora import initial_factor
 from rlinf.trainers.megatron import hf_mapping, parallel_dims
 from rlinf.trainers.megatron.compatibility import (
-    ONLY_CAUSAL_LM,
+    ONLY_CAUSAL_LM_MESSAGE,
     check_adapters,
     check_layout,
     check_model,
@@ -40,7 +40,7 @@ from rlinf.trainers.megatron.compatibility import (
 )
 from rlinf.trainers.megatron.local_params import LocalParams, LocalTensors, read_part, write_part
 from rlinf.trainers.megatron.lora_layers import add_lora_layers
-from rlinf.trainers.megatron.model import MegatronNetwork
+from rlinf.trainers.megatron.model import MegatronNetwork, head_size
 from rlinf.trainers.minibatch import (
     MicroBatches,
     MinibatchTrainer,
@@ -84,7 +84,7 @@ class MegatronTrainer(MinibatchTrainer):
         key: str,
     ) -> None:
         is_distributed = config.use_distributed_optimizer
-        check_options(config, layout, optimizer, key, distributed=is_distributed)
+        check_options(config, layout, optimizer, key, distributed_optimizer=is_distributed)
         settings = read_model_config(model)
         check_model(settings)
         check_layout(settings, layout, config.layers_per_pipeline_stage, key)
@@ -99,13 +99,13 @@ class MegatronTrainer(MinibatchTrainer):
         world: ProcessGroupInfo,
     ) -> None:
         if not isinstance(policy, CausalLM) or policy.network is not policy.module:
-            raise ConfigError(ONLY_CAUSAL_LM)
-        is_distributed = config.use_distributed_optimizer
-        check_options(config, world.layout, optimizer, LAYOUT_VARIABLE, distributed=is_distributed)
+            raise ConfigError(ONLY_CAUSAL_LM_MESSAGE)
+        is_distributed, key = config.use_distributed_optimizer, LAYOUT_VARIABLE
+        check_options(config, world.layout, optimizer, key, distributed_optimizer=is_distributed)
         network: Any = policy.module
         model = network.config.to_dict()
         check_model(model)
-        check_layout(model, world.layout, config.layers_per_pipeline_stage, LAYOUT_VARIABLE)
+        check_layout(model, world.layout, config.layers_per_pipeline_stage, key)
         dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
         check_adapters(config, model, world.layout, dtype)
         if world.layout.cp > 1:
@@ -140,7 +140,7 @@ class MegatronTrainer(MinibatchTrainer):
             grouped = [(_parameter_group(policy, mappings[id(p)]), p) for p in parameters]
             return create_optimizer(policy, optimizer, grouped)
 
-        self._params = LocalParams(module.inner, create, distributed=is_distributed)
+        self._params = LocalParams(module.inner, create, distributed_optimizer=is_distributed)
         self.optimizer = self._params.optimizer
         self._tensors = LocalTensors(self._params, mappings, [*self._templates, *self._factors])
         self._check_complete()
@@ -192,9 +192,9 @@ class MegatronTrainer(MinibatchTrainer):
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
-        hf, tp = module.config, self.world.layout.tp
-        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        queries_per_kv = hf.num_attention_heads // hf.num_key_value_heads
+        hf_config, tp = module.config, self.world.layout.tp
+        head_dim = head_size(hf_config)
+        queries_per_kv = hf_config.num_attention_heads // hf_config.num_key_value_heads
         tensors = self._templates | self._factors
         rank_slice = hf_mapping.RankSlice(
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -202,10 +202,10 @@ class MegatronTrainer(MinibatchTrainer):
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             first_layer=_first_layer(inner),
             first_expert=parallel_state.get_expert_model_parallel_rank()
-            * (getattr(hf, "num_experts", None) or 0)
+            * (getattr(hf_config, "num_experts", None) or 0)
             // self.world.layout.ep,
             query_and_kv_rows=(queries_per_kv * head_dim, head_dim),
-            tied=bool(hf.tie_word_embeddings),
+            tied=bool(hf_config.tie_word_embeddings),
         )
         mappings = {}
         for name, parameter in inner.named_parameters():
@@ -282,8 +282,8 @@ class MegatronTrainer(MinibatchTrainer):
         def compute(spans: list[StepSpan]) -> tuple[Tensor, Tensor]:
             inputs = self._inputs(policy, trajectories, spans)
             sizes.append(inputs["mask"].shape)
-            logprobs_out = policy.evaluate(inputs, temperature).logprobs
-            return logprobs_out, logprobs_out
+            logprobs: Tensor = policy.evaluate(inputs, temperature).logprobs
+            return logprobs, logprobs
 
         logprobs_out = parallel_dims.run_pipeline(
             self._params.ddp_model, batches.spans, compute, backward=False
@@ -386,7 +386,6 @@ class MegatronTrainer(MinibatchTrainer):
         return tensors.weights(), moments
 
     def _init_moments(self) -> None:
-        """Create missing moments with their initial value, zero."""
         for fragment in self._params.fragments:
             init_optimizer_state(self.optimizer, fragment.main, self._moment_names)
 
@@ -429,7 +428,7 @@ class MegatronTrainer(MinibatchTrainer):
             for name, moment in moments.items():
                 write_part(moment, part, state[part.name][name])
             for fragment_index, *_ in part.ranges if has_step_counts else ():
-                # A parameter has one step count: the largest of its tensors in the files.
+                # A parameter gets the largest step count of its tensors in the files.
                 count = state[part.name]["step"]
                 steps[fragment_index] = torch.maximum(steps.get(fragment_index, count), count)
         for fragment_index, count in steps.items():

@@ -17,7 +17,7 @@ from rlinf.algorithms.importance_sampling import (
     batch_at_level,
     flatten_to_level,
     interpolate_old_logprobs,
-    old_logprob_interp,
+    old_logprob_interpolation,
 )
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.ppo import PPO, AsyncPPO, AsyncPPOConfig, PPOConfig
@@ -82,14 +82,16 @@ def test_the_proximal_policy_lies_between_by_versions() -> None:
     proximal = start + slope * lag
     for done in (0.25, 0.5, 0.75):
         training = start + slope * (lag + done)
-        found = interpolate_old_logprobs(training, start, old_logprob_interp(lag, done))
+        found = interpolate_old_logprobs(training, start, old_logprob_interpolation(lag, done))
         torch.testing.assert_close(found, proximal)
     # Before the first step the policy in training is the proximal one, whatever the course.
     torch.testing.assert_close(
-        interpolate_old_logprobs(proximal + 0.1, start, old_logprob_interp(lag, 0)), proximal + 0.1
+        interpolate_old_logprobs(proximal + 0.1, start, old_logprob_interpolation(lag, 0)),
+        proximal + 0.1,
     )
     trained = (start + 1).requires_grad_()
-    assert not interpolate_old_logprobs(trained, start, old_logprob_interp(lag, 0.5)).requires_grad
+    halfway = old_logprob_interpolation(lag, 0.5)
+    assert not interpolate_old_logprobs(trained, start, halfway).requires_grad
 
 
 def lagging(update: Update, versions: int) -> None:

@@ -99,8 +99,8 @@ class Plain(PPO):
 
 
 class Uniform(GRPO):
-    def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        return scores
+    def group_advantage(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        return rewards
 
 
 class Critics(SAC):

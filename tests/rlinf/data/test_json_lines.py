@@ -257,7 +257,7 @@ def test_a_cache_that_cannot_be_used_is_said_once(
     for count in (3, 4):
         rows = [{"a": row} for row in range(count)]
         if case == "no-home":
-            assert array_cache.cached_arrays("a", str(count), dict, large=True) == {}
+            assert array_cache.cached_arrays("a", str(count), dict, use_file=True) == {}
         else:
             assert list(rows_of(write(tmp_path / "a.jsonl", rows))) == rows
     assert caplog.text.count("cannot be used") == 1
@@ -269,7 +269,7 @@ def test_files_that_are_too_old_or_too_large_together_are_removed(
 ) -> None:
     def keep(name: str, age_s: float) -> Path:
         known = set(cache.iterdir()) if cache.exists() else set()
-        array_cache.cached_arrays("a", name, lambda: {"a": np.zeros(1000)}, large=True)
+        array_cache.cached_arrays("a", name, lambda: {"a": np.zeros(1000)}, use_file=True)
         (made,) = set(cache.iterdir()) - known
         os.utime(made, (made.stat().st_atime, made.stat().st_mtime - age_s))
         return made
@@ -283,6 +283,6 @@ def test_files_that_are_too_old_or_too_large_together_are_removed(
     newest = keep("newest", 0)
     assert set(cache.iterdir()) == {used, newest}
     os.utime(used, (0, 0))
-    array_cache.cached_arrays("a", "used", lambda: pytest.fail("it is there"), large=True)
+    array_cache.cached_arrays("a", "used", lambda: pytest.fail("it is there"), use_file=True)
     assert used.stat().st_mtime > 1e9, "a use counts"
     assert not old.exists()
