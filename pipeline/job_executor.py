@@ -26,7 +26,7 @@ from slurm.jobs import JobResources, JobState, JobStatus
 from stages.runner import StageCall
 
 QUEUE_NOTICE_S = 10.0
-"""Seconds in the queue after which it is logged why a job waits."""
+"""Seconds in the queue after which the reason that a job waits is logged."""
 log = logging.getLogger("rlinf")
 
 
@@ -79,7 +79,7 @@ class QueueLog:
     _submitted_at: dict[str, float] = field(default_factory=dict)
     """Monotonic time by name of the job."""
     _reasons: dict[str, str] = field(default_factory=dict)
-    """Last logged reason to wait, by name of a job that has not started since."""
+    """Last logged reason to wait, by name of the waiting job."""
 
     def on_submit(self, name: str, job_id: str, partition: str | None) -> None:
         """Log that a job was submitted."""

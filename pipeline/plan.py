@@ -73,7 +73,7 @@ def device_keys(kind: str, needs: StagePlan) -> dict[str, str | None]:
 
     Args:
         kind: ``partition`` or ``partition:gpu_type``.
-        needs: a stage plan, whose GPU type is the default if its partition is that of ``kind``.
+        needs: a stage plan. Its GPU type is the default if it names no other partition.
     """
     partition, _, gpu_type = kind.partition(":")
     default_type = needs.gpu_type if needs.partition in (None, partition) else None

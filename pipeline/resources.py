@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 JobRequests = dict[str, list[JobResources]]
 """Resource requests by key of the plan. If a key has several alternatives, any one suffices."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
-"""The number of nodes with a feature, in a constraint."""
+"""Number of nodes with a feature, as in the constraint ``[h100*1&a100*1]``."""
 
 
 class PartitionInfo(Protocol):
@@ -35,7 +35,8 @@ class PartitionInfo(Protocol):
     @property
     def is_default(self) -> bool: ...
     @property
-    def gpus(self) -> Mapping[str, int]: ...
+    def gpus(self) -> Mapping[str, int]:
+        """GPUs per node by GPU type; empty without GPUs."""
 
 
 def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
@@ -143,7 +144,7 @@ def _max_of_stages(
             for name in ("cpus", "mem_mb", "time_limit_min")
         },
         **{name: _agreed_value(name, stages) for name in ("constraint", "speed_weights")},
-        # A layout belongs to a stage, not to the job: each StageOrder has its own.
+        # A layout belongs to a stage, not to the job: it is in the StageOrder.
         "layout": DATA_PARALLEL_ONLY,
     }
     return next(iter(largest.values())).model_copy(update=update)
@@ -167,7 +168,7 @@ def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str 
 
 
 def _single_value(by_key: Mapping[str, Any]) -> Any:
-    """Return the value of the keys that are not None, which must be equal; None if all are."""
+    """Return the value of all keys that have one, which must be equal; None if no key has one."""
     items = [(key, value) for key, value in by_key.items() if value is not None]
     for key, value in items:
         if value != items[0][1]:
@@ -181,7 +182,7 @@ def _single_value(by_key: Mapping[str, Any]) -> Any:
 def _ordinary_job(
     needs: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
 ) -> StagePlan:
-    """Return the resources of a pool whose devices are in one partition: an ordinary job."""
+    """Return the resources of a pool's ordinary job; all of its devices are in one partition."""
     if len({kind.partition(":")[0] for kind in devices}) > 1:
         raise PlanError(
             f"{key}: {_format_devices(devices)} are of several partitions, but constraint "
@@ -420,11 +421,11 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
         return plan
     from slurm.client import SlurmClient
 
-    return resolve_for(plan, SlurmClient().partitions())
+    return resolve_with_partitions(plan, SlurmClient().partitions())
 
 
-def resolve_for(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
-    """Return the plan with defaults from known partitions."""
+def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+    """Return the plan with defaults from these partitions of the cluster."""
     # The default partition is named, because the site file may have settings for it.
     return (
         with_default_gpus(plan, partitions)

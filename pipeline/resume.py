@@ -128,11 +128,11 @@ def resolve_mismatches(
 def _check_results_unaffected(
     state: RunState, differences: Sequence[str], edits: Sequence[str]
 ) -> None:
-    """Check that no existing result depends on the differences, and log them.
+    """Check that no existing result depends on the differences, and log the differences.
 
     Raises:
-        MismatchError: a result depends on one, or the configuration of a run with results was
-            edited.
+        MismatchError: a result depends on a difference, or the configuration of a run with results
+            was edited.
     """
     folder = state.run.folder
     state.scan(accept_mismatches=False)
@@ -193,7 +193,8 @@ def _archive_cached_answers(state: RunState, affected: Sequence[StageNode]) -> N
 
 
 def _accept_mismatches(state: RunState, differences: Sequence[str], changes: Sequence[str]) -> None:
-    """Accept the mismatched results and record the differences.
+    """Accept the mismatched results and record the ``differences``, of which ``changes`` concern
+    the configuration.
 
     Raises:
         MismatchError: the run cannot continue from its old state.
@@ -374,8 +375,8 @@ def _reopen(
 
 
 def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[str, ...]:
-    """Return the task's keys that were read from its environment: by this command, or by an earlier
-    one if the task is the same."""
+    """Return the keys of the task that were read from its environment, by this command or, if the
+    task is the same, by an earlier command."""
     if config.environment_keys or old.task.model_dump(mode="json") != config.task.model_dump(
         mode="json"
     ):
@@ -426,10 +427,8 @@ def _updated_values(
 
 
 def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the configuration with the length of its learning-rate schedule, if it has one.
-
-    Also return the key of that length if it was derived here.
-    """
+    """Return the configuration with ``iterations`` as the length of its learning-rate schedule, and
+    the key of this length; unchanged and no key if the length is set or there is no schedule."""
     settings = config.optimizer
     is_known = settings.lr_scheduler_type == "constant" or settings.lr_decay_iterations is not None
     if is_known or not iterations:
@@ -440,8 +439,8 @@ def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig
 
 
 def _schedule_length(old: RunConfig, new: RunConfig) -> int:
-    """Return the schedule length with which a run was created; if it had none, the iterations of
-    ``new``."""
+    """Return the schedule length of an existing run, or, if its schedule had none, a length for the
+    new configuration."""
     if old.optimizer.lr_decay_iterations is not None:
         return old.optimizer.lr_decay_iterations
     is_same = old.optimizer.lr_scheduler_type == new.optimizer.lr_scheduler_type

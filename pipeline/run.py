@@ -51,8 +51,8 @@ class Run:
     def lock(self) -> Iterator[RunLock]:
         """Own the run as its only driver.
 
-        The owner writes a heartbeat. An owner on this host is dead if its process has ended,
-        one on another host if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
+        The owner writes a heartbeat. An owner on this host is dead if its process has ended. An
+        owner on another host is dead if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
 
         Raises:
             RunLockedError: another driver owns the run.
@@ -84,7 +84,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 """Packages whose versions are recorded in ``run.json``."""
 GIT_TIMEOUT_S = 5.0
 MAX_NAMES = 4
-"""Maximum number of hosts, or of Slurm jobs, that the report names."""
+"""Maximum number of hosts, and of Slurm jobs, that the report lists."""
 
 
 class RunRecord(BaseModel):
@@ -202,7 +202,8 @@ def write_run_record(
 
 
 def config_edits(folder: Path) -> list[str]:
-    """Return how ``config.yaml`` differs from its frozen values, in keys that change results.
+    """Return differences between ``config.yaml`` and its frozen values, in keys that change
+    results, as ``config.yaml: key: frozen -> current``.
 
     Raises:
         ConfigError: the file cannot be read.

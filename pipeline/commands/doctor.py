@@ -67,11 +67,11 @@ PACKAGES = {
     "deepspeed": "deepspeed",
     "megatron": "megatron",
 }
-"""Extra of rlinf that installs an optional package, by package."""
+"""Optional packages, each with the extra of rlinf that installs it."""
 SLOW_FSYNC_S = 0.2
 """Median seconds of a write, sync and rename from which the run folder is reported as slow."""
 RENAME_TIMEOUT_S = 5.0
-"""Seconds within which a file of a node must be visible here."""
+"""Seconds within which a file that a node has written must be visible here."""
 PROBE_TIMEOUT_S = 60.0
 """Seconds within which the job on a node must end."""
 
@@ -95,7 +95,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yield installed and missing optional packages, with the extra that installs the latter."""
+    """Yield the installed optional packages, and the missing ones with their extra."""
     missing: dict[str, list[str]] = {}
     for package, extra in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
@@ -206,7 +206,7 @@ WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B20
 
 def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     """Check the simulator of ``task=NAME``: interpreter, packages, GPU and files. If nothing is
-    missing, start an episode with its images.
+    missing, start an episode and render the configured images.
 
     Args:
         task: name of the task.
@@ -222,7 +222,7 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     assert isinstance(options, GymConfig)
     yield Finding("ok", "simulator", f"{options.simulator}, {options.id}")
     needs = get_requirements(options.simulator)
-    findings = [*_check_packages(options, needs), *_check_gpu(needs)]
+    findings = [*_check_simulator_packages(options, needs), *_check_gpu(needs)]
     findings += [Finding("fail", "files", text) for text in needs.missing_assets(options.kwargs)]
     yield from findings
     if any(finding.level == "fail" for finding in findings):
@@ -231,8 +231,9 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     yield _check_episode(options)
 
 
-def _check_packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Finding]:
-    """Check that the interpreter exists and has the packages of the simulator."""
+def _check_simulator_packages(
+    options: GymConfig, needs: SimulatorRequirements
+) -> Iterator[Finding]:
     name = options.python or sys.executable
     try:
         path = resolve_interpreter(name, "task.python")
@@ -250,7 +251,6 @@ def _check_packages(options: GymConfig, needs: SimulatorRequirements) -> Iterato
 
 
 def _install_hint(name: str, needs: SimulatorRequirements) -> str:
-    """Return how to install missing packages."""
     if needs.install:
         return f"; install them there: {needs.install}"
     has_environment = (package_paths.ROOT / "configs" / "environments" / f"{name}.txt").is_file()

@@ -1,4 +1,4 @@
-"""The driver of a run as a small Slurm job, and ``rlinf submit``, which submits it.
+"""The driver of a run as a small Slurm job, and ``rlinf submit``, which submits this job.
 
 The job runs ``python -m pipeline.commands.driver_job RUN``. It is requeued before its time limit,
 after the loss of its node, and after the driver was killed. The restarted driver finds pools and
@@ -105,7 +105,7 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
 def _without_large_job_settings(
     needs: JobResources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
 ) -> JobResources:
-    """Return the resources without those settings of the site file that are for larger jobs.
+    """Return the resources without settings of the site file that are for larger jobs.
 
     QOS, constraint and reservation stay only if the site file sets them for the driver's partition
     and that partition has no GPUs. The defaults of the site file may be meant for GPU jobs.
@@ -220,8 +220,8 @@ def submit_run(
 
 
 def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
-    """Write the sbatch scripts, configuration and plan beside the run directory; returns one line
-    each.
+    """Write the sbatch scripts, configuration and plan beside the run directory; returns lines that
+    describe them.
 
     Args:
         driver: as for :func:`submit_run`; None if the driver would run in this process.
@@ -256,8 +256,8 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
 
 
 def _run_and_plan(words: Sequence[str]) -> tuple[Run, Plan, bool]:
-    """Return the run, whose directory may not exist yet, its plan, and whether the plan is not that
-    of the run directory."""
+    """Return the run, whose directory may not exist yet, its plan, and whether the plan is new (not
+    that of the run directory)."""
     if not is_run_folder(words):
         config, plan = validate_experiment(compose_words(words))
         return Run(config.run.folder, config), plan, True
@@ -278,7 +278,7 @@ def _cluster_with_driver(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
 def _stage_jobs(
     run: Run, plan: Plan, cluster: ClusterConfig
 ) -> Iterator[tuple[str, list[JobSpec]]]:
-    """Yield every stage with its first job."""
+    """Yield the name of every stage, and the job of its first node in a list of one."""
     graph = Graph(run.config)
     yielded: set[str] = set()
     for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):

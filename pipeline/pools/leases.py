@@ -37,7 +37,7 @@ class Lease:
     size: int
     """Number of workers."""
     worker_info: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Information from the connected workers, by rank."""
+    """Description that each connected worker sent (host, end of its job, ...), by rank."""
     started_at: float = field(default_factory=time.time)
     """Unix time at which this driver submitted or found the job."""
     ends_at: float | None = None
@@ -136,9 +136,9 @@ class PoolState:
         """Number of workers of a lease."""
         return sum(part.nodes * part.processes for part in self.resources)
 
-    def check_progress(self, lease: Lease) -> None:
-        """Check that leases are long enough for their work. Called when Slurm ends a lease, or its
-        workers leave.
+    def check_lease_length(self, lease: Lease) -> None:
+        """Check that leases are long enough for their work. Called when Slurm ends ``lease``, or
+        when its workers leave.
 
         Raises:
             PlanError: too many consecutive leases have finished nothing.
@@ -210,8 +210,8 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
         argv.append("--deltas")
     trainer_stages = [name for name, stage in flow.stages.items() if stage.holds == "trainer"]
     if any(stage_pools[stage] != stage_pools[flow.publish_stage] for stage in trainer_stages):
-        # A reference in another pool receives the same weights as the engines. It needs the
-        # trainer's precision, so engines cast the weights themselves.
+        # A reference policy in another pool needs the weights in the trainer's precision. Engines
+        # receive the same weights, and cast them themselves.
         argv.append("--uncast")
     stages = [
         stage
