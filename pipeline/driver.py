@@ -265,8 +265,7 @@ class Driver:
         return damaged
 
     def _missing_inputs(self, node: StageNode) -> list[StageNode]:
-        """Mark nodes as unfinished whose output is an input of ``node`` and is missing or damaged;
-        returns them."""
+        """Return the nodes whose missing or damaged output ``node`` reads, now unfinished."""
         missing = []
         for source in self.graph.inputs(node).values():
             if source in self._done and self._state.lookup(source) is None:

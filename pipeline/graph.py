@@ -56,8 +56,7 @@ class Graph:
         return nodes
 
     def edges(self) -> dict[str, set[str]]:
-        """Return the names of the inputs that pass along each edge, such as ``rollout ->
-        reward``."""
+        """Return the names of the inputs of each edge, such as ``rollout -> reward``."""
         inputs_by_edge: dict[str, set[str]] = {}
         for target, stage in {**self.flow.stages, EVALUATE: self.flow.evaluate}.items():
             for name, source in stage.inputs.items():

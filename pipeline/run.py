@@ -202,8 +202,7 @@ def write_run_record(
 
 
 def config_edits(folder: Path) -> list[str]:
-    """Return differences between ``config.yaml`` and its frozen values, in keys that change
-    results, as ``config.yaml: key: frozen -> current``.
+    """Return edits of ``config.yaml``, in keys that change results: ``key: frozen -> current``.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -325,16 +324,9 @@ def _commit() -> str:
     if not (package_paths.ROOT / ".git").exists():
         return ""
     try:
+        command = ["git", "-C", str(package_paths.ROOT), "describe", "--always", "--dirty"]
         process = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(package_paths.ROOT),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=12",
-            ],
+            [*command, "--abbrev=12"],
             capture_output=True,
             text=True,
             check=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.graph import Graph, StageNode
 from pipeline.plan import COMMITTED_TRANSPORTS, WEIGHT_TRANSPORTS, Plan
-from pipeline.pools.leases import Lease, PoolState
+from pipeline.pools.leases import Lease, PoolLease, PoolState
 from pipeline.pools.rollout_scheduler import RolloutScheduler
 from pipeline.run import Run
 from rlinf.channels.process_group import DATA_PARALLEL_ONLY, ParallelLayout, ProcessGroupInfo
@@ -238,7 +238,7 @@ class StageDispatcher:
                     name == WEIGHTS
                     and (serving := self.policy_assigner.serving_lease(node)) is not None
                 ):
-                    assigned_nodes, producer = serving[1].assigned, serving[0]
+                    assigned_nodes, producer = serving.lease.assigned, serving.pool
                 is_local = source in assigned_nodes or source in producer.waiting
                 if (
                     name in self._flow.stream_channels
@@ -306,7 +306,7 @@ class StageDispatcher:
         """Return the leases that receive an input: leases that compute the stage, all generators of
         an elastic rollout, or the lease that serves its policy."""
         if name == WEIGHTS and (serving := self.policy_assigner.serving_lease(target)) is not None:
-            return [serving[1]]
+            return [serving.lease]
         if not self._only_collects(target):
             return [lease for lease in self._leases() if target in lease.assigned]
         if source.stage != self._flow.publish_stage or not self._is_streamed(source, target):
@@ -504,14 +504,14 @@ class PolicyAssigner:
             or self._pool_by_stage[self._policy_stage].active_lease is not None
         )
 
-    def serving_lease(self, node: StageNode) -> tuple[PoolState, Lease] | None:
-        """Return the pool and lease that serve or will serve a node; None if it needs no policy
-        workers or no lease is active."""
+    def serving_lease(self, node: StageNode) -> PoolLease | None:
+        """Return the lease that serves or will serve a node; None if it needs no policy workers or
+        no lease is active."""
         if not self.needs_policy(node.stage):
             return None
         pool = self._pool_by_stage[self._policy_stage]
         lease = self._serving[node][0] if node in self._serving else pool.active_lease
-        return None if lease is None else (pool, lease)
+        return None if lease is None else PoolLease(pool, lease)
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks of the pool that serve the policy."""
@@ -520,7 +520,7 @@ class PolicyAssigner:
     def workers(self, node: StageNode) -> tuple[str, ...]:
         """Return the policy workers of a node; rank n queries the n-th one."""
         serving = self.serving_lease(node)
-        return () if serving is None else tuple(serving[1].workers(self.ranks()))
+        return () if serving is None else tuple(serving.lease.workers(self.ranks()))
 
     def start_serving(
         self, node: StageNode, order: StageOrder, simulators: list[str], *, live: bool
@@ -534,8 +534,8 @@ class PolicyAssigner:
         serving = self.serving_lease(node)
         if serving is None:
             return
-        self._serving[node] = serving[1], order.attempt
-        serving[1].served.add(node)
+        self._serving[node] = serving.lease, order.attempt
+        serving.lease.served.add(node)
         for number, worker in enumerate(order.policy_workers):
             if clients := tuple(simulators[number :: len(order.policy_workers)]):
                 policy_order = ServePolicy(

@@ -23,7 +23,15 @@ from pipeline.job_executor import QueueLog
 from pipeline.plan import Plan
 from pipeline.pools.autoscaler import autoscale, target_size
 from pipeline.pools.dispatcher import Send, StageDispatcher
-from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job, pool_states, rank_of
+from pipeline.pools.leases import (
+    Lease,
+    PoolLease,
+    PoolState,
+    pool_folder,
+    pool_job,
+    pool_states,
+    rank_of,
+)
 from pipeline.pools.pool_status import write_pools_status
 from pipeline.pools.rollout_scheduler import RolloutScheduler
 from pipeline.resources import ClusterConfig, job_resources, pool_resources
@@ -204,7 +212,7 @@ class PoolExecutor:
                             if isinstance(report := read_report(event.content), WorkItemEnded):
                                 self._scheduler.on_report(event.worker, report)
                     elif isinstance(event, PeerLost) and owner is not None:
-                        owner[1].worker_info.pop(rank_of(event.worker), None)
+                        owner.lease.worker_info.pop(rank_of(event.worker), None)
         finally:
             leases += self._lease_manager.abandoned_leases
             self.launcher.cancel([lease.job for lease in leases])
@@ -254,12 +262,12 @@ class PoolExecutor:
 
     # Workers and their jobs
 
-    def _find_lease(self, worker: str) -> tuple[PoolState, Lease] | None:
-        """Return the pool and lease of a worker; None if the lease is no longer used."""
+    def _find_lease(self, worker: str) -> PoolLease | None:
+        """Return the lease of a worker with its pool; None if the lease is no longer used."""
         for pool in self._pools:
             for lease in pool.leases:
                 if worker in lease.workers():
-                    return pool, lease
+                    return PoolLease(pool, lease)
         return None
 
     def _on_joined(self, event: PeerJoined) -> None:
@@ -282,23 +290,24 @@ class PoolExecutor:
             case WorkItemEnded():
                 succeeded = self._scheduler.on_report(worker, report)
                 if owner is not None and succeeded:
-                    pool, lease = owner
-                    pool.failures = 0
-                    lease.num_finished += 1
+                    owner.pool.failures = 0
+                    owner.lease.num_finished += 1
             case WeightsAvailable():
                 self._scheduler.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
                 receiver = self._find_lease(report.worker)
                 if owner is not None and receiver is not None:
-                    self._dispatcher.resend(owner[1], receiver[1])
+                    self._dispatcher.resend(owner.lease, receiver.lease)
             case CollectedPrompts() | StageEnded():
                 stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))
-                if owner is None or node not in owner[1].assigned:
+                if owner is None or node not in owner.lease.assigned:
                     return
                 if isinstance(report, CollectedPrompts):
                     self._scheduler.on_collected(node, report.starts)
-                elif report.exit_code or worker == self._dispatcher.primary_worker(node, owner[1]):
+                elif report.exit_code or worker == self._dispatcher.primary_worker(
+                    node, owner.lease
+                ):
                     # The primary worker reports success for all ranks.
                     self._on_stage_ended(*owner, node, report, outcomes)
 
@@ -367,10 +376,8 @@ class PoolExecutor:
         *,
         count_failure: bool = True,
     ) -> None:
-        """Cancel and replace a lease that cannot continue.
-
-        With ``count_failure`` it counts toward the pool's limit of failures.
-        """
+        """Cancel and replace a lease that cannot continue. With ``count_failure``, it counts toward
+        the pool's limit of failures."""
         self._requeue_nodes(lease, reason, outcomes)
         was_leaving = lease.is_leaving
         self._lease_manager.abandon(pool, lease)
@@ -399,8 +406,7 @@ class PoolExecutor:
     def _finish_committed(
         self, pools: Sequence[PoolState], outcomes: dict[StageNode, Outcome]
     ) -> None:
-        """Finish nodes that wait for a pool without an active lease, although an earlier lease has
-        committed them."""
+        """Finish nodes whose pool has no active lease, if an earlier lease has committed them."""
         for pool in [pool for pool in pools if pool.active_lease is None]:
             for node, stage_call in list(pool.waiting.items()):
                 if (stage_call.output_folder / MANIFEST).exists():

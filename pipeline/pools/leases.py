@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launchers.launcher import JobSpec
 from pipeline.graph import StageNode
@@ -170,6 +170,13 @@ class PoolState:
         return next((lease for lease in leases if lease.is_ready and not lease.is_leaving), None)
 
 
+class PoolLease(NamedTuple):
+    """A lease with its pool."""
+
+    pool: PoolState
+    lease: Lease
+
+
 def rank_of(worker: str) -> int:
     """Return the rank in the name of a worker."""
     return int(worker.rpartition("-r")[2])
@@ -177,16 +184,12 @@ def rank_of(worker: str) -> int:
 
 def pool_states(plan: Plan) -> list[PoolState]:
     """Return the states of a plan's pools; an elastic pool starts with its first worker."""
-    return [
-        PoolState(
-            i,
-            pool.stages,
-            pool_resources(plan, i),
-            None if pool.workers is None else 0,
-            also_generates=pool.also_generates,
-        )
-        for i, pool in enumerate(plan.pools)
-    ]
+    states = []
+    for i, pool in enumerate(plan.pools):
+        slot, resources = None if pool.workers is None else 0, pool_resources(plan, i)
+        state = PoolState(i, pool.stages, resources, slot, also_generates=pool.also_generates)
+        states.append(state)
+    return states
 
 
 def pool_folder(run: Run, pool: PoolState) -> Path:
@@ -197,14 +200,8 @@ def pool_folder(run: Run, pool: PoolState) -> Path:
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> JobSpec:
     """Return the job of a pool's current lease."""
     name = f"pool-{pool.name}-{pool.lease_number}"
-    argv = [
-        "--run",
-        str(run.folder),
-        "--name",
-        name,
-        "--orphan-s",
-        str(cluster.driver_reconnect_timeout_s),
-    ]
+    timeout_s = str(cluster.driver_reconnect_timeout_s)
+    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", timeout_s]
     stage_pools, flow = plan.stage_pools(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")
@@ -213,11 +210,7 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
         # A reference policy in another pool needs the weights in the trainer's precision. Engines
         # receive the same weights, and cast them themselves.
         argv.append("--uncast")
-    stages = [
-        stage
-        for stage, number in stage_pools.items()
-        if number == pool.number and stage in flow.all_stages
-    ]
+    stages = [s for s, i in stage_pools.items() if i == pool.number and s in flow.all_stages]
     python = stage_interpreter(run.config, flow, *stages)
     resources, *extra_components = (job_resources(part, cluster, python) for part in pool.resources)
     job = JobSpec(

@@ -58,7 +58,7 @@ class WorkItem(NamedTuple):
 
     number: int
     """Index in its rollout, or :data:`LOAD_ENGINE`."""
-    starts: tuple[int, ...]
+    prompts: tuple[int, ...]
     """Indices of the prompts in the batch."""
 
 
@@ -93,12 +93,12 @@ class WorkQueue:
         """Mark a work item as done. Returns None if it is not (or no longer) the worker's."""
         item = self._assigned[worker].pop(number, None)
         if item is not None:
-            self.done.update(item.starts)
+            self.done.update(item.prompts)
         return item
 
     def reassign(self, item: WorkItem, unfinished: Iterable[int], successor: str) -> WorkItem:
         """Assign to ``successor`` the prompts that a worker left by ending a work item early."""
-        prompts = tuple(prompt for prompt in item.starts if prompt in set(unfinished))
+        prompts = tuple(prompt for prompt in item.prompts if prompt in set(unfinished))
         self.done.difference_update(prompts)
         return self._assign(successor, prompts)
 
@@ -111,7 +111,7 @@ class WorkQueue:
     def requeue(self, worker: str, number: int) -> None:
         """Requeue a work item that a worker could not finish."""
         item = self._assigned[worker].pop(number, None)
-        for prompt in item.starts if item else ():
+        for prompt in item.prompts if item else ():
             heapq.heappush(self._pending, prompt)
 
     def requeue_worker(self, worker: str) -> None:
@@ -353,7 +353,7 @@ class RolloutScheduler:
         rollout = self._rollouts.get(assigned.node) if assigned is not None else None
         if assigned is None or rollout is None or rollout.queue is None:
             ended = self._ended.pop(name, None)
-            if ended is not None and not report.exit_code and ended.item.starts:
+            if ended is not None and not report.exit_code and ended.item.prompts:
                 self._record_work(ended, ended.item, report)
             return False
         node, number = assigned.node, assigned.item.number
@@ -384,7 +384,7 @@ class RolloutScheduler:
                 weights_attempt=assigned.attempt,
             )
             self._partial.append(_Partial(node, report.successor, unfinished, partial))
-            item = WorkItem(number, tuple(s for s in item.starts if s not in unfinished.starts))
+            item = WorkItem(number, tuple(s for s in item.prompts if s not in unfinished.prompts))
         if report.spans:
             self._record_work(assigned, item, report)
         return True
@@ -512,7 +512,7 @@ class RolloutScheduler:
             weights=rollout.weights,
             weights_attempt=attempt,
             receiver=rollout.collector,
-            starts=item.starts,
+            starts=item.prompts,
             partial=partial,
         )
 
@@ -546,9 +546,9 @@ class RolloutScheduler:
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
         if assigned.continued_item is None and not unfinished:
-            self._speeds.record(worker, len(item.starts), seconds)
+            self._speeds.record(worker, len(item.prompts), seconds)
         self._finished_items[node][worker] += 1
-        self._finished_prompts[node][worker] += len(item.starts)
+        self._finished_prompts[node][worker] += len(item.prompts)
         for counter in (self._finished_items, self._finished_prompts):
             while len(counter) > HISTORY_SIZE:
                 del counter[next(iter(counter))]
@@ -557,7 +557,7 @@ class RolloutScheduler:
             "worker": worker,
             "host": report.host,
             "work_item": item.number,
-            "starts": item.starts,
+            "starts": item.prompts,
             "unfinished_starts": unfinished,
             "continues": assigned.continued_item,
             "spans": spans,

@@ -40,8 +40,7 @@ class ReportData:
     run: Run
     manifests: list[Manifest] = field(default_factory=list)
     sft: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the SFT stage: ``step``, ``loss`` and, if measured, held-out ``score`` and
-    ``eval_loss``."""
+    """Rows of the SFT stage: ``step``, ``loss`` and, if measured, ``score`` and ``eval_loss``."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Metrics of each finished iteration (:func:`pipeline.metrics.metrics_row`)."""
     evaluated: list[dict[str, Any]] = field(default_factory=list)
