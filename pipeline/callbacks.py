@@ -76,7 +76,7 @@ class ProgressCallback:
         """The newest held-out score and its iteration."""
         self._rates: dict[tuple[str, str], RateEstimate] = {}
         """Progress rate by stage and unit."""
-        self._rollout_starts: dict[int, float] = {}
+        self._rollout_started_at: dict[int, float] = {}
         """Unix time at which the rollout of an unfinished iteration started, by iteration."""
         self._publish_times = (0.0, 0.0)
         """Unix times at which the previous and the newest weights were published."""
@@ -195,7 +195,7 @@ class ProgressCallback:
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
         flow = flow_of(self._run.config)
         if node.stage == flow.rollout_stage:
-            self._rollout_starts[node.iteration] = manifest.timing["start"]
+            self._rollout_started_at[node.iteration] = manifest.timing["start"]
         if node.stage == flow.publish_stage:
             self._publish_times = (self._publish_times[1], manifest.timing["end"])
         if node.stage == EVALUATE:
@@ -225,7 +225,7 @@ class ProgressCallback:
             for name, value in headline_metrics(config, metrics).items()
         ]
         # Pools may start a rollout early: count from the end of the previous iteration.
-        start = self._rollout_starts.pop(iteration, None)
+        start = self._rollout_started_at.pop(iteration, None)
         steps = metrics.get(f"{flow_of(config).rollout_stage}/steps")
         if start is not None and steps is not None:
             seconds = self._publish_times[1] - max(start, self._publish_times[0])

@@ -1,5 +1,5 @@
 """Compose, validate, create or reopen, and drive a run. All commands and the Python API use these
-functions."""
+functions. Their ``words`` are overrides (``key=value``), in some after a run directory."""
 
 from __future__ import annotations
 

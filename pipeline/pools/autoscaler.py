@@ -61,13 +61,13 @@ class IterationLoad:
         """
         max_workers = min(max_workers, 2 * workers)
         best = max(workers, min_workers)
-        while best < max_workers and self._saved(best) > MIN_GAIN:
+        while best < max_workers and self._saved_share(best) > MIN_GAIN:
             best += 1
-        while best > min_workers and best <= workers and self._saved(best - 1) < MAX_LOSS:
+        while best > min_workers and best <= workers and self._saved_share(best - 1) < MAX_LOSS:
             best -= 1
         return min(best, max_workers)
 
-    def _saved(self, workers: int) -> float:
+    def _saved_share(self, workers: int) -> float:
         """Return the share of an iteration's time that one more worker saves."""
         current_s = self.iteration_s(workers)
         return (current_s - self.iteration_s(workers + 1)) / current_s if current_s else 0.0

@@ -167,7 +167,7 @@ class StageDispatcher:
                     subscriptions.discard(subscription)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
-        """Return the position of a stage in the device schedule (:mod:`stages.device_schedule`)."""
+        """Return (iteration, chunk, stage index), for :mod:`stages.device_schedule`."""
         if node.stage in self._flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._stage_index:
@@ -445,8 +445,7 @@ class StageDispatcher:
         return self._layouts[node.stage] if len(self._ranks(node)) > 1 else DATA_PARALLEL_ONLY
 
     def _device_position(self, node: StageNode) -> tuple[int, int, int]:
-        """Return the position of a node in the device schedule: after all chunks if it reads its
-        batch from disk."""
+        """Return :meth:`position`, but after all chunks if a node reads its batch from disk."""
         iteration, chunk, stage_index = self.position(node)
         streams = self._flow.stream_channels & set(self._graph.inputs(node))
         return (
