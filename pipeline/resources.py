@@ -426,7 +426,7 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
 
 def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
     """Return the plan with defaults from these partitions of the cluster."""
-    # The default partition is named, because the site file may have settings for it.
+    # Set the default partition explicitly, because the site file may have settings for it.
     return (
         with_default_gpus(plan, partitions)
         if plan.pools

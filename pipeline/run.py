@@ -254,7 +254,7 @@ def effective_settings(config: RunConfig) -> tuple[dict[str, Any], tuple[str, ..
     """Return all settings of a run by section, and the dotted keys that differ from their defaults.
 
     The component that a section names (an algorithm, a trainer, ...) validates the section, so
-    keys and defaults are those of its ``Config`` class. Values are plain JSON values.
+    keys and defaults come from the component's ``Config`` class. Values are plain JSON values.
 
     Raises:
         ConfigError: a component is unknown or rejects a key.

@@ -79,7 +79,7 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         SlurmError: Slurm is not installed or does not answer.
     """
     settings, partitions = cluster.driver, client.partitions()
-    # The default partition is named, because the site file may have settings for it.
+    # Set the default partition explicitly, because the site file may have settings for it.
     partition = settings.partition or default_partition(partitions)
     stage_plan = StagePlan(
         partition=partition,

@@ -244,7 +244,7 @@ class StageDispatcher:
                     name in self._flow.stream_channels
                     and len({*self._ranks(node), *self._ranks(source)}) > 1
                 ):
-                    # Each rank has its own records; the plan may transport them by file.
+                    # Each rank has its own records, which the plan may pass as files.
                     is_local = is_local and self._is_streamed(source, node)
                 is_published_weights = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
                 can_be_sent = name in self._flow.stream_channels or (

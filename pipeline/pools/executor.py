@@ -165,8 +165,8 @@ class PoolExecutor:
             self._jobs_polled_at = time.monotonic()
             self._poll_jobs(outcomes)
             self._finish_committed(self._pools, outcomes)
-        # Pools with an abandoned lease: once it is cancelled, the nodes that it committed meanwhile
-        # would be dispatched again.
+        # First finish nodes that an abandoned lease has committed: after the lease is cancelled,
+        # they would be dispatched again.
         self._finish_committed([pool for pool in self._pools if pool.finishing], outcomes)
         self._lease_manager.cancel_abandoned(self._control)
         self._lease_manager.renew_leases()
@@ -303,11 +303,10 @@ class PoolExecutor:
                 node = StageNode(stage, int(iteration))
                 if owner is None or node not in owner.lease.assigned:
                     return
+                primary_worker = self._dispatcher.primary_worker(node, owner.lease)
                 if isinstance(report, CollectedPrompts):
                     self._scheduler.on_collected(node, report.starts)
-                elif report.exit_code or worker == self._dispatcher.primary_worker(
-                    node, owner.lease
-                ):
+                elif report.exit_code or worker == primary_worker:
                     # The primary worker reports success for all ranks.
                     self._on_stage_ended(*owner, node, report, outcomes)
 

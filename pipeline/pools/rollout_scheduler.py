@@ -1,9 +1,9 @@
 """Scheduling of rollouts on elastic pools: which generator computes which work items.
 
-A rollout has a collector, the worker that consumes its trajectories. Generators (the workers of the
-elastic pool) get work items, each of which is some prompts of the rollout, and send trajectories to
-the collector. Helpers, which are workers of pools with other stages, also get work items until the
-queue is empty. Generators then finish the long samples of the helpers.
+A rollout has a collector, the worker that consumes its trajectories. A work item is some of the
+prompts of a rollout. Generators (the workers of the elastic pool) get work items and send
+trajectories to the collector. Helpers, which are workers of pools with other stages, also get work
+items until the queue is empty. Generators then finish the long samples of the helpers.
 
 Work items go to workers that have the weights in memory, and to all workers after the weights are
 committed. The collector rejects samples from weights that differ from the committed ones.
@@ -184,7 +184,7 @@ def assign_work(
         queues: one per batch, in the order of iterations.
         speeds: prompts per second by worker.
         min_item_size: see :meth:`WorkerSpeeds.min_item_size`.
-        max_queues: number of queues, from the first, of which a worker may get work items; all by
+        max_queues: by worker, the number of first queues from which it may get work items; all by
             default.
     """
     assigned = []
