@@ -76,13 +76,13 @@ class ProgressCallback:
         """The newest held-out score and its iteration."""
         self._rates: dict[tuple[str, str], RateEstimate] = {}
         """Progress rate by stage and unit."""
-        self._rollout_starts: dict[int, float] = {}
+        self._rollout_started_at: dict[int, float] = {}
         """Unix time at which the rollout of an unfinished iteration started, by iteration."""
         self._publish_times = (0.0, 0.0)
         """Unix times at which the previous and the newest weights were published."""
         self._iteration_ends: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
-        """Monotonic times: when this driver began its first iteration, then when each iteration
-        ended; only the newest ones are kept."""
+        """Monotonic times: the start of this driver's first iteration, then the end of each
+        iteration. Only the newest are kept."""
 
     def __enter__(self) -> ProgressCallback:
         log.setLevel(logging.INFO)
@@ -195,7 +195,7 @@ class ProgressCallback:
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
         flow = flow_of(self._run.config)
         if node.stage == flow.rollout_stage:
-            self._rollout_starts[node.iteration] = manifest.timing["start"]
+            self._rollout_started_at[node.iteration] = manifest.timing["start"]
         if node.stage == flow.publish_stage:
             self._publish_times = (self._publish_times[1], manifest.timing["end"])
         if node.stage == EVALUATE:
@@ -225,7 +225,7 @@ class ProgressCallback:
             for name, value in headline_metrics(config, metrics).items()
         ]
         # Pools may start a rollout early: count from the end of the previous iteration.
-        start = self._rollout_starts.pop(iteration, None)
+        start = self._rollout_started_at.pop(iteration, None)
         steps = metrics.get(f"{flow_of(config).rollout_stage}/steps")
         if start is not None and steps is not None:
             seconds = self._publish_times[1] - max(start, self._publish_times[0])
@@ -282,8 +282,8 @@ class TrackerCallback:
         self._sinks = open_trackers(run.config.log, run.folder, run.config)
         self._file = run.folder / TRACKED_FILE
         is_unrecorded = not self._file.exists() and (run.folder / METRICS_FILE).exists()
-        self._logged_digests = set[str]() if is_unrecorded else _read_lines(self._file)
-        if is_unrecorded:  # an earlier version logged its metrics without recording them
+        self._recorded_digests = set[str]() if is_unrecorded else _read_lines(self._file)
+        if is_unrecorded:  # an older version of rlinf forwarded metrics without recording digests
             for values in read_metrics(run.folder):
                 self._record(values["iteration"] + 1, _to_floats(values))
 
@@ -315,9 +315,9 @@ class TrackerCallback:
         if not self._sinks:
             return False
         digest = json_digest([step, metrics])
-        if digest in self._logged_digests:
+        if digest in self._recorded_digests:
             return False
-        self._logged_digests.add(digest)
+        self._recorded_digests.add(digest)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{digest}\n")
         return True
@@ -363,7 +363,7 @@ def notify_at_end(name: str, command: Sequence[str]) -> Iterator[None]:
     except (InterruptedByUser, RunLockedError, RunStopped):
         raise
     except RequeueRequested:
-        if current_job_id() is None:  # a job is requeued instead
+        if current_job_id() is None:  # in a Slurm job, the run continues when the job is requeued
             _run_notify_command(command, name, "stopped")
         raise
     except Exception:

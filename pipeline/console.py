@@ -12,8 +12,7 @@ def create_console(*, stderr: bool = False) -> Console:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration with two significant units: ``45 s``, ``4 min 34 s``, ``25 min``, ``3 h 5
-    min``."""
+    """Return a duration as text: ``45 s``, ``4 min 34 s``, ``25 min``, ``3 h 5 min``."""
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     total_s = round(seconds)
@@ -24,11 +23,10 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return a metric with four significant digits, or a large one with all digits before the
-    point."""
+    """Return a number as text: four significant digits, or from 10,000 on all integer digits."""
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def format_rate(rate: float) -> str:
-    """Return an amount per second: ``1,234``, ``12``, ``1.2``."""
+    """Return an amount per second as text: ``1,234``, ``12``, ``1.2``."""
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"

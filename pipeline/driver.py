@@ -68,8 +68,8 @@ class Driver:
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """Handling of results of another configuration or other code."""
     max_lookahead: int = 16
-    """Number of unfinished nodes, in the order of the graph, of which the driver starts the ready
-    ones. With staleness, the stages of as many iterations are added."""
+    """Number of unfinished nodes, in the order of the graph, that the driver considers at a time;
+    it starts those that are ready. The stages of ``rollout.staleness`` iterations are added."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
@@ -120,7 +120,7 @@ class Driver:
             callback.on_resume(rows)
 
     def _check_config_unchanged(self) -> None:
-        """Check that the configuration of the run did not change before this driver owned the run.
+        """Check that no command changed the configuration of the run before this driver locked it.
 
         Raises:
             RunLockedError: another command changed the configuration.
@@ -170,8 +170,11 @@ class Driver:
         """Return the next ``count`` unfinished nodes, or fewer at the end of the graph. A streaming
         executor gets whole iterations, so possibly more."""
         selected: list[StageNode] = []
-        last, streams = (self.graph.flow.publish_stage, EVALUATE), self.executor.supports_streaming
-        while len(selected) < count or (streams and selected and selected[-1].stage not in last):
+        last_stages = (self.graph.flow.publish_stage, EVALUATE)
+        streams = self.executor.supports_streaming
+        while len(selected) < count or (
+            streams and selected and selected[-1].stage not in last_stages
+        ):
             node = next(nodes, None)
             if node is None:
                 break
@@ -198,7 +201,7 @@ class Driver:
         )
 
     def _start(self, node: StageNode) -> None:
-        # A launcher that waits for a manifest must not see one computed from other inputs.
+        # A launcher that waits for a manifest must not see an old one with other inputs.
         self._state.clear_for(node)
         call = stage_call(self.run, self.graph, node)
         for callback in self.callbacks:
@@ -231,7 +234,8 @@ class Driver:
                 f"{node.name} failed {self._failures[node]} times: {outcome.reason}"
             )
         if outcome.exit_code == EXIT_BAD_ARTIFACT:
-            return self._rebuild_inputs(node, outcome.reason)
+            log.warning("%s: %s; rebuilding it", node.name, outcome.reason)
+            return self._missing_inputs(node)
         log.warning("%s failed (%s); trying again", node.name, short_reason(outcome.reason))
         return []
 
@@ -242,13 +246,8 @@ class Driver:
             more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
             log.info("%s%s: requeued", nodes[0].name, more)
 
-    def _rebuild_inputs(self, node: StageNode, reason: str) -> list[StageNode]:
-        """Return the nodes whose damaged output was withdrawn and that must run again."""
-        log.warning("%s: %s; rebuilding it", node.name, reason)
-        return self._missing_inputs(node)
-
     def _damaged_inputs(self) -> list[StageNode]:
-        """Return damaged inputs of running stages, which must run again.
+        """Return the nodes with damaged output that running stages read; they must run again.
 
         Damaged weights do not always end an attempt: a generator only returns its work item to the
         queue, and then all workers wait for the weights.
@@ -266,7 +265,7 @@ class Driver:
         return damaged
 
     def _missing_inputs(self, node: StageNode) -> list[StageNode]:
-        """Return the inputs of a node that are missing or damaged, and mark them as unfinished."""
+        """Return the nodes whose missing or damaged output ``node`` reads, now unfinished."""
         missing = []
         for source in self.graph.inputs(node).values():
             if source in self._done and self._state.lookup(source) is None:

@@ -27,7 +27,7 @@ class Outcome:
     reason: str = ""
     """Cause of a failure."""
     error: BaseException | None = None
-    """The exception of a stage that ran in this process."""
+    """The exception of a stage that ran in this process; None for other failures and successes."""
 
 
 class StageExecutor(Protocol):
@@ -38,7 +38,7 @@ class StageExecutor(Protocol):
 
     @property
     def interrupt_note(self) -> str:
-        """Describe the jobs that continue or were stopped, for the message after an interrupt."""
+        """The outcome for running jobs, for the message after an interrupt."""
 
     def start(self, node: StageNode, call: StageCall) -> None:
         """Start an attempt at a node."""

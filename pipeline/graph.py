@@ -1,5 +1,5 @@
-"""The stage graph: a flow (:mod:`stages.flow`) unrolled over the iterations of a run. The
-driver and the Snakemake workflow follow it."""
+"""The stage graph: a flow (:mod:`stages.flow`) unrolled over the iterations of a run. The driver
+and the Snakemake workflow follow it. Offline stages run once, before the first iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StageNode(NamedTuple):
 
     stage: str
     iteration: int
-    """For an evaluation the version of the weights; 0 for an offline stage."""
+    """Index from 0. For an evaluation, the version of the weights; for an offline stage, 0."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Graph:
         return nodes
 
     def edges(self) -> dict[str, set[str]]:
-        """Return the names of the inputs along each edge, by edge (``rollout -> reward``)."""
+        """Return the names of the inputs of each edge, such as ``rollout -> reward``."""
         inputs_by_edge: dict[str, set[str]] = {}
         for target, stage in {**self.flow.stages, EVALUATE: self.flow.evaluate}.items():
             for name, source in stage.inputs.items():
@@ -70,7 +70,6 @@ class Graph:
         return is_first_or_last or (every > 0 and version % every == 0)
 
     def offline_nodes(self) -> Iterator[StageNode]:
-        """Yield the nodes before the first iteration."""
         for stage in self.flow.offline:
             yield StageNode(stage, 0)
 
@@ -85,7 +84,6 @@ class Graph:
                 yield StageNode(EVALUATE, version)
 
     def output_folder(self, run: Path, node: StageNode) -> Path:
-        """Return the output folder of a node."""
         if node.stage in self.flow.offline:
             return offline_folder(run, node.stage)
         return stage_folder(run, *node)

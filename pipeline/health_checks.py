@@ -31,8 +31,8 @@ log = logging.getLogger("rlinf")
 class HealthWarning:
     """A warning about a run."""
 
-    kind: str
-    """Name of the rule; a run has at most one warning of each kind."""
+    rule: str
+    """Name of the rule; a run has at most one warning of each rule."""
     text: str
 
 
@@ -40,12 +40,12 @@ class HealthWarning:
 class HealthRule:
     """A condition on metrics, and the text of its warning."""
 
-    kind: str
+    name: str
     condition: Callable[[MetricsRow], bool]
     description: str
     advice: str
     patience: int = PATIENCE
-    """Consecutive iterations in which the condition holds before a warning."""
+    """Number of consecutive iterations in which the condition must hold before a warning."""
     only_groups: bool = False
     """Whether the rule applies only to algorithms that compare the samples of a group."""
 
@@ -142,9 +142,9 @@ def evaluate_rules(
     if not rows:
         return warnings
     rules = [rule for rule in NO_LEARNING_RULES if needs_groups or not rule.only_groups]
-    causes = [next((rule.kind for rule in rules if rule.condition(row)), "") for row in rows]
+    causes = [next((rule.name for rule in rules if rule.condition(row)), "") for row in rows]
     for rule in NO_LEARNING_RULES:
-        streak = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
+        streak = _streak([cause == rule.name for cause in causes], min(rule.patience, iterations))
         warnings += _warnings_of_rule(rule, rows, streak)
     for rule in GRADER_RULES:
         streak = _streak([rule.condition(row) for row in rows], rule.patience)
@@ -153,8 +153,8 @@ def evaluate_rules(
 
 
 def _streak(values: Sequence[bool], patience: int) -> tuple[int, int] | None:
-    """Return first and last index of the first ``patience`` or more consecutive true values; None
-    if there are not as many."""
+    """Return first and last index of the first streak of at least ``patience`` true values; None
+    without such a streak."""
     start = 0
     for index, value in enumerate([*values, False]):
         if not value:
@@ -175,7 +175,7 @@ def _warnings_of_rule(
         when = f"since iteration {first}"
     else:
         when = f"in iteration {first}" if first == last else f"in iterations {first} to {last}"
-    yield HealthWarning(rule.kind, f"{when} {rule.description}: {rule.advice}")
+    yield HealthWarning(rule.name, f"{when} {rule.description}: {rule.advice}")
 
 
 def run_warnings(run: Run) -> list[str]:
@@ -218,11 +218,11 @@ class HealthCheckCallback:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._rows: list[MetricsRow] = []
-        self._logged: set[str] = set()
+        self._logged_rules: set[str] = set()
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = [*rows]
-        self._logged = {warning.kind for warning in _evaluate_run(self._run, self._rows)}
+        self._logged_rules = {warning.rule for warning in _evaluate_run(self._run, self._rows)}
 
     def on_node_start(self, node: StageNode) -> None: ...
 
@@ -231,6 +231,6 @@ class HealthCheckCallback:
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
         self._rows.append(metrics)
         for warning in _evaluate_run(self._run, self._rows):
-            if warning.kind not in self._logged:
-                self._logged.add(warning.kind)
+            if warning.rule not in self._logged_rules:
+                self._logged_rules.add(warning.rule)
                 log.warning("%s", warning.text)

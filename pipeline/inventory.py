@@ -23,7 +23,7 @@ def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
     A saved inventory keeps its site settings, unless a site file is given.
 
     Raises:
-        PlanError: the file or the site file is missing or invalid.
+        PlanError: the inventory file or the site file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.
     """
     config = load_site(site) if site is not None else None
@@ -42,19 +42,18 @@ def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
 
 
 def _with_site(inventory: Inventory, config: SiteConfig, path: Path) -> Inventory:
-    """Apply a site file to the partitions of an inventory."""
     config.check_partitions(inventory.partitions, path)
     return inventory.with_site_settings(config)
 
 
 def show_inventory(
-    saved: Path | None, save: Path | None, site: Path | None, *, as_json: bool
+    source: Path | None, target: Path | None, site: Path | None, *, as_json: bool
 ) -> None:
     """Print the inventory as a table or as JSON, and optionally save it.
 
     Args:
-        saved: inventory file to read; None queries Slurm.
-        save: file to which the inventory is written; None writes none.
+        source: inventory file to read; None queries Slurm.
+        target: file to which the inventory is written; None writes none.
         site: site file whose settings are applied.
 
     Raises:
@@ -62,16 +61,16 @@ def show_inventory(
         SlurmError: Slurm is not installed or does not answer.
         InputError: the file cannot be written.
     """
-    inventory = load_or_survey(saved, site)
-    if save is not None:
-        inventory.save(save)
+    inventory = load_or_survey(source, site)
+    if target is not None:
+        inventory.save(target)
     if as_json:
         sys.stdout.write(inventory.to_json())
         return
     console = create_console()
     console.print(inventory_table(inventory))
-    if save is not None:
-        console.print(f"saved: {save}", soft_wrap=True)
+    if target is not None:
+        console.print(f"saved: {target}", soft_wrap=True)
 
 
 def inventory_table(inventory: Inventory) -> Table:

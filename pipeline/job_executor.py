@@ -26,7 +26,7 @@ from slurm.jobs import JobResources, JobState, JobStatus
 from stages.runner import StageCall
 
 QUEUE_NOTICE_S = 10.0
-"""Seconds in the queue after which it is logged why a job waits."""
+"""Seconds in the queue after which the reason that a job waits is logged."""
 log = logging.getLogger("rlinf")
 
 
@@ -58,16 +58,16 @@ def create_launcher(
         load_site(cluster.site).check_partitions(partitions, cluster.site)
     jobs = plan_job_requests(plan, cluster)
     for key, alternatives in jobs.items():
-        for needs in alternatives:
-            check_resources(needs, partitions, key)
+        for resources in alternatives:
+            check_resources(resources, partitions, key)
     check_job_limits(plan, jobs, cluster_limits, driver)
     check_hetjobs(plan, cluster)
     return SubmititLauncher(client, cluster_limits)
 
 
-def stage_job(node: StageNode, call: StageCall, run: Path, needs: JobResources) -> JobSpec:
+def stage_job(node: StageNode, call: StageCall, run: Path, resources: JobResources) -> JobSpec:
     """Return the job specification of a stage call."""
-    return JobSpec(node.name, call.argv(), call.output_folder, run / "logs" / node.stage, needs)
+    return JobSpec(node.name, call.argv(), call.output_folder, run / "logs" / node.stage, resources)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class QueueLog:
     _submitted_at: dict[str, float] = field(default_factory=dict)
     """Monotonic time by name of the job."""
     _reasons: dict[str, str] = field(default_factory=dict)
-    """Last logged reason to wait, by name of a job that has not started since."""
+    """Last logged reason to wait, by name of the waiting job."""
 
     def on_submit(self, name: str, job_id: str, partition: str | None) -> None:
         """Log that a job was submitted."""
@@ -124,10 +124,10 @@ class JobExecutor:
 
     def start(self, node: StageNode, call: StageCall) -> None:
         python = stage_interpreter(self.run.config, self.plan.flow, node.stage)
-        needs = job_resources(self.plan.stage_plan(node.stage), self.cluster, python)
-        job_id = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+        resources = job_resources(self.plan.stage_plan(node.stage), self.cluster, python)
+        job_id = self.launcher.submit(stage_job(node, call, self.run.folder, resources))
         self._job_ids[node] = job_id
-        self._queue.on_submit(node.name, job_id, needs.partition)
+        self._queue.on_submit(node.name, job_id, resources.partition)
 
     def poll(self) -> dict[StageNode, Outcome]:
         """Return the outcomes of ended jobs; sleeps for one polling interval if there are none."""

@@ -51,6 +51,7 @@ class LockOwner:
     """Random name of this ownership."""
     boot_id: str = ""
     pid_namespace: int = 0
+    """``pid`` is unique within this boot of the machine and this PID namespace."""
     start_ticks: int = 0
     """Start time of the process, in clock ticks since boot."""
     job: str = ""
@@ -207,8 +208,8 @@ def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> 
     """Replace or remove a lock file with a given token; returns False if another process was first.
 
     A process must first create a claim file named after the token, which only one process can. So
-    only one of the processes that saw the same dead owner replaces its lock file, and none replaces
-    that of a new owner. The claim file of a process that has died is replaced in the same way.
+    only one of the processes that saw the same dead owner replaces the lock file, and none replaces
+    the file of a new owner. The claim file of a dead process is replaced in the same way.
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
     if not _try_link(owner_file, claim):
@@ -255,7 +256,7 @@ def _try_link(source: Path, target: Path) -> bool:
 
 
 def _read_token(path: Path) -> str:
-    """Return the token of a lock file; for a damaged file a text with its inode and time."""
+    """Return the token of a lock file, or :func:`_damaged_token` if it is damaged."""
     damaged = _damaged_token(path)
     try:
         return LockOwner.read(path).token
@@ -264,12 +265,14 @@ def _read_token(path: Path) -> str:
 
 
 def _damaged_token(path: Path) -> str:
+    """Return a token that identifies this version of a damaged lock file."""
     stat = path.stat()
     return f"damaged-{stat.st_ino}-{stat.st_mtime_ns}"
 
 
 def _is_dead(path: Path, token: str | None = None) -> bool:
-    """Return whether the process that wrote a file (with this token, if given) is dead."""
+    """Return whether the process that wrote a file is dead; False if the file has another token
+    than ``token``."""
     try:
         owner = LockOwner.read(path)
         return token in (None, owner.token) and not _is_owner_alive(path, owner)
@@ -293,7 +296,7 @@ def _damage_message(path: Path, error: ValueError) -> str:
 
 
 TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
-"""Names of temporary files that are renamed when they are complete."""
+"""Name of a temporary file, which is renamed when it is complete."""
 MIN_AGE_S = 600.0
 """Age in seconds from which a temporary file counts as abandoned."""
 

@@ -144,7 +144,7 @@ class MetricsLog:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._digests: dict[int, str] = {}
-        """Digest by iteration of its lines that were written to both files."""
+        """Digest of the lines that were written to both files, by iteration."""
 
     def rewrite(self) -> list[dict[str, Any]]:
         """Rewrite both files from the manifests; returns the rows."""

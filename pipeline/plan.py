@@ -68,15 +68,15 @@ class StagePlan(Section):
         return self
 
 
-def device_keys(kind: str, needs: StagePlan) -> dict[str, str | None]:
+def device_keys(kind: str, stage_plan: StagePlan) -> dict[str, str | None]:
     """Return the partition and GPU type of a pool's device kind, as keys of a stage plan.
 
     Args:
         kind: ``partition`` or ``partition:gpu_type``.
-        needs: a stage plan, whose GPU type is the default if its partition is that of ``kind``.
+        stage_plan: a stage plan. Its GPU type is the default if it names no other partition.
     """
     partition, _, gpu_type = kind.partition(":")
-    default_type = needs.gpu_type if needs.partition in (None, partition) else None
+    default_type = stage_plan.gpu_type if stage_plan.partition in (None, partition) else None
     return {"partition": partition, "gpu_type": gpu_type or default_type}
 
 
@@ -255,8 +255,8 @@ class Plan(Section):
 
     def is_single_process(self, stage: str) -> bool:
         """Return whether one process computes a stage, even in a pool."""
-        needs = self.stage_plan(stage)
-        return self._flow.all_stages[stage].single_process and needs.nodes * needs.processes == 1
+        stage_plan, spec = self.stage_plan(stage), self._flow.all_stages[stage]
+        return spec.single_process and stage_plan.nodes * stage_plan.processes == 1
 
     def stage_pools(self) -> dict[str, int]:
         """Return the index of the pool that runs each stage, by stage."""
@@ -441,11 +441,11 @@ def check_pools(plan: Plan) -> None:
                 f"pools[{i}].workers: only a pool of {elastic_stage}, and {names}, can be elastic"
             )
         for stage in pool.stages:
-            needs = plan.stage_plan(stage)
-            if needs.nodes * needs.processes > 1:
+            stage_plan = plan.stage_plan(stage)
+            if stage_plan.nodes * stage_plan.processes > 1:
                 raise ValueError(
                     f"pools[{i}].workers: each is a job of one process, but stage {stage} "
-                    f"requests {needs.nodes} x {needs.processes}"
+                    f"requests {stage_plan.nodes} x {stage_plan.processes}"
                 )
     placed = {stage for pool in plan.pools for stage in pool.stages}
     required = [name for name, stage in flow.stages.items() if stage.colocate_with is None]

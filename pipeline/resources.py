@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 JobRequests = dict[str, list[JobResources]]
 """Resource requests by key of the plan. If a key has several alternatives, any one suffices."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
-"""The number of nodes with a feature, in a constraint."""
+"""Number of nodes with a feature, as in the constraint ``[h100*1&a100*1]``."""
 
 
 class PartitionInfo(Protocol):
@@ -35,7 +35,8 @@ class PartitionInfo(Protocol):
     @property
     def is_default(self) -> bool: ...
     @property
-    def gpus(self) -> Mapping[str, int]: ...
+    def gpus(self) -> Mapping[str, int]:
+        """GPUs per node by GPU type; empty without GPUs."""
 
 
 def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
@@ -56,31 +57,31 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
     pool = plan.pools[number]
     _check_devices(plan, number)
     stages = {f"plan.stages.{name}": plan.stage_plan(name) for name in pool.stages}
-    needs = _max_of_stages(stages, _colocated_stages(plan, number))
+    request = _max_of_stages(stages, _colocated_stages(plan, number))
     if pool.workers is not None:
         kinds = [kind for kind, size in pool.devices.items() for _ in range(size)]
         kind = kinds[(slot or 0) % len(kinds)]
-        return (needs.model_copy(update=_device_update(kind, stages)),)
+        return (request.model_copy(update=_device_update(kind, stages)),)
     key, count = f"plan.pools[{number}].devices", sum(pool.devices.values())
-    if needs.gpus > needs.processes:
+    if request.gpus > request.processes:
         raise PlanError(
-            f"{key}: {_format_devices(pool.devices)}, but its stages ask for {needs.gpus} GPUs and "
-            f"{needs.processes} processes per node; each process has one, so give a stage that "
-            f"runs on all of them processes: {needs.gpus}"
+            f"{key}: {_format_devices(pool.devices)}, but its stages ask for {request.gpus} GPUs "
+            f"and {request.processes} processes per node; each process has one, so give a stage "
+            f"that runs on all of them processes: {request.gpus}"
         )
-    if len(pool.devices) == 1 or COUNTED_FEATURE.search(needs.constraint or ""):
-        parts = [_ordinary_job(needs, stages, pool.devices, key)]
+    if len(pool.devices) == 1 or COUNTED_FEATURE.search(request.constraint or ""):
+        components = [_ordinary_job(request, stages, pool.devices, key)]
     else:
-        parts = list(_hetjob_components(needs, stages, pool.devices, key))
-    for part in parts:
-        _check_counts(part, key)
-    if isinstance(needs.speed_weights, tuple) and len(needs.speed_weights) != count:
+        components = list(_hetjob_components(request, stages, pool.devices, key))
+    for component in components:
+        _check_counts(component, key)
+    if isinstance(request.speed_weights, tuple) and len(request.speed_weights) != count:
         raise PlanError(
             f"{key}: {_format_devices(pool.devices)}, but its stages give speed_weights for "
-            f"{len(needs.speed_weights)} processes; each device has one process, and each process "
-            "one weight"
+            f"{len(request.speed_weights)} processes; each device has one process, and each "
+            "process one weight"
         )
-    return tuple(parts)
+    return tuple(components)
 
 
 def _colocated_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
@@ -143,7 +144,7 @@ def _max_of_stages(
             for name in ("cpus", "mem_mb", "time_limit_min")
         },
         **{name: _agreed_value(name, stages) for name in ("constraint", "speed_weights")},
-        # A layout belongs to a stage, not to the job: each StageOrder has its own.
+        # A layout belongs to a stage, not to the job: it is in the StageOrder.
         "layout": DATA_PARALLEL_ONLY,
     }
     return next(iter(largest.values())).model_copy(update=update)
@@ -167,7 +168,7 @@ def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str 
 
 
 def _single_value(by_key: Mapping[str, Any]) -> Any:
-    """Return the value of the keys that are not None, which must be equal; None if all are."""
+    """Return the value of all keys that have one, which must be equal; None if no key has one."""
     items = [(key, value) for key, value in by_key.items() if value is not None]
     for key, value in items:
         if value != items[0][1]:
@@ -179,55 +180,55 @@ def _single_value(by_key: Mapping[str, Any]) -> Any:
 
 
 def _ordinary_job(
-    needs: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
+    request: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
 ) -> StagePlan:
-    """Return the resources of a pool whose devices are in one partition: an ordinary job."""
+    """Return the resources of a pool's ordinary job; all of its devices are in one partition."""
     if len({kind.partition(":")[0] for kind in devices}) > 1:
         raise PlanError(
             f"{key}: {_format_devices(devices)} are of several partitions, but constraint "
-            f"{needs.constraint!r} counts the nodes of one job in one of them; name it with each "
+            f"{request.constraint!r} counts the nodes of one job in one of them; name it with each "
             "kind (gpu:a100), or leave the constraint out"
         )
-    nodes, remainder = divmod(sum(devices.values()), needs.processes)
-    if remainder or needs.nodes not in (1, nodes):
+    nodes, remainder = divmod(sum(devices.values()), request.processes)
+    if remainder or request.nodes not in (1, nodes):
         raise PlanError(
-            f"{key}: {_format_devices(devices)}, but its stages ask for {needs.nodes} x "
-            f"{needs.processes} (nodes x processes per node); make them equal"
+            f"{key}: {_format_devices(devices)}, but its stages ask for {request.nodes} x "
+            f"{request.processes} (nodes x processes per node); make them equal"
         )
     updates = [_device_update(kind, stages) for kind in devices]
     # A request for GPUs of one type would exclude the nodes of the other kinds.
     types = {keys["gpu_type"] for keys in updates}
     update = updates[0] if len(types) == 1 else updates[0] | {"gpu_type": None}
-    return needs.model_copy(update=update | {"nodes": nodes})
+    return request.model_copy(update=update | {"nodes": nodes})
 
 
 def _hetjob_components(
-    needs: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
+    request: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
 ) -> Iterator[StagePlan]:
     """Yield the components of the heterogeneous job of a pool, one per kind of device."""
     for kind, count in devices.items():
-        processes = min(count, needs.processes)
+        processes = min(count, request.processes)
         nodes, remainder = divmod(count, processes)
         if remainder:
             raise PlanError(
-                f"{key}: {count} {kind} do not fill whole nodes of {needs.processes} processes, as "
-                "its stages request"
+                f"{key}: {count} {kind} do not fill whole nodes of {request.processes} processes, "
+                "as its stages request"
             )
-        update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
-        yield needs.model_copy(update=_device_update(kind, stages) | update)
+        update = {"nodes": nodes, "processes": processes, "gpus": processes if request.gpus else 0}
+        yield request.model_copy(update=_device_update(kind, stages) | update)
 
 
-def _check_counts(needs: StagePlan, key: str) -> None:
+def _check_counts(request: StagePlan, key: str) -> None:
     """Check that the node counts of a constraint (``[h100*1&a100*1]``) match the nodes of the
     job."""
-    text = needs.constraint or ""
+    text = request.constraint or ""
     num_counted = sum(map(int, COUNTED_FEATURE.findall(text)))
     # With alternatives (|) the sum of counts means nothing. Without brackets the constraint does
     # not restrict further nodes.
-    wrong = num_counted > needs.nodes or (text.startswith("[") and num_counted < needs.nodes)
+    wrong = num_counted > request.nodes or (text.startswith("[") and num_counted < request.nodes)
     if num_counted and wrong and "|" not in text:
         raise PlanError(
-            f"{key}: its devices fill {needs.nodes} nodes, with {needs.processes} processes on "
+            f"{key}: its devices fill {request.nodes} nodes, with {request.processes} processes on "
             f"each, but constraint {text!r} counts {num_counted}; make them equal"
         )
 
@@ -294,14 +295,14 @@ def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
     requests: JobRequests = {}
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
-            parts = pool_resources(plan, number, slot)
-            by_kind = zip(pool.devices, parts, strict=False)
-            named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in by_kind]
-            for suffix, part in named:
+            components = pool_resources(plan, number, slot)
+            has_kinds = len(components) > 1
+            for kind, component in zip(pool.devices, components, strict=False):
+                suffix = f" on {kind}" if has_kinds else ""
                 alternatives = requests.setdefault(f"pools[{number}]{suffix}", [])
-                needs = job_resources(part, cluster)
-                if needs not in alternatives:
-                    alternatives.append(needs)
+                resources = job_resources(component, cluster)
+                if resources not in alternatives:
+                    alternatives.append(resources)
     return requests
 
 
@@ -318,8 +319,8 @@ def check_job_limits(
         PlanError: a limit is exceeded; the message names the key of the plan and the limit.
     """
     for key, alternatives in jobs.items():
-        for needs in alternatives:
-            cluster_limits.check(needs, key)
+        for resources in alternatives:
+            cluster_limits.check(resources, key)
     driver_jobs = {} if driver is None else {"cluster.driver": [driver]}
     for concurrent in [jobs] if plan.pools else [{key: value} for key, value in jobs.items()]:
         cluster_limits.check_concurrent({**driver_jobs, **concurrent})
@@ -335,12 +336,12 @@ def check_hetjobs(plan: Plan, cluster: ClusterConfig) -> None:
 
     jobs = []
     for number in [n for n, pool in enumerate(plan.pools) if pool.workers is None]:
-        key, parts = f"pools[{number}]", pool_resources(plan, number)
-        jobs.append(
-            [(f"{key} on {part.partition}", job_resources(part, cluster)) for part in parts]
-        )
-    for components in [[part for job in jobs for part in job]] if plan.hetjob else jobs:
-        check_hetjob_options(components)
+        components = pool_resources(plan, number)
+        keys = [f"pools[{number}] on {component.partition}" for component in components]
+        resources = [job_resources(component, cluster) for component in components]
+        jobs.append(list(zip(keys, resources, strict=True)))
+    for job_components in [[entry for job in jobs for entry in job]] if plan.hetjob else jobs:
+        check_hetjob_options(job_components)
 
 
 def job_resources(
@@ -420,12 +421,12 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
         return plan
     from slurm.client import SlurmClient
 
-    return resolve_for(plan, SlurmClient().partitions())
+    return resolve_with_partitions(plan, SlurmClient().partitions())
 
 
-def resolve_for(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
-    """Return the plan with defaults from known partitions."""
-    # The default partition is named, because the site file may have settings for it.
+def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+    """Return the plan with defaults from these partitions of the cluster."""
+    # Set the default partition explicitly, because the site file may have settings for it.
     return (
         with_default_gpus(plan, partitions)
         if plan.pools

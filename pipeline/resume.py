@@ -128,11 +128,11 @@ def resolve_mismatches(
 def _check_results_unaffected(
     state: RunState, differences: Sequence[str], edits: Sequence[str]
 ) -> None:
-    """Check that no existing result depends on the differences, and log them.
+    """Check that no existing result depends on the differences, and log the differences.
 
     Raises:
-        MismatchError: a result depends on one, or the configuration of a run with results was
-            edited.
+        MismatchError: a result depends on a difference, or the configuration of a run with results
+            was edited.
     """
     folder = state.run.folder
     state.scan(accept_mismatches=False)
@@ -193,7 +193,8 @@ def _archive_cached_answers(state: RunState, affected: Sequence[StageNode]) -> N
 
 
 def _accept_mismatches(state: RunState, differences: Sequence[str], changes: Sequence[str]) -> None:
-    """Accept the mismatched results and record the differences.
+    """Accept the mismatched results and record the ``differences``, of which ``changes`` concern
+    the configuration.
 
     Raises:
         MismatchError: the run cannot continue from its old state.
@@ -324,15 +325,15 @@ def _create(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
 def _reopen(
     folder: Path, config: RunConfig, plan: dict[str, Any] | None, on_mismatch: OnMismatch
 ) -> Run:
-    end_iteration = None
+    command_iterations = None  # iterations of this command, if the run has more
     try:
-        values = read_config_values(folder / CONFIG_FILE)
+        frozen_values = read_config_values(folder / CONFIG_FILE)
         frozen_config = load_config(folder / CONFIG_FILE)
         edits = config_edits(folder)
     except ConfigError as error:
         edits = [str(error).removesuffix(f"; {REPAIR_HINT}")]
-        values = _recorded_values(folder, config)
-        frozen_config = RunConfig.model_validate(values)
+        frozen_values = _recorded_values(folder, config)
+        frozen_config = RunConfig.model_validate(frozen_values)
     # Without results, or with --redo, the run becomes like a fresh one.
     is_empty = not ever_had_results(folder)
     starts_over = is_empty or on_mismatch is OnMismatch.RECOMPUTE
@@ -340,14 +341,14 @@ def _reopen(
     config, derived = _with_schedule_length(config, schedule_length)
     derived = (*derived, *_environment_keys(folder, frozen_config, config))
     if config.iterations < frozen_config.iterations and not starts_over:
-        end_iteration = config.iterations
+        command_iterations = config.iterations
         config = config.model_copy(update={"iterations": frozen_config.iterations})
     old_values, new_values = frozen_config.model_dump(mode="json"), config.model_dump(mode="json")
-    updated = _updated_values(values, old_values, new_values)
+    updated_values = _updated_values(frozen_values, old_values, new_values)
     differences = config_differences(select_semantic(old_values), select_semantic(new_values))
     changes = [change for change in differences if not change.startswith(CHANGEABLE_KEYS)]
     _check_schedule(config)
-    run = Run(folder, RunConfig.model_validate(updated))
+    run = Run(folder, RunConfig.model_validate(updated_values))
     state = RunState(run, Graph(run.config))
     resolve_mismatches(state, on_mismatch, changes, edits)
     changes += edits
@@ -357,25 +358,27 @@ def _reopen(
     has_no_plan = not (folder / PLAN_FILE).exists()
     if plan is not None and (config.plan is not None or replaces_plan or has_no_plan):
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
-    is_unchanged = not changes and updated == values
+    is_unchanged = not changes and updated_values == frozen_values
     if replaces_config:
         # The run gets a new identity and date.
         (folder / RUN_FILE).unlink(missing_ok=True)
     if not is_unchanged:
-        write_run_record(folder, updated, json_digest(select_semantic(values)), derived)
-        write_atomic(folder / CONFIG_FILE, yaml.safe_dump(updated, sort_keys=False))
+        write_run_record(
+            folder, updated_values, json_digest(select_semantic(frozen_values)), derived
+        )
+        write_atomic(folder / CONFIG_FILE, yaml.safe_dump(updated_values, sort_keys=False))
     if not is_unchanged or on_mismatch is not OnMismatch.ERROR:
-        write_run_record(folder, updated, derived_keys=derived)
-    if end_iteration is None:
+        write_run_record(folder, updated_values, derived_keys=derived)
+    if command_iterations is None:
         return run
     text = "this command ends after %d of %d iterations; later results stay"
-    log.info(text, end_iteration, run.config.iterations)
-    return Run(folder, run.config.model_copy(update={"iterations": end_iteration}))
+    log.info(text, command_iterations, run.config.iterations)
+    return Run(folder, run.config.model_copy(update={"iterations": command_iterations}))
 
 
 def _environment_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[str, ...]:
-    """Return the task's keys that were read from its environment: by this command, or by an earlier
-    one if the task is the same."""
+    """Return the keys of the task that were read from its environment, by this command or, if the
+    task is the same, by an earlier command."""
     if config.environment_keys or old.task.model_dump(mode="json") != config.task.model_dump(
         mode="json"
     ):
@@ -426,10 +429,8 @@ def _updated_values(
 
 
 def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the configuration with the length of its learning-rate schedule, if it has one.
-
-    Also return the key of that length if it was derived here.
-    """
+    """Return the configuration with ``iterations`` as the length of its learning-rate schedule, and
+    the key of this length; unchanged and no key if the length is set or there is no schedule."""
     settings = config.optimizer
     is_known = settings.lr_scheduler_type == "constant" or settings.lr_decay_iterations is not None
     if is_known or not iterations:
@@ -440,8 +441,8 @@ def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig
 
 
 def _schedule_length(old: RunConfig, new: RunConfig) -> int:
-    """Return the schedule length with which a run was created; if it had none, the iterations of
-    ``new``."""
+    """Return the schedule length of an existing run, or, if its schedule had none, a length for the
+    new configuration."""
     if old.optimizer.lr_decay_iterations is not None:
         return old.optimizer.lr_decay_iterations
     is_same = old.optimizer.lr_scheduler_type == new.optimizer.lr_scheduler_type

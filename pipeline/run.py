@@ -51,8 +51,8 @@ class Run:
     def lock(self) -> Iterator[RunLock]:
         """Own the run as its only driver.
 
-        The owner writes a heartbeat. An owner on this host is dead if its process has ended,
-        one on another host if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
+        The owner writes a heartbeat. An owner on this host is dead if its process has ended. An
+        owner on another host is dead if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
 
         Raises:
             RunLockedError: another driver owns the run.
@@ -84,7 +84,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 """Packages whose versions are recorded in ``run.json``."""
 GIT_TIMEOUT_S = 5.0
 MAX_NAMES = 4
-"""Maximum number of hosts, or of Slurm jobs, that the report names."""
+"""Maximum number of hosts, and of Slurm jobs, that the report lists."""
 
 
 class RunRecord(BaseModel):
@@ -202,7 +202,7 @@ def write_run_record(
 
 
 def config_edits(folder: Path) -> list[str]:
-    """Return how ``config.yaml`` differs from its frozen values, in keys that change results.
+    """Return edits of ``config.yaml``, in keys that change results: ``key: frozen -> current``.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -254,7 +254,7 @@ def effective_settings(config: RunConfig) -> tuple[dict[str, Any], tuple[str, ..
     """Return all settings of a run by section, and the dotted keys that differ from their defaults.
 
     The component that a section names (an algorithm, a trainer, ...) validates the section, so
-    keys and defaults are those of its ``Config`` class. Values are plain JSON values.
+    keys and defaults come from the component's ``Config`` class. Values are plain JSON values.
 
     Raises:
         ConfigError: a component is unknown or rejects a key.
@@ -324,16 +324,9 @@ def _commit() -> str:
     if not (package_paths.ROOT / ".git").exists():
         return ""
     try:
+        command = ["git", "-C", str(package_paths.ROOT), "describe", "--always", "--dirty"]
         process = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(package_paths.ROOT),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=12",
-            ],
+            [*command, "--abbrev=12"],
             capture_output=True,
             text=True,
             check=True,

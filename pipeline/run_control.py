@@ -1,4 +1,4 @@
-"""Control of a run: the lock for starting it, its driver, and the request to stop the driver."""
+"""Control of a run: the lock for starting it, the search for its driver, and stop requests."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from stages.identity import AcceptedMismatches, CodeSnapshot, read_accepted_mism
 from stages.retention import RetentionPolicy
 
 ARCHIVE = "archive"
-"""Folder of a run for replaced results: a subfolder per driver or command, named by its time, with
-the structure of the run."""
+"""Folder of a run for replaced results. Each driver or command has a subfolder, named by its start
+time, with the same structure as the run."""
 log = logging.getLogger("rlinf")
 
 
@@ -41,7 +41,7 @@ def ever_had_results(run: Path) -> bool:
 
 def is_skipped(graph: Graph, run: Path, node: StageNode) -> bool:
     """Return whether a node is an unfinished evaluation of weights that the retention policy
-    removed. Evaluating them would require running their iteration again."""
+    removed. An evaluation would require running the iteration of these weights again."""
     if node.stage != EVALUATE or (graph.output_folder(run, node) / MANIFEST).exists():
         return False
     return any(
@@ -210,6 +210,7 @@ class RunState:
         return self.accepted.accepts(manifest) or manifest.key == self._key(node, manifest.inputs)
 
     def _read_intact(self, node: StageNode) -> Manifest | None:
+        """Return the manifest of a node whose output is intact; damaged output is withdrawn."""
         folder, manifest = self._folder(node), None
         try:
             manifest = read_manifest(folder)

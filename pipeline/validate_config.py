@@ -147,7 +147,7 @@ def validate_config(config: RunConfig) -> None:
 
 
 def complete_config(config: RunConfig) -> RunConfig:
-    """Return the configuration, in which unset keys of the task are read from its environment.
+    """Return the configuration after reading unset keys of the task from its environment.
 
     Keys that are already set are compared with the environment, unless the run exists with the same
     task.
@@ -217,7 +217,7 @@ def check_interpreters(
 
 
 def check_sft(config: RunConfig, engine_packages: tuple[str, ...]) -> None:
-    """Check that the SFT stage can generate, if its held-out samples are scored.
+    """Check that the SFT stage can generate, if it scores held-out samples.
 
     Args:
         engine_packages: optional packages of the engine.
@@ -301,10 +301,10 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     elastic_stages = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
-        key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
-        layout = job.layout
+        key, stage_plan = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
+        layout, num_processes = stage_plan.layout, stage_plan.nodes * stage_plan.processes
         pool = pools.get(stage)
-        size = job.nodes * job.processes if pool is None else sizes[pool]
+        size = num_processes if pool is None else sizes[pool]
         size = 1 if stage in elastic_stages else size
         component = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
         if component is not None and pools and not spec.single_process:
@@ -325,7 +325,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                 and not plan.is_single_process(stage)
             ):
                 raise ConfigError(
-                    f"plan.stages.{stage}: {job.nodes * job.processes} processes, but one process "
+                    f"plan.stages.{stage}: {num_processes} processes, but one process "
                     f"learns from transitions (flow={config.flow}); leave out nodes and processes"
                 )
         if not layout.parallel_dims():
@@ -367,7 +367,7 @@ def check_tracker(name: str, key: str, config: RunConfig) -> None:
 
 
 def check_flow(flow: Flow, key: str) -> None:
-    """Check that each stage has a program, and that its inputs exist when it runs.
+    """Check that each stage has a module with ``run``, and that its inputs exist when it runs.
 
     Raises:
         ConfigError: the flow is invalid; the message names the stage.
@@ -451,16 +451,16 @@ def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
                 )
 
 
-def check_context(context: int | None, limit: int | None) -> None:
+def check_context(context: int | None, positions: int | None) -> None:
     """Check that the context length of the engine does not exceed the positions of the model.
 
     Raises:
         ConfigError: it exceeds them, so that vLLM would not start.
     """
-    if context is not None and limit is not None and context > limit:
+    if context is not None and positions is not None and context > positions:
         raise ConfigError(
-            f"engine.max_model_len: {context} is more than the {limit} positions of the model; "
-            f"set it to {limit} or less, or leave it out"
+            f"engine.max_model_len: {context} is more than the {positions} positions of the model; "
+            f"set it to {positions} or less, or leave it out"
         )
 
 
@@ -754,10 +754,10 @@ def check_replay(
             "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
             f"flow={config.flow} collects none; set the number per iteration"
         )
-    values_prior_data = ACTION_VALUES in algorithm.requires and bool(
+    learns_from_prior_data = ACTION_VALUES in algorithm.requires and bool(
         getattr(algorithm.config, "offline_data", 0)
     )
-    if values_prior_data and STEP_REWARDS not in rewards.get(config.reward.name).requires:
+    if learns_from_prior_data and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(
             "algorithm.offline_data: prior transitions have the rewards of the simulator, "
             f"but new ones would have those of reward={config.reward.name}, so values would mix "
@@ -812,7 +812,6 @@ def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, option
 
 
 def _site_interpreters(path: Path) -> Mapping[str, str]:
-    """Return the interpreters that a site file names."""
     from slurm.site import load_site
 
     return load_site(path).interpreters

@@ -78,9 +78,9 @@ def run(
     Hydra's options work too: -m for a sweep, --config-dir for a folder of your own configurations.
     """
     if dry_run:
-        from pipeline.commands.driver_job import write_dry_run as write
+        from pipeline.commands.driver_job import write_dry_run
 
-        typer.echo("\n".join(write(overrides, None)))
+        typer.echo("\n".join(write_dry_run(overrides, None)))
         return
     from rlinf.launch import main as launch
 
@@ -135,7 +135,7 @@ def submit(
     keep: Keep = False,
 ) -> None:
     """Check a run and submit its driver as a small Slurm job."""
-    from pipeline.commands import driver_job as submission
+    from pipeline.commands import driver_job
     from pipeline.resume import OnMismatch
 
     options = {
@@ -147,9 +147,9 @@ def submit(
     driver = {key: value for key, value in options.items() if value is not None}
     on_mismatch = OnMismatch.from_flags(redo=redo, keep=keep)
     lines = (
-        submission.write_dry_run(run_or_experiment, driver)
+        driver_job.write_dry_run(run_or_experiment, driver)
         if dry_run
-        else submission.submit_run(run_or_experiment, driver, on_mismatch)
+        else driver_job.submit_run(run_or_experiment, driver, on_mismatch)
     )
     typer.echo("\n".join(lines))
 
@@ -208,7 +208,7 @@ def report(
 def export(
     folder: RunFolder,
     target: Annotated[Path, typer.Argument(help="New folder for the model")],
-    weights: Annotated[
+    weights_version: Annotated[
         int | None, typer.Option("--version", help="Version of the weights; default: the newest")
     ] = None,
     best: Annotated[
@@ -218,13 +218,13 @@ def export(
     """Copy weights of a run to a Hugging Face model folder."""
     from pipeline.commands.results import best_version, export_weights
 
-    if best and weights is not None:
+    if best and weights_version is not None:
         raise ConfigError("--best and --version exclude each other: use one of them")
     note = ""
     if best:
-        weights, score = best_version(folder)
-        note = f" (after iteration {weights}, the best held-out score: {score:.3g})"
-    typer.echo(f"version {export_weights(folder, target, weights)}{note} in {target}")
+        weights_version, score = best_version(folder)
+        note = f" (after iteration {weights_version}, the best held-out score: {score:.3g})"
+    typer.echo(f"version {export_weights(folder, target, weights_version)}{note} in {target}")
 
 
 @app.command()
@@ -464,14 +464,12 @@ def profile(
     import logging
 
     from pipeline.commands.experiment import open_run, run_sft
-    from pipeline.planning.profile.profile_pass import ProfileOptions
-    from pipeline.planning.profile.profile_pass import profile_run as measure
+    from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
     options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
-    measured = measure(open_run(run_or_experiment), options, run_sft)
-    measured.save(out)
+    profile_run(open_run(run_or_experiment), options, run_sft).save(out)
     typer.echo(f"profile: {out}")
 
 

@@ -67,11 +67,11 @@ PACKAGES = {
     "deepspeed": "deepspeed",
     "megatron": "megatron",
 }
-"""Extra of rlinf that installs an optional package, by package."""
+"""Optional packages, each with the extra of rlinf that installs it."""
 SLOW_FSYNC_S = 0.2
 """Median seconds of a write, sync and rename from which the run folder is reported as slow."""
 RENAME_TIMEOUT_S = 5.0
-"""Seconds within which a file of a node must be visible here."""
+"""Seconds within which a file that a node has written must be visible here."""
 PROBE_TIMEOUT_S = 60.0
 """Seconds within which the job on a node must end."""
 
@@ -95,7 +95,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yield installed and missing optional packages, with the extra that installs the latter."""
+    """Yield the installed optional packages, and the missing ones with their extra."""
     missing: dict[str, list[str]] = {}
     for package, extra in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
@@ -206,7 +206,7 @@ WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B20
 
 def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     """Check the simulator of ``task=NAME``: interpreter, packages, GPU and files. If nothing is
-    missing, start an episode with its images.
+    missing, start an episode and render the configured images.
 
     Args:
         task: name of the task.
@@ -221,9 +221,10 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
         raise ConfigError(f"--env {task}: task {config.task.name!r} has no simulator")
     assert isinstance(options, GymConfig)
     yield Finding("ok", "simulator", f"{options.simulator}, {options.id}")
-    needs = get_requirements(options.simulator)
-    findings = [*_check_packages(options, needs), *_check_gpu(needs)]
-    findings += [Finding("fail", "files", text) for text in needs.missing_assets(options.kwargs)]
+    requirements = get_requirements(options.simulator)
+    findings = [*_check_simulator_packages(options, requirements), *_check_gpu(requirements)]
+    missing_assets = requirements.missing_assets(options.kwargs)
+    findings += [Finding("fail", "files", text) for text in missing_assets]
     yield from findings
     if any(finding.level == "fail" for finding in findings):
         yield Finding("warn", "episode", "not started, because of the failures above")
@@ -231,34 +232,34 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     yield _check_episode(options)
 
 
-def _check_packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Finding]:
-    """Check that the interpreter exists and has the packages of the simulator."""
+def _check_simulator_packages(
+    options: GymConfig, requirements: SimulatorRequirements
+) -> Iterator[Finding]:
     name = options.python or sys.executable
     try:
         path = resolve_interpreter(name, "task.python")
-        missing = missing_modules(name, "task.python", ("numpy", *needs.packages))
+        missing = missing_modules(name, "task.python", ("numpy", *requirements.packages))
     except ConfigError as error:
-        hint = f"; it needs: {needs.install}" if needs.install else ""
+        hint = f"; it needs: {requirements.install}" if requirements.install else ""
         yield Finding("fail", "interpreter", f"{error}{hint}")
         return
     yield Finding("ok", "interpreter", path)
     if missing:
-        text = f"{', '.join(missing)} not found{_install_hint(name, needs)}"
+        text = f"{', '.join(missing)} not found{_install_hint(name, requirements)}"
         yield Finding("fail", "packages", text)
     else:
-        yield Finding("ok", "packages", ", ".join(needs.packages))
+        yield Finding("ok", "packages", ", ".join(requirements.packages))
 
 
-def _install_hint(name: str, needs: SimulatorRequirements) -> str:
-    """Return how to install missing packages."""
-    if needs.install:
-        return f"; install them there: {needs.install}"
+def _install_hint(name: str, requirements: SimulatorRequirements) -> str:
+    if requirements.install:
+        return f"; install them there: {requirements.install}"
     has_environment = (package_paths.ROOT / "configs" / "environments" / f"{name}.txt").is_file()
     return f"; make env NAME={name} installs them" if has_environment else "; install them there"
 
 
-def _check_gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
-    if not needs.gpu:
+def _check_gpu(requirements: SimulatorRequirements) -> Iterator[Finding]:
+    if not requirements.gpu:
         return
     try:
         output = subprocess.run(
@@ -268,10 +269,11 @@ def _check_gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
     except (OSError, subprocess.SubprocessError):
         gpus = []
     if not gpus:
-        text = f"nvidia-smi lists none; the simulator needs {needs.gpu}"
+        text = f"nvidia-smi lists none; the simulator needs {requirements.gpu}"
         yield Finding("fail", "GPU", f"{text}. Run this on a node with a GPU: srun --gpus=1 ...")
-    elif "RTX" in needs.gpu and all(any(name in gpu for name in WITHOUT_RT) for gpu in gpus):
-        yield Finding("fail", "GPU", f"{gpus[0]} has no RT cores; the simulator needs {needs.gpu}")
+    elif "RTX" in requirements.gpu and all(any(name in gpu for name in WITHOUT_RT) for gpu in gpus):
+        text = f"{gpus[0]} has no RT cores; the simulator needs {requirements.gpu}"
+        yield Finding("fail", "GPU", text)
     else:
         yield Finding("ok", "GPU", "; ".join(gpus))
 

@@ -1,4 +1,4 @@
-"""The driver of a run as a small Slurm job, and ``rlinf submit``, which submits it.
+"""The driver of a run as a small Slurm job, and ``rlinf submit``, which submits this job.
 
 The job runs ``python -m pipeline.commands.driver_job RUN``. It is requeued before its time limit,
 after the loss of its node, and after the driver was killed. The restarted driver finds pools and
@@ -58,14 +58,14 @@ from stages.runner import StageCall
 DEFAULT_TIME_LIMIT_MIN = 24 * 60
 
 
-def driver_job(run: Run, needs: JobResources) -> JobSpec:
+def driver_job(run: Run, resources: JobResources) -> JobSpec:
     """Return the job that drives a run."""
     return JobSpec(
         f"driver/{run.folder.name}",
         (str(run.folder), "--iterations", str(run.config.iterations)),
         run.folder / DRIVER_JOB_FOLDER,
         run.folder / "logs" / DRIVER_JOB_FOLDER,
-        needs,
+        resources,
         "pipeline.commands.driver_job",
     )
 
@@ -79,7 +79,7 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         SlurmError: Slurm is not installed or does not answer.
     """
     settings, partitions = cluster.driver, client.partitions()
-    # The default partition is named, because the site file may have settings for it.
+    # Set the default partition explicitly, because the site file may have settings for it.
     partition = settings.partition or default_partition(partitions)
     stage_plan = StagePlan(
         partition=partition,
@@ -87,42 +87,42 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         mem_mb=settings.mem_mb,
         time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
     )
-    needs = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
+    resources = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
     cluster_limits = read_cluster_limits(client)
-    max_minutes = cluster_limits.max_minutes(needs) if settings.time_limit_min is None else None
-    if max_minutes is not None and needs.time_limit_min is not None:
-        needs = replace(needs, time_limit_min=min(needs.time_limit_min, max_minutes[0]))
+    max_minutes = cluster_limits.max_minutes(resources) if settings.time_limit_min is None else None
+    if max_minutes is not None and resources.time_limit_min is not None:
+        resources = replace(resources, time_limit_min=min(resources.time_limit_min, max_minutes[0]))
     try:
-        check_resources(needs, partitions, "cluster.driver")
-        cluster_limits.check(needs, "cluster.driver")
+        check_resources(resources, partitions, "cluster.driver")
+        cluster_limits.check(resources, "cluster.driver")
     except PlanError as error:
         raise PlanError(str(error).removeprefix("plan: ")) from None
     if cluster.launcher == "slurm":
-        check_job_limits(plan, plan_job_requests(plan, cluster), cluster_limits, needs)
-    return needs
+        check_job_limits(plan, plan_job_requests(plan, cluster), cluster_limits, resources)
+    return resources
 
 
 def _without_large_job_settings(
-    needs: JobResources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
+    resources: JobResources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
 ) -> JobResources:
-    """Return the resources without those settings of the site file that are for larger jobs.
+    """Return the resources without settings of the site file that are for larger jobs.
 
     QOS, constraint and reservation stay only if the site file sets them for the driver's partition
     and that partition has no GPUs. The defaults of the site file may be meant for GPU jobs.
     """
     settings, site = cluster.driver, PartitionSettings()
-    partition = partitions.get(needs.partition or "")
+    partition = partitions.get(resources.partition or "")
     if cluster.site is not None and partition is not None and not partition.gpus:
-        site = load_site(cluster.site).overrides_for(needs.partition)
+        site = load_site(cluster.site).overrides_for(resources.partition)
     mail = {} if settings.mail is None else {"mail-user": settings.mail, "mail-type": "END,FAIL"}
     return replace(
-        needs,
-        account=settings.account or needs.account,
+        resources,
+        account=settings.account or resources.account,
         qos=settings.qos or site.qos,
         constraint=settings.constraint or site.constraint,
         reservation=settings.reservation or site.reservation,
-        exclude=settings.exclude or needs.exclude,
-        sbatch={**portable_options(needs.sbatch), **mail, **settings.sbatch},
+        exclude=settings.exclude or resources.exclude,
+        sbatch={**portable_options(resources.sbatch), **mail, **settings.sbatch},
     )
 
 
@@ -199,15 +199,15 @@ def submit_run(
     """
     run, plan, is_new_plan = _run_and_plan(words)
     cluster = _cluster_with_driver(run, driver)
-    needs = driver_resources(cluster, plan, SlurmClient())
+    resources = driver_resources(cluster, plan, SlurmClient())
     with start_lock(run):
         if is_run_folder(words) and not words[1:]:
             with run.lock():
                 check_resumable(RunState(run, Graph(run.config)), on_mismatch)
         else:
             run = create_run(run.config, plan.to_dict() if is_new_plan else None, on_mismatch)
-        job_id = submit_driver_job(driver_job(run, needs))
-    lines = [f"run {run.folder}: the driver is job {job_id} on {needs.partition}"]
+        job_id = submit_driver_job(driver_job(run, resources))
+    lines = [f"run {run.folder}: the driver is job {job_id} on {resources.partition}"]
     if cluster.launcher != "slurm":
         lines.append(
             f"cluster={cluster.launcher}: all stages run inside that job and share its resources"
@@ -220,8 +220,7 @@ def submit_run(
 
 
 def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
-    """Write the sbatch scripts, configuration and plan beside the run directory; returns one line
-    each.
+    """Write sbatch scripts, configuration and plan beside the run directory; returns output lines.
 
     Args:
         driver: as for :func:`submit_run`; None if the driver would run in this process.
@@ -237,8 +236,8 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
         )
     scripts = {}
     if driver is not None:
-        needs = driver_resources(cluster, plan, SlurmClient())
-        scripts["driver"] = restarting_script(driver_job(run, needs))
+        resources = driver_resources(cluster, plan, SlurmClient())
+        scripts["driver"] = restarting_script(driver_job(run, resources))
     if cluster.launcher == "slurm":
         jobs = _pool_jobs(run, plan, cluster) if plan.pools else _stage_jobs(run, plan, cluster)
         scripts |= {name: batch_script(parts) for name, parts in jobs}
@@ -256,8 +255,8 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
 
 
 def _run_and_plan(words: Sequence[str]) -> tuple[Run, Plan, bool]:
-    """Return the run, whose directory may not exist yet, its plan, and whether the plan is not that
-    of the run directory."""
+    """Return the run, whose directory may not exist yet, its plan, and whether the plan is new (not
+    that of the run directory)."""
     if not is_run_folder(words):
         config, plan = validate_experiment(compose_words(words))
         return Run(config.run.folder, config), plan, True
@@ -278,7 +277,7 @@ def _cluster_with_driver(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
 def _stage_jobs(
     run: Run, plan: Plan, cluster: ClusterConfig
 ) -> Iterator[tuple[str, list[JobSpec]]]:
-    """Yield every stage with its first job."""
+    """Yield the name of every stage, and the job of its first node in a list of one."""
     graph = Graph(run.config)
     yielded: set[str] = set()
     for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):
@@ -292,8 +291,8 @@ def _stage_jobs(
         out = graph.output_folder(run.folder, node)
         call = StageCall(node.stage, run.folder / CONFIG_FILE, out, node.iteration, inputs)
         python = stage_interpreter(run.config, plan.flow, node.stage)
-        needs = job_resources(plan.stage_plan(node.stage), cluster, python)
-        yield node.stage, [stage_job(node, call, run.folder, needs)]
+        resources = job_resources(plan.stage_plan(node.stage), cluster, python)
+        yield node.stage, [stage_job(node, call, run.folder, resources)]
 
 
 def _pool_jobs(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:

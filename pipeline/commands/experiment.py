@@ -1,5 +1,5 @@
 """Compose, validate, create or reopen, and drive a run. All commands and the Python API use these
-functions."""
+functions. Their ``words`` are overrides (``key=value``), in some after a run directory."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismat
 
 
 def open_run(words: Sequence[str]) -> Run:
-    """Open a run directory, with the overrides that follow it, or prepare the run of an experiment.
+    """Open a run directory (the first word) with overrides, or prepare the run of an experiment.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
@@ -152,7 +152,7 @@ def load_configuration(words: Sequence[str]) -> RunConfig:
 
 
 def is_run_folder(words: Sequence[str]) -> bool:
-    """Return whether the first word is a run directory; overrides may follow it."""
+    """Return whether the first word is a run directory; overrides may follow."""
     return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
 
 
@@ -230,7 +230,7 @@ def drive(
 
 
 def run_sft(run: Run) -> None:
-    """Run the offline stages, unless they are finished."""
+    """Run the offline stages (SFT), which precede the first iteration, unless they are finished."""
     with translate_resource_errors(), translate_user_errors():
         _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)
 
@@ -246,13 +246,13 @@ def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> Clus
 
 def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline: bool) -> None:
     check_no_driver_job(run)
-    with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as console:
+    with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as progress:
         stop = StopRequest(run.folder, flag.is_set)
         executor: StageExecutor
         pools: PoolExecutor | None = None
         if cluster.launcher == "inprocess":
             executor = InProcessExecutor(
-                run, WorkerState(on_progress=console.on_stage_progress), stop
+                run, WorkerState(on_progress=progress.on_stage_progress), stop
             )
         else:
             from pipeline.job_executor import JobExecutor, create_launcher
@@ -262,10 +262,10 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline
             if plan.execution == "pools":
                 from pipeline.pools.executor import PoolExecutor
 
-                pools = PoolExecutor(run, launcher, plan, cluster, stop, console.on_stage_progress)
+                pools = PoolExecutor(run, launcher, plan, cluster, stop, progress.on_stage_progress)
             executor = pools or JobExecutor(run, launcher, plan, cluster, stop)
         trackers = TrackerCallback(run)
-        callbacks: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
+        callbacks: list[RunCallback] = [progress, HealthCheckCallback(run), trackers]
         try:
             Driver(run, executor, callbacks, cluster.max_retries, offline, on_mismatch).drive()
             never_started = pools is not None and not pools.has_started
@@ -293,7 +293,7 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline
 def reopen_run(
     folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> Run:
-    """Open a run with overrides, as if ``rlinf run`` had its original command and these overrides.
+    """Open a run with overrides, like ``rlinf run`` with its original overrides and these.
 
     Args:
         words: overrides of the frozen configuration.
@@ -314,8 +314,8 @@ def validate_overrides(
 ) -> tuple[RunConfig, Plan, bool]:
     """Return the validated configuration and plan of a run with overrides; nothing is written.
 
-    The plan is that of the run, unless an override names another one. The third value is whether
-    the plan comes from the configuration instead of the run directory.
+    The plan is that of the run directory, unless an override names a plan or the directory has
+    none: then it comes from the configuration, and the third value is True.
 
     Args:
         driver: see :func:`validate_experiment`.

@@ -71,9 +71,9 @@ class RunResults:
         return [{"version": v, **m.metrics} for v, m in manifests.items() if m is not None]
 
     def trajectories(self, iteration: int | None = None) -> Iterator[Trajectory]:
-        """Yield the samples of one iteration, or of all iterations on disk, in their order.
+        """Yield the samples of one iteration, or of all iterations on disk, in order.
 
-        Bytes are compared with their committed checksums as they are read.
+        The bytes read are compared with their committed checksums.
 
         Raises:
             InputError: the iteration has no samples, or the retention policy removed them.
@@ -82,7 +82,7 @@ class RunResults:
         return map(Trajectory.from_record, self.records("trajectories", iteration))
 
     def rewards(self, iteration: int | None = None) -> Iterator[StepRewards]:
-        """Yield the rewards of the samples, as :meth:`trajectories` yields the samples."""
+        """Yield the rewards of the samples, in the order of :meth:`trajectories`."""
         return map(StepRewards.from_record, self.records("rewards", iteration))
 
     def records(self, channel: str, iteration: int | None = None) -> Iterator[Record]:
@@ -111,8 +111,7 @@ class RunResults:
         return sorted(weight_versions(self.folder))
 
     def weights(self, version: int | None = None) -> dict[str, Tensor]:
-        """Return all tensors of a version by the policy's names, on the CPU; by default the newest
-        version.
+        """Return all tensors of a version (default: the newest) on the CPU, by the policy's names.
 
         Raises:
             InputError: the version is not on disk; the message lists the versions.
@@ -202,8 +201,8 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
     manifest = read_manifest(versions[selected])
     assert manifest is not None
     verify_output(versions[selected], manifest, checksums=False)
-    folder = versions[selected] / manifest.data / "weights"
-    shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=_copy_verified)
+    policy_folder = versions[selected] / manifest.data / "weights"
+    shutil.copytree(policy_folder, to, dirs_exist_ok=True, copy_function=_copy_verified)
     return selected
 
 
@@ -212,7 +211,6 @@ def _copy_verified(source: str, target: str) -> None:
 
 
 TRAJECTORY_FILES = "trajectories-*.h5"
-"""Pattern of the files of trajectories."""
 
 
 def extract_interventions(source: Path, to: Path) -> str:

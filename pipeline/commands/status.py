@@ -44,7 +44,7 @@ REFRESH_INTERVAL_S = 2.0
 QUEUE_INTERVAL_S = 30.0
 """Minimum seconds between two queries of the queue."""
 RECENT_ITERATIONS = 10
-"""Number of finished iterations whose median time and rate are shown."""
+"""Number of finished iterations over which the median time and rate are computed."""
 
 
 @dataclass
@@ -76,10 +76,10 @@ class RunStatus:
     pools: PoolsStatus | None = None
     """State of the pools, if the run uses pools and is running."""
     disk_fallbacks: dict[str, int] = field(default_factory=dict)
-    """Inputs that recent iterations read from disk although memory was expected, counted by edge.
-    An elastic generator counts once per work item."""
+    """Number of inputs that recent iterations read from disk instead of memory, by edge. An elastic
+    generator counts one per work item."""
     accepted_mismatches: tuple[AcceptedMismatch, ...] = ()
-    """Results accepted with ``--keep`` although configuration or code has changed since."""
+    """Results that ``--keep`` accepted although their configuration or code had changed."""
     best: BestWeights | None = None
     """The weights with the best held-out score; None before the first evaluation."""
 
@@ -123,9 +123,9 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         ConfigError: not a run directory.
     """
     run, client = Run.open(folder), client or SlurmClient()
-    indices, graph = list_iterations(run.folder), Graph(run.config)
+    iterations, graph = list_iterations(run.folder), Graph(run.config)
     first_stage, publish_stage = next(iter(graph.flow.stages)), graph.flow.publish_stage
-    published = [i for i in indices[-50:] if stage_manifest(run.folder, publish_stage, i)]
+    published = [i for i in iterations[-50:] if stage_manifest(run.folder, publish_stage, i)]
     iterations_done = (max(published) + 1) if published else 0
     current = min(iterations_done, run.config.iterations - 1)
     stage = "finished" if iterations_done >= run.config.iterations else _current_stage(run, current)
@@ -189,7 +189,6 @@ def status_view(status: RunStatus) -> Group:
 
 
 def status_table(status: RunStatus) -> Table:
-    """Return the status as a table."""
     table = Table(title=f"run {status.name}", show_header=False, title_justify="left")
     table.add_row("finished iterations", status.progress)
     table.add_row("stage", status.stage)
@@ -233,16 +232,16 @@ def format_best(best: BestWeights) -> str:
     return f"{format_number(best.score)} after iteration {best.version}: {location}"
 
 
-def _count_disk_fallbacks(run: Run, graph: Graph, indices: Sequence[int]) -> dict[str, int]:
+def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    nodes = [StageNode(stage, i) for i in indices for stage in graph.flow.stages]
-    for node in nodes + [StageNode(EVALUATE, i + 1) for i in indices]:
+    nodes = [StageNode(stage, i) for i in iterations for stage in graph.flow.stages]
+    for node in nodes + [StageNode(EVALUATE, i + 1) for i in iterations]:
         manifest = stage_manifest(run.folder, *node)
         for name in manifest.extra.get(DISK_FALLBACKS, ()) if manifest is not None else ():
             source = graph.inputs(node).get(name)
             counts[f"{source.stage if source else name} -> {node.stage}"] += 1
     generator_fallbacks = count_disk_fallbacks(run.folder)
-    if count := sum(generator_fallbacks[i] for i in indices):
+    if count := sum(generator_fallbacks[i] for i in iterations):
         counts[f"{graph.flow.publish_stage} -> {graph.flow.elastic_stage}"] += count
     return dict(counts)
 

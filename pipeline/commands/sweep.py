@@ -32,7 +32,7 @@ class SweepPoint:
 
     @property
     def page(self) -> Path:
-        """Path of the sweep's comparison page, if this point is the first."""
+        """Path of the comparison page of a sweep whose first point this is."""
         return self.folder.parent / "sweeps" / self.name / "comparison.html"
 
 
@@ -58,7 +58,7 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
         raise ConfigError(str(error)) from None
     keys = _varied_keys(overrides_by_point)
     points: list[SweepPoint] = []
-    numbers: dict[Path, int] = {}
+    number_by_folder: dict[Path, int] = {}
     for number, overrides in enumerate(overrides_by_point):
         values = _by_key(overrides)
         varied = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
@@ -67,13 +67,13 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
         except InputError as error:
             raise ConfigError(f"point {number} of the sweep ({varied}): {error}") from None
         folder = config.run.folder
-        if folder in numbers:
+        if folder in number_by_folder:
             raise ConfigError(
-                f"run.suffix: points {numbers[folder]} and {number} of the sweep would both be "
-                f"{folder}; put the keys that differ into run.suffix, such as "
+                f"run.suffix: points {number_by_folder[folder]} and {number} of the sweep would "
+                f"both be {folder}; put the keys that differ into run.suffix, such as "
                 "run.suffix='-${seed}'"
             )
-        numbers[folder] = number
+        number_by_folder[folder] = number
         points.append(SweepPoint(folder, varied, config.run.name))
     return points
 

@@ -95,7 +95,6 @@ def _find_run_folder(name: str) -> Path:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield dotted overrides of nested sections."""
     for key, value in values.items():
         dotted = prefix + key.replace("__", ".")
         if isinstance(value, Mapping):
@@ -171,7 +170,7 @@ class Workflow:
             Path(self.report).unlink(missing_ok=True)
 
     def acquire_lock(self) -> None:
-        """Own the driver lock of the run until this process ends.
+        """Acquire the driver lock of the run until this process ends.
 
         Raises:
             RunLockedError: another driver owns the run.
@@ -225,8 +224,8 @@ class Workflow:
     def program(self, stage: str) -> str:
         """Return the part of a rule's shell command that precedes the arguments.
 
-        The rule has it as a parameter, because Snakemake formats the shell command when a job runs,
-        after the loop that defines the rules has ended.
+        It is a parameter of the rule: Snakemake formats the shell command when a job runs, after
+        the loop that defines the rules, so the variables of the loop would have their last values.
         """
         plan = self._rule_resources(stage)
         module = self.module(stage)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # avoids a circular import, and loads less for scaling by the
 
 log = logging.getLogger("rlinf")
 TARGET_SIZES_FILE = "target_sizes.json"
+"""File in the folder of the pools: the target number of workers by index of the pool."""
 SCALE_REQUEST = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|=auto)")
 MIN_GAIN = 0.05
 """Minimum share of an iteration's time that an additional worker must save."""
@@ -60,27 +61,26 @@ class IterationLoad:
         """
         max_workers = min(max_workers, 2 * workers)
         best = max(workers, min_workers)
-        while best < max_workers and self._saved(best) > MIN_GAIN:
+        while best < max_workers and self._saved_share(best) > MIN_GAIN:
             best += 1
-        while best > min_workers and best <= workers and self._saved(best - 1) < MAX_LOSS:
+        while best > min_workers and best <= workers and self._saved_share(best - 1) < MAX_LOSS:
             best -= 1
         return min(best, max_workers)
 
-    def _saved(self, workers: int) -> float:
+    def _saved_share(self, workers: int) -> float:
         """Return the share of an iteration's time that one more worker saves."""
         current_s = self.iteration_s(workers)
         return (current_s - self.iteration_s(workers + 1)) / current_s if current_s else 0.0
 
 
-def target_size(run: Path, plan: Plan, number: int) -> int:
-    """Return the target number of workers of a pool: the last request, or the number in the
-    plan."""
-    return _read_target(run, number)[0] or plan.pools[number].workers or 1
+def target_size(run: Path, plan: Plan, pool: int) -> int:
+    """Return the target number of workers of a pool: the last saved one, or that of the plan."""
+    return _read_target(run, pool)[0] or plan.pools[pool].workers or 1
 
 
-def is_autoscaled(run: Path, plan: Plan, number: int) -> bool:
-    """Return whether the number of workers follows the load."""
-    return plan.pools[number].max_workers is not None and not _read_target(run, number)[1]
+def is_autoscaled(run: Path, plan: Plan, pool: int) -> bool:
+    """Return whether the number of workers of a pool follows the load."""
+    return plan.pools[pool].max_workers is not None and not _read_target(run, pool)[1]
 
 
 def autoscale(
@@ -111,8 +111,9 @@ def autoscale(
     load = scheduler.iteration_load(rollout, active, other_stages_s, overlap=overlap)
     if load is None:
         return
-    pool = plan.pools[first.number]
-    target = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
+    pool_plan = plan.pools[first.number]
+    min_workers, max_workers = pool_plan.workers or 1, pool_plan.max_workers or len(active)
+    target = load.target_workers(len(active), min_workers, max_workers)
     if target != len(active):
         log.info(
             "pool %s: %d workers instead of %d; expected iteration time %.3g s instead of %.3g s",
@@ -139,30 +140,31 @@ def request_scale(run: Run, request: str) -> int:
     if match is None:
         raise InputError(f"{request!r}: expected rollout+2, rollout-1, rollout=4 or rollout=auto")
     plan, name = Plan.from_run(run.folder), match["pool"]
-    number, pool = _elastic_pool(plan, name, run.folder)
-    current = target_size(run.folder, plan, number)
+    pool, pool_plan = _elastic_pool(plan, name, run.folder)
+    current = target_size(run.folder, plan, pool)
     if match["sign"] is None:
-        if pool.max_workers is None:
+        if pool_plan.max_workers is None:
             raise PlanError(f"{run.folder}: set max_workers of the pool of {name} in the plan")
-        save_target(run.folder, number, current, by_hand=False)
+        save_target(run.folder, pool, current, by_hand=False)
         return current
     change = int(match["number"])
     requested = {"+": current + change, "-": current - change, "=": change}[match["sign"]]
     if requested < 1:
         raise InputError(f"{request}: a pool needs at least one worker, and has {current}")
-    save_target(run.folder, number, requested, by_hand=True)
+    save_target(run.folder, pool, requested, by_hand=True)
     return requested
 
 
-def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
-    """Save the target number of workers of a pool. A number set by the user ends autoscaling."""
+def save_target(run: Path, pool: int, workers: int, *, by_hand: bool) -> None:
+    """Save the target number of workers of a pool; ``by_hand`` (by the user) ends autoscaling."""
     folder = run / POOLS_FOLDER
     folder.mkdir(exist_ok=True)
     saved = {"workers": workers, "by_hand": by_hand, "time": time.time()}
-    write_atomic(folder / TARGET_SIZES_FILE, json.dumps({**_read_targets(run), str(number): saved}))
+    write_atomic(folder / TARGET_SIZES_FILE, json.dumps({**_read_targets(run), str(pool): saved}))
 
 
 def _elastic_pool(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
+    """Return the index and the plan of the elastic pool with the stage ``name``."""
     if plan.execution != "pools":
         raise PlanError(f"{folder}: its plan has no pools; only pools can be scaled")
     for number, pool in enumerate(plan.pools):
@@ -175,10 +177,10 @@ def _elastic_pool(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
     raise PlanError(f"{folder}: no pool of its plan has the stage {name!r}")
 
 
-def _read_target(run: Path, number: int) -> tuple[int | None, bool]:
+def _read_target(run: Path, pool: int) -> tuple[int | None, bool]:
     """Return the last saved number of workers (None without one), and whether the user set it."""
     try:
-        saved = _read_targets(run)[str(number)]
+        saved = _read_targets(run)[str(pool)]
         return max(1, int(saved["workers"])), bool(saved["by_hand"])
     except (ValueError, KeyError, TypeError):
         return None, False

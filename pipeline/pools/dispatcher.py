@@ -1,5 +1,4 @@
-"""Dispatch of stages to pools: their orders, the sources of their inputs, and the routes between
-workers."""
+"""Dispatch of stages to pools: orders of stages, sources of inputs, and routes between workers."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from pipeline.graph import Graph, StageNode
 from pipeline.plan import COMMITTED_TRANSPORTS, WEIGHT_TRANSPORTS, Plan
-from pipeline.pools.leases import Lease, PoolState
+from pipeline.pools.leases import Lease, PoolLease, PoolState
 from pipeline.pools.rollout_scheduler import RolloutScheduler
 from pipeline.run import Run
 from rlinf.channels.process_group import DATA_PARALLEL_ONLY, ParallelLayout, ProcessGroupInfo
@@ -24,12 +23,12 @@ from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder, Worker
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 FAN_OUT = 2
-"""Receivers per sender by socket: more would share the sender's network link, fewer would make the
-tree deeper."""
+"""Maximum number of workers to which a worker sends by socket. More would share its network link,
+fewer would make the tree deeper."""
 Hosts = Mapping[str, str | None]
-"""Node of each worker; None if unknown."""
+"""Host by name of the worker; None if unknown."""
 Routes = dict[str, dict[str, str]]
-"""Transport to each receiver, by sender."""
+"""Transport by name of the sender, then of the receiver."""
 
 
 def route_tree(
@@ -37,28 +36,28 @@ def route_tree(
 ) -> Routes:
     """Return a tree of routes from a worker to all receivers; some receivers forward the data.
 
-    The data is sent to each node once. The first worker of a node sends it to the other workers of
-    its node and to further nodes.
+    The data is sent to each host once. The first worker of a host sends it to the other workers of
+    its host and to further hosts.
 
     Args:
         source: the sending worker.
-        host: node of the source; None if unknown.
-        receivers: node by receiver.
-        use_shared_memory: whether workers on one node may use shared memory.
-        turn: index of the source, if several send to these receivers: another receiver then
-            forwards first.
+        host: host of the source; None if unknown.
+        receivers: host by name of the receiver.
+        use_shared_memory: whether workers on one host may use shared memory.
+        turn: index of this source among all that send to these receivers. Each source begins with
+            another receiver, so that forwarding is shared.
     """
     names = [worker for worker in receivers if worker != source]
     offset = turn % len(names) if names else 0
-    nodes: dict[object, list[str]] = defaultdict(list)
+    by_host: dict[object, list[str]] = defaultdict(list)
     for worker in (*names[offset:], *names[:offset]):
-        node = receivers[worker]
-        nodes[(worker,) if node is None else node].append(worker)
+        worker_host = receivers[worker]
+        by_host[(worker,) if worker_host is None else worker_host].append(worker)
     routes: Routes = defaultdict(dict)
-    same_node = nodes.pop(host, []) if host is not None else []
-    first_per_node = [workers[0] for workers in nodes.values()]
-    _add_socket_tree(routes, source, first_per_node)
-    groups = [(source, same_node), *((first, rest) for first, *rest in nodes.values())]
+    same_host = by_host.pop(host, []) if host is not None else []
+    first_per_host = [workers[0] for workers in by_host.values()]
+    _add_socket_tree(routes, source, first_per_host)
+    groups = [(source, same_host), *((first, rest) for first, *rest in by_host.values())]
     for sender, others in groups:
         if use_shared_memory:
             routes[sender] |= dict.fromkeys(others, SHARED_MEMORY)
@@ -68,7 +67,6 @@ def route_tree(
 
 
 def _add_socket_tree(routes: Routes, source: str, workers: Sequence[str]) -> None:
-    """Add a tree of socket routes from ``source`` to ``workers``."""
     senders = [source, *workers]
     for number, worker in enumerate(workers):
         routes[senders[number // FAN_OUT]][worker] = SOCKET
@@ -118,13 +116,13 @@ class StageDispatcher:
                 # Evaluations run on the ranks of the simulators.
                 self._ranks_by_stage[EVALUATE] = pool.stage_ranks[rollout_stage]
             self._ranks_by_stage.update(pool.stage_ranks)
-        self.policy_pools = PolicyPools(plan, self._pool_by_stage, self._ranks_by_stage, send)
+        self.policy_assigner = PolicyAssigner(plan, self._pool_by_stage, self._ranks_by_stage, send)
         self._after_chunks = self._stages_after_chunks()
         self._live: dict[StageNode, dict[str, StageNode]] = {}
-        """Live inputs (from memory or streamed, not from disk) with the nodes that produce them, by
-        node whose sources are decided."""
+        """Live inputs of a node (from memory or streamed, not from disk), with the nodes that
+        produce them. A node is added when its sources are decided."""
         self._subscribed: dict[StageNode, set[tuple[str, str, str]]] = defaultdict(set)
-        """Ordered transfers as (input, sending lease, receiving lease), by dispatched node."""
+        """Transfers to a node that were ordered: (input, sending lease, receiving lease)."""
 
     def pool_of(self, node: StageNode) -> PoolState:
         """Return the pool that runs a stage."""
@@ -143,7 +141,9 @@ class StageDispatcher:
                 iterations = {node.iteration for node in nodes if node.stage == last_stage}
                 indices = self._stage_index
                 nodes = [n for n in nodes if n.iteration in iterations or n.stage not in indices]
-            self._decide_sources(pool, lease, [n for n in nodes if self.policy_pools.is_ready(n)])
+            self._decide_sources(
+                pool, lease, [n for n in nodes if self.policy_assigner.is_ready(n)]
+            )
         for pool in self._pools:
             lease = pool.active_lease
             if lease is not None:
@@ -154,10 +154,10 @@ class StageDispatcher:
         """Forget an attempt that ended."""
         self._live.pop(node, None)
         self._subscribed.pop(node, None)
-        self.policy_pools.end_attempt(node)
+        self.policy_assigner.end_attempt(node)
 
     def resend(self, producer: Lease, receiver: Lease) -> None:
-        """Let :meth:`dispatch` order again the transfers of a broken connection."""
+        """Forget the transfers of a broken connection, so that :meth:`dispatch` repeats them."""
         lease_names = (producer.name, receiver.name)
         for subscriptions in self._subscribed.values():
             for subscription in list(subscriptions):
@@ -167,7 +167,7 @@ class StageDispatcher:
                     subscriptions.discard(subscription)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
-        """Return the position of a stage in the device schedule (:mod:`stages.device_schedule`)."""
+        """Return (iteration, chunk, stage index), for :mod:`stages.device_schedule`."""
         if node.stage in self._flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._stage_index:
@@ -184,8 +184,8 @@ class StageDispatcher:
     def _stages_after_chunks(self) -> frozenset[str]:
         """Return stages that begin after all chunks of the batch have passed the earlier stages.
 
-        Such a stage needs all ranks of a pool in which earlier stages use some ranks each: between
-        two chunks it would block these. Stages that depend on such a stage are late too.
+        Such a stage needs all ranks of its pool, while each earlier stage uses only some: between
+        two chunks it would block the earlier stages. Stages that depend on it are late too.
         """
         late = set[str]()
         for stage, spec in self._flow.stages.items():
@@ -205,7 +205,6 @@ class StageDispatcher:
         return frozenset(late)
 
     def _share_ranks(self, a: str, b: str) -> bool:
-        """Return whether two stages share ranks."""
         has_common_rank = not {*self._ranks_by_stage[a]}.isdisjoint(self._ranks_by_stage[b])
         return self._pool_by_stage[a] is self._pool_by_stage[b] and has_common_rank
 
@@ -219,7 +218,7 @@ class StageDispatcher:
         others = [s for s in self._flow.stages if s not in self._after_chunks and s != stage]
         is_alone = not any(self._share_ranks(stage, other) for other in others)
         gets_whole_batch = stage == self._flow.elastic_stage and is_alone
-        if gets_whole_batch or self.policy_pools.needs_policy(stage):
+        if gets_whole_batch or self.policy_assigner.needs_policy(stage):
             return 1
         return self._plan.num_chunks
 
@@ -237,15 +236,15 @@ class StageDispatcher:
                 assigned_nodes, producer = lease.assigned, pool
                 if (
                     name == WEIGHTS
-                    and (serving := self.policy_pools.serving_lease(node)) is not None
+                    and (serving := self.policy_assigner.serving_lease(node)) is not None
                 ):
-                    assigned_nodes, producer = serving[1].assigned, serving[0]
+                    assigned_nodes, producer = serving.lease.assigned, serving.pool
                 is_local = source in assigned_nodes or source in producer.waiting
                 if (
                     name in self._flow.stream_channels
                     and len({*self._ranks(node), *self._ranks(source)}) > 1
                 ):
-                    # Each rank has its own records; the plan may transport them by file.
+                    # Each rank has its own records, which the plan may pass as files.
                     is_local = is_local and self._is_streamed(source, node)
                 is_published_weights = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
                 can_be_sent = name in self._flow.stream_channels or (
@@ -265,16 +264,16 @@ class StageDispatcher:
         )
 
     def _subscribe(self) -> None:
-        """Order producers to send their output to the workers that need it, also to those that join
-        later, which get earlier records too."""
+        """Order producers to send their output to the workers that need it. Workers that join later
+        also get the earlier records."""
         leases = self._leases()
         for target, live in self._live.items():
             for name, source in live.items():
                 producer = next((lease for lease in leases if source in lease.assigned), None)
                 if producer is None:
                     continue
-                # Within a lease nothing is sent to a single worker, which has the input in memory,
-                # nor if the input is no stream, because every rank has it.
+                # Within a lease, only records are sent, and only between several workers: a single
+                # worker has its records in memory, and every rank has all other inputs.
                 receivers = [
                     receiver
                     for receiver in self._receivers(source, target, name)
@@ -306,8 +305,8 @@ class StageDispatcher:
     def _receivers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
         """Return the leases that receive an input: leases that compute the stage, all generators of
         an elastic rollout, or the lease that serves its policy."""
-        if name == WEIGHTS and (serving := self.policy_pools.serving_lease(target)) is not None:
-            return [serving[1]]
+        if name == WEIGHTS and (serving := self.policy_assigner.serving_lease(target)) is not None:
+            return [serving.lease]
         if not self._only_collects(target):
             return [lease for lease in self._leases() if target in lease.assigned]
         if source.stage != self._flow.publish_stage or not self._is_streamed(source, target):
@@ -317,8 +316,8 @@ class StageDispatcher:
 
     def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
         """Return the workers of a lease that receive an input of a stage, with their hosts."""
-        if name == WEIGHTS and self.policy_pools.needs_policy(target.stage):
-            return receiver.hosts(self.policy_pools.ranks())
+        if name == WEIGHTS and self.policy_assigner.needs_policy(target.stage):
+            return receiver.hosts(self.policy_assigner.ranks())
         return receiver.hosts(
             range(receiver.size) if self._only_collects(target) else self._ranks(target)
         )
@@ -377,18 +376,21 @@ class StageDispatcher:
     def _send_orders(self, pool: PoolState, lease: Lease) -> None:
         """Send the orders of all stages whose inputs are decided."""
         ready = [
-            node for node in pool.waiting if node in self._live and self.policy_pools.is_ready(node)
+            node
+            for node in pool.waiting
+            if node in self._live and self.policy_assigner.is_ready(node)
         ]
         nodes = sorted(ready, key=self.position)
         orders: dict[str, list[StageOrder]] = defaultdict(list)
         if pool.slot is not None:
-            # A generator that waits for weights cannot generate the samples that these depend on.
+            # A generator that waits for weights cannot generate the samples from which these
+            # weights are computed.
             nodes = [node for node in nodes if not self._has_pending_inputs(node)]
         for node in nodes:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
             only_collects = self._only_collects(node)
-            from_disk = only_collects or self.policy_pools.needs_policy(node.stage)
+            from_disk = only_collects or self.policy_assigner.needs_policy(node.stage)
             order = StageOrder(
                 node=node.name,
                 stage=node.stage,
@@ -400,17 +402,17 @@ class StageDispatcher:
                 ranks=tuple(ranks),
                 layout=str(self._layout(node)),
                 inputs={
-                    # A collector and a policy client need only that the weights are committed.
+                    # Collectors and simulators only need the weights to be committed.
                     name: (self._relative(folder), name in self._live[node] and not from_disk)
                     for name, folder in call.inputs.items()
                 },
                 receives_trajectories=only_collects,
                 in_engine_thread=pool.slot is not None,
-                policy_workers=self.policy_pools.workers(node),
+                policy_workers=self.policy_assigner.workers(node),
             )
             if order.policy_workers:
                 is_live = WEIGHTS in self._live[node]
-                self.policy_pools.start_serving(node, order, lease.workers(ranks), live=is_live)
+                self.policy_assigner.start_serving(node, order, lease.workers(ranks), live=is_live)
             if node.stage == self._flow.publish_stage:
                 self._scheduler.invalidate_weights(order.output)
             if only_collects:
@@ -433,7 +435,6 @@ class StageDispatcher:
         return lease.workers(self._ranks(node))[0]
 
     def _ranks(self, node: StageNode) -> Sequence[int]:
-        """Return the ranks of the pool that compute a node."""
         return self._ranks_by_stage[node.stage]
 
     def _is_collected(self, stage: str) -> bool:
@@ -444,8 +445,7 @@ class StageDispatcher:
         return self._layouts[node.stage] if len(self._ranks(node)) > 1 else DATA_PARALLEL_ONLY
 
     def _device_position(self, node: StageNode) -> tuple[int, int, int]:
-        """Return the position of a node in the device schedule: after all chunks if it reads its
-        batch from disk."""
+        """Return :meth:`position`, but after all chunks if a node reads its batch from disk."""
         iteration, chunk, stage_index = self.position(node)
         streams = self._flow.stream_channels & set(self._graph.inputs(node))
         return (
@@ -461,8 +461,10 @@ class StageDispatcher:
         return [lease for pool in self._pools for lease in pool.leases]
 
 
-class PolicyPools:
-    """Assigns policy workers to simulator stages, and notifies each side when the other side ends.
+class PolicyAssigner:
+    """Assigns policy workers, which serve the policy, to stages whose simulators run elsewhere.
+
+    It notifies each side when the other side ends. Without a separate policy stage it does nothing.
 
     Args:
         pool_by_stage: pool by stage, including the separate policy stage.
@@ -481,7 +483,7 @@ class PolicyPools:
         self._client_stages = frozenset[str]()
         if self._policy_stage:
             rollout_stage = str(plan.flow.rollout_stage)
-            # Evaluations need a policy server too, unless the plan runs them in another pool.
+            # Evaluations need policy workers too, unless the plan runs them in another pool.
             self._client_stages = frozenset(
                 name
                 for name in (rollout_stage, EVALUATE)
@@ -491,24 +493,24 @@ class PolicyPools:
         """Serving lease and attempt, by dispatched node."""
 
     def needs_policy(self, stage: str) -> bool:
-        """Return whether a stage has only simulators, and needs a policy server."""
+        """Return whether a stage has only simulators, and needs policy workers."""
         return stage in self._client_stages
 
     def is_ready(self, node: StageNode) -> bool:
-        """Return whether a node needs no policy server, or an active lease can serve it."""
+        """Return whether a node needs no policy workers, or an active lease has them."""
         return (
             not self.needs_policy(node.stage)
             or self._pool_by_stage[self._policy_stage].active_lease is not None
         )
 
-    def serving_lease(self, node: StageNode) -> tuple[PoolState, Lease] | None:
-        """Return the pool and lease that serve or will serve a node; None if it needs no policy
-        server or none is active."""
+    def serving_lease(self, node: StageNode) -> PoolLease | None:
+        """Return the lease that serves or will serve a node; None if it needs no policy workers or
+        no lease is active."""
         if not self.needs_policy(node.stage):
             return None
         pool = self._pool_by_stage[self._policy_stage]
         lease = self._serving[node][0] if node in self._serving else pool.active_lease
-        return None if lease is None else (pool, lease)
+        return None if lease is None else PoolLease(pool, lease)
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks of the pool that serve the policy."""
@@ -517,7 +519,7 @@ class PolicyPools:
     def workers(self, node: StageNode) -> tuple[str, ...]:
         """Return the policy workers of a node; rank n queries the n-th one."""
         serving = self.serving_lease(node)
-        return () if serving is None else tuple(serving[1].workers(self.ranks()))
+        return () if serving is None else tuple(serving.lease.workers(self.ranks()))
 
     def start_serving(
         self, node: StageNode, order: StageOrder, simulators: list[str], *, live: bool
@@ -531,8 +533,8 @@ class PolicyPools:
         serving = self.serving_lease(node)
         if serving is None:
             return
-        self._serving[node] = serving[1], order.attempt
-        serving[1].served.add(node)
+        self._serving[node] = serving.lease, order.attempt
+        serving.lease.served.add(node)
         for number, worker in enumerate(order.policy_workers):
             if clients := tuple(simulators[number :: len(order.policy_workers)]):
                 policy_order = ServePolicy(

@@ -23,7 +23,15 @@ from pipeline.job_executor import QueueLog
 from pipeline.plan import Plan
 from pipeline.pools.autoscaler import autoscale, target_size
 from pipeline.pools.dispatcher import Send, StageDispatcher
-from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job, pool_states, rank_of
+from pipeline.pools.leases import (
+    Lease,
+    PoolLease,
+    PoolState,
+    pool_folder,
+    pool_job,
+    pool_states,
+    rank_of,
+)
 from pipeline.pools.pool_status import write_pools_status
 from pipeline.pools.rollout_scheduler import RolloutScheduler
 from pipeline.resources import ClusterConfig, job_resources, pool_resources
@@ -83,6 +91,7 @@ class PoolExecutor:
     supports_streaming: bool = True
     """Stages may start before their inputs are committed."""
     interrupt_note: str = "its pools were stopped"
+    """Outcome for the jobs, for the message after an interrupt."""
     has_started: bool = False
     """Whether the pools were started, because there was work for them."""
 
@@ -156,9 +165,10 @@ class PoolExecutor:
             self._jobs_polled_at = time.monotonic()
             self._poll_jobs(outcomes)
             self._finish_committed(self._pools, outcomes)
-        # Before the last worker of a lease leaves: its committed output must not be computed again.
+        # First finish nodes that an abandoned lease has committed: after the lease is cancelled,
+        # they would be dispatched again.
         self._finish_committed([pool for pool in self._pools if pool.finishing], outcomes)
-        self._lease_manager.cancel_ended(self._control)
+        self._lease_manager.cancel_abandoned(self._control)
         self._lease_manager.renew_leases()
         if time.monotonic() - self._status_written_at > STATUS_INTERVAL_S:
             self._lease_manager.scale()
@@ -202,10 +212,10 @@ class PoolExecutor:
                             if isinstance(report := read_report(event.content), WorkItemEnded):
                                 self._scheduler.on_report(event.worker, report)
                     elif isinstance(event, PeerLost) and owner is not None:
-                        owner[1].worker_info.pop(rank_of(event.worker), None)
+                        owner.lease.worker_info.pop(rank_of(event.worker), None)
         finally:
-            ended_leases = [*leases, *self._lease_manager.ending_leases]
-            self.launcher.cancel([lease.job for lease in ended_leases])
+            leases += self._lease_manager.abandoned_leases
+            self.launcher.cancel([lease.job for lease in leases])
             (self.run.folder / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
 
     def _leases(self) -> list[Lease]:
@@ -214,15 +224,14 @@ class PoolExecutor:
     # Generators
 
     def _assign_work(self) -> None:
-        """Assign work to all generators."""
         leases = [lease for p in self._generators() if (lease := p.active_lease) is not None]
         workers = [lease.primary_worker for lease in leases if not lease.assigned]
         for worker, order in self._scheduler.next_orders(workers, self._helpers()):
             self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
-        """Return the workers of pools with other stages that also generate, with the earliest
-        iteration of these stages."""
+        """Return the workers of pools with ``also_generates``, each with the earliest iteration
+        that its pool still has to compute."""
         helpers = {}
         for pool in self._pools:
             lease = pool.active_lease
@@ -230,7 +239,7 @@ class PoolExecutor:
                 nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # Of the iteration of its newest weights, only the commit remains.
+                    # Stages of the iteration whose weights the worker has only have to commit.
                     newest = self._scheduler.weights_iteration(worker)
                     later = (iteration for iteration in iterations if iteration > newest)
                     helpers[worker] = min(later, default=sys.maxsize)
@@ -243,22 +252,22 @@ class PoolExecutor:
             self._drop_work(worker)
 
     def _drop_work(self, worker: str) -> None:
-        """Order a generator to drop its work items, which are requeued; it may then get others."""
+        """Order a generator to drop its work items, and requeue them. It may then get others."""
         self._scheduler.on_worker_lost(worker)
         self._send(worker, CancelWork())
 
     def _generators(self) -> list[PoolState]:
-        """Return the workers of the elastic pool, each of which has its own state."""
+        """Return the states of the elastic pool's workers: each has its own, with a ``slot``."""
         return [pool for pool in self._pools if pool.slot is not None]
 
     # Workers and their jobs
 
-    def _find_lease(self, worker: str) -> tuple[PoolState, Lease] | None:
-        """Return the pool and lease of a worker; None if the lease is no longer used."""
+    def _find_lease(self, worker: str) -> PoolLease | None:
+        """Return the lease of a worker with its pool; None if the lease is no longer used."""
         for pool in self._pools:
             for lease in pool.leases:
                 if worker in lease.workers():
-                    return pool, lease
+                    return PoolLease(pool, lease)
         return None
 
     def _on_joined(self, event: PeerJoined) -> None:
@@ -281,23 +290,23 @@ class PoolExecutor:
             case WorkItemEnded():
                 succeeded = self._scheduler.on_report(worker, report)
                 if owner is not None and succeeded:
-                    pool, lease = owner
-                    pool.failures = 0
-                    lease.num_finished += 1
+                    owner.pool.failures = 0
+                    owner.lease.num_finished += 1
             case WeightsAvailable():
                 self._scheduler.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
                 receiver = self._find_lease(report.worker)
                 if owner is not None and receiver is not None:
-                    self._dispatcher.resend(owner[1], receiver[1])
+                    self._dispatcher.resend(owner.lease, receiver.lease)
             case CollectedPrompts() | StageEnded():
                 stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))
-                if owner is None or node not in owner[1].assigned:
+                if owner is None or node not in owner.lease.assigned:
                     return
+                primary_worker = self._dispatcher.primary_worker(node, owner.lease)
                 if isinstance(report, CollectedPrompts):
                     self._scheduler.on_collected(node, report.starts)
-                elif report.exit_code or worker == self._dispatcher.primary_worker(node, owner[1]):
+                elif report.exit_code or worker == primary_worker:
                     # The primary worker reports success for all ranks.
                     self._on_stage_ended(*owner, node, report, outcomes)
 
@@ -311,12 +320,14 @@ class PoolExecutor:
     ) -> None:
         lease.assigned.discard(node)
         if report.exit_code == 0:
-            self._dispatcher.policy_pools.count_success(node)
+            self._dispatcher.policy_assigner.count_success(node)
         self._end_attempt(node)
         if report.exit_code == 0:
             lease.num_finished += 1
             pool.failures = 0
-            if node.stage == self._flow.stages[self._flow.publish_stage].colocate_with:
+            # ``train``, beside which ``sync`` runs. The autoscaler ignores the time of ``sync``.
+            last_measured_stage = self._flow.stages[self._flow.publish_stage].colocate_with
+            if node.stage == last_measured_stage:
                 generators = self._generators()
                 autoscale(
                     self.run, self.plan, self._flow, generators, self._scheduler, node.iteration
@@ -335,7 +346,7 @@ class PoolExecutor:
         pool, lease = owner
         lease.worker_info.pop(rank_of(event.worker), None)
         if event.reason == "left":
-            pool.check_progress(lease)
+            pool.check_lease_length(lease)
             self._requeue_nodes(lease, f"pool {pool.name} stopped", outcomes)
             return
         # Slurm may know the reason by now; abandoned jobs are no longer queried.
@@ -351,7 +362,7 @@ class PoolExecutor:
             self._end_attempt(node)
             outcomes[node] = Outcome(EXIT_REQUEUE, reason)
         lease.assigned.clear()
-        self._dispatcher.policy_pools.on_lease_lost(lease)
+        self._dispatcher.policy_assigner.on_lease_lost(lease)
         for worker in lease.workers():
             self._scheduler.on_worker_lost(worker)
 
@@ -364,11 +375,11 @@ class PoolExecutor:
         *,
         count_failure: bool = True,
     ) -> None:
-        """Cancel and replace a lease that cannot continue; ``count_failure``: whether the pool's
-        limit of failures applies."""
+        """Cancel and replace a lease that cannot continue. With ``count_failure``, it counts toward
+        the pool's limit of failures."""
         self._requeue_nodes(lease, reason, outcomes)
         was_leaving = lease.is_leaving
-        self._lease_manager.end_lease(pool, lease)
+        self._lease_manager.abandon(pool, lease)
         if lease in pool.leases:
             pool.leases.remove(lease)
         if was_leaving:
@@ -394,7 +405,7 @@ class PoolExecutor:
     def _finish_committed(
         self, pools: Sequence[PoolState], outcomes: dict[StageNode, Outcome]
     ) -> None:
-        """Finish nodes that wait for an inactive pool but were committed by an ended lease."""
+        """Finish nodes whose pool has no active lease, if an earlier lease has committed them."""
         for pool in [pool for pool in pools if pool.active_lease is None]:
             for node, stage_call in list(pool.waiting.items()):
                 if (stage_call.output_folder / MANIFEST).exists():
@@ -402,7 +413,6 @@ class PoolExecutor:
                     outcomes[node] = Outcome(0)
 
     def _poll_jobs(self, outcomes: dict[StageNode, Outcome]) -> None:
-        """Check which jobs have ended."""
         ended_leases = self._lease_manager.ended_leases()
         # If leases end together, handle the failed lease first, because it is the cause.
         for pool, lease, status in sorted(
@@ -422,21 +432,22 @@ class PoolExecutor:
         reason = f"job {lease.job} {status.state.value}: {status.reason}".strip()
         if status.exit_code == EXIT_BAD_INPUT:
             self._requeue_nodes(lease, reason, outcomes)
-            pool.leases.remove(lease)  # not cancelled, so that a job on hold stays in the queue
+            # Do not cancel the job: a job on hold counts as failed too, and stays in the queue.
+            pool.leases.remove(lease)
             if not any(other.active_lease for other in self._generators() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
             log.warning("pool %s continues without this worker: %s", pool.name, status.reason)
             pool.retry_at = math.inf
             return
         if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
-            pool.check_progress(lease)
+            pool.check_lease_length(lease)
             # Slurm may stop any number of jobs: count this lease as productive, not as a failure.
             lease.num_finished = max(1, lease.num_finished)
             reason = f"job {lease.job} stopped by Slurm, for example at its time limit"
         self._abandon(pool, lease, reason, outcomes)
 
     def _is_busy(self, lease: Lease) -> bool:
-        serves_policy = self._dispatcher.policy_pools.is_busy(lease)
+        serves_policy = self._dispatcher.policy_assigner.is_busy(lease)
         return (
             bool(lease.assigned)
             or serves_policy
@@ -455,7 +466,7 @@ class PoolExecutor:
                 if peer is None or not peer.alive:
                     continue
                 for row in peer.status.get("active_stages", ()):
-                    # The collector reports the progress of the whole batch, not single work items.
+                    # The worker that collects the rollout reports the progress of the whole batch.
                     if row["total"] and row["compute_s"] is None and row["stage"] != WORK_ITEM:
                         self.progress(*(row[key] for key in PROGRESS_KEYS))
         write_pools_status(self.run.folder, self._pools, peers)
@@ -484,8 +495,8 @@ class LeaseManager:
         self._pools, self._is_busy, self._send = pools, is_busy, send
         self._first_generator = next((p for p in pools if p.slot is not None), None)
         self._queue = QueueLog(is_enabled=cluster.launcher == "slurm")
-        self._ending: list[tuple[Lease, float]] = []
-        """Abandoned leases, with the monotonic time until which they may write."""
+        self._abandoned: list[tuple[Lease, float]] = []
+        """Abandoned leases, each with the monotonic time until which its workers may write."""
 
     def start(self) -> None:
         """Submit all pools or find their running jobs. Jobs of another plan, configuration or code
@@ -502,12 +513,12 @@ class LeaseManager:
         )
 
     @property
-    def ending_leases(self) -> list[Lease]:
-        """Abandoned leases that may still run."""
-        return [lease for lease, _ in self._ending]
+    def abandoned_leases(self) -> list[Lease]:
+        """Abandoned leases whose jobs are not cancelled yet."""
+        return [lease for lease, _ in self._abandoned]
 
     def ended_leases(self) -> list[tuple[PoolState, Lease, JobStatus]]:
-        """Return the leases whose jobs have ended, with one query for all pools."""
+        """Return the leases whose jobs have ended; queries all pools at once."""
         jobs = [lease.job for pool in self._pools for lease in pool.leases]
         statuses = self._launcher.poll(jobs) if jobs else {}
         ended = []
@@ -556,8 +567,8 @@ class LeaseManager:
                 if lease is not active and not self._is_busy(lease) and not lease.is_leaving:
                     self._dismiss(lease)
 
-    def end_lease(self, pool: PoolState, lease: Lease) -> None:
-        """End an abandoned lease.
+    def abandon(self, pool: PoolState, lease: Lease) -> None:
+        """Abandon a lease: :meth:`cancel_abandoned` will cancel its job.
 
         If all its workers are connected, they may first finish their writes, such as a checkpoint
         when another pool of the same heterogeneous job was lost.
@@ -567,20 +578,20 @@ class LeaseManager:
             patience_s = float(job_resources(pool.resources[0], self._cluster).signal_delay_s)
             self._dismiss(lease, patience_s)
             pool.finishing.append(lease)
-        self._ending.append((lease, time.monotonic() + patience_s))
+        self._abandoned.append((lease, time.monotonic() + patience_s))
 
-    def cancel_ended(self, control: Controller) -> None:
+    def cancel_abandoned(self, control: Controller) -> None:
         """Cancel the jobs of abandoned leases whose workers have left or had enough time."""
         peers, now = control.known_peers(), time.monotonic()
         waiting = {
             parent_job_id(lease.job)
-            for lease, deadline in self._ending
+            for lease, deadline in self._abandoned
             if now < deadline and any(w in peers and peers[w].alive for w in lease.workers())
         }
-        expired = [lease for lease, _ in self._ending if parent_job_id(lease.job) not in waiting]
+        expired = [a for a, _ in self._abandoned if parent_job_id(a.job) not in waiting]
         if not expired:
             return
-        self._ending = [entry for entry in self._ending if entry[0] not in expired]
+        self._abandoned = [entry for entry in self._abandoned if entry[0] not in expired]
         for pool in self._pools:
             pool.finishing = [lease for lease in pool.finishing if lease not in expired]
         self._launcher.cancel([lease.job for lease in expired])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launchers.launcher import JobSpec
 from pipeline.graph import StageNode
@@ -37,7 +37,7 @@ class Lease:
     size: int
     """Number of workers."""
     worker_info: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Information from the connected workers, by rank."""
+    """Description that each connected worker sent (host, end of its job, ...), by rank."""
     started_at: float = field(default_factory=time.time)
     """Unix time at which this driver submitted or found the job."""
     ends_at: float | None = None
@@ -136,9 +136,9 @@ class PoolState:
         """Number of workers of a lease."""
         return sum(part.nodes * part.processes for part in self.resources)
 
-    def check_progress(self, lease: Lease) -> None:
-        """Check that leases are long enough for their work. Called when Slurm ends a lease, or its
-        workers leave.
+    def check_lease_length(self, lease: Lease) -> None:
+        """Check that leases are long enough for their work. Called when Slurm ends ``lease``, or
+        when its workers leave.
 
         Raises:
             PlanError: too many consecutive leases have finished nothing.
@@ -170,6 +170,13 @@ class PoolState:
         return next((lease for lease in leases if lease.is_ready and not lease.is_leaving), None)
 
 
+class PoolLease(NamedTuple):
+    """A lease with its pool."""
+
+    pool: PoolState
+    lease: Lease
+
+
 def rank_of(worker: str) -> int:
     """Return the rank in the name of a worker."""
     return int(worker.rpartition("-r")[2])
@@ -177,16 +184,12 @@ def rank_of(worker: str) -> int:
 
 def pool_states(plan: Plan) -> list[PoolState]:
     """Return the states of a plan's pools; an elastic pool starts with its first worker."""
-    return [
-        PoolState(
-            i,
-            pool.stages,
-            pool_resources(plan, i),
-            None if pool.workers is None else 0,
-            also_generates=pool.also_generates,
-        )
-        for i, pool in enumerate(plan.pools)
-    ]
+    states = []
+    for i, pool in enumerate(plan.pools):
+        slot, resources = None if pool.workers is None else 0, pool_resources(plan, i)
+        state = PoolState(i, pool.stages, resources, slot, also_generates=pool.also_generates)
+        states.append(state)
+    return states
 
 
 def pool_folder(run: Run, pool: PoolState) -> Path:
@@ -197,27 +200,17 @@ def pool_folder(run: Run, pool: PoolState) -> Path:
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> JobSpec:
     """Return the job of a pool's current lease."""
     name = f"pool-{pool.name}-{pool.lease_number}"
-    argv = [
-        "--run",
-        str(run.folder),
-        "--name",
-        name,
-        "--orphan-s",
-        str(cluster.driver_reconnect_timeout_s),
-    ]
+    timeout_s = str(cluster.driver_reconnect_timeout_s)
+    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", timeout_s]
     stage_pools, flow = plan.stage_pools(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")
     trainer_stages = [name for name, stage in flow.stages.items() if stage.holds == "trainer"]
     if any(stage_pools[stage] != stage_pools[flow.publish_stage] for stage in trainer_stages):
-        # A reference in another pool receives the same weights as the engines. It needs the
-        # trainer's precision, so engines cast the weights themselves.
+        # A reference policy in another pool needs the weights in the trainer's precision. Engines
+        # receive the same weights, and cast them themselves.
         argv.append("--uncast")
-    stages = [
-        stage
-        for stage, number in stage_pools.items()
-        if number == pool.number and stage in flow.all_stages
-    ]
+    stages = [s for s, i in stage_pools.items() if i == pool.number and s in flow.all_stages]
     python = stage_interpreter(run.config, flow, *stages)
     resources, *extra_components = (job_resources(part, cluster, python) for part in pool.resources)
     job = JobSpec(

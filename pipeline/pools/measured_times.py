@@ -28,7 +28,7 @@ class MeasuredTimes:
     total_s: tuple[float, ...]
     """Seconds from the end of the last input to the end of the stage."""
     running_s: tuple[float, ...] = ()
-    """Part of ``total_s`` from the first line of the stage: loading and work."""
+    """Part of ``total_s`` after the start of the stage's program: loading and work."""
     busy_s: tuple[float, ...] = ()
     """Part of ``total_s`` spent computing, on the worker that computed longest."""
 

@@ -48,10 +48,12 @@ class StageStatus:
     activity: str
     """Current activity, such as computing, waiting for the device or committing."""
     elapsed_s: float
+    """Seconds since the stage first got the device; until then, since it was ordered."""
     done: int = 0
     total: int = 0
     unit: str = ""
     note: str = ""
+    """Progress (``done`` of ``total`` in ``unit``), and a text to show with it."""
     compute_s: float | None = None
     """Seconds of computing; None until only the commit remains."""
     is_straggler: bool = False
@@ -182,9 +184,9 @@ def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None
 
 
 def mark_stragglers(workers: list[WorkerStatus]) -> None:
-    """Mark the ranks for which the other ranks of their job wait.
+    """Mark ranks that are much slower than the other ranks of their job.
 
-    Ranks are compared by the extrapolated time of the whole stage.
+    The time of a whole stage is extrapolated for each rank, and compared with the others' median.
     """
     stages_by_node: dict[tuple[str, str], list[StageStatus]] = {}
     for worker in workers:

@@ -1,12 +1,12 @@
 """Scheduling of rollouts on elastic pools: which generator computes which work items.
 
-A rollout has a collector, the worker that consumes its trajectories. Generators (the workers of the
-elastic pool) get work items, each of which is some prompts of the rollout, and send trajectories to
-the collector. Helpers, which are workers of pools with other stages, also get work items until the
-queue is empty. Generators then finish the long samples of the helpers.
+A rollout has a collector, the worker that consumes its trajectories. A work item is some of the
+prompts of a rollout. Generators (the workers of the elastic pool) get work items and send
+trajectories to the collector. Helpers, which are workers of pools with other stages, also get work
+items until the queue is empty. Generators then finish the long samples of the helpers.
 
 Work items go to workers that have the weights in memory, and to all workers after the weights are
-committed. The collector rejects samples of weights that differ from the committed weights.
+committed. The collector rejects samples from weights that differ from the committed ones.
 
 Prompts of a lost worker are requeued and assigned again in the order of the batch, so that the
 first prompts of the batch complete early.
@@ -57,8 +57,8 @@ class WorkItem(NamedTuple):
     """Prompts for one worker."""
 
     number: int
-    """Index in its rollout; :data:`LOAD_ENGINE` without prompts."""
-    starts: tuple[int, ...]
+    """Index in its rollout, or :data:`LOAD_ENGINE`."""
+    prompts: tuple[int, ...]
     """Indices of the prompts in the batch."""
 
 
@@ -93,12 +93,12 @@ class WorkQueue:
         """Mark a work item as done. Returns None if it is not (or no longer) the worker's."""
         item = self._assigned[worker].pop(number, None)
         if item is not None:
-            self.done.update(item.starts)
+            self.done.update(item.prompts)
         return item
 
     def reassign(self, item: WorkItem, unfinished: Iterable[int], successor: str) -> WorkItem:
         """Assign to ``successor`` the prompts that a worker left by ending a work item early."""
-        prompts = tuple(prompt for prompt in item.starts if prompt in set(unfinished))
+        prompts = tuple(prompt for prompt in item.prompts if prompt in set(unfinished))
         self.done.difference_update(prompts)
         return self._assign(successor, prompts)
 
@@ -111,7 +111,7 @@ class WorkQueue:
     def requeue(self, worker: str, number: int) -> None:
         """Requeue a work item that a worker could not finish."""
         item = self._assigned[worker].pop(number, None)
-        for prompt in item.starts if item else ():
+        for prompt in item.prompts if item else ():
             heapq.heappush(self._pending, prompt)
 
     def requeue_worker(self, worker: str) -> None:
@@ -184,7 +184,7 @@ def assign_work(
         queues: one per batch, in the order of iterations.
         speeds: prompts per second by worker.
         min_item_size: see :meth:`WorkerSpeeds.min_item_size`.
-        max_queues: number of queues, from the first, of which a worker may get work items; all by
+        max_queues: by worker, the number of first queues from which it may get work items; all by
             default.
     """
     assigned = []
@@ -230,12 +230,12 @@ class _Assigned(NamedTuple):
     """An assigned work item."""
 
     node: StageNode
-    """Its rollout."""
+    """The node of its rollout."""
     worker: str
     item: WorkItem
     attempt: str | None
     """The attempt that produced its weights; None if these were committed."""
-    continues: int | None
+    continued_item: int | None
     """Number of the work item in which another worker began its samples; None if no worker did."""
 
 
@@ -290,18 +290,18 @@ class RolloutScheduler:
         self._rollouts[node] = _Rollout(output, weights, collector)
 
     def on_collected(self, node: StageNode, starts: Sequence[int]) -> None:
-        """Handle the report for which prompts the collector already has trajectories."""
+        """Handle the report of a collector: the prompts for which it already has trajectories."""
         if node in self._rollouts:
             self._rollouts[node].queue = WorkQueue(self.num_prompts, starts)
 
     def on_weights(self, worker: str, weights: str, attempt: str, iteration: int) -> None:
-        """Handle the report that a worker has uncommitted weights of an iteration in memory."""
+        """Handle the report of a worker that has uncommitted weights of an iteration in memory."""
         self._weights.setdefault(weights, {})[worker] = attempt
         evict_oldest(self._weights, HISTORY_SIZE)
         self._weights_iteration[worker] = iteration
 
     def invalidate_weights(self, weights: str) -> None:
-        """Forget weights in memory that are recomputed."""
+        """Forget which workers have weights in memory, because the weights are recomputed."""
         self._weights.pop(weights, None)
 
     def weights_iteration(self, worker: str) -> int:
@@ -321,7 +321,7 @@ class RolloutScheduler:
         return {assigned.worker for assigned in ended.values()}
 
     def is_busy(self, worker: str) -> bool:
-        """Return whether a worker has work, or is named to continue some."""
+        """Return whether a worker has work, or will continue the work of another worker."""
         busy_workers = {assigned.worker for assigned in self._assigned.values()}
         busy_workers.update(partial.successor for partial in self._partial)
         return worker in busy_workers or worker in self._successors.values()
@@ -353,7 +353,7 @@ class RolloutScheduler:
         rollout = self._rollouts.get(assigned.node) if assigned is not None else None
         if assigned is None or rollout is None or rollout.queue is None:
             ended = self._ended.pop(name, None)
-            if ended is not None and not report.exit_code and ended.item.starts:
+            if ended is not None and not report.exit_code and ended.item.prompts:
                 self._record_work(ended, ended.item, report)
             return False
         node, number = assigned.node, assigned.item.number
@@ -384,7 +384,7 @@ class RolloutScheduler:
                 weights_attempt=assigned.attempt,
             )
             self._partial.append(_Partial(node, report.successor, unfinished, partial))
-            item = WorkItem(number, tuple(s for s in item.starts if s not in unfinished.starts))
+            item = WorkItem(number, tuple(s for s in item.prompts if s not in unfinished.prompts))
         if report.spans:
             self._record_work(assigned, item, report)
         return True
@@ -394,13 +394,13 @@ class RolloutScheduler:
     ) -> list[tuple[str, WorkerOrder]]:
         """Return orders for workers that are about to be idle.
 
-        A worker that still waits for weights gets no work item of their rollout: waiting, it could
-        not compute the earlier rollouts on which these weights depend.
+        A worker gets no work item of a rollout for whose weights it would have to wait: meanwhile
+        it could not compute the earlier rollouts on which these weights depend.
 
         Args:
             workers: the connected generators.
-            helpers: workers that generate besides other stages, with the earliest iteration of
-                these stages. They generate for no later iteration until that iteration is trained.
+            helpers: workers of pools with other stages, with the earliest iteration that these
+                stages still have to compute. A helper generates for no later iteration.
         """
         orders = self._continue_partial(workers)
         queues = {
@@ -473,12 +473,12 @@ class RolloutScheduler:
     def iteration_load(
         self, node: StageNode, workers: Sequence[str], other_stages_s: float, *, overlap: bool
     ) -> IterationLoad | None:
-        """Return the load of an iteration by its finished rollout ``node``; None if one of the
-        workers finished no work item of it.
+        """Return the load of the iteration whose finished rollout is ``node``; None if one of the
+        workers finished none of its work items.
 
         Args:
             other_stages_s: seconds of the iteration's other stages.
-            overlap: whether these overlap with the next rollout.
+            overlap: whether the other stages overlap with the next rollout.
         """
         finished = self._finished_items.get(node, Counter())
         if not workers or not set(workers) <= finished.keys():
@@ -496,12 +496,12 @@ class RolloutScheduler:
         partial: messages.PartialSamples | None = None,
     ) -> messages.GenerateStarts:
         name, rollout = secrets.token_hex(6), self._rollouts[node]
-        attempt, continues = None, None
+        attempt, continued_item = None, None
         if partial is not None:
-            attempt, continues = partial.weights_attempt, partial.item_number
+            attempt, continued_item = partial.weights_attempt, partial.item_number
         elif not rollout.has_committed_weights:
             attempt = self._weights[rollout.weights][worker]
-        self._assigned[name] = _Assigned(node, worker, item, attempt, continues)
+        self._assigned[name] = _Assigned(node, worker, item, attempt, continued_item)
         return messages.GenerateStarts(
             work_item=name,
             label=node.name
@@ -512,7 +512,7 @@ class RolloutScheduler:
             weights=rollout.weights,
             weights_attempt=attempt,
             receiver=rollout.collector,
-            starts=item.starts,
+            starts=item.prompts,
             partial=partial,
         )
 
@@ -535,25 +535,20 @@ class RolloutScheduler:
         return rollout.has_committed_weights or worker in self._weights.get(rollout.weights, ())
 
     def _num_usable(self, worker: str, nodes: Iterable[StageNode]) -> int:
-        """Return the number of rollouts before the first whose weights a worker cannot use."""
+        """Return the number of ``nodes`` before the first whose weights a worker cannot use."""
         return len(list(takewhile(lambda node: self._can_use_weights(worker, node), nodes)))
 
     def _record_work(
         self, assigned: _Assigned, item: WorkItem, report: messages.WorkItemEnded
     ) -> None:
-        """Record the worker, times and size of a work item."""
-        spans, unfinished, node, worker = (
-            report.spans,
-            report.unfinished_starts,
-            assigned.node,
-            assigned.worker,
-        )
+        spans, unfinished = report.spans, report.unfinished_starts
+        node, worker = assigned.node, assigned.worker
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
-        if assigned.continues is None and not unfinished:
-            self._speeds.record(worker, len(item.starts), seconds)
+        if assigned.continued_item is None and not unfinished:
+            self._speeds.record(worker, len(item.prompts), seconds)
         self._finished_items[node][worker] += 1
-        self._finished_prompts[node][worker] += len(item.starts)
+        self._finished_prompts[node][worker] += len(item.prompts)
         for counter in (self._finished_items, self._finished_prompts):
             while len(counter) > HISTORY_SIZE:
                 del counter[next(iter(counter))]
@@ -562,9 +557,9 @@ class RolloutScheduler:
             "worker": worker,
             "host": report.host,
             "work_item": item.number,
-            "starts": item.starts,
+            "starts": item.prompts,
             "unfinished_starts": unfinished,
-            "continues": assigned.continues,
+            "continues": assigned.continued_item,
             "spans": spans,
             "used_disk_fallback": report.used_disk_fallback,
         }

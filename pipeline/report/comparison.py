@@ -16,8 +16,7 @@ from rlinf.artifacts import write_atomic
 
 SCRIPTS = ("page.js", "scales.js", "plots.js", "compare.js")
 GOLDEN_RATIO_STEP = 0.381966
-"""Step between the hues of consecutive runs, as a share of the colour circle: any number of hues
-stays distinct."""
+"""Step between the hues of consecutive runs, as a share of the colour circle, for distinct hues."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,6 @@ def run_colour(number: int, lightness: float) -> str:
 
 
 def _read_scores(run: Path) -> dict[int, float]:
-    """Return the held-out score by version of the weights."""
     scores = {}
     for folder in sorted((run / "evaluate").glob("[0-9]*")):
         manifest = stage_manifest(run, "evaluate", int(folder.name))

@@ -40,12 +40,13 @@ class ReportData:
     run: Run
     manifests: list[Manifest] = field(default_factory=list)
     sft: list[dict[str, Any]] = field(default_factory=list)
-    """Step, loss and (if measured) held-out score and loss at points of the SFT stage."""
+    """Rows of the SFT stage: ``step``, ``loss`` and, if measured, ``score`` and ``eval_loss``."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Metrics of each finished iteration (:func:`pipeline.metrics.metrics_row`)."""
     evaluated: list[dict[str, Any]] = field(default_factory=list)
     """Version of the weights and metrics of each evaluation."""
     spans: list[StageSpan] = field(default_factory=list)
+    """Stages and their parts, on every rank."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """Host, job, seconds and resource usage of each committed stage."""
     samples: dict[int, list[TranscriptSample]] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class ReportData:
         return {f"iteration {i + 1}": self.samples[i] for i in iterations}
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return iterations (from 1) and values of a metric, without iterations that lack it."""
+        """Return iterations (from 1) and values of a metric; iterations without it are left out."""
         points = [(row["iteration"] + 1, row[name]) for row in self.rows if name in row]
         x, y = zip(*points, strict=True) if points else ((), ())
         return np.array(x, dtype=float), np.array(y, dtype=float)
@@ -178,8 +179,7 @@ def lane_name(span: dict[str, Any]) -> str:
 
 
 def _seconds(manifest: Manifest, spans: Iterable[StageSpan]) -> float:
-    """Return the seconds of a stage; in pools only its computing time, because stages
-    interleave."""
+    """Return the seconds of a stage. In pools, stages interleave, so only computing counts."""
     if not any(span.get("worker") for span in manifest.timing["spans"]):
         return float(manifest.timing["end"] - manifest.timing["start"])
     computed: dict[str, float] = {}
@@ -208,7 +208,7 @@ class TranscriptSample(NamedTuple):
     """Number of steps."""
     score: float
     stop: str
-    """Reason for its end; ``length`` if it was truncated."""
+    """Reason for the end of the sample; ``length`` if it was truncated."""
     prompt: str
     text: str | None
     """The response; None for tasks without language."""
@@ -233,19 +233,19 @@ def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
     """Return the scored samples of an iteration, by number; empty if a file is missing or
     damaged."""
     try:
-        trajectories, scores = (_read_infos(run, iteration, channel) for channel in CHANNELS)
+        trajectories, rewards = (_read_infos(run, iteration, channel) for channel in CHANNELS)
         return [
             TranscriptSample(
                 number=number,
                 length=length,
-                score=float(scores[number][1]["score"]),
+                score=float(rewards[number][1]["score"]),
                 stop=str(info["stop_reason"]),
                 prompt=str(info.get("prompt_text", "")),
                 text=str(info["text"]) if "text" in info else None,
                 answer=str(info.get("answer", "")),
             )
             for number, (length, info) in sorted(trajectories.items())
-            if number in scores
+            if number in rewards
         ]
     except (ValueError, KeyError, OSError):
         return []
@@ -254,6 +254,7 @@ def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
 def _read_infos(
     run: Path, iteration: int, channel: str
 ) -> Mapping[int, tuple[int, Mapping[str, Scalar]]]:
+    """Return the length and the info of each record of a channel, by index of the sample."""
     folder = stage_folder(run, run_flow(run).producer_of(channel) or "", iteration)
     if (manifest := folder_manifest(folder)) is None:
         return {}
@@ -335,17 +336,17 @@ class StageSpan:
     """Name of the part, or of the stage for a whole stage."""
     iteration: int
     lane: str
-    """Row of the Gantt chart, named after the worker: pool and rank, or only the rank, and host."""
+    """Row of the Gantt chart; one per worker (:func:`lane_name`)."""
     start: float
     end: float
     """Unix times."""
     work_item: int | None = None
-    """Number of the work item in an elastic rollout, because work items of a worker may overlap."""
+    """Number of the work item in an elastic rollout; work items of a worker may overlap."""
 
 
 @dataclass(frozen=True)
 class TimelineSegment:
-    """An interval in which a stage computed, or waited or moved data."""
+    """An interval in which a stage computed (``is_computing``), or else waited or moved data."""
 
     stage: str
     iteration: int
@@ -361,7 +362,7 @@ class TimelineSegment:
 
 @dataclass
 class WorkerIdleTime:
-    """The idle time of one worker, over iterations as in :func:`worker_idle_times`."""
+    """The idle time of one worker (:func:`worker_idle_times`)."""
 
     lane: str
     idle_share: float
@@ -376,8 +377,7 @@ def sort_lanes(lanes: Iterable[str]) -> list[str]:
 
 
 def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
-    """Return the spans of stages, split at their pauses. Only the part of a pause within its stage
-    counts."""
+    """Return the spans of whole stages, split at the pauses within them."""
     spans = list(spans)
     pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
     for span in spans:
@@ -417,8 +417,8 @@ def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, floa
 
 
 def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
-    """Return the idle time of each worker over all iterations, without the first one if there are
-    more, because it loads everything."""
+    """Return the idle time of each worker over all iterations. If there are several, the first is
+    left out, because it loads everything."""
     spans = list(spans)
     windows = iteration_windows(spans)
     if len(windows) > 1:

@@ -54,7 +54,7 @@ HEADLINES = (
 )
 """The metrics in the first group, after the score."""
 OPTIMIZATION = ("train/loss", "train/grad_norm")
-"""The metrics that come first in the group of the training stages."""
+"""The first metrics in the group of the training stages."""
 GIB = 2**30
 BINS = 24
 """Number of bins of a histogram."""
@@ -70,7 +70,8 @@ def build_plots(data: ReportData) -> dict[str, Any]:
 
     A plot has ``id``, ``title``, ``name``, ``x`` (a name in ``xs``) and ``series`` (``label``,
     ``colour``, ``y``, ``kind``: line, points, bars, or metric for a line that the page can smooth).
-    ``stack`` adds series up; ``linked`` plots zoom together; ``zero`` includes 0 in the range.
+    ``stack`` adds series up; ``linked`` plots zoom together; ``zero`` includes 0 in the range;
+    ``wide`` and ``half`` set the width of the chart, ``percent`` and ``unit`` the format of values.
     """
     xs: dict[str, list[float]] = {"rows": [row["iteration"] + 1 for row in data.rows]}
     names = sorted({name for row in data.rows for name in row} - {"iteration"})
@@ -113,8 +114,7 @@ def is_constant(plot: Mapping[str, Any]) -> bool:
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
     """Return values for JSON, with None for values that are not finite.
 
-    Values are rounded to six significant digits, or to more if the range of all values needs them
-    for four digits.
+    Values are rounded to six significant digits, or to more, so that their range has four.
     """
     numbers = [None if value is None or not math.isfinite(value) else value for value in values]
     finite = [value for value in numbers if value is not None]
@@ -123,7 +123,6 @@ def json_numbers(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _digits(low: float, high: float) -> int:
-    """Return the significant digits of values between ``low`` and ``high``."""
     size, spread = max(abs(low), abs(high)), high - low
     if spread <= 0 or not math.isfinite(spread):
         return 6
@@ -166,7 +165,6 @@ def _score_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str,
 
 
 def _sft_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the held-out score and the loss of supervised fine-tuning, by step."""
     plots = []
     points = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
     if points:
@@ -178,7 +176,6 @@ def _sft_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, A
 
 
 def _sft_loss_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the training loss by SFT step, and the loss on held-out demonstrations if measured."""
     if not data.sft:
         return []
     xs["sft_losses"] = [point["step"] for point in data.sft]
@@ -207,8 +204,8 @@ def _evaluation_plots(data: ReportData, xs: dict[str, list[float]]) -> list[dict
 
 
 def _sample_histograms(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return histograms of scores and lengths of the first and the last samples on disk; none of a
-    quantity that is the same in all samples."""
+    """Return histograms of scores and lengths in the first and the last iteration on disk. If all
+    samples have the same score or length, its histogram is left out."""
     plots = []
     unit = step_unit(data.run.config)
     for name, title in (("score", "score"), ("length", f"length ({unit})")):

@@ -137,7 +137,7 @@ def render_interactive(
         template,
         name=content["name"],
         scripts=scripts,
-        policy=" ".join(f"'{_csp_hash(script)}'" for script in scripts),
+        script_hashes=" ".join(f"'{_csp_hash(script)}'" for script in scripts),
         styles=[style, (ASSETS / "page.css").read_text(encoding="utf-8")],
         licence=licence,
         data=script_json(content),
@@ -155,8 +155,7 @@ def script_json(content: Any) -> str:
 
 
 def _csp_hash(script: str) -> str:
-    """Return the hash of a script for the page's content security policy, which permits only
-    these scripts."""
+    """Return a script's hash; the page's content security policy permits only listed scripts."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -202,7 +201,7 @@ def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
 
 
 def _best_weights_fact(data: ReportData) -> list[tuple[str, str]]:
-    """Return a fact that names the weights with the best held-out score."""
+    """Return a row for the weights with the best held-out score; empty without evaluations."""
     best = best_weights(data.run.config, data.run.folder)
     if best is None:
         return []
@@ -258,7 +257,7 @@ def _format_gib(size: int) -> str:
 
 
 def _forecast_rows(data: ReportData, plan: str) -> Sequence[ForecastComparison]:
-    """Return the forecast of the plan (YAML) beside the measured times; empty without forecast."""
+    """Return predicted and measured times for a plan (YAML); empty if it has no forecast."""
     if not (yaml.safe_load(plan) or {}).get("forecast"):
         return []
     from pipeline.pools.measured_times import compare_with_forecast

@@ -20,14 +20,14 @@ from pipeline.report.theme import STAGE_COLOURS
 from stages.context import IDLE_SPANS, WAIT_SPAN
 
 MIN_RELATIVE_SPREAD = 1e-12
-"""Values whose spread is at most this share of the largest count as constant, because float64 would
-resolve only few steps between them."""
+"""Values are drawn as a constant if their spread is at most this share of the largest: float64
+would resolve only few steps between them."""
 COMPUTING_EXTENT, WAITING_EXTENT = (-0.38, 0.38), (0.1, 0.3)
 """Lower and upper edge of a Gantt bar within its lane, whose height is 1."""
 
 
 def learning_chart(data: ReportData) -> Figure | None:
-    """Draw the held-out score in both phases: SFT steps, then iterations of RL."""
+    """Draw the score by SFT step and by iteration."""
     sft_points = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
     if not sft_points and not data.scores and not data.rows:
         return None

@@ -31,7 +31,7 @@ def rows(*changes: dict[str, float]) -> list[dict[str, Any]]:
 
 def kinds(*changes: dict[str, float], needs_groups: bool = True, iterations: int = 50) -> list[str]:
     found = evaluate_rules(rows(*changes), needs_groups=needs_groups, iterations=iterations)
-    return [notice.kind for notice in found]
+    return [notice.rule for notice in found]
 
 
 EQUAL = {"reward/group_std": 0.0, "train/grad_norm": 0.0}
@@ -68,7 +68,7 @@ def test_what_nobody_could_judge_is_not_put_down_to_equal_scores() -> None:
     (notice,) = [
         notice for notice in found if "advantages" in notice.text or "valid reward" in notice.text
     ]
-    assert notice.kind == "nothing_judged"
+    assert notice.rule == "nothing_judged"
 
 
 def test_a_short_run_needs_less_patience() -> None:

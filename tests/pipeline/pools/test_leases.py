@@ -26,11 +26,11 @@ def test_work_that_is_longer_than_a_lease_is_given_up() -> None:
     for number in range(MAX_TIMEOUTS - 1):
         member = lease(number)
         member.assigned.add(train)
-        pool.check_progress(member)
+        pool.check_lease_length(member)
     one = lease(MAX_TIMEOUTS)
     one.assigned.add(train)
     with pytest.raises(PlanError, match=r"pools\[0\].*before they finished train.*time_limit_min"):
-        pool.check_progress(one)
+        pool.check_lease_length(one)
 
 
 def test_so_is_a_policy_apart_whose_leases_are_shorter_than_what_it_answers() -> None:
@@ -39,9 +39,9 @@ def test_so_is_a_policy_apart_whose_leases_are_shorter_than_what_it_answers() ->
     for member in members:
         member.served.add(StageNode("rollout", 3))
     for member in members[:-1]:
-        pool.check_progress(member)
+        pool.check_lease_length(member)
     with pytest.raises(PlanError, match=r"pools\[1\].* finished rollout\.generate, which"):
-        pool.check_progress(members[-1])
+        pool.check_lease_length(members[-1])
 
 
 def test_only_leases_without_any_finished_work_count_as_failed() -> None:
@@ -51,5 +51,5 @@ def test_only_leases_without_any_finished_work_count_as_failed() -> None:
         if number % 3 != 1:
             member.assigned.add(StageNode("train", 3))
         member.num_finished = int(number % 3 == 2)
-        pool.check_progress(member)
+        pool.check_lease_length(member)
     assert pool.unproductive_leases == 0

@@ -142,9 +142,9 @@ def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
     simulators, policy = driven.lease(0), driven.lease(1)
     driven.wants(ROLLOUT)
     attempt = next(order.attempt for _, order in driven.given() if isinstance(order, StageOrder))
-    assert driven.orders.policy_pools.is_busy(policy)
+    assert driven.orders.policy_assigner.is_busy(policy)
     driven.sent.clear()
-    driven.orders.policy_pools.on_lease_lost(policy)
+    driven.orders.policy_assigner.on_lease_lost(policy)
     assert [worker for worker, _ in driven.sent] == simulators.workers()
     over = AttemptEnded(node="rollout/2", attempt=attempt, reason="its lease has ended")
     assert all(order == over for _, order in driven.sent)
@@ -152,7 +152,7 @@ def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
     driven.orders.end_attempt(ROLLOUT)
     over = over.model_copy(update={"reason": "the attempt of the simulators has ended"})
     assert driven.sent == [(worker, over) for worker in policy.workers()]
-    assert not driven.orders.policy_pools.is_busy(policy)
+    assert not driven.orders.policy_assigner.is_busy(policy)
 
 
 def test_a_rollout_that_went_well_counts_for_both(driven: Driven) -> None:
@@ -161,7 +161,7 @@ def test_a_rollout_that_went_well_counts_for_both(driven: Driven) -> None:
     driven.pools[1].failures = 2
     driven.wants(ROLLOUT)
     driven.given()
-    driven.orders.policy_pools.count_success(ROLLOUT)
+    driven.orders.policy_assigner.count_success(ROLLOUT)
     assert (policy.num_finished, driven.pools[1].failures) == (1, 0)
 
 
@@ -173,9 +173,9 @@ def test_a_lease_had_work_in_what_it_answered_and_is_judged_by_it_once(driven: D
     driven.wants(ROLLOUT)
     driven.given()
     driven.orders.end_attempt(ROLLOUT)
-    pool.check_progress(policy)
-    driven.orders.policy_pools.on_lease_lost(policy)
-    pool.check_progress(policy)
+    pool.check_lease_length(policy)
+    driven.orders.policy_assigner.on_lease_lost(policy)
+    pool.check_lease_length(policy)
     assert pool.unproductive_leases == 1
 
 
@@ -192,4 +192,4 @@ def test_what_a_lease_answers_it_answers_to_the_end_when_another_comes(driven: D
         if isinstance(order, StageOrder)
     }
     assert settings == {"rollout/3": "pool-1-1-r0"}
-    assert driven.orders.policy_pools.is_busy(policy)
+    assert driven.orders.policy_assigner.is_busy(policy)

@@ -43,7 +43,7 @@ def test_a_start_is_left_held_or_done_and_in_the_end_all_are_done(
 
 
 def _check(queue: WorkQueue, size: int) -> None:
-    held = [start for worker in WORKERS for item in queue.items_of(worker) for start in item.starts]
+    held = [p for worker in WORKERS for item in queue.items_of(worker) for p in item.prompts]
     assert len(held) == len(set(held)), "nobody does what another does"
     assert not queue.done & set(held)
     assert queue.num_pending + len(held) + len(queue.done) == size
@@ -54,7 +54,7 @@ def test_what_a_lost_worker_held_is_given_out_before_the_rest() -> None:
     first = queue.assign("a", 3)
     queue.assign("b", 2)
     queue.requeue_worker("a")
-    assert queue.assign("b", 4).starts == (0, 1, 2, 5)
+    assert queue.assign("b", 4).prompts == (0, 1, 2, 5)
     assert queue.mark_done("a", first.number) is None, "too late"
     assert not queue.done
 
@@ -73,7 +73,7 @@ def test_claims_get_smaller_towards_the_end() -> None:
     queue, sizes = WorkQueue(64), []
     while queue.num_pending:
         for _, worker, item in assign_work([queue], {"a": 1.0, "b": 1.0}, 1.0):
-            sizes.append(len(item.starts))
+            sizes.append(len(item.prompts))
             queue.mark_done(worker, item.number)
     assert sizes[0] == 16
     assert sizes[-1] == 1
@@ -86,7 +86,7 @@ def test_where_time_hardly_depends_on_the_size_a_worker_gets_its_whole_share() -
         pace.record("a", size, 10.0)
     queue = WorkQueue(64)
     given = assign_work([queue], pace.speeds(["a", "b", "c", "d"]), pace.min_item_size())
-    assert sorted(len(item.starts) for _, _, item in given) == [16, 16, 16, 16]
+    assert sorted(len(item.prompts) for _, _, item in given) == [16, 16, 16, 16]
 
 
 def test_a_faster_worker_gets_more() -> None:
@@ -95,5 +95,5 @@ def test_a_faster_worker_gets_more() -> None:
         pace.record("slow", 4, 4.0)
         pace.record("fast", 4, 1.0)
     given = assign_work([WorkQueue(100)], pace.speeds(["slow", "fast"]), pace.min_item_size())
-    sizes = {worker: len(item.starts) for _, worker, item in given[:2]}
+    sizes = {worker: len(item.prompts) for _, worker, item in given[:2]}
     assert sizes["fast"] > 2 * sizes["slow"]
