@@ -51,12 +51,12 @@ def test_no_useful_number_of_replicas_is_left_out(samples):
 def test_stages_together_hold_the_whole_model(shape):
     for pp in (1, 2, 4) if shape.layers % 4 == 0 else (1, 2, 3):
         stages = split_pipeline(shape, pp)
-        assert stages.count.sum() == pp
-        whole = (stages.count * (stages.shared + stages.routed)).sum()
+        assert stages.multiplicity.sum() == pp
+        whole = (stages.multiplicity * (stages.shared + stages.routed)).sum()
         copy = shape.embedding_parameters * (shape.tied and pp > 1)
         assert whole == shape.parameters + copy
-        assert (stages.count * stages.flops).sum() == pytest.approx(shape.layer_flops.sum())
-        assert (stages.count * stages.head).sum() == 1
+        assert (stages.multiplicity * stages.flops).sum() == pytest.approx(shape.layer_flops.sum())
+        assert (stages.multiplicity * stages.head).sum() == 1
         assert stages.number.min() == 0
 
 
