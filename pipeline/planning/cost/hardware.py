@@ -7,9 +7,8 @@ communication operations in MPICH" (sections 4 to 8); the documentation of NCCL 
 arithmetic of a reduction is ignored, because GPUs add faster than links send. All functions accept
 numbers or arrays that broadcast. A group of one process takes no time.
 
-Data sheets give upper limits. The shares of the limits that programs reach are assumed here, based
-on published runs. Stages with measurements do not use this model
-(:mod:`pipeline.planning.cost.rates`).
+Data sheets give upper limits; the shares of these that programs reach are assumed from published
+runs. Measured stages use measurements instead (:mod:`pipeline.planning.cost.rates`).
 """
 
 from __future__ import annotations
@@ -186,9 +185,8 @@ class GpuDevice:
     def group_link(self, processes: Any, stride: Any, *, pairwise: bool = False) -> LinkModel:
         """Return the link between processes of a group whose ranks differ by ``stride``.
 
-        Ranks fill one node first. Interleaved groups share the node's bandwidth. In a ring each
-        group leaves a node once, so ``stride`` groups share the bandwidth; if all processes send to
-        all others (``pairwise``), all GPUs of the node share it.
+        Ranks fill one node first. Interleaved groups share the node's bandwidth: ``stride`` groups
+        in a ring, which leaves a node once; all GPUs if each sends to all others (``pairwise``).
         """
         fits_in_node = np.asarray(processes) * stride <= self.gpus_per_node
         num_sharing = self.gpus_per_node if pairwise else np.minimum(stride, self.gpus_per_node)

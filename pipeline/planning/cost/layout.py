@@ -89,10 +89,9 @@ class PipelineStages:
     sparse: Array
     """Number of layers with experts."""
     activation_bytes: Array
-    """Bytes per token that all layers store for the backward pass, if attention scores are
-    recomputed."""
+    """Bytes per token that all layers store for backward, if attention scores are recomputed."""
     largest_activation_bytes: Array
-    """Bytes per token that the largest layer stores for the backward pass."""
+    """Bytes per token that the largest layer stores for backward."""
 
 
 @functools.lru_cache(maxsize=256)

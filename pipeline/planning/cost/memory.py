@@ -72,9 +72,8 @@ def training_memory(
     """Return the memory of each pipeline stage: ``[..., stages]``.
 
     Pipeline stage ``s`` has ``pp - s`` micro-batches in flight, or fewer if the optimizer step has
-    fewer. With ZeRO 3, two layers are unsharded at a time: the current layer and the next, which is
-    being fetched. If optimizer states are offloaded, the device has room for at least those of the
-    embedding, unless the limit is 0.
+    fewer. With ZeRO 3, two layers are unsharded: the current layer and the next, which is fetched.
+    Offloaded optimizer states need room for at least the embedding's, unless their limit is 0.
     """
     tp, dp, ep, size = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
@@ -102,10 +101,8 @@ def training_memory(
     optimizer = state_bytes(work.state.optimizer, 1)
     if work.optimizer_limit_bytes is not None:
         min_on_device = work.state.optimizer * shape.embedding_parameters / tp / shards
-        limit = np.maximum(
-            work.optimizer_limit_bytes, min_on_device * (work.optimizer_limit_bytes > 0)
-        )
-        optimizer = np.minimum(optimizer, limit)
+        limit = work.optimizer_limit_bytes
+        optimizer = np.minimum(optimizer, np.maximum(limit, min_on_device * (limit > 0)))
     return MemoryBreakdown(
         weights, state_bytes(work.state.gradients, 2), optimizer, bytes_per_token * tokens / tp
     )
@@ -175,7 +172,7 @@ def _column(value: Any) -> Array:
 
 
 def _worst_stage(stages: MemoryBreakdown) -> MemoryBreakdown:
-    """Return the memory of the pipeline stage, of ``[..., stages]``, that uses most."""
+
     parts = np.broadcast_arrays(*vars(stages).values())
     worst = np.argmax(sum(parts), axis=-1)[..., None]
     return MemoryBreakdown(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))

@@ -158,8 +158,7 @@ class ModelShape:
         return 2.0 * self.embedding_parameters
 
     def score_flops(self, context: Array | float) -> Array | float:
-        """Return the FLOPs of a layer's attention scores and weighted values in the forward pass,
-        per token.
+        """Return the forward FLOPs of a layer's attention scores and weighted values, per token.
 
         ``4 * heads * head_dim * context`` (PaLM appendix B has 12 for forward and backward).
 
@@ -203,7 +202,6 @@ class ModelShape:
         return 2 * self.dtype_bytes * self.hidden + FLOAT32 * self.vocab
 
     def _mlp_size(self, width: int, *, bias: bool) -> int:
-        """Return the parameters of a feed-forward layer."""
         matrices = 3 if self.gated else 2
         biases = (width * (matrices - 1) + self.hidden) * bias
         return matrices * self.hidden * width + biases

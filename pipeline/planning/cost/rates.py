@@ -164,7 +164,6 @@ def measured_rates(
 
 
 def _empty_table(gpus: int, source: Source) -> RateTable:
-    """Return a table with a source and unknown values."""
     count = gpus + 1
     return RateTable(
         rates=np.zeros(count),
@@ -178,8 +177,7 @@ def _empty_table(gpus: int, source: Source) -> RateTable:
 
 
 def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
-    """Clear the entries whose rate is 0. Beyond ``max_gpus``, copy its entry: more GPUs are
-    idle."""
+    """Clear entries with rate 0. Beyond ``max_gpus``, repeat its entry: further GPUs are idle."""
     count = len(table.rates)
     rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)
     rates = table.rates[rows]

@@ -32,8 +32,7 @@ MIN_POINTS = 3
 NOISE_FLOOR = 0.01
 """Minimum relative standard deviation of a point, because runs differ more than their repeats."""
 RICHER_MODEL_FACTOR = 0.8
-"""A larger set of terms is selected only if its leave-one-out error is below this share of the
-error of the smaller set."""
+"""A larger set of terms is selected if its leave-one-out error is lower by this factor."""
 EXTRAPOLATION_SPREAD = 0.25
 """Relative standard deviation that each doubling beyond the measured range adds."""
 LEVEL = 0.9
@@ -88,8 +87,7 @@ class TimeModel:
     relative_error: float
     """Root mean square of the relative leave-one-out errors."""
     residual_scale: float
-    """Standard deviation of the residuals relative to the standard deviation of repeats, at
-    least 1."""
+    """Ratio of the standard deviations of the residuals and of repeats, at least 1."""
 
     @property
     def terms(self) -> tuple[str, ...]:

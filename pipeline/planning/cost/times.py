@@ -327,8 +327,7 @@ def _generation(
 
 
 def _step_grid(lengths: Array) -> Array:
-    """Return decoding steps ``[points]`` from 0 to the longest length, denser where many responses
-    end."""
+    """Return steps ``[points]`` from 0 to the longest length, denser where many responses end."""
     quantiles = np.quantile(lengths, np.linspace(0, 1, LENGTH_POINTS // 2))
     grid = np.linspace(0, lengths[-1], LENGTH_POINTS // 2)
     return np.unique(np.concatenate([[0.0], quantiles, grid]))

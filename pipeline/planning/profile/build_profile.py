@@ -148,12 +148,8 @@ def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
 def build_queue_wait(
     nodes: int, expected_s: float | None, past_waits: Sequence[tuple[int, float]]
 ) -> QueueWait:
-    """Return the expected wait of a job; its history is of past jobs with half to twice the nodes.
-
-    Args:
-        expected_s: wait that Slurm's scheduler expects; None: unknown.
-        past_waits: nodes and seconds of past jobs.
-    """
+    """Return the expected wait. Its history is of those ``past_waits`` (nodes, seconds) with half
+    to twice as many nodes."""
     similar = [s for size, s in past_waits if nodes <= 2 * size and size <= 2 * nodes]
     history = None
     if similar:
@@ -229,11 +225,7 @@ def relative_speeds(times: Sequence[float]) -> tuple[float, ...]:
 def build_mixtures(
     pair: KindPair, speeds: Sequence[float], samples: int, trial: Trial
 ) -> list[Mixture]:
-    """Return a mixture for each stage that processed the whole batch in a trial.
-
-    Args:
-        samples: samples of the whole batch.
-    """
+    """Return a mixture for each stage that processed the whole batch of ``samples`` in a trial."""
     mixtures = []
     for stage in dict.fromkeys(timing.stage for timing in trial.samples):
         timings = [s for s in trial.samples if s.stage == stage and s.samples == samples]

@@ -56,11 +56,9 @@ TRAINER_STATE = StateBytes(weights=4, gradients=4, optimizer=8)
 """Bytes per parameter of the built-in trainers, all in float32."""
 READ_BYTES_PER_S = 1e9
 """Read and write rate of a shared filesystem (assumed)."""
-START_S, IMPORTS_S, LOAD_S = 5.0, 15.0, 5.0
-"""Seconds to start a job, to import packages, and to create an engine or trainer besides reading
-its weights (all assumed)."""
-REWARD_S = 1e-3
-"""Seconds to compute the reward of a sample (assumed)."""
+START_S, IMPORTS_S, LOAD_S, REWARD_S = 5.0, 15.0, 5.0, 1e-3
+"""Seconds to start a job, to import packages, to create an engine or trainer (besides reading its
+weights), and to compute the reward of a sample (all assumed)."""
 
 
 def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) -> Profile:
@@ -118,8 +116,6 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
 
 @dataclass(frozen=True)
 class _RunWork:
-    """The work of one iteration of a run."""
-
     shape: ModelShape
     trainer_shape: ModelShape
     """The trainer's networks, including a separate critic."""
@@ -234,7 +230,6 @@ class _RunWork:
 
 
 def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a trainer; FSDP shards everything (stage 3)."""
     if trainer == "deepspeed":
         return int(settings.get("zero_stage", 2))
     if trainer == "megatron":

@@ -132,7 +132,6 @@ def _constraint(group: NodeGroup, groups: Sequence[NodeGroup], site_constraint: 
 
 
 def _lacks_gpus(group: NodeGroup, types: set[str]) -> bool:
-    """Return True for nodes without GPUs in a partition with GPUs."""
     return bool(types) and not group.gpus_per_node
 
 

@@ -82,8 +82,7 @@ class ProfileTask(Section):
 
 
 class StageTiming(Section):
-    """One repeat of a stage, or its failure. Fields without a docstring are as in
-    ``ProfilePoint``."""
+    """One repeat of a stage, or its failure; undocumented fields are as in ``ProfilePoint``."""
 
     stage: str
     samples: int = Field(gt=0)
@@ -155,8 +154,7 @@ class Trial(Section):
 
     @property
     def start_s(self) -> float | None:
-        """Seconds from the start of the last job to its first iteration, without its queue wait;
-        None if its imports were not measured."""
+        """Seconds from the last job's start to its first iteration; None: no measured imports."""
         names = ("startup", "imports", "engine_load", "trainer_load")
         times = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
         return sum(times) if "imports" in self.overheads_s else None
@@ -173,8 +171,7 @@ class Trial(Section):
         return self.model_copy(update={"repeats": (*others, previous.model_copy(update=change))})
 
     def next_case(self, cases: Sequence[ProfileCase]) -> ProfileCase | None:
-        """Return, among the cases that have not converged, that with the fewest repeats; None: all
-        have converged.
+        """Return the unconverged case with the fewest repeats; None: all cases have converged.
 
         The first case is the run's own size, on which every prediction is based, so it is measured
         first and more often. Cases at least as large as a failed case are skipped.

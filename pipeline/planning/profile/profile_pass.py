@@ -79,8 +79,7 @@ INTERRUPTED_STATES = frozenset(
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
-    """Record in the task's trial the delay until the driver noticed the end of the job, or that the
-    job ran out of memory.
+    """Record in the trial the delay until a job's end was noticed, or that its memory ran out.
 
     Raises:
         InputError, StageError: the job failed for another reason.
@@ -625,17 +624,14 @@ def measure_stage_jobs(
 
 
 def stage_job_overheads(run: Run) -> list[Overhead]:
-    """Return the dispatch times of all stages together, and of each stage the imports and the work
-    in a job of its own (``alone``)."""
+    """Return dispatch times of all stages together; imports and work (``alone``) of each stage."""
     graph = Graph(run.config)
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node in graph.nodes():
         manifest = stage_manifest(run.folder, *node)
         if manifest is None or node.stage not in graph.flow.stages:
             continue
-        process_start, stage_start, end = (
-            manifest.timing[name] for name in ("began", "start", "end")
-        )
+        process_start, stage_start, end = (manifest.timing[n] for n in ("began", "start", "end"))
         inputs = graph.inputs(node).values()
         sources = [stage_manifest(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
         input_ends = [source.timing["end"] for source in sources if source is not None]

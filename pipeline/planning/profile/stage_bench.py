@@ -75,12 +75,8 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def run_task(path: Path, first_line_at: float, imported_at: float) -> None:
-    """Run a task file, and write a manifest with the end time.
-
-    Args:
-        first_line_at: time of the process's first line of code, seconds since the epoch.
-        imported_at: time at which the imports were done, seconds since the epoch.
-    """
+    """Run a task file, and write a manifest with the end time. The arguments are the times of the
+    first line of code and of the end of the imports, seconds since the epoch."""
     task = validate_section(ProfileTask, read_json(path, f"no file {path}"), path)
     os.environ["WORLD_SIZE"] = str(task.processes)
     if int(os.environ.get("RANK", "0")) >= task.processes:
@@ -112,7 +108,7 @@ class StageBench:
     scratch: Path
     """Folder of the outputs of the measured stages."""
     imported_at: float
-    """As in :func:`run_task`."""
+    """Time at which the imports were done, seconds since the epoch."""
     worker_state: WorkerState = field(default_factory=WorkerState)
     stages_run: set[str] = field(default_factory=set)
     """Stages that this process has run."""
@@ -235,8 +231,7 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output. Stages before the first iteration were run already,
-        so theirs is in the run."""
+        """Return the folder of a node's output; the run has that of stages before iterations."""
         if node.stage in self.graph.flow.offline:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
@@ -392,8 +387,7 @@ class StageBench:
 
 
 def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
-    """Return the run's configuration with a case's prompts and token budget, and a learning rate
-    too small to change a weight."""
+    """Return the run's configuration with the size of a case and ``FROZEN_OPTIMIZER``."""
 
     def updated(section: Any, **values: Any) -> Any:
         return type(section)(**{**section.model_dump(), **values})
@@ -437,7 +431,6 @@ def _trainer_device(config: RunConfig) -> torch.device:
 
 
 def _on_gpu() -> bool:
-    """Return True if this process has used a GPU."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -475,7 +468,6 @@ def fit_link(
 
     Args:
         seconds: repeats of each size.
-        fields: the other fields of the link.
     """
     rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
     size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))

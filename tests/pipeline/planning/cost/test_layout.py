@@ -61,7 +61,7 @@ def test_stages_together_hold_the_whole_model(shape):
 
 
 def test_like_stages_are_kept_once():
-    assert len(split_pipeline(LLAMA_3_70B, 40).count) == 3
+    assert len(split_pipeline(LLAMA_3_70B, 40).multiplicity) == 3
 
 
 def test_one_of_many_layouts_reads_plainly():
