@@ -172,7 +172,6 @@ def _column(value: Any) -> Array:
 
 
 def _worst_stage(stages: MemoryBreakdown) -> MemoryBreakdown:
-
     parts = np.broadcast_arrays(*vars(stages).values())
     worst = np.argmax(sum(parts), axis=-1)[..., None]
     return MemoryBreakdown(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))

@@ -32,7 +32,7 @@ MIN_POINTS = 3
 NOISE_FLOOR = 0.01
 """Minimum relative standard deviation of a point, because runs differ more than their repeats."""
 RICHER_MODEL_FACTOR = 0.8
-"""A larger set of terms is selected if its leave-one-out error is lower by this factor."""
+"""A larger set of terms needs a leave-one-out error below this share of the smaller set's."""
 EXTRAPOLATION_SPREAD = 0.25
 """Relative standard deviation that each doubling beyond the measured range adds."""
 LEVEL = 0.9

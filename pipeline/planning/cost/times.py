@@ -289,8 +289,8 @@ def _generation(
     ``R <= C``, all start together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the
     engine is full until the queue is empty. Then the remaining length of a running request is
     distributed as ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory),
-    and the mean age is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has ``(R
-    E[L] - C E[residual]) / C`` steps.
+    and the mean age is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has
+    ``(R E[L] - C E[residual]) / C`` steps.
     """
     capacity = running_requests(shape, layout, work, device)
     requests = np.ceil(work.samples / np.asarray(layout.dp, dtype=np.float64))

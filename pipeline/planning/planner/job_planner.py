@@ -382,7 +382,7 @@ class StageAssignment:
 
     @property
     def waits_for_devices_of(self) -> dict[str, str]:
-        """For each stage whose inputs are complete before its devices: who uses the devices."""
+        """For each stage that waits for devices, not inputs: the stage that uses these devices."""
         return {
             stage: slot.predecessor
             for stage, slot in self._schedule.items()

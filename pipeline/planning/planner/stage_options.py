@@ -495,7 +495,7 @@ def stage_options(
 def _permitted_options(
     options: Sequence[StageOption], *, required: bool = True
 ) -> list[StageOption]:
-    """Return the options that exceed the time limit, unchecked, then those accounting allows.
+    """Return the options that exceed the time limit (unchecked), then those that accounting allows.
 
     Raises:
         PlanError: ``required``, but no job is allowed; the message has the smallest job's limit.

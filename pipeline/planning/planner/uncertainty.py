@@ -173,7 +173,6 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
 def _used_speeds(
     problem: PlacementProblem, placement: Placement, predictor: Predictor
 ) -> Iterator[UsedSpeed]:
-
     for s in range(len(problem.stages)):
         for k, number in enumerate(placement.gpus_of(s)):
             if predictor.tables[s][k][number] > 0:

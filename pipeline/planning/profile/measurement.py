@@ -154,7 +154,7 @@ class Trial(Section):
 
     @property
     def start_s(self) -> float | None:
-        """Seconds from the last job's start to its first iteration; None: no measured imports."""
+        """Seconds from the last job's start to its first iteration; None: not measured."""
         names = ("startup", "imports", "engine_load", "trainer_load")
         times = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
         return sum(times) if "imports" in self.overheads_s else None

@@ -231,7 +231,7 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output; the run has that of stages before iterations."""
+        """Return the folder of a node's output: of SFT, in the run; else, in the scratch folder."""
         if node.stage in self.graph.flow.offline:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)

@@ -356,7 +356,7 @@ def simulate(
 
 
 class _Channel:
-    """The queue of chunks between two stages: how many arrived, and room for more (None: any)."""
+    """The queue of chunks between stages: arrived chunks, and room for more (None: unlimited)."""
 
     def __init__(self, env: simpy.Environment, capacity: int | None) -> None:
         self.arrived = simpy.Container(env)
