@@ -182,7 +182,7 @@ class Predictor:
     def steady_period_s(self, placement: Placement, staleness: int) -> float:
         """Return the seconds per iteration if rollouts use weights of ``staleness`` iterations ago.
 
-        Every pool begins the next iteration as soon as it has finished the last one. While it waits
+        Every pool begins the next iteration as soon as it has finished this one. While it waits
         in an iteration, it does not work on the next.
         """
         pools, arrived = placement.pools, list[float]()

@@ -25,8 +25,8 @@ class DecodingReplica(Section):
     slots: int = Field(default=256, ge=1)
     """Number of samples that a worker runs concurrently; others wait for a slot."""
     fixed_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the time of a decoding step with full slots that is not shorter with fewer samples:
-    reading the weights, launching kernels."""
+    """Share of the time of a decoding step with full slots that remains with fewer samples: reading
+    the weights, launching kernels."""
 
 
 class LengthDistribution(Section):
