@@ -99,7 +99,7 @@ def draw_plans(
     rng, drawn_keys = random.Random(seed), {tuple(chosen)}
     plans: list[list[StageOption]] = []
     options_by_stage = [
-        [o for o in stage_options if o.count <= CORES] for stage_options in options.values()
+        [o for o in stage_options if o.num_processes <= CORES] for stage_options in options.values()
     ]
     while len(plans) < OTHERS:
         plan = [rng.choice(stage_options) for stage_options in options_by_stage]

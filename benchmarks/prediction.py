@@ -179,7 +179,7 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     flow, rng = flow_of(request.config), random.Random(seed)
     yield "jobs, the best", propose_plan(request).plan
     options_by_stage = {
-        s: [o for o in options if o.count <= CORES]
+        s: [o for o in options if o.num_processes <= CORES]
         for s, options in request.stage_options().items()
     }
     for number in range(DRAWN):

@@ -7,8 +7,8 @@ communication operations in MPICH" (sections 4 to 8); the documentation of NCCL 
 arithmetic of a reduction is ignored, because GPUs add faster than links send. All functions accept
 numbers or arrays that broadcast. A group of one process takes no time.
 
-Data sheets give upper limits. The share of these that programs reach is assumed here, based on
-published runs; measured stages use measurements instead (:mod:`pipeline.planning.cost.rates`).
+Data sheets give upper limits; the shares of these that programs reach are assumed from published
+runs. Measured stages use measurements instead (:mod:`pipeline.planning.cost.rates`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Numbers = Any
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The latency and bandwidth from one process to another."""
+    """A link from one process to another."""
 
     latency_s: Numbers
     """Alpha: seconds until the first byte arrives."""
@@ -109,8 +109,8 @@ INTER_LATENCY_S = 20e-6
 INTER_BYTES_PER_S = 12.5e9
 """Bandwidth between nodes if unknown: one port of 100 Gbit/s (assumed)."""
 FLOPS_EFFICIENCY: Mapping[str, float] = MappingProxyType({"a100": 0.7})
-"""Share of the peak that large matmuls reach, by family, without communication and other kernels,
-tuned to LLM Foundry's tables of A100 and H100."""
+"""Share of the peak FLOP/s that large matmuls reach, without communication and other kernels, by
+GPU family; tuned to LLM Foundry's tables of A100 and H100."""
 DEFAULT_FLOPS_EFFICIENCY = 0.6
 """The share that the H100 reaches; assumed for all other GPUs."""
 PCIE_BYTES_PER_S = {"h100": 63e9, "h200": 63e9, "b200": 63e9, "mi300x": 63e9, "v100": 15.75e9}
@@ -149,7 +149,7 @@ class GpuDevice:
     """Link between a GPU and its host's memory."""
     gpus_per_node: int = 8
     flops_efficiency: float = DEFAULT_FLOPS_EFFICIENCY
-    """Share of the peak that large matmuls reach."""
+    """Share of the peak FLOP/s that large matmuls reach."""
     bandwidth_efficiency: float = 0.8
     """Share of the memory bandwidth that is reached when reading weights (assumed)."""
     layer_overhead_s: float = 20e-6
@@ -183,10 +183,10 @@ class GpuDevice:
         return np.where(is_compute_bound, compute_s, 0.0), np.where(is_compute_bound, 0.0, memory_s)
 
     def group_link(self, processes: Any, stride: Any, *, pairwise: bool = False) -> LinkModel:
-        """Return the link of a group whose ranks are ``stride`` apart; ranks fill one node first.
+        """Return the link between processes of a group whose ranks differ by ``stride``.
 
-        Interleaved groups share the node's bandwidth. In a ring each group leaves a node once, so
-        ``stride`` groups share it; if all send to all (``pairwise``), all GPUs of the node do.
+        Ranks fill one node first. Interleaved groups share the node's bandwidth: ``stride`` groups
+        in a ring, which leaves a node once; all GPUs if each sends to all others (``pairwise``).
         """
         fits_in_node = np.asarray(processes) * stride <= self.gpus_per_node
         num_sharing = self.gpus_per_node if pairwise else np.minimum(stride, self.gpus_per_node)

@@ -23,8 +23,8 @@ Count = Any
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches to try, in samples."""
 MAX_EXHAUSTIVE_REPLICAS = 64
-"""Up to this limit every number of replicas is tried; above it, only those that reduce the work of
-the slowest replica, because further sharding of states saves very little."""
+"""Up to this limit every number of replicas is tried. Above this limit, a number is tried only if
+it reduces the work of the slowest replica, because further sharding of states saves very little."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CandidateLayout:
     tp: Count = 1
     """Tensor parallel: number of processes that share each matrix."""
     pp: int = 1
-    """Pipeline parallel: number of stages of consecutive layers."""
+    """Pipeline parallel: number of pipeline stages, each of consecutive layers."""
     dp: Count = 1
     """Data parallel: number of replicas."""
     ep: Count = 1
@@ -43,10 +43,11 @@ class CandidateLayout:
     micro_batch: Count = 1
     """Samples per replica and forward pass."""
     recompute: Recompute = "selective"
+    """Activation recomputation; see :data:`pipeline.planning.cost.model_shape.RECOMPUTE`."""
 
     @property
     def gpus(self) -> Count:
-        """The number of processes, one per GPU."""
+        """The number of GPUs, each of which has one process."""
         return self.tp * self.pp * self.dp
 
     def select(self, index: Any) -> CandidateLayout:
@@ -65,18 +66,18 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The pipeline stages of a model. Equal stages are stored once, so arrays are ``[different]``.
+    """The pipeline stages of a model. Equal stages are stored once: arrays are ``[different]``.
 
-    The embedding is on the first stage; the last norm and the head are on the last stage, with a
-    copy of a tied embedding if these stages differ.
+    The embedding is on the first stage; the last norm and the head are on the last stage. If the
+    embedding is tied and these stages differ, the last stage has a copy of it.
     """
 
     first_index: Array
     """Index of the first of the equal stages, int64."""
-    count: Array
+    multiplicity: Array
     """Number of equal stages, int64."""
     layers: int
-    """Layers of each stage."""
+    """Number of layers of each stage."""
     shared: Array
     """Parameters that every token uses."""
     routed: Array
@@ -88,9 +89,9 @@ class PipelineStages:
     sparse: Array
     """Number of layers with experts."""
     activation_bytes: Array
-    """Bytes per token that all layers store, if attention scores are recomputed."""
+    """Bytes per token that all layers store for backward, if attention scores are recomputed."""
     largest_activation_bytes: Array
-    """Bytes per token that the largest layer stores."""
+    """Bytes per token that the largest layer stores for backward."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,8 +113,8 @@ def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
         activations.max(1),
     ]
     table = np.stack(columns, axis=1).astype(np.float64)
-    table, first_index, count = np.unique(table, axis=0, return_index=True, return_counts=True)
-    return PipelineStages(first_index, count, shape.layers // pp, *table.T)
+    table, first_index, counts = np.unique(table, axis=0, return_index=True, return_counts=True)
+    return PipelineStages(first_index, counts, shape.layers // pp, *table.T)
 
 
 def candidate_layouts(

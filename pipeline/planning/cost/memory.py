@@ -1,4 +1,4 @@
-"""Memory per GPU of a stage under a layout.
+"""Predicts the memory per GPU of a stage with a parallel layout.
 
 Sources: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054, sections 3 and 5) for states and their
 sharding; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for activations with tensor and
@@ -25,7 +25,7 @@ from pipeline.planning.cost.workload import (
 
 Array = np.ndarray
 Bytes = Any
-"""Bytes: a number or an array of the layouts' shape."""
+"""Bytes: a number, or an array if the :class:`CandidateLayout` has arrays of many layouts."""
 
 PREFILL_TOKENS = 8192
 """Maximum tokens of an engine's prefill chunk (close to vLLM's default)."""
@@ -33,7 +33,7 @@ PREFILL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """The memory of a GPU by purpose; in a pipeline, of the stage with the highest total."""
+    """The memory of a GPU by purpose, on the pipeline stage with the highest total."""
 
     weights: Bytes = 0.0
     gradients: Bytes = 0.0
@@ -53,9 +53,9 @@ class MemoryBreakdown:
 
 
 def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> MemoryBreakdown:
-    """Return the bytes per GPU, with the shape of the layouts.
+    """Return the bytes per GPU.
 
-    For generation, the KV cache is the minimum: that of one request of maximum length. The
+    For generation, this is the minimum: the KV cache of only one request, of maximum length. The
     remaining memory determines the number of running requests (:func:`running_requests`).
     """
     if isinstance(work, TrainingWorkload):
@@ -69,11 +69,11 @@ def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> 
 def training_memory(
     shape: ModelShape, stages: PipelineStages, layout: CandidateLayout, work: TrainingWorkload
 ) -> MemoryBreakdown:
-    """Return weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
+    """Return the memory of each pipeline stage: ``[..., stages]``.
 
-    Stage ``s`` has ``pp - s`` micro-batches in flight, or fewer if the step has fewer. With ZeRO
-    stage 3, two layers are unsharded at a time: the current one and the one being fetched. Of
-    offloaded optimizer states, at least those of the embedding are on the device at a time.
+    Pipeline stage ``s`` has ``pp - s`` micro-batches in flight, or fewer if the optimizer step has
+    fewer. With ZeRO 3, two layers are unsharded: the current layer and the next, which is fetched.
+    Offloaded optimizer states need room for at least the embedding's, unless their limit is 0.
     """
     tp, dp, ep, size = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
@@ -99,10 +99,10 @@ def training_memory(
         bytes_per_token = bytes_per_token + in_flight * stages.activation_bytes
     tokens = size * max(work.longest, work.tokens)
     optimizer = state_bytes(work.state.optimizer, 1)
-    if work.state_on_device is not None:
+    if work.optimizer_limit_bytes is not None:
         min_on_device = work.state.optimizer * shape.embedding_parameters / tp / shards
-        limit = np.maximum(work.state_on_device, min_on_device * (work.state_on_device > 0))
-        optimizer = np.minimum(optimizer, limit)
+        limit = work.optimizer_limit_bytes
+        optimizer = np.minimum(optimizer, np.maximum(limit, min_on_device * (limit > 0)))
     return MemoryBreakdown(
         weights, state_bytes(work.state.gradients, 2), optimizer, bytes_per_token * tokens / tp
     )
@@ -111,7 +111,7 @@ def training_memory(
 def _inference(
     shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload
 ) -> MemoryBreakdown:
-    """Return the memory of the weights and of one layer's activations or the logits."""
+    """Return the memory of the weights, and of one layer's activations or of the logits."""
     tp, ep, micro_batch = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
     stages = split_pipeline(shape, layout.pp)
     tokens = micro_batch * max(work.longest, work.tokens)
@@ -157,8 +157,8 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
 def running_requests(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> Any:
-    """Return how many mean-length requests a replica runs concurrently, float64 with the shape of
-    the layouts: at most the engine's limit; 0 if a request of maximum length does not fit."""
+    """Return the number of requests of mean length that a replica runs concurrently, float64: at
+    most the engine's limit; 0 if a request of maximum length does not fit."""
     minimum = _generation(shape, layout, work)
     free_bytes = device.usable_bytes - minimum.weights - minimum.activations
     bytes_per_request = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
@@ -172,7 +172,6 @@ def _column(value: Any) -> Array:
 
 
 def _worst_stage(stages: MemoryBreakdown) -> MemoryBreakdown:
-    """Return the stage of ``[..., stages]`` that uses the most memory."""
     parts = np.broadcast_arrays(*vars(stages).values())
     worst = np.argmax(sum(parts), axis=-1)[..., None]
     return MemoryBreakdown(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))

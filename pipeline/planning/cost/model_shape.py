@@ -43,8 +43,8 @@ class ModelShape:
     tied: bool = False
     """True if the output head is the embedding."""
     embeddings: int = 1
-    """Number of embeddings: 2 with a separate critic, whose layers are counted after those of the
-    policy, as if both were one network."""
+    """Number of embeddings: 2 with a separate critic. Its layers follow those of the policy, as if
+    both were one network."""
     gated: bool = True
     """True if the feed-forward layer has a gate (three matrices instead of two)."""
     qkv_bias: bool = False
@@ -158,12 +158,12 @@ class ModelShape:
         return 2.0 * self.embedding_parameters
 
     def score_flops(self, context: Array | float) -> Array | float:
-        """Return the FLOPs of a layer's attention scores and weighted values, per token, forward.
+        """Return the forward FLOPs of a layer's attention scores and weighted values, per token.
 
         ``4 * heads * head_dim * context`` (PaLM appendix B has 12 for forward and backward).
 
         Args:
-            context: keys per query; in a causal sequence half its length on average.
+            context: keys per query; in a causal sequence, half of the sequence on average.
         """
         return 4.0 * self.q_width * context
 
@@ -202,7 +202,6 @@ class ModelShape:
         return 2 * self.dtype_bytes * self.hidden + FLOAT32 * self.vocab
 
     def _mlp_size(self, width: int, *, bias: bool) -> int:
-        """Return the parameters of a feed-forward layer."""
         matrices = 3 if self.gated else 2
         biases = (width * (matrices - 1) + self.hidden) * bias
         return matrices * self.hidden * width + biases
@@ -264,8 +263,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without experts: those in ``mlp_only_layers``, and all except every
-    ``decoder_sparse_step``-th."""
+    """Return the layers without experts. Every ``decoder_sparse_step``-th layer has experts, unless
+    it is in ``mlp_only_layers``."""
     step = int(config.get("decoder_sparse_step") or 1)
     listed = set(config.get("mlp_only_layers") or ())
     return tuple(i for i in range(layers) if i in listed or (i + 1) % step)

@@ -37,21 +37,21 @@ class RateTable:
     rates: Array
     """0 if the stage cannot run on this many GPUs."""
     spread: Array
-    """Relative standard deviation of each time."""
+    """Relative standard deviation of the time of an iteration."""
     used: Array
-    """Number of these GPUs that have work, int64."""
+    """Number of the GPUs that have work, int64."""
     source_codes: Array
-    """Index of each number's source in :data:`SOURCES`, int64."""
+    """Index of each rate's source in :data:`SOURCES`, int64."""
     bound_codes: Array
     """Index in :data:`pipeline.planning.cost.times.BOUNDS` of the largest part of the time, int64;
     -1: unknown."""
     memory_bytes: Array
     """Memory of each GPU; NaN: unknown. Generation fills the rest with the KV cache."""
     layout_indices: Array
-    """Layout for each number of GPUs: index in ``layouts`` and index in that batch, int64
-    ``[gpus + 1, 2]``; -1: unknown."""
+    """Layout for each number of GPUs, int64 ``[gpus + 1, 2]``: index of a batch in ``layouts``, and
+    index of the layout in this batch; -1: unknown."""
     layouts: tuple[CandidateLayout, ...] = ()
-    """Batches of layouts, because thousands of single layouts would be slow."""
+    """Batches of layouts with arrays, because thousands of single layouts would be slow."""
     warnings: tuple[str, ...] = ()
     """Warnings for the user: extrapolated rates."""
 
@@ -60,7 +60,7 @@ class RateTable:
         return SOURCES[int(self.source_codes[gpus])]
 
     def bound(self, gpus: int) -> str:
-        """Return the largest part of the time on ``gpus`` GPUs: one of
+        """Return the name of the largest part of the time on ``gpus`` GPUs: one of
         :data:`pipeline.planning.cost.times.BOUNDS`, or ``unknown``."""
         code = int(self.bound_codes[gpus])
         return BOUNDS[code] if code >= 0 else "unknown"
@@ -132,8 +132,8 @@ def measured_rates(
 
     Args:
         size: work of one iteration, in the unit of the points.
-        runnable: bool ``[gpus + 1]``, False if the stage is known not to run.
-        max_gpus: maximum number of GPUs that have work; further GPUs are idle.
+        runnable: bool ``[gpus + 1]``, False if the stage is known not to run; None: unknown.
+        max_gpus: maximum number of GPUs that have work; further GPUs are idle. None: no limit.
         memory_bytes: maximum measured memory of a GPU; NaN: unknown.
         interpolate: False: never fit; use only the points with this ``size``.
 
@@ -164,7 +164,6 @@ def measured_rates(
 
 
 def _empty_table(gpus: int, source: Source) -> RateTable:
-    """Return a table with a source and unknown values."""
     count = gpus + 1
     return RateTable(
         rates=np.zeros(count),
@@ -178,7 +177,7 @@ def _empty_table(gpus: int, source: Source) -> RateTable:
 
 
 def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
-    """Clear entries that cannot run the stage; GPUs beyond ``max_gpus`` are idle."""
+    """Clear entries with rate 0. Beyond ``max_gpus``, repeat its entry: further GPUs are idle."""
     count = len(table.rates)
     rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)
     rates = table.rates[rows]

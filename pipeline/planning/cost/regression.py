@@ -1,4 +1,4 @@
-"""Regression of measured times on processes and size, with intervals and flags of extrapolation.
+"""Regression of measured times on processes and size, with intervals; it flags extrapolation.
 
 ``seconds = a + b size + c size / processes + d log2(processes) + e (processes - 1)`` with
 non-negative coefficients: fixed cost, serial work, parallel work, and communication over trees and
@@ -26,13 +26,13 @@ Array = np.ndarray
 TERMS = ("constant", "size", "size / processes", "log2(processes)", "processes - 1")
 """Terms of the model, in this order."""
 TERM_SETS = ((2,), (0, 2), (0, 1, 2), (0, 2, 3), (0, 2, 4), (0, 1, 2, 3, 4))
-"""Sets of terms to select from, simplest first."""
+"""Sets of indices in :data:`TERMS` to select from, simplest first."""
 MIN_POINTS = 3
 """Minimum number of different settings (processes and size) for a fit."""
 NOISE_FLOOR = 0.01
 """Minimum relative standard deviation of a point, because runs differ more than their repeats."""
 RICHER_MODEL_FACTOR = 0.8
-"""A larger set of terms must multiply the leave-one-out error by less than this factor."""
+"""A larger set of terms needs a leave-one-out error below this share of the smaller set's."""
 EXTRAPOLATION_SPREAD = 0.25
 """Relative standard deviation that each doubling beyond the measured range adds."""
 LEVEL = 0.9
@@ -57,12 +57,12 @@ class TimingPoint:
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """Predicted times; arrays of the shape of the query."""
+    """Predicted times. The arrays have the shape of the arguments of :meth:`TimeModel.predict`."""
 
     seconds: Array
     spread_s: Array
-    """Standard deviation of a normal distribution with the interval ``low_s`` to ``high_s``. With
-    few points it is larger than that of the regression, because of Student's t."""
+    """Standard deviation of the normal distribution with the interval ``low_s`` to ``high_s``. With
+    few points it exceeds the standard deviation of the regression, because of Student's t."""
     low_s: Array
     high_s: Array
     """Interval that contains the share :data:`LEVEL` of measurements."""
@@ -87,7 +87,7 @@ class TimeModel:
     relative_error: float
     """Root mean square of the relative leave-one-out errors."""
     residual_scale: float
-    """Standard deviation of the residuals relative to that of repeats, at least 1."""
+    """Ratio of the standard deviations of the residuals and of repeats, at least 1."""
 
     @property
     def terms(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""Seconds of a stage under a layout, from data sheets, by limiting resource.
+"""Predicts the seconds of a stage with a parallel layout from data sheets, by limiting resource.
 
-Compute follows the roofline model, communication the model of links. Sources: Narayanan et al. 2021
-(arXiv 2104.04473, sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al.
-2020 (arXiv 1910.02054, section 7) for sharded data parallelism; Pope et al. 2022 (arXiv 2211.05102)
-for memory-bound decoding.
+A layout (:mod:`pipeline.planning.cost.layout`) divides a model over GPUs. Compute follows the
+roofline model, communication the model of links. Sources: Narayanan et al. 2021 (arXiv 2104.04473,
+sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al. 2020 (arXiv
+1910.02054, section 7) for sharded data parallelism; Pope et al. 2022 (arXiv 2211.05102) for
+memory-bound decoding.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from pipeline.planning.cost.workload import (
 
 Array = np.ndarray
 Seconds = Any
-"""Seconds: a number or an array of the layouts' shape."""
+"""Seconds: a number, or an array if the :class:`CandidateLayout` has arrays of many layouts."""
 
 LENGTH_POINTS = 48
-"""Number of steps at which the distribution of lengths is evaluated."""
+"""Number of decoding steps at which the distribution of response lengths is evaluated."""
 SYNC_CHUNK_BYTES = 64 * 2**20
 """Chunk size in which nodes forward weights (assumed)."""
 
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Seconds by limiting resource; the sum of the parts is the duration."""
+    """The seconds of a stage by limiting resource; the sum of the parts is the duration."""
 
     compute_s: Seconds = 0.0
     bandwidth_s: Seconds = 0.0
@@ -60,7 +61,7 @@ class TimeBreakdown:
         return sum(vars(self).values())
 
     def map_parts(self, change: Callable[[Any], Any]) -> TimeBreakdown:
-        """Apply a function to every part."""
+        """Return a breakdown of the results of a function for every part."""
         return TimeBreakdown(*(change(part) for part in vars(self).values()))
 
     def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
@@ -76,10 +77,8 @@ BOUNDS = ("compute", "memory bandwidth", "communication", "bubble", "overhead")
 def stage_seconds(
     shape: ModelShape, layout: CandidateLayout, work: Workload, device: GpuDevice
 ) -> TimeBreakdown:
-    """Return the seconds of one iteration, with the shape of the layouts.
-
-    Memory only limits the number of running requests; generation takes infinite time if none fits.
-    """
+    """Return the seconds of one iteration. Memory only matters to generation: it limits the number
+    of running requests, and the time is infinite if no request fits."""
     if isinstance(work, TrainingWorkload):
         return _training(shape, layout, work, device)
     if isinstance(work, InferenceWorkload):
@@ -108,9 +107,9 @@ def _training(
     """Return the time of an iteration of training.
 
     The pipeline takes ``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021,
-    section 2.2, for stages of different duration). Added are the sends that fill and drain the
-    pipeline, the gradient all-reduce over replicas, and the optimizer step, which is limited by
-    memory bandwidth.
+    section 2.2, for pipeline stages ``s`` with seconds ``tau_s`` and ``m`` micro-batches). To this
+    are added the sends that fill and drain the pipeline, the gradient all-reduce over replicas, and
+    the optimizer step, which is limited by memory bandwidth.
     """
     passes = TRAINING_PASSES[layout.recompute]
     micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
@@ -137,7 +136,7 @@ def _pipeline(
     micro_batches: Any,
 ) -> TimeBreakdown:
     stages = split_pipeline(shape, layout.pp)
-    stage_times = micro_batch(shape, stages, layout, tokens, device, passes)
+    stage_times = micro_batch_seconds(shape, stages, layout, tokens, device, passes)
     total = np.asarray(stage_times.total)
     slowest = np.argmax(total, axis=-1)[..., None]
 
@@ -146,14 +145,14 @@ def _pipeline(
         return micro_batches * np.take_along_axis(part, slowest, -1)[..., 0]
 
     busy = stage_times.map_parts(take_slowest)
-    fill = (total * stages.count).sum(-1) - total.max(-1)
+    fill = (total * stages.multiplicity).sum(-1) - total.max(-1)
     # Activations are sent forward, and in training gradients are sent back.
     directions = 1 if passes.compute == 1 else 2
     send_s = directions * _boundary_seconds(shape, layout, tokens, device)
     return replace(busy, bubble_s=fill + send_s)
 
 
-def micro_batch(
+def micro_batch_seconds(
     shape: ModelShape,
     stages: PipelineStages,
     layout: CandidateLayout,
@@ -186,8 +185,7 @@ def micro_batch(
 def _layer_communication(
     shape: ModelShape, layers: Any, sparse: Any, tp: Any, ep: Any, tokens: Any, device: GpuDevice
 ) -> Any:
-    """Return the seconds of tensor- and expert-parallel communication of a forward pass of
-    ``tokens``.
+    """Return the seconds of tensor- and expert-parallel communication in a forward pass.
 
     There are two all-reduces of the hidden states per layer (Narayanan et al. 2021, section 2.3),
     and two all-to-alls per sparse layer, to the experts and back.
@@ -204,7 +202,7 @@ def _layer_communication(
 def _boundary_seconds(
     shape: ModelShape, layout: CandidateLayout, tokens: int, device: GpuDevice
 ) -> Seconds:
-    """Return the seconds for one micro-batch's hidden states to pass all pipeline boundaries.
+    """Return the seconds in which the hidden states of a micro-batch pass all pipeline boundaries.
 
     Each tensor-parallel rank sends its share (Narayanan et al. 2021, section 4.1).
     """
@@ -222,14 +220,14 @@ def _gradient_sync(
     device: GpuDevice,
     micro_batches: Any,
 ) -> Seconds:
-    """Return the seconds to sum gradients over replicas, for the largest stage.
+    """Return the seconds to sum gradients over replicas, for the largest pipeline stage.
 
-    Without sharding this is an all-reduce; sharded states need a reduce-scatter and an all-gather,
-    which take as long.
-    With ZeRO stage 3, weights are gathered twice and gradients are reduce-scattered for each
-    micro-batch, within one copy of the model; gradient shards are then all-reduced over copies.
+    Without sharding this is an all-reduce. ZeRO 1 and 2 need a reduce-scatter and an all-gather,
+    which take as long. With ZeRO 3, weights are gathered twice and gradients are reduce-scattered
+    for each micro-batch, within one copy of the model; then gradient shards are all-reduced over
+    copies.
     """
-    shared, routed = _largest_stage(shape, layout)
+    shared, routed = _largest_pipeline_stage(shape, layout)
     shards = work.shards(layout.dp) if work.zero == 3 else layout.dp
     groups = [(device.group_link(shards, layout.tp), shards, shared)]
     if shape.experts:
@@ -260,14 +258,14 @@ def _gradient_sync(
 def _optimizer(
     shape: ModelShape, layout: CandidateLayout, work: TrainingWorkload, device: GpuDevice
 ) -> TimeBreakdown:
-    """Return the seconds to read and write all states, and to transfer offloaded ones."""
-    shared, routed = _largest_stage(shape, layout)
+    """Return the seconds to read and write all states, and to transfer offloaded states."""
+    shared, routed = _largest_pipeline_stage(shape, layout)
     if work.zero:
         shards = work.shards(layout.dp)
         shared, routed = shared / shards, routed / np.maximum(1, shards // layout.ep)
     bytes_per_parameter = work.state.gradients + 2 * work.state.optimizer + work.state.weights
     transfer_s: Seconds = 0.0
-    if work.state_on_device is not None:
+    if work.optimizer_limit_bytes is not None:  # offloaded
         transfer_s = 2 * work.state.optimizer * (shared + routed) / device.host.bytes_per_s
     return TimeBreakdown(
         bandwidth_s=device.roofline(0.0, bytes_per_parameter * (shared + routed))[1],
@@ -275,8 +273,8 @@ def _optimizer(
     )
 
 
-def _largest_stage(shape: ModelShape, layout: CandidateLayout) -> tuple[Any, Any]:
-    """Return the parameters per GPU of the largest stage: shared, and of routed experts."""
+def _largest_pipeline_stage(shape: ModelShape, layout: CandidateLayout) -> tuple[Any, Any]:
+    """Return the largest parameters per GPU of a pipeline stage: shared, and of routed experts."""
     stages = split_pipeline(shape, layout.pp)
     return stages.shared.max() / layout.tp, stages.routed.max() / (layout.tp * layout.ep)
 
@@ -287,11 +285,11 @@ def _generation(
     """Return the time of prefill and of decoding with continuous batching; infinite if no request
     fits.
 
-    A replica generates ``R`` responses, at most ``C`` at the same time. If ``R <= C``, all start
-    together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the engine is full until
-    the queue is empty. Then the remaining length of a running request is distributed as
-    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), and the mean age
-    is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has
+    A replica generates ``R`` responses of random length ``L``, at most ``C`` at the same time. If
+    ``R <= C``, all start together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the
+    engine is full until the queue is empty. Then the remaining length of a running request is
+    distributed as ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory),
+    and the mean age is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has
     ``(R E[L] - C E[residual]) / C`` steps.
     """
     capacity = running_requests(shape, layout, work, device)
@@ -299,9 +297,9 @@ def _generation(
     running = np.maximum(np.minimum(capacity, requests), 1.0)
     lengths = np.sort(work.lengths)
     mean_length = float(lengths.mean())
-    times = _evaluation_times(lengths)
-    midpoints, widths = (times[1:] + times[:-1]) / 2, np.diff(times)
-    expected_excess = np.maximum(lengths[None] - times[:, None], 0.0).mean(1)
+    grid = _step_grid(lengths)
+    midpoints, widths = (grid[1:] + grid[:-1]) / 2, np.diff(grid)
+    expected_excess = np.maximum(lengths[None] - grid[:, None], 0.0).mean(1)
     # Means of P(L > t) and of P(residual > t) over each interval.
     survival = -np.diff(expected_excess) / widths
     residual = (expected_excess[1:] + expected_excess[:-1]) / 2 / mean_length
@@ -328,7 +326,7 @@ def _generation(
     return prefill + decode.map_parts(lambda part: steps * part) + tail + infeasible
 
 
-def _evaluation_times(lengths: Array) -> Array:
+def _step_grid(lengths: Array) -> Array:
     """Return steps ``[points]`` from 0 to the longest length, denser where many responses end."""
     quantiles = np.quantile(lengths, np.linspace(0, 1, LENGTH_POINTS // 2))
     grid = np.linspace(0, lengths[-1], LENGTH_POINTS // 2)
@@ -386,7 +384,7 @@ def _prefill(
 def switch_seconds(
     shape: ModelShape, layout: CandidateLayout, work: Workload, device: GpuDevice
 ) -> Seconds:
-    """Return the seconds to load and offload a stage's weights and optimizer states.
+    """Return the seconds to load a stage's weights and optimizer states and to offload them again.
 
     Each GPU has its own link to the host; activations, gradients and caches are discarded.
     """

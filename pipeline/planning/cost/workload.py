@@ -41,12 +41,12 @@ class TrainingWorkload:
     copies: int = 1
     """Number of complete copies of the states (hybrid sharding); each copy is sharded over an equal
     part of the replicas."""
-    state_on_device: float | None = None
-    """Maximum bytes of optimizer states on the device at a time; the others are in host memory.
-    None: all are on the device."""
+    optimizer_limit_bytes: float | None = None
+    """Maximum bytes of optimizer states on a device at a time; the others are in host memory. None:
+    nothing is offloaded."""
 
     def shards(self, replicas: Array | int) -> Array:
-        """Return the number of data-parallel replicas over which a copy is sharded."""
+        """Return the number of replicas over which each copy of the states is sharded."""
         return np.maximum(1, np.asarray(replicas) // self.copies)
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class TrainingWorkload:
 
 @dataclass(frozen=True)
 class InferenceWorkload:
-    """A forward pass over sequences: log-probs of a policy, values, or rewards of a model. For the
-    fields see :class:`TrainingWorkload`."""
+    """A forward pass over sequences: log-probs of a policy, values of a critic, or rewards of a
+    model. For the fields see :class:`TrainingWorkload`."""
 
     samples: int
     tokens: int
@@ -73,7 +73,7 @@ class GenerationWorkload:
     """Generation of responses with continuous batching."""
 
     lengths: Array
-    """A sample of expected response lengths in tokens ``[n]``, in any order."""
+    """Examples of response lengths, tokens ``[n]``, in any order."""
     samples: int
     """Responses per iteration."""
     prompt_tokens: int

@@ -39,10 +39,10 @@ MAX_CPUS_PER_GPU = 16
 
 
 def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
-    """Return the request of a job with this many devices of the first kind.
+    """Return the request of a job with ``count`` devices of the first kind.
 
     Args:
-        kinds: kind of the devices; several kinds if jobs on each of them make the same request.
+        kinds: kind of the devices; several kinds if jobs on each kind must make the same request.
     """
     first, constraints = kinds[0], {kind.constraint for kind in kinds}
     nodes = -(-count // first.devices_per_node)
@@ -62,12 +62,12 @@ def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
 
 
 def build_stage_plan(values: dict[str, object]) -> StagePlan:
-    """Return the request with these keys; None leaves a key at its default."""
+    """Return the request with these keys; a key with the value None gets its default."""
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
 
 
 def cpus_per_process(kind: DeviceKind) -> int:
-    """Return the CPUs of a process with a GPU."""
+    """Return the number of CPUs of a process with a GPU."""
     return min(MAX_CPUS_PER_GPU, max(1, kind.cpus_per_node // kind.gpus_per_node))
 
 
@@ -86,12 +86,12 @@ class JobAllowance:
     refusal: str = ""
     """Why a job cannot have more than ``max_devices`` devices; "" without a limit."""
     shared_limits: Mapping[SharedLimit, int] = field(default_factory=dict)
-    """Limits on the total of all jobs, and the amount of each per device; for a limit on the number
-    of jobs, the amount per job."""
+    """Limits on the total of all jobs, with the amount of each limit that a device uses (or a job,
+    if the limit is on the number of jobs)."""
 
     def refusal_for(self, request: StagePlan, key: str) -> str:
-        """Return why a job with this request will never run; "" if it may run. The reason names the
-        request by ``key``."""
+        """Return why a job with this request will never run; "" if it may run. In the reason,
+        ``key`` is the name of the request."""
         try:
             self.cluster_limits.check(self._resources(request), key)
         except PlanError as error:
@@ -195,13 +195,13 @@ class PartitionDevices:
 
     @property
     def count(self) -> int:
-        """The number of devices, or the maximum that all jobs together may use if that is lower."""
+        """The number of devices that all jobs together may use, by the nodes and shared limits."""
         caps = [shared.maximum // amount for shared, amount in self.shared_limits.items()]
         return min([self.kind.nodes * self.per_node, *caps])
 
     @property
     def shared_limits(self) -> dict[SharedLimit, int]:
-        """Limits on the total of all jobs, and the amount of each per device."""
+        """Limits on the total of all jobs, with the amount of each limit that a device uses."""
         limits = self.allowance.shared_limits.items()
         return {limit: n for limit, n in limits if limit.key != "jobs" and n}
 
@@ -213,7 +213,7 @@ class PartitionDevices:
 
     @property
     def has_device_memory(self) -> bool:
-        """True if the profile measured the memory of the devices; False: that of the node.
+        """True if the profile's memory peaks are of the devices; False: of the node.
 
         The fake GPUs of a dev cluster were measured on its CPUs. If the profile has no entry, GPUs
         count as having their own memory, except GPUs of a known type that the inventory lists
@@ -246,8 +246,8 @@ class PartitionDevices:
         return math.inf if self.time_limit_min is None else 60.0 * self.time_limit_min
 
     def wait_s(self, nodes: int) -> float:
-        """Return the expected queue wait of a job: that of the nearest measured number of nodes;
-        0 without measurements."""
+        """Return the expected queue wait of a job, as measured for the nearest number of nodes; 0
+        without measurements."""
         waits = self.waits_s
         if not waits:
             return 0.0
@@ -255,7 +255,7 @@ class PartitionDevices:
 
     @property
     def waits_s(self) -> dict[int, float]:
-        """The measured waits by number of nodes."""
+        """The expected queue waits in the profile, by number of nodes."""
         waits: dict[int, float] = {}
         for wait in self.profile.waits:
             past_s = wait.history.q50_s if wait.history else 0.0
@@ -273,7 +273,7 @@ def select_devices(
 ) -> tuple[dict[str, PartitionDevices], tuple[str, ...]]:
     """Return the devices to plan with, by kind, and notes on excluded devices.
 
-    Measurements of the same nodes in another partition are used too.
+    For a kind without measurements, those of the same GPUs in another partition are used.
 
     Args:
         partitions: use only these partitions or kinds; all measured kinds by default.
@@ -348,8 +348,8 @@ def local_devices(profile: Profile, kind: DeviceKind) -> dict[str, PartitionDevi
 def with_counts(
     devices: Mapping[str, PartitionDevices], counts: Mapping[str, int]
 ) -> dict[str, PartitionDevices]:
-    """Return the devices with other counts, such as ``{"h100": 8}``. A count also applies to the
-    kinds whose better kind it names.
+    """Return the devices with other numbers of devices, such as ``{"h100": 8}``. The number of a
+    kind also applies to kinds for which this is the better kind.
 
     Raises:
         PlanError: an unknown kind, or a number that is not a multiple of a node's devices.
@@ -381,8 +381,8 @@ def with_counts(
 def with_memory_floors(
     devices: Mapping[str, PartitionDevices], estimated: Profile
 ) -> dict[str, PartitionDevices]:
-    """Add the failures of the ``estimated`` profile, in which the model needs too much memory, for
-    numbers of processes below the smallest measured one."""
+    """Add failures for lack of memory from the ``estimated`` profile, for numbers of processes
+    below the smallest measured number."""
     changed = dict(devices)
     for name, entry in devices.items():
         smallest: dict[str, int] = {}
@@ -400,8 +400,8 @@ def with_memory_floors(
 def _with_better_kind(
     devices: Mapping[str, PartitionDevices], inventory: Inventory
 ) -> dict[str, PartitionDevices]:
-    """Set ``better_kind``. Of kinds with the same nodes, prefer one without preemption, then longer
-    jobs, then more of the nodes, then the smaller partition."""
+    """Set ``better_kind``. Among kinds with the same nodes, prefer a kind without preemption, then
+    longer jobs, then more of the nodes, then the smaller partition."""
     nodes = {name: entry.nodes for name, entry in devices.items()}
 
     def rank(name: str) -> tuple[bool, float, int, int, str]:
@@ -447,14 +447,13 @@ def _find_profile(kind: DeviceKind, profile: Profile) -> KindProfile | None:
 
 
 def _resize_names(nodes: frozenset[str], count: int, kind: str) -> frozenset[str]:
-    """Return ``count`` node names: existing ones first, then made-up names of added nodes."""
+    """Return ``count`` names of nodes: existing names first, then invented names."""
     if not nodes:
         return nodes
     return frozenset([*sorted(nodes), *(f"{kind} + {i}" for i in range(count))][:count])
 
 
 def _limit_note(entry: PartitionDevices) -> str:
-    """Return a note if limits of accounting allow fewer devices than the kind has, else ""."""
     total, planned = entry.kind.nodes * entry.per_node, entry.count
     if planned < total:
         limit = min(entry.shared_limits.items(), key=lambda item: item[0].maximum // item[1])[0]
@@ -498,17 +497,17 @@ def _build_devices(
 
 
 SharedCapacities = tuple[tuple[tuple[str, ...], int], ...]
-"""Groups of kinds, each with the number of devices or jobs that its kinds have together."""
+"""Groups of kinds, each with the maximum number of devices or jobs of its kinds together."""
 MAX_KINDS_FOR_SUBSETS = 6
-"""For more kinds on the same nodes, only pairs and the set of all kinds are considered."""
+"""If more kinds than this share nodes, only pairs and the set of all these kinds are considered."""
 
 
 def shared_capacities(devices: Mapping[str, PartitionDevices]) -> SharedCapacities:
     """Return groups of kinds that share nodes or a limit of accounting, with their total devices.
 
-    A group is included if its total is below the sum over its kinds. All such groups are included,
-    so a request that satisfies them can be allocated (Hall's theorem). If kinds use different
-    amounts of a limit, the largest amount is used for all.
+    A group is included if its total is below the sum over its kinds. Because all these groups are
+    included, a request that satisfies them can be allocated (Hall's theorem). If kinds use
+    different amounts of a limit, the largest amount is used for all.
     """
     capacities = list(_limited_kinds(devices))
     for names in _components(devices):
@@ -527,7 +526,7 @@ def describe_limits(devices: Mapping[str, PartitionDevices]) -> list[str]:
 
 
 def job_count_limits(devices: Mapping[str, PartitionDevices]) -> SharedCapacities:
-    """Return groups of kinds whose common limit on running jobs is below a job for each device.
+    """Return groups of kinds with a common limit of fewer running jobs than they have devices.
 
     If the limit is two or more, one job is reserved for the driver of ``rlinf submit``.
     """
@@ -546,7 +545,7 @@ def job_count_limits(devices: Mapping[str, PartitionDevices]) -> SharedCapacitie
 def _limited_kinds(
     devices: Mapping[str, PartitionDevices],
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield groups of kinds with a common limit of accounting, and the devices that it allows."""
+    """Yield groups of kinds with a common limit of accounting, and its number of devices."""
     limits = dict.fromkeys(limit for entry in devices.values() for limit in entry.shared_limits)
     for limit in limits:
         names = tuple(name for name, entry in devices.items() if limit in entry.shared_limits)

@@ -1,5 +1,5 @@
-"""Lower bounds of the iteration time of groupings: by prices for all groupings, and by a linear
-program for one grouping.
+"""Lower bounds of the iteration time of a grouping of stages into pools: fast bounds by prices for
+all groupings, and a better bound by a linear program for one grouping.
 
 The linear program: an iteration is a longest path through starts and ends, so everything in
 :mod:`pipeline.planning.planner.predictor` is linear except the measured speeds. The program allows
@@ -8,9 +8,9 @@ stage is then a convex function of the GPUs, bounded from below by tangents. The
 bound for all placements of the grouping, and the search starts from its fractional GPUs.
 
 The prices: each kind of GPU gets a price such that all GPUs together cost 1. To run its stages one
-after the other in ``T`` seconds, a pool needs GPUs of some minimum total price. If these prices sum
-to more than 1, no placement of the grouping ends within ``T``. The price is bounded from below by
-letting each stage spend the pool's whole budget on the GPUs that are best for the stage. Waits
+after the other in ``T`` seconds, a pool needs GPUs of some minimum total price. If the minimums of
+all pools sum to more than 1, no placement of the grouping ends within ``T``. A lower bound of the
+minimum lets each stage spend the pool's whole budget on the GPUs that are best for the stage. Waits
 between stages of different pools are ignored.
 """
 
@@ -28,12 +28,12 @@ from pipeline.planning.planner.problem import PoolStages, pools_of_jobs, pools_o
 Array = np.ndarray
 
 MAX_SPEED_LINES = 6
-"""Number of lines that bound the speed of a stage on a kind of GPU from above."""
+"""Maximum number of lines that bound the speed of a stage on a kind of GPU from above."""
 INITIAL_TANGENTS = 24
-"""Number of initial tangents that bound the time of a stage from below. With this many, a program
-is rarely solved twice."""
+"""Number of initial tangents that bound the time of a stage from below. With this number, a program
+is rarely solved a second time."""
 TOLERANCE = 0.01
-"""Tangents are added until the relative error of the program's times is below this."""
+"""Tangents are added until the relative error of the program's stage times is below this."""
 MAX_ROUNDS = 3
 """Maximum number of times that tangents are added."""
 
@@ -60,6 +60,7 @@ class LinearRelaxation:
             [upper_lines(predictor.best_rates[s][k]) for k in range(kinds)] for s in range(count)
         ]
         all_gpus = self._kind_gpus.astype(np.int64)[:, None]
+        # Seconds of each stage if it had all GPUs: ``[stages]``.
         self._min_times = np.array(
             [predictor.duration(s, all_gpus, 0 * all_gpus)[0] for s in range(count)]
         )
@@ -70,10 +71,10 @@ class LinearRelaxation:
         chunks: Sequence[int] | None = None,
         enough_s: float = float("inf"),
     ) -> RelaxedSolution:
-        """Return the relaxation of a grouping, valid for some numbers of chunks (default: all).
+        """Return the relaxation of a grouping, valid for all of ``chunks`` (default: any number).
 
-        With more different numbers the bound is looser, because it combines the smallest overhead
-        and the shortest chunks of all. A bound above ``enough_s`` seconds is not improved.
+        With more numbers of chunks the bound is looser, because it combines the smallest overhead
+        with the shortest chunk. A bound above ``enough_s`` seconds is not improved further.
         """
         kinds, stages = len(self.problem.kinds), len(self.problem.stages)
         if not np.all(np.isfinite(self._min_times)):
@@ -134,7 +135,7 @@ def upper_lines(rates: Array) -> Array:
 class _Program:
     """Builds and solves the linear program of one grouping, with times in ``unit`` seconds.
 
-    ``gpus``, ``kind_speed``, ... are the slices of the vector of variables.
+    ``gpus``, ``kind_speed``, ``speed``, ... are slices of the vector of variables.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class _Program:
 
 
 NUM_BUDGETS, MIN_BUDGET = 256, 1 / 512
-"""Number of budgets that are tried for a pool, and the smallest budget."""
+"""Number of budgets that are tried for a pool, and the smallest budget (1 buys all GPUs)."""
 NUM_TIMES = 200
 """Number of iteration times ``T`` that are tried."""
 EXPENSIVE_KIND_SHARE = 0.8
@@ -372,8 +373,8 @@ def _without_overlap(pools: PoolStages) -> Iterator[PoolStages]:
 
 
 def _candidate_prices(predictor: Predictor, min_times: Array) -> Iterator[Array]:
-    """Yield prices of one GPU of each kind ``[kinds]``: equal, by the speed of one stage or of all
-    stages, and with one expensive kind."""
+    """Yield prices of one GPU of each kind ``[kinds]``, such that all kinds cost the same, or in
+    proportion to the speed of one or all stages, or such that one kind is expensive."""
     kinds = predictor.problem.kinds
     max_rates = np.array([[table[-1] for table in row] for row in predictor.best_rates])
     speeds = max_rates * min_times[:, None]
@@ -389,7 +390,7 @@ def _candidate_prices(predictor: Predictor, min_times: Array) -> Iterator[Array]
 
 
 def _min_seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array) -> Array:
-    """Return the minimum seconds of a stage for each budget, on the best fractional GPUs."""
+    """Return the minimum seconds of a stage for each budget, with the best fractional GPUs."""
     segments = []
     for price, rates in zip(prices, predictor.best_rates[stage], strict=True):
         corners = concave_hull(rates)
@@ -402,7 +403,6 @@ def _min_seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array
 
 
 def _min_switch_total(predictor: Predictor, pool: Array) -> float:
-    """Return the minimum seconds that a pool of these stages needs to load all of them."""
     members = [int(s) for s in pool]
     groups = [[s for s in group if s in members] for group in predictor.lockstep_groups]
     return sum(predictor.min_switch_s(group, members) for group in groups if group)

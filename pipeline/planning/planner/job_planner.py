@@ -1,4 +1,4 @@
-"""Planner and forecasts of user plans for the execution ``jobs``, where every stage is a job."""
+"""Finds the best plan or forecasts a user's plan for the execution ``jobs``: a job per stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def evaluate_stage_plan(
     config: RunConfig,
     plan_name: str,
 ) -> StageOption:
-    """Return the option that a plan describes for a stage, with its expected time.
+    """Return the option that a user's plan describes for a stage, with its expected time.
 
     Raises:
         PlanError: the option is impossible; the message names the key and the limit.
@@ -83,8 +83,8 @@ def evaluate_stage_plan(
         option = mixed_kind_option((stage_times[0], stage_times[1]), nodes, request.processes)
     if not math.isfinite(option.seconds):
         raise PlanError(
-            f"{key}.processes: {option.count} processes on {option.place} were not measured; "
-            f"measure with: rlinf profile --processes {option.count}"
+            f"{key}.processes: {count} processes on {option.place} were not measured; "
+            f"measure with: rlinf profile --processes {count}"
         )
     _check_time(option, request, key)
     return option
@@ -271,7 +271,7 @@ def _rows(assignment: StageAssignment) -> tuple[PlanRow, ...]:
                 option.stage,
                 option.place,
                 option.size,
-                option.count,
+                option.num_processes,
                 start_times[option.stage],
                 option.seconds,
                 low,
@@ -299,13 +299,13 @@ def _forecast(request: PlanRequest, best: StageAssignment, rows: Sequence[PlanRo
 
 
 def build_plan(options: Sequence[StageOption], flow: Flow) -> Plan:
-    """Return the plan that runs each stage as its option."""
-    return Plan(stages=with_offline_stages({o.stage: request_for_option(o) for o in options}, flow))
+    """Return the plan with the request of each option."""
+    return Plan(stages=with_other_stages({o.stage: request_for_option(o) for o in options}, flow))
 
 
-def with_offline_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
-    """Return the requests of all stages. Stages outside of iterations, such as evaluation, get the
-    request of the stage with which they are colocated."""
+def with_other_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
+    """Return the requests of all stages. A stage outside of iterations, such as evaluation, gets
+    the request of the stage with which it is colocated."""
     colocated = {
         name: stage.colocate_with
         for name, stage in flow.all_stages.items()
@@ -326,7 +326,7 @@ def _alternative(best: StageAssignment, other: StageAssignment) -> AlternativePl
 
 
 def _explain(best: StageOption, other: StageOption) -> str:
-    """Describe where the other option takes more time, devices or waiting, or what it saves."""
+    """Describe why another option of a stage is worse (time, price or queue), or its saving."""
     if other.seconds > best.seconds:
         part = max(other.parts, key=lambda name: other.parts[name].mean - _part_seconds(best, name))
         other_s, best_s = _part_seconds(other, part), _part_seconds(best, part)
@@ -382,7 +382,7 @@ class StageAssignment:
 
     @property
     def waits_for_devices_of(self) -> dict[str, str]:
-        """The stage for whose devices a stage waits, although its inputs are complete; by stage."""
+        """For each stage that waits for devices, not inputs: the stage that uses these devices."""
         return {
             stage: slot.predecessor
             for stage, slot in self._schedule.items()
@@ -391,7 +391,7 @@ class StageAssignment:
 
     @property
     def spread_s(self) -> float:
-        """Standard deviation of the critical path, assuming independent stages."""
+        """Standard deviation of the critical path's seconds, assuming independent stages."""
         chain = self.critical_path
         return math.sqrt(sum(o.spread_s**2 for o in self.options if o.stage in chain))
 
@@ -415,12 +415,12 @@ def choose_assignments(
     objective: Objective,
     alternatives: int = 4,
 ) -> list[StageAssignment]:
-    """Return the best assignment, then the best others in which a stage has another place or size.
+    """Return the best assignment, then the best other assignments, which differ in place or size.
 
     Args:
         options: options by stage, in an order in which stages can run.
         after: stages of the same iteration that each stage waits for, by stage.
-        alternatives: maximum number of others.
+        alternatives: maximum number of other assignments.
 
     Raises:
         PlanError: a stage has no option.
@@ -470,7 +470,7 @@ def _schedule_stages(
         ready = max((slots[source].end for source in after[option.stage]), default=0.0)
         ends = {slot.end for slot in slots.values() if slot.end > ready}
         for start in sorted({ready, *ends}):
-            # Add up all overlapping stages, although some of them may run one after the other.
+            # Add up all overlapping stages, although some may run one after the other.
             end = start + seconds
             overlapping = [s for s, slot in slots.items() if slot.start < end and slot.end > start]
             total = sum((device_counts[other] for other in overlapping), needed)
@@ -487,7 +487,6 @@ def _schedule_stages(
 
 
 def _device_counts(option: StageOption) -> Counter[str]:
-    """Return the number of devices of each kind that an option uses."""
     names = [entry.name for entry in option.devices]
     return +Counter(dict(zip(names, option.num_devices, strict=True)))
 
@@ -496,7 +495,7 @@ def _assignment(
     options: Sequence[StageOption], after: Mapping[str, tuple[str, ...]], objective: Objective
 ) -> StageAssignment:
     costs = [option_cost(option, objective) for option in options]
-    # Of jobs that run at the same time, all cost money, but only the longest costs time.
+    # If jobs run at the same time, all cost money, but only the longest costs time.
     slots = _schedule_stages(options, after, costs).values() if objective.unit == "s" else ()
     cost = max(slot.end for slot in slots) if slots else sum(costs)
     return StageAssignment(tuple(options), after, cost)
@@ -505,7 +504,7 @@ def _assignment(
 def _variants(
     options: Mapping[str, Sequence[StageOption]], best: Sequence[StageOption], objective: Objective
 ) -> Iterator[list[StageOption]]:
-    """Yield assignments with one stage in another place or of another size, or all in one place."""
+    """Yield assignments in which one stage has another place or size, or all have one place."""
     places = dict.fromkeys(option.place for choices in options.values() for option in choices)
     for place in places:
         moved = [
@@ -517,14 +516,15 @@ def _variants(
             if other is not None:
                 yield [*best[:i], other, *best[i + 1 :]]
     for i, choices in enumerate(options.values()):
-        resized = [o for o in choices if o.place == best[i].place and o.count != best[i].count]
+        place, processes = best[i].place, best[i].num_processes
+        resized = [o for o in choices if o.place == place and o.num_processes != processes]
         if resized:
             yield [*best[:i], min(resized, key=_sort_key(objective)), *best[i + 1 :]]
 
 
 def _sort_key(objective: Objective) -> Callable[[StageOption], tuple[float, ...]]:
     """Return the sort key of options: cost, preemptible or not, price, number of kinds. Options
-    without cost are also sorted by the price of a device and by their time."""
+    with cost 0 are also sorted by the price of a device and by their time."""
 
     def key(option: StageOption) -> tuple[float, ...]:
         is_preemptible = any(entry.is_preemptible for entry in option.devices)

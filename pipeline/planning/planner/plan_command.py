@@ -58,7 +58,7 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
     """Return the best plan for a request.
 
     Args:
-        what_ifs: clusters to compare with, such as ``h100=8``.
+        what_ifs: changes of the cluster to compare with, such as ``h100=8``.
 
     Raises:
         PlanError: a stage cannot run anywhere, or the request is inconsistent.
@@ -83,7 +83,7 @@ def assess_plan(
 
 
 PART_OPACITIES = (0.3, 0.42, 0.54, 0.66, 1.0)
-"""Opacity of the parts of a stage; the last value is for its work."""
+"""Opacity of the parts of a stage in the chart; the last value is for its work."""
 
 
 def render_page(proposal: PlanProposal, title: str) -> str:
@@ -157,7 +157,7 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
 
 
 def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Group rows by place and size; rows that run at the same time get different lanes."""
+    """Group rows by place and size into lanes of the chart, in which no stages overlap."""
     lanes: list[list[PlanRow]] = []
     for row in rows:
         for lane in lanes:
@@ -428,7 +428,7 @@ def run_plan(
     user_plan: Path | None = None,
     execution: Execution = "jobs",
 ) -> None:
-    """Run ``rlinf plan``: make, write and print a plan, or assess a user's plan unchanged."""
+    """Run ``rlinf plan``: make, write and print a plan, or forecast and print a user's plan."""
     request = build_request(
         config, sources, objective, execution, is_user_plan=user_plan is not None
     )
@@ -495,7 +495,7 @@ def compute_corrections(
 ) -> dict[tuple[str, str], Correction]:
     """Return the factors by which stages took longer than in the profile, by stage and kind.
 
-    Corrections of earlier runs in the plan's forecast are multiplied with the new corrections.
+    The new corrections are multiplied with those of earlier runs, from the plan's forecast.
     """
     assert plan.forecast is not None
     corrections = {
@@ -538,7 +538,7 @@ def pool_corrections(
 def job_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
 ) -> dict[tuple[str, str], Correction]:
-    """Return the corrections of stages in jobs: of start and imports, and of everything after."""
+    """Return the corrections of stages in jobs: of start and imports, and of all later parts."""
     assert plan.forecast is not None
     corrections = {}
     for stage, forecast in plan.forecast.stages.items():

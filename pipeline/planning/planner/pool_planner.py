@@ -1,4 +1,4 @@
-"""Planner for the execution ``pools``: pools that keep their devices over many iterations."""
+"""Finds the best plan or forecasts a user's plan for the execution ``pools``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.plan import Forecast, Plan, PoolPlan, StagePlan
 from pipeline.planning.cost.rates import RateTables
 from pipeline.planning.planner.available_devices import describe_limits, request_for_devices
-from pipeline.planning.planner.job_planner import NOTABLE_COST_FACTOR, with_offline_stages
+from pipeline.planning.planner.job_planner import NOTABLE_COST_FACTOR, with_other_stages
 from pipeline.planning.planner.pool_problem import build_pool_problem
 from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
 from pipeline.planning.planner.problem import (
@@ -44,7 +44,7 @@ ALTERNATIVES = 4
 
 
 def propose_pools(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
-    """Return the best division of the stages over pools.
+    """Return the best plan of pools.
 
     Raises:
         PlanError: no placement fits.
@@ -276,12 +276,13 @@ def _build_plan(request: PlanRequest, problem: PlacementProblem, placement: Plac
     colocated_with = flow.stages[flow.publish_stage].colocate_with
     if colocated_with is not None:
         stages[flow.publish_stage] = stages[colocated_with]
-    stages = with_offline_stages(stages, flow)
+    stages = with_other_stages(stages, flow)
     return Plan(stages=stages, pools=pools, num_chunks=placement.num_chunks)
 
 
 def _build_pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
-    """Return a pool as one job if possible; else, only for generators, as a job for each device."""
+    """Return the plan's pool for pools of the placement that are one ``job`` (or, if that is not
+    possible for generators, a job for each device)."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
     job_gpus = np.array(placement.gpus)[list(job)].sum(0)
     devices = {kind.name: int(n) for kind, n in zip(problem.kinds, job_gpus, strict=True) if n}
@@ -300,7 +301,7 @@ def _build_pool(problem: PlacementProblem, placement: Placement, job: tuple[int,
 
 
 def _job_request(pool: PoolPlan, request: PlanRequest) -> StagePlan:
-    """Return the request of a job of the pool; workers of all kinds make the same request."""
+    """Return the request of the pool's jobs, which is the same for workers on all kinds."""
     count = 1 if pool.workers else next(iter(pool.devices.values()))
     return request_for_devices([request.devices[name].kind for name in pool.devices], count)
 
@@ -339,7 +340,7 @@ def _describe_pool(problem: PlacementProblem, placement: Placement, job: tuple[i
 def _explain(
     problem: PlacementProblem, best: PlacementPrediction, other: PlacementPrediction
 ) -> str:
-    """Return why another placement is worse: slower work, weight transfer, or less overlap."""
+    """Describe why another placement is worse: devices, work, weight transfer or less overlap."""
     if float(other.total_s) <= float(best.total_s):
         return "it uses more devices"
     added_s = other.busy_s - best.busy_s

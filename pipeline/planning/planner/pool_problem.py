@@ -1,10 +1,10 @@
 """The placement problem of pools, built from a profile.
 
 A rollout passes its samples on in chunks. A process decodes as many samples at once as its engine
-has rows, and the next sample uses the row of a finished one. A decoding step takes ``c0``, plus
-``c1`` for each sample in it. The assignment of samples to chunks is fixed, so the first of ``m``
+has rows; the next sample uses the row of a finished sample. A decoding step takes ``c0``, plus
+``c1`` for each running sample. The assignment of samples to chunks is fixed, so the first of ``m``
 chunks is ready when the longest of the first ``1 / m`` of the samples has ended. If lengths have a
-tail, this is long after ``1 / m`` of the time; if all lengths are equal, it is the end.
+tail, this is long after ``1 / m`` of the time; if all lengths are equal, it is at the end.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from stages.flow import flow_of
 
 Array = np.ndarray
 MIN_SAMPLED_LENGTHS = 16384
-"""Minimum number of sampled lengths."""
+"""Minimum number of sampled lengths, over all sampled batches."""
 BATCH_DRAWS = (2, 256)
 """Minimum and maximum number of sampled batches."""
 MAX_LENGTH_STEPS = 512
-"""Maximum steps of a sample; if one is longer, all lengths are scaled down."""
+"""Maximum steps of a sample; if a sample is longer, all lengths are scaled down."""
 
 
 def first_chunk_shares(
@@ -56,8 +56,8 @@ def first_chunk_shares(
     fixed: float,
     seed: int = 0,
 ) -> dict[int, dict[int, float]]:
-    """Return the share of the rollout after which the first chunk is ready, by number of chunks and
-    then by number of processes.
+    """Return the share of the rollout's time after which the first chunk is ready, by number of
+    chunks, then by number of processes.
 
     Args:
         lengths: measured steps of samples.
@@ -65,7 +65,7 @@ def first_chunk_shares(
         rows: samples that a process decodes concurrently; None: all.
         processes: numbers of processes.
         chunk_counts: numbers of chunks.
-        fixed: share of the time of one process that does not depend on the number of samples.
+        fixed: share of a process's time that does not depend on the number of samples.
         seed: seed of the sampled batches; the same seed gives the same result.
     """
     scaled = np.asarray(lengths, np.float64)
@@ -95,8 +95,8 @@ def first_chunk_shares(
 
 
 def _decode_steps(lengths: Array, rows: int | None) -> tuple[Array, Array]:
-    """Return the steps at which samples begin and end, ``[processes, n]`` each, in the order in
-    which they are requested."""
+    """Return the steps at which samples begin and end, ``[processes, n]`` each, in the order of
+    ``lengths``."""
     processes, count = lengths.shape
     begins, ends = np.zeros_like(lengths), lengths.copy()
     if rows is None or count <= rows:
@@ -111,8 +111,8 @@ def _decode_steps(lengths: Array, rows: int | None) -> tuple[Array, Array]:
 
 
 def _elapsed_times(begins: Array, ends: Array, c0: float, c1: float) -> Array:
-    """Return the time until the end of each step, as a share of the rollout on one process,
-    ``[processes, steps + 1]``."""
+    """Return the time until the end of each step, ``[processes, steps + 1]``, relative to the whole
+    rollout on one process."""
     processes, steps = len(ends), int(ends.max())
     change = np.zeros((processes, steps + 1))
     indices = np.repeat(np.arange(processes), ends.shape[1])
@@ -124,16 +124,16 @@ def _elapsed_times(begins: Array, ends: Array, c0: float, c1: float) -> Array:
 
 
 CHUNK_CHOICES = (1, 2, 4, 8, 16, 32)
-"""Numbers of chunks that are considered, if they divide the batch."""
+"""Numbers of chunks that are considered if they divide the number of prompts."""
 
 
 def build_pool_problem(
     request: PlanRequest, requested_kinds: Collection[str] = ()
 ) -> tuple[PlacementProblem, RateTables]:
-    """Build the placement problem, and the rate tables from which its rates come.
+    """Build the placement problem, and the tables of its rates.
 
     Args:
-        requested_kinds: kinds to include even if a better kind has their nodes.
+        requested_kinds: kinds to include even if a better kind has the same nodes.
 
     Raises:
         PlanError: a stage cannot run on any of the devices.
@@ -170,7 +170,7 @@ def build_pool_problem(
                 **chunk_parameters,
             )
         )
-    # A job has devices of one type; each generator is a job with one device.
+    # A job has devices of one type, but each generator is a job with one device.
     generators = tables.get(flow.elastic_stage or "", {})
     same_type = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
     problem = PlacementProblem(
@@ -202,8 +202,8 @@ def build_pool_problem(
 def _considered_devices(
     request: PlanRequest, requested_kinds: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Return kinds that contain every node once. Add other kinds of the same nodes if they are
-    requested or pinned, or allow longer or larger jobs, or more devices."""
+    """Return the kinds without a better kind, which contain every node once, and kinds that are
+    requested or pinned, or allow longer jobs, larger jobs or more devices than the better kind."""
     devices = request.priced_devices()
     required = {*requested_kinds, *_pinned_kinds(request)}
 
@@ -218,7 +218,7 @@ def _considered_devices(
 
 
 def _pinned_kinds(request: PlanRequest) -> set[str]:
-    """Return kinds to which a stage is pinned without being pinned to their better kind too."""
+    """Return kinds to which a stage is pinned, except if it is also pinned to the better kind."""
     return {
         name
         for kinds in request.pins.values()
@@ -230,7 +230,7 @@ def _pinned_kinds(request: PlanRequest) -> set[str]:
 def _drop_useless_kinds(
     devices: Mapping[str, PartitionDevices], tables: RateTables, required: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Remove kinds on which no stage runs with a number of GPUs that fails on their better kind."""
+    """Remove kinds with which no stage gains a number of GPUs, compared with the better kind."""
 
     def is_useful(name: str, better: str) -> bool:
         for stage_tables in tables.values():
@@ -270,7 +270,6 @@ def _stage_rates(
 
 
 def _min_mixing_efficiency(generator_times: Sequence[StageTimes]) -> float:
-    """Return the lowest mixing efficiency of all pairs of kinds of generators."""
     return min(
         (mixing_efficiency(pair) for pair in combinations(generator_times, 2)),
         default=DEFAULT_MIXING_EFFICIENCY,
@@ -282,7 +281,7 @@ def _chunk_parameters(
 ) -> dict[str, Any]:
     """Return ``again`` and ``lead`` of a rollout stage: see :class:`PlacementStage`."""
     lines = [t.time_line(min(point.processes for point in t.measured)) for t in stage_times]
-    # The shares of the kinds differ, so use their mean.
+    # The fixed shares of the kinds differ, so use their mean.
     fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
     config, profile = request.config, request.profile
     max_processes = min(config.rollout.batch_size, sum(t.devices.count for t in stage_times))
@@ -296,14 +295,14 @@ def _chunk_parameters(
 def _prefer_gpus(
     tables: Mapping[str, RateTable], devices: Mapping[str, PartitionDevices]
 ) -> dict[str, RateTable]:
-    """Exclude kinds without GPUs if the stage also runs on GPUs: all jobs of a pool make the same
-    request."""
+    """Exclude kinds without GPUs if the stage also runs on GPUs, because all jobs of a pool make
+    the same request."""
     gpu_tables = {kind: table for kind, table in tables.items() if devices[kind].kind.gpus_per_node}
     return gpu_tables or dict(tables)
 
 
 def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
-    """Return the rates on 0 to all devices of a kind, without the time to load."""
+    """Return the rates of a stage on 0 to all devices of a kind, without the time to load."""
     count = times.devices.count
     counts = np.arange(count + 1)
     table = measured_rates(
@@ -320,7 +319,7 @@ def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
     correction = request.corrections.get((times.stage, times.devices.name), Correction())
     spread = np.minimum(table.spread, correction.spread)
     rates = table.rates / correction.work_factor
-    # A pool is one job; an elastic pool is a job per device.
+    # A pool is one job, but an elastic pool is a job per device.
     is_elastic = times.stage == flow_of(request.config).elastic_stage
     job_devices = np.minimum(counts, 1) if is_elastic else counts
     rates = np.where(job_devices <= times.devices.max_job_devices, rates, 0.0)
@@ -367,7 +366,7 @@ def transfer_seconds(
     a: PartitionDevices, b: PartitionDevices, profile: Profile
 ) -> dict[str, float]:
     """Return the seconds to transfer new weights between two kinds, by transport: ``file``, and the
-    measured links between their nodes."""
+    backends of the links that were measured between their nodes."""
     file_s = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
     seconds = {"file": file_s}
     for link in measured_links(profile, a, b):

@@ -10,13 +10,13 @@ The first chunk of a stage without inputs may take longer than ``t / m`` (``Plac
 because samples that are decoded together end with the longest of them. If such a stage shares its
 pool, it produces one chunk after another, so more chunks take longer (``PlacementStage.again``).
 
-A stage in several pools begins when all of them are free. To a stage in the same pool, a stage
-passes its output on as a whole.
+A stage in several pools begins when all of them are free. Between stages of the same pool, the
+output is passed on as a whole.
 
 The next iteration begins in all pools at once, when all stages are done and the new weights have
 arrived. A pool loads its next stage as soon as it is free.
 
-The tests compare the predictor with the recurrence over all chunks.
+The tests compare the predictor with a recurrence that computes every chunk.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Predictor:
             assigned_gpus: the part of ``gpus`` that is certainly assigned; all by default. Only
                 these add switching and transfers, and must be of one kind if pools do not mix. If
                 fewer, the prediction is a lower bound for all allocations between both numbers.
-            free: time ``[n]`` from which each pool is free, by pool; 0 by default.
+            free: time ``[n]`` from which a pool is free, by pool; 0 by default.
             weights_s: time at which the weights arrive at the stage that loads them.
         """
         problem, count = self.problem, gpus[0].shape[1]
@@ -182,8 +182,8 @@ class Predictor:
     def steady_period_s(self, placement: Placement, staleness: int) -> float:
         """Return the seconds per iteration if rollouts use weights of ``staleness`` iterations ago.
 
-        Every pool begins the next iteration as soon as it is free. A pool finishes one iteration
-        before it starts the next, so it does not work on an iteration while it waits in another.
+        Every pool begins the next iteration as soon as it has finished this one. While it waits
+        in an iteration, it does not work on the next.
         """
         pools, arrived = placement.pools, list[float]()
         gpus = [np.array(pool)[:, None] for pool in placement.gpus]
@@ -202,7 +202,7 @@ class Predictor:
     def _sum_pools(
         self, pools: Sequence[int], gpus: Sequence[Array], assigned_gpus: Sequence[Array]
     ) -> tuple[Array, Array]:
-        """Return the sums of GPUs and of assigned GPUs over some pools, ``[kinds, n]`` each."""
+        """Return the sums over some pools: of GPUs, and of assigned GPUs, ``[kinds, n]`` each."""
         if len(pools) == 1:
             return gpus[pools[0]], assigned_gpus[pools[0]]
         assigned = np.sum([assigned_gpus[p] for p in pools], axis=0)
@@ -213,7 +213,7 @@ class Predictor:
     def num_transfers(
         self, group: Sequence[int], stage_pools: Mapping[int, Sequence[int]], chunks: int | Array
     ) -> int | Array:
-        """Return the number of chunks that a lockstep group exchanges with other pools.
+        """Return the number of transfers between a lockstep group and other pools.
 
         This is ``chunks`` if the group streams, 1 if it only exchanges the whole batch, and 0 if
         all inputs and outputs stay in the group's pool.
@@ -247,8 +247,8 @@ class Predictor:
             return 1.0 / rate
 
     def rates(self, stage: int, gpus: Array, assigned_gpus: Array) -> Array:
-        """Return iterations per second of a stage on its GPUs of each kind ``[kinds, n]``; with
-        fewer ``assigned_gpus``, the best rate of any number up to ``gpus``."""
+        """Return the iterations per second of a stage on its GPUs of each kind ``[kinds, n]``. With
+        fewer ``assigned_gpus``, this is the best rate of any number up to ``gpus``."""
         kinds = zip(self.tables[stage], self.best_rates[stage], gpus, assigned_gpus, strict=True)
         return np.stack([np.where(n == assigned, t[n], best[n]) for t, best, n, assigned in kinds])
 
@@ -282,8 +282,8 @@ class Predictor:
         """Return the seconds ``[n]`` of a lockstep group. In one pool its stages take turns; over
         several pools, two halves of each chunk alternate between the pools.
 
-        A step then takes as long as the slowest pool, or half as long as all pools together. Once
-        per chunk, only one half is being processed.
+        With two halves, a step takes as long as the slowest pool or half of the sum over all pools,
+        whichever is longer. Once per chunk, only one half is being processed.
         """
         if len(group) == 1:
             return busy[group[0]]
@@ -308,7 +308,7 @@ class Predictor:
     def _sync_ends(
         self, stage_pools: Mapping[int, tuple[int, ...]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the pools that send and receive the weights; None: no pool sends any."""
+        """Return the pools that send and receive the weights; None: no weights are sent."""
         if self.sync_source is None or self.problem.sync is None:
             return None
         source, target = (self._index[name] for name in self.problem.sync)
@@ -332,8 +332,8 @@ def in_separate_pools(stage_pools: Mapping[int, Sequence[int]], a: int, b: int) 
 
 
 def is_time_shared(group: Sequence[int], stage_pools: Mapping[int, Sequence[int]]) -> bool:
-    """Return True if other stages in a group's pools run between the group's chunks. Stages on the
-    whole job do not, because they run after all chunks."""
+    """Return True if other stages in a group's pools run between the group's chunks. Stages on all
+    pools of the job do not, because they run after all chunks."""
     group_pools = {p for member in group for p in stage_pools[member]}
     max_pools = max(len(stage_pools[s]) for s in group)
     others = [pools for s, pools in stage_pools.items() if s not in group]

@@ -42,7 +42,7 @@ class GpuKind:
     gpus: int
     """Number of GPUs that the plan may use."""
     price: float = 1.0
-    """Cost of one GPU for one hour, in any currency."""
+    """Price of one GPU for one hour, in any currency."""
     wait_s: float = 0.0
     """Expected wait in the queue before a job of this kind starts."""
     interruptions_per_hour: float = 0.0
@@ -50,7 +50,7 @@ class GpuKind:
     per_node: int = 0
     """GPUs per node, all of which a job on several nodes must use; 0: any number is allowed."""
     waits_s: tuple[tuple[int, float], ...] = ()
-    """Pairs of a job's nodes and its expected wait; empty: ``wait_s`` for all jobs."""
+    """Pairs of a job's number of nodes and its expected wait; empty: ``wait_s`` for all jobs."""
     job_gpus: int = 0
     """Maximum GPUs of a job; 0: no limit."""
 
@@ -66,7 +66,7 @@ class GpuKind:
         return np.where(gpus > 0, expected_s, 0.0)
 
     def round_to_job_size(self, gpus: np.ndarray) -> np.ndarray:
-        """Round down to numbers of GPUs that one job can have."""
+        """Round numbers of GPUs down to numbers that one job can have."""
         if self.job_gpus:
             gpus = np.minimum(gpus, self.job_gpus)
         if not self.per_node:
@@ -80,8 +80,8 @@ class PlacementStage:
 
     name: str
     rates: Mapping[str, np.ndarray]
-    """Iterations per second by kind on 0, 1, ... GPUs, float64 ``[gpus + 1]``; 0 if that many
-    cannot run the stage (memory, divisibility). A missing kind cannot run it at all."""
+    """Iterations per second by kind on 0, 1, ... GPUs, float64 ``[gpus + 1]``; 0 if the stage
+    cannot run on that many (memory, divisibility). The stage cannot run on a missing kind."""
     after: tuple[str, ...] = ()
     """Stages whose output this stage consumes."""
     streams: bool = True
@@ -93,11 +93,11 @@ class PlacementStage:
     """Overhead of each chunk passed between pools, seconds."""
     lead: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     """Share of the stage's duration after which its first chunk is ready, by number of chunks
-    ``m`` and number of GPUs (other numbers use the next lower entry); ``1 / m`` by default. The
+    ``m`` and number of GPUs (missing numbers use the next lower entry); ``1 / m`` by default. The
     other chunks follow evenly. Applies to a stage without inputs that is alone in its pool."""
     again: float = 0.0
-    """Share of the stage's duration that each chunk after the first repeats. Applies to a stage
-    without inputs that shares its pool, and so produces one chunk after another."""
+    """Share of the stage's duration that each chunk after the first repeats (fixed cost). Applies
+    to a stage without inputs that shares its pool, and so produces one chunk after another."""
     switch_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds to load and offload the stage by kind, if it shares a pool; 0 if all stages of the
     pool fit in memory together."""
@@ -105,7 +105,7 @@ class PlacementStage:
     """Name of a cycle whose adjacent stages run in lockstep, such as simulation and generation;
     None: the stage is in no cycle."""
     beside: bool = False
-    """True if it may use some GPUs of its job while other stages use the rest."""
+    """True if the stage may use some GPUs of its job while other stages use the rest."""
 
     def first_chunk_share(self, chunks: int | np.ndarray, gpus: np.ndarray) -> np.ndarray:
         """Return the share of the stage's duration after which the first of ``chunks`` is ready,
@@ -128,7 +128,7 @@ class PlacementProblem:
     chunks: Sequence[int] = (1, 2, 4, 8, 16, 32)
     """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
-    """Stages that produce and load the weights; None: no weights are sent."""
+    """The stages that produce and that load the weights; None: no weights are sent."""
     sync_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Seconds to transfer new weights, by kinds of the source and of the target pool; 0 within a
     pool."""
@@ -142,9 +142,9 @@ class PlacementProblem:
     """Stages that need not run in one job: a pool with only such stages may have several kinds and
     any number of GPUs. None: all stages."""
     shared: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Groups of kinds that share GPUs or a limit, with the total number of their GPUs."""
+    """Groups of kinds that share GPUs or a limit, each with the total number of its GPUs."""
     most_jobs: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Groups of kinds whose jobs a limit counts together, with the maximum of running jobs."""
+    """Groups of kinds whose jobs a limit counts together, each with its maximum of running jobs."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
@@ -223,7 +223,7 @@ class PlacementProblem:
                 )
 
     def may_mix(self, pool: Sequence[int]) -> bool:
-        """Return True if a pool of these stages may have several kinds and any number of GPUs."""
+        """Return True if a pool with these stages may have several kinds and any number of GPUs."""
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
     def is_single_job(self, gpus: np.ndarray) -> np.ndarray:
@@ -338,10 +338,10 @@ class KindSection(Section):
 
 
 class StageSection(Section):
-    """A :class:`PlacementStage` with durations instead of rates."""
+    """A :class:`PlacementStage` in a problem file, with durations instead of rates."""
 
     seconds: dict[str, dict[PositiveInt, PositiveFloat | None]]
-    """Seconds of one iteration by kind and number of GPUs; null: that many cannot run it. Missing
+    """Seconds of one iteration by kind and number of GPUs; null: the stage cannot run. Missing
     numbers use the next lower entry; below the lowest entry the stage cannot run."""
     after: tuple[str, ...] = ()
     streams: bool = True
@@ -359,7 +359,7 @@ class SharedGpusSection(Section):
 
     kinds: tuple[str, ...] = Field(min_length=2)
     gpus: PositiveInt
-    """GPUs of all these kinds together."""
+    """Number of GPUs of all these kinds together."""
 
 
 class JobLimitSection(Section):
@@ -367,11 +367,11 @@ class JobLimitSection(Section):
 
     kinds: tuple[str, ...] = Field(min_length=1)
     jobs: PositiveInt
-    """Jobs that may run at once."""
+    """Maximum number of running jobs."""
 
 
 class ProblemFile(Section):
-    """A problem file; ``pools`` is an optional placement."""
+    """A :class:`PlacementProblem` in a file; ``pools`` and ``num_chunks``: optional placement."""
 
     kinds: dict[str, KindSection] = Field(min_length=1)
     stages: dict[str, StageSection] = Field(min_length=1)
@@ -411,7 +411,7 @@ class ProblemFile(Section):
         )
 
     @model_validator(mode="after")
-    def _sync_is_known(self) -> ProblemFile:
+    def _check_sync(self) -> ProblemFile:
         for end in self.sync or ():
             if end not in self.stages and "sync" in self.model_fields_set:
                 raise ValueError(f"sync: no stage {end!r}{did_you_mean(end, self.stages)}")
@@ -520,8 +520,8 @@ def placement_from_pools(
     """Return the placement of a plan's pools.
 
     Args:
-        occasional: stages that are not part of every iteration, such as evaluations. They are
-            ignored, and so are pools without other stages.
+        occasional: stages that are not part of every iteration, such as evaluations. These stages
+            and pools without other stages are ignored.
 
     Raises:
         PlanError: a stage or kind is unknown, a stage is in no pool or in several, or the division
@@ -550,7 +550,7 @@ def placement_from_pools(
 def _split_pool(
     problem: PlacementProblem, pool: PoolPlan, key: str
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the stages and GPUs of a pool, or of each part if stages use parts of its processes.
+    """Return the stages and GPUs of a pool, or of each of its parts if stages use only parts.
 
     Raises:
         PlanError: parts overlap, or a stage on all processes precedes a stage on some of them.
@@ -654,7 +654,7 @@ class MonetaryCost(Objective):
         return seconds * price_per_hour / 3600
 
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        """Return the cost with each stage on its cheapest kind, at the best rate per GPU."""
+        """Return the cost if each stage had its best rate per GPU, on the cheapest kind for it."""
         total = 0.0
         for stage in problem.stages:
             costs = [np.inf]
@@ -671,11 +671,12 @@ class MonetaryCost(Objective):
 class TimeToFinish(Objective):
     """The seconds until all iterations are done, with queue waits and expected interruptions.
 
-    The run starts when its last pool has started. Interruptions cost what
-    :func:`interruption_overhead` returns. Waits depend on the number of nodes of each kind.
+    The run starts when its last pool has started. For the cost of interruptions see
+    :func:`interruption_overhead`. Waits depend on the number of nodes of each kind.
     """
 
     iterations: int
+    """Number of iterations of the run."""
 
     def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
         wait_s = np.max([np.max(_queue_waits(problem, pool), axis=0) for pool in gpus], axis=0)
@@ -685,7 +686,7 @@ class TimeToFinish(Objective):
     def job_cost(
         self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
-        """Return the cost of a job that waits in the queue. If interrupted, it waits again, and
+        """Return the cost of a job that waits in the queue. An interrupted job waits again, and
         repeats half of its work on average."""
         lost_s = interruptions_per_hour / 3600 * seconds * (wait_s + seconds / 2)
         return self.iterations * (wait_s + seconds + lost_s)
@@ -697,7 +698,7 @@ class TimeToFinish(Objective):
 def interruption_overhead(
     problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]
 ) -> Array:
-    """Return the expected seconds lost to preemption and failures per second of work ``[n]``.
+    """Return the expected seconds that preemption and failures cost per second of work ``[n]``.
 
     An interrupted pool waits in the queue again, and half an iteration is repeated on average. For
     the arguments see :meth:`Objective.cost`.

@@ -1,7 +1,7 @@
 """The planner's output: a plan, its forecast, its alternatives and recommendations.
 
 A recommendation is for or against an optional feature (staleness, elastic rollouts, helpers that
-generate, transports of weights), with the predicted saving or the reason against the feature.
+generate, transports of weights), with the predicted saving and the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 CONSIDERED_STALENESS = 1
-"""Staleness, in iterations, that is recommended for or against."""
+"""Staleness of the recommendation, in iterations."""
 
 
 def recommend(
@@ -131,7 +131,7 @@ def _helper_saving(
     pool: PoolPlan,
     stages: Sequence[str],
 ) -> float:
-    """Return the maximum seconds that a pool can save if it generates until its first stage."""
+    """Return the maximum seconds that a pool saves if it generates until its first stage begins."""
     stage = problem.stages[rollout]
     rates = [
         problem.rate_table(stage, k)[pool.devices.get(kind.name, 0)]
@@ -146,7 +146,7 @@ def _helper_saving(
 def recommend_transports(
     request: PlanRequest, problem: PlacementProblem, plan: Plan, placement: Placement
 ) -> Iterator[Recommendation]:
-    """Recommend a transport for new weights between pools, with the time of each transport."""
+    """Recommend a transport for new weights between pools; the reason has the times of all."""
     if problem.sync is None:
         return
     names = [stage.name for stage in problem.stages]
@@ -193,6 +193,7 @@ class PlanRow:
     start_s: float
     """Start of the stage, in seconds after the start of the iteration."""
     seconds: float
+    """Predicted duration of the stage."""
     low_s: float
     """10 % quantile of ``seconds``."""
     high_s: float
@@ -208,7 +209,7 @@ class AlternativePlan:
     """Another plan, which is worse by the objective."""
 
     difference: str
-    """The stages that it places differently, and where; for pools, all of its pools."""
+    """The stages that this plan places differently, and where; for pools, all of its pools."""
     seconds: float
     """Seconds of an iteration."""
     cost: float
@@ -267,7 +268,7 @@ def evaluate_what_ifs(
     Kinds whose nodes all belong to a better kind change with that kind.
 
     Args:
-        best: returns seconds and cost of the best plan of a request.
+        best: returns the seconds and the cost of the best plan for a request.
     """
     cases = [(text, parse_counts([text])) for text in what_ifs]
     maximal_kinds = {

@@ -29,11 +29,11 @@ class PlanRequest:
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, which the proposal repeats."""
+    """Notes for the user, which the proposal contains too."""
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
-    """Corrections that earlier runs measured, by stage and kind."""
+    """Corrections from the measured times of earlier runs, by stage and kind."""
     sources: PlanningSources | None = None
-    """Files and options of the request, with which ``rlinf replan`` repeats it."""
+    """Files and options of the request; ``rlinf replan`` uses them again. None: unknown."""
     plan_validator: Callable[[Plan], Plan] | None = None
     """Checks a plan and returns it with the cluster's settings; None: no check."""
 
@@ -48,13 +48,13 @@ class PlanRequest:
         return self.plan_validator(parse_plan(plan.to_dict(), "plan", flow_of(self.config)))
 
     def for_planner(self) -> PlanRequest:
-        """Return the request without devices on which the planner's jobs cannot run."""
+        """Return the request without devices on which no job of the planner can run."""
         devices = {n: e for n, e in self.devices.items() if e.allowance.max_devices != 0}
         return replace(self, devices=devices)
 
     def for_user_plan(self) -> PlanRequest:
-        """Return the request for a user's plan. Limits of accounting apply to the plan's own
-        requests, so limits for the planner's requests are removed."""
+        """Return the request for a user's plan, without the limits of the planner's job requests:
+        the job requests in the plan are checked instead."""
         devices = {
             name: replace(entry, allowance=entry.allowance.without_job_limits())
             for name, entry in self.devices.items()
@@ -79,7 +79,7 @@ class PlanRequest:
         )
 
     def priced_devices(self) -> dict[str, PartitionDevices]:
-        """Return the devices; if the objective is GPU-hours, all have price 1."""
+        """Return the devices with the prices of the objective: for GPU-hours, all prices are 1."""
         if self.objective != "gpu-hours":
             return dict(self.devices)
         return {name: replace(entry, price=1.0) for name, entry in self.devices.items()}
@@ -109,7 +109,7 @@ class PlanRequest:
         return {stage: sources(stage) for stage in stages}
 
     def learned_corrections(self) -> tuple[TimingCorrection, ...]:
-        """Return the corrections as the plan stores them."""
+        """Return the corrections in the form in which the plan's file stores them."""
         return tuple(
             TimingCorrection(
                 stage=stage,

@@ -1,11 +1,12 @@
 """Search for the best placement: every grouping of stages into pools, every division of the GPUs.
 
-Every grouping has a fast lower bound. Promising groupings are relaxed to a linear program
+A *grouping* assigns stages to pools; a *division* assigns GPUs to the pools of a grouping. Every
+grouping has a fast lower bound. Promising groupings are relaxed to a linear program
 (:mod:`pipeline.planning.planner.bounds`), which gives a better bound and a fractional division to
 start from. A grouping whose bound is above the cost of the best placement is skipped. With seven
 stages or more, there are more groupings than can be explored. A division is improved by moving GPUs
-between pools. Small problems are then solved exactly by branch and bound; for others the smallest
-bound limits the distance from the optimum.
+between pools. Small problems are then solved exactly by branch and bound; in large problems the
+smallest bound limits the distance from the optimum.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Array = np.ndarray
 
 
 def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
-    """Return all groupings of the stages into pools, fewest pools first. Groupings with overlapping
-    pools, in which the first stages of a job each use a part of its GPUs, are at the end."""
+    """Return all groupings of the stages into pools, fewest pools first. At the end are groupings
+    with overlapping pools: each of the first stages of a job uses a part of its GPUs."""
     total_gpus = sum(kind.gpus for kind in problem.kinds)
     disjoint = list(_partition(range(len(problem.stages))))
     overlapping = {
@@ -116,12 +117,13 @@ def enumerate_divisions(total: int, counts: Sequence[Array], allows_idle: bool) 
 
 
 def gpu_moves(pools: int, sizes: Array, *, allows_idle: bool) -> Array:
-    """Return changes of the GPUs of ``pools`` pools, ``[moves, pools, kinds]``.
+    """Return the possible moves of GPUs as changes of a division, ``[moves, pools, kinds]``.
 
     GPUs of a kind move from pool to pool, or two pools exchange GPUs of two kinds. If
     ``allows_idle``, GPUs may also become unused or used.
 
     Args:
+        pools: number of pools.
         sizes: number of GPUs of each kind.
     """
     kinds = len(sizes)
@@ -147,14 +149,14 @@ def gpu_moves(pools: int, sizes: Array, *, allows_idle: bool) -> Array:
 
 
 def move_sizes(maximum: int) -> list[int]:
-    """Return the numbers of GPUs that one move may have: all small numbers, then growing steps."""
+    """Return the numbers of GPUs that may move at once: all small numbers, then growing steps."""
     sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
     return sorted(size for size in sizes if size <= maximum)
 
 
 def divisions_without_kind(state: Array) -> Array:
-    """Return the variants ``[n, pools, kinds]`` of a division ``[pools, kinds]`` in which one pool,
-    or every pool, gives up a kind.
+    """Return the variants ``[n, pools, kinds]`` of a division ``[pools, kinds]`` in which one pool
+    or all pools have no GPUs of a kind any more.
 
     A plan avoids a kind's queue and interruptions only if it does not use the kind at all.
     """
@@ -173,15 +175,15 @@ EXACT_DIVISIONS = 200_000
 """Other problems are enumerated if the largest grouping has at most this many divisions. With more
 than ``EXACT_GROUPINGS`` groupings, this limit is proportionally lower."""
 MAX_RELAXED_GROUPINGS = 250
-"""Maximum number of relaxed groupings; six stages have fewer."""
+"""Maximum number of relaxed groupings; six stages have fewer groupings."""
 MAX_KIND_ASSIGNMENTS = 4096
-"""Maximum number of assignments of kinds to pools; if there are more, a sample is tried."""
+"""Maximum number of assignments of kinds to jobs; if there are more, a random sample is tried."""
 SINGLE_KIND_DIVISIONS = 8
-"""Number of single-kind divisions from which the search begins if pools must be of one kind."""
+"""Number of single-kind divisions from which the search begins if jobs must not mix kinds."""
 PROMISING_FACTOR, DIVISIONS_PER_GROUPING, FINAL_GROUPINGS = 1.05, 16, 2
-"""If pools may mix kinds: the search of a grouping begins from at most
+"""If all jobs may mix kinds: the search of a grouping begins from at most
 ``DIVISIONS_PER_GROUPING / kinds`` single-kind divisions, which cost less than ``PROMISING_FACTOR``
-times the best cost. At the end, the best ``FINAL_GROUPINGS`` are searched again."""
+times the best cost. At the end, the best ``FINAL_GROUPINGS`` groupings are searched again."""
 BATCH_SIZE = 8192
 """Number of divisions that are evaluated together."""
 EQUAL_COST_FACTOR = 1 + 1e-9
@@ -190,7 +192,7 @@ EQUAL_COST_FACTOR = 1 + 1e-9
 
 @dataclass(frozen=True)
 class PlacementSolution:
-    """The best placement of one grouping, with its prediction."""
+    """The best placement found for one grouping, with its prediction."""
 
     placement: Placement
     prediction: PlacementPrediction
@@ -203,7 +205,7 @@ class PlacementSolution:
 
     @property
     def gap(self) -> float:
-        """The relative difference between cost and lower bound."""
+        """Relative distance of the cost from the lower bound."""
         return self.cost / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
 
@@ -223,7 +225,7 @@ def solve(
     divisions, relaxed = search.explore(bounds, max_solutions)
     enumerates = search.can_enumerate(len(groupings))
     if divisions and not enumerates:
-        search.split_by_kind(divisions)
+        search.improve_single_kind(divisions)
     if enumerates:
         for pools in sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools)):
             if bounds[pools] <= _cost_to_beat(divisions, 1):
@@ -261,8 +263,6 @@ def _cost_to_beat(divisions: _Divisions, n: int) -> float:
 
 
 class _Search:
-    """The search for the best divisions of one problem's GPUs."""
-
     def __init__(self, problem: PlacementProblem, objective: Objective) -> None:
         self.problem = problem
         self.objective = objective
@@ -283,8 +283,9 @@ class _Search:
             or (has_several_kinds and any(np.any(table[1:] == 0) for table in tables))
         )
         self._moves: dict[int, Array] = {}
+        """Cache: moves by number of pools."""
         self._counts: dict[tuple[tuple[int, ...], int, bool], Array] = {}
-        """Caches: moves by number of pools, and counts by the arguments of :meth:`counts`."""
+        """Cache: the results of :meth:`counts`, by its arguments."""
 
     def cost_bound(self, total_s: float) -> float:
         """Return a lower bound of the cost if an iteration takes at least ``total_s`` seconds."""
@@ -297,11 +298,11 @@ class _Search:
     def explore(
         self, bounds: dict[PoolStages, float], max_solutions: int
     ) -> tuple[_Divisions, set[PoolStages]]:
-        """Explore the promising groupings and improve their ``bounds``.
+        """Search the divisions of the promising groupings, and improve their ``bounds`` in place.
 
-        The next grouping is the most promising neighbour of the best grouping, or else the most
-        promising of all. Groupings that cannot be among the best are skipped. With many stages, the
-        number of groupings is limited.
+        The next grouping is the neighbour of the best grouping with the lowest bound, or else the
+        grouping with the lowest bound of all. Groupings that cannot be among the best
+        ``max_solutions`` are skipped.
 
         Returns:
             The best division of each grouping, and the groupings that were relaxed.
@@ -330,7 +331,7 @@ class _Search:
         return divisions, explored
 
     def can_enumerate(self, groupings: int) -> bool:
-        """Return True if the problem, with this many groupings, is small enough to enumerate."""
+        """Return True if a problem with this number of groupings is small enough to enumerate."""
         if int(self._kind_gpus.sum()) <= EXACT_GPUS and groupings <= EXACT_GROUPINGS:
             return True
         divisions = 1.0
@@ -395,7 +396,7 @@ class _Search:
     def best_chunks(
         self, pools: PoolStages, gpus: Sequence[Array], assigned: Sequence[Array]
     ) -> tuple[Array, Array]:
-        """Return the lowest costs over all numbers of chunks ``[n]``, and the best numbers."""
+        """Return the lowest costs over all numbers of chunks, and these numbers, ``[n]`` each."""
         options = self._chunk_choices(pools)
         num_divisions = gpus[0].shape[1]
         tiled_gpus = [np.tile(pool, len(options)) for pool in gpus]
@@ -409,8 +410,8 @@ class _Search:
     def tighten_bound(
         self, bounds: dict[PoolStages, float], relaxed: set[PoolStages], lowest_cost: float
     ) -> float:
-        """Return the smallest bound of all groupings. The ``relaxed`` groupings with the smallest
-        bounds are relaxed again, separately for each number of chunks."""
+        """Return the smallest bound of all groupings. To improve it, the ``relaxed`` groupings with
+        the smallest bounds are relaxed again, separately for each number of chunks."""
         tightest = min([lowest_cost, *(bounds[pools] for pools in bounds.keys() - relaxed)])
         for pools in sorted(relaxed, key=lambda pools: bounds[pools]):
             bound = bounds[pools]
@@ -427,9 +428,9 @@ class _Search:
         for state in self._initial_divisions(pools, relaxed.gpus, _cost_to_beat(divisions, 1)):
             self._improve_from(pools, state, divisions)
 
-    def split_by_kind(self, divisions: _Divisions) -> None:
+    def improve_single_kind(self, divisions: _Divisions) -> None:
         """Search the best groupings again, from divisions in which all jobs, or all but one, have a
-        single kind. If pools may mix kinds, moves from the relaxation rarely find these."""
+        single kind. If jobs may mix kinds, moves from the relaxation rarely lead to these."""
         for pools in sorted(divisions, key=lambda pools: divisions[pools].cost)[:FINAL_GROUPINGS]:
             if len(self._kind_gpus) == 1 or not all(map(self.problem.may_mix, pools)):
                 continue
@@ -441,7 +442,7 @@ class _Search:
                 self._improve_from(pools, state, divisions)
 
     def _improve_from(self, pools: PoolStages, state: Array, divisions: _Divisions) -> None:
-        """Improve GPUs ``state``, ``[pools, kinds]``, by moves and by the number of chunks."""
+        """Improve a division ``[pools, kinds]`` by moves and by the number of chunks; store it."""
         chunks, cost = None, math.inf
         while True:
             gpus = [pool[:, None] for pool in state]
@@ -456,8 +457,8 @@ class _Search:
     def enumerate_exact(self, pools: PoolStages, divisions: _Divisions) -> None:
         """Enumerate every division, kind by kind, and skip branches that cannot be better.
 
-        In a branch some kinds are divided already. In the branch's lower bound, every pool has all
-        GPUs of the other kinds, at no cost.
+        In a branch some kinds are divided already. For the lower bound of a branch, every pool has
+        all GPUs of the other kinds, at no cost.
         """
         order = np.argsort(-self._kind_gpus, kind="stable")
         empty = np.zeros((1, len(pools), len(self._kind_gpus)), np.int64)
@@ -529,8 +530,8 @@ class _Search:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
     def _initial_divisions(self, pools: PoolStages, gpus: Array, lowest: float) -> Sequence[Array]:
-        """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions with a
-        single kind in each job that may not mix kinds (if all may, in every job)."""
+        """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions in
+        which each job that must not mix kinds has a single kind (if all may mix, every job)."""
         jobs = pools_of_jobs(pools)
         single_kind_jobs = [job for job in jobs if not self._may_mix(pools, job)]
         rounded = self._round(pools, gpus)

@@ -33,8 +33,8 @@ LOAD_OVERHEADS: Mapping[str, schema.OverheadName] = {
 }
 """Profiled overhead of loading, by what a stage keeps in memory (``StageSpec.holds``)."""
 SINGLE_MEASUREMENT_SPREAD, DATA_SHEET_PROFILE_SPREAD = 0.1, 0.8
-"""Relative standard deviations (assumed): of a single measurement, and of times from data sheets,
-80 % of which are within a factor of two."""
+"""Assumed relative standard deviations: of a time that was measured once, and of a time from data
+sheets (80 % of these are within a factor of two)."""
 DEVIATIONS_TO_Q90 = 1.2816
 """Standard deviations from the mean to the 10 % and 90 % quantiles of a normal distribution."""
 
@@ -78,10 +78,10 @@ class StageTimes:
             for name, other in (mixture.kinds, mixture.kinds[::-1])
             if mixture.stage == stage and name in names
         }
-        """By name of another kind in the profile: the mixture that was measured with it, and the
-        index of this kind in that mixture."""
+        """For each other kind with which this kind was measured in one job, by its name in the
+        profile: the mixture, and the index of this kind in the mixture."""
         self.profile_names = frozenset(names)
-        """Names of this kind in the profile."""
+        """Names of this kind of device in the profile."""
         self._holds, self._single_spread = (
             spec.holds,
             DATA_SHEET_PROFILE_SPREAD if profile.estimated else SINGLE_MEASUREMENT_SPREAD,
@@ -95,7 +95,7 @@ class StageTimes:
         self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in succeeded)
         """Peak memory of a process."""
         self._failures = _failures_by_count(points, profile)
-        self._warmup_s = {
+        self._first_iteration_extra_s = {
             p.processes: p.cold.median_s - p.time.median_s
             for p in succeeded
             if p.cold is not None and p.time is not None and p.samples == self.samples
@@ -106,6 +106,7 @@ class StageTimes:
             if p.time is not None and p.time.median_s > 0
             for count in [len(p.time.seconds)]
         ]
+        """All successful measurements of the stage, also of smaller batches."""
         sizes = {(p.processes, p.size) for p in self.measured}
         # Estimates exist for every number of processes, and jump where a job exceeds one node.
         self.can_interpolate = not profile.estimated
@@ -160,7 +161,8 @@ class StageTimes:
         return seconds, spread, np.full(len(counts), share != 1)
 
     def time_line(self, count: int) -> tuple[float, float]:
-        """Return the time as a linear function of the share of the batch: intercept and slope."""
+        """Return the seconds of work on ``count`` processes as a linear function of the share of
+        the batch: intercept and slope."""
         half, whole = (float(self.times(np.array([count]), share)[0][0]) for share in (0.5, 1.0))
         slope = 2 * (whole - half)
         return whole - slope, slope
@@ -168,12 +170,12 @@ class StageTimes:
     def overheads(self, processes: int) -> dict[str, TimeEstimate]:
         """Return the expected times of a job before its work, in order: start, imports, load.
 
-        If the stage was measured as a separate job on one process, imports and load come from that
-        measurement. The extra time to load on more processes comes from the other measurements.
+        If the stage was measured as a separate job of one process, this measurement defines imports
+        and load; the other measurements define the extra time to load on more processes.
         """
         dispatch = self._overhead("dispatch", 1)
         steps = [self._overhead(name, processes) for name in ("submission", "startup")]
-        # A job starts when the completion of the previous job is noticed.
+        # A job is submitted when the driver notices the completion of the previous job.
         steps.append(self._overhead("completion", processes))
         parts = {"start": dispatch if dispatch.mean else _add_estimates(*steps)}
         parts["imports"] = self._overhead("imports", processes)
@@ -187,16 +189,16 @@ class StageTimes:
         return parts
 
     def _load(self, processes: int) -> TimeEstimate:
-        """Return the time to load, including the extra time of the first iteration of a process."""
+        """Return the time to load, with the extra time of the first iteration of a process."""
         parts = [self._overhead(LOAD_OVERHEADS[self._holds], processes)] if self._holds else []
-        if self._warmup_s:
-            nearest = min(self._warmup_s, key=lambda count: abs(math.log(count / processes)))
-            parts.append(TimeEstimate(max(0.0, self._warmup_s[nearest])))
+        if extra_s := self._first_iteration_extra_s:
+            nearest = min(extra_s, key=lambda count: abs(math.log(count / processes)))
+            parts.append(TimeEstimate(max(0.0, extra_s[nearest])))
         return _add_estimates(*parts)
 
     def max_per_node(self) -> int:
-        """Return the maximum processes per node: one per device. If devices have no memory of their
-        own, the node's memory may allow fewer.
+        """Return the maximum number of processes per node: one per device, or fewer if devices have
+        no memory of their own and the node's memory is too small.
 
         On GPUs, a process that ran once is assumed to fit again.
         """
@@ -231,7 +233,7 @@ def num_work_items(stage: str, config: RunConfig) -> int:
 
 
 def _failures_by_count(points: list[schema.ProfilePoint], profile: Profile) -> dict[int, str]:
-    """Return why the stage failed, by number of processes; "" if the run's batch succeeded.
+    """Return why the stage failed, by measured number of processes; "" if the stage succeeded.
 
     A failure with fewer samples, or with smaller micro-batches, counts for the run's batch too.
     """
@@ -250,8 +252,8 @@ def _add_estimates(*parts: TimeEstimate) -> TimeEstimate:
 
 
 DEFAULT_MIXING_EFFICIENCY = 0.95
-"""Speed of different kinds on one stage, relative to the sum of their speeds, if not measured: the
-goal of the benchmark ``hetero_efficiency``."""
+"""Speed of several kinds together on one stage, relative to the sum of their speeds, if it was not
+measured: the goal of the benchmark ``hetero_efficiency``."""
 TIME_LIMIT_FACTOR = 10
 """Requested time limit relative to the predicted time; only jobs that hang should reach it."""
 MIN_TIME_LIMIT_MIN = 10
@@ -259,22 +261,22 @@ MIN_TIME_LIMIT_MIN = 10
 MEMORY_FACTOR = 1.5
 """Requested memory relative to the measured peak."""
 MEMORY_STEP_MB = 256
-"""Requested memory is a multiple of this."""
+"""Requested memory is a multiple of this number."""
 MIN_BATCH_SHARE = 0.02
-"""Minimum share of the batch for the slower of two kinds."""
+"""Minimum share of the batch for the slower of two kinds in one job."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors by which a run took longer than predicted."""
+    """Factors by which a stage took longer on a kind than predicted, in earlier runs."""
 
     startup_factor: float = 1.0
     """Factor of the start and imports of a job."""
     work_factor: float = 1.0
     """Factor of loading and work."""
     spread: float = math.inf
-    """Maximum relative standard deviation of corrected times: infinite, except if the profile was
-    only estimated."""
+    """Maximum relative standard deviation of corrected times; infinite (no maximum) unless the
+    profile is only estimated."""
 
 
 @dataclass(frozen=True)
@@ -283,13 +285,13 @@ class StageOption:
 
     stage: str
     devices: tuple[PartitionDevices, ...]
-    """One kind, or two between which the batch is divided in proportion to their speeds."""
+    """One kind, or two kinds between which the batch is divided in proportion to their speeds."""
     nodes: tuple[int, ...]
     """Number of nodes of each kind in ``devices``."""
     processes: int
     """Processes per node; each has a device."""
     parts: Mapping[str, TimeEstimate]
-    """Expected times of the job's parts, in order: start, imports, load, warm-up, work."""
+    """Expected times of the job's parts, in order: start, imports, load, work."""
     speeds: tuple[float, ...] = ()
     """Relative speed of a process on each kind, if there are several."""
     peak_memory_bytes: int = 0
@@ -297,7 +299,7 @@ class StageOption:
     extrapolated: bool = False
     """True if the time is extrapolated beyond the measurements."""
     needs_device: bool = True
-    """True if the stage uses GPUs where they exist."""
+    """False if the stage uses no GPU even on nodes with GPUs."""
 
     @property
     def seconds(self) -> float:
@@ -306,7 +308,7 @@ class StageOption:
 
     @property
     def conservative_s(self) -> float:
-        """The time by which plans are compared: if extrapolated, the upper end of the interval.
+        """Seconds by which options are compared: if extrapolated, the upper end of the interval.
 
         A fit to fewer devices is too optimistic, because more devices share a network or node.
         """
@@ -320,8 +322,8 @@ class StageOption:
         return math.sqrt(sum(part.spread**2 for part in self.parts.values()))
 
     def with_corrections(self, corrections: Mapping[tuple[str, str], Correction]) -> StageOption:
-        """Return the option with a run's corrections, by stage and kind. With several kinds, the
-        largest factor applies."""
+        """Return the option with the corrections of its stage and kinds. With several kinds, the
+        largest factors apply."""
         keys = [(self.stage, entry.name) for entry in self.devices]
         matching = [corrections[key] for key in keys if key in corrections]
         if not matching:
@@ -342,13 +344,13 @@ class StageOption:
         return max(self.parts, key=lambda name: self.parts[name].mean)
 
     @property
-    def count(self) -> int:
+    def num_processes(self) -> int:
         """The number of processes on all nodes."""
         return sum(self.nodes) * self.processes
 
     @property
     def num_devices(self) -> tuple[int, ...]:
-        """The number of devices of each kind; 0 GPUs if the stage needs no device."""
+        """The number of devices of each kind; 0 if the kind is a GPU and the stage needs none."""
         return tuple(
             nodes * self.processes if self.needs_device or not entry.kind.gpus_per_node else 0
             for entry, nodes in zip(self.devices, self.nodes, strict=True)
@@ -381,7 +383,7 @@ class StageOption:
 
     @property
     def place(self) -> str:
-        """The name of the devices: ``h100``, ``gpu: a100+h100``."""
+        """The kinds of device as text: ``h100``, or ``gpu: a100+h100`` in the partition ``gpu``."""
         if len(self.devices) == 1:
             return self.devices[0].name
         kinds = "+".join(entry.kind.gpu_type for entry in self.devices)
@@ -436,10 +438,10 @@ def stage_options(
     config: RunConfig,
     allowed: Collection[str] | None = None,
 ) -> list[StageOption]:
-    """Return all ways to run a stage.
+    """Return all ways to run a stage as its own job.
 
     Args:
-        allowed: the only kinds that it may use.
+        allowed: the only kinds that the stage may use; None: all.
 
     Raises:
         PlanError: the stage cannot run anywhere; the message has a reason for each kind.
@@ -493,10 +495,10 @@ def stage_options(
 def _permitted_options(
     options: Sequence[StageOption], *, required: bool = True
 ) -> list[StageOption]:
-    """Return the options whose jobs accounting allows.
+    """Return the options that exceed the time limit (unchecked), then those that accounting allows.
 
     Raises:
-        PlanError: ``required``, but none is allowed; the message has the limit of the smallest job.
+        PlanError: ``required``, but no job is allowed; the message has the smallest job's limit.
     """
     too_long = [option for option in options if not option.fits_time_limit]
     in_time = [option for option in options if option.fits_time_limit]
@@ -507,7 +509,7 @@ def _permitted_options(
         for option in in_time
     ]
     if required and in_time and all(reasons):
-        _, reason = min(zip(in_time, reasons, strict=True), key=lambda pair: pair[0].count)
+        _, reason = min(zip(in_time, reasons, strict=True), key=lambda pair: pair[0].num_processes)
         raise PlanError(reason)
     return [*too_long, *(o for o, reason in zip(in_time, reasons, strict=True) if not reason)]
 
@@ -535,7 +537,7 @@ def mixed_kind_option(
 ) -> StageOption:
     """Return a stage's option on nodes of two kinds in one job, with equal processes per node.
 
-    The batch is divided so that both kinds end together; times are linear in the share.
+    The batch is divided so that both kinds end together, if times are linear in the share.
     """
     counts = [count * processes for count in nodes]
     lines = [times.time_line(count) for times, count in zip(stage_times, counts, strict=True)]
@@ -576,8 +578,8 @@ def mixed_kind_option(
 def mixing_efficiency(stage_times: tuple[StageTimes, StageTimes]) -> float:
     """Return a stage's speed on two kinds together, relative to the sum of their speeds.
 
-    From a measured mixture: the time of the slower kind alone for its part of the batch, divided by
-    the time of both for the whole batch.
+    If a mixture was measured, this is the time of the slower kind alone for its part of the batch,
+    divided by the time of both kinds for the whole batch.
     """
     for name, (mixture, index) in stage_times[0].mixtures.items():
         if name not in stage_times[1].profile_names:
@@ -599,7 +601,7 @@ def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
 
 
 def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
-    """Yield nodes and processes per node, with the fewest nodes for each total of processes."""
+    """Yield nodes and processes per node: for each total of processes, the fewest nodes."""
     per_node = times.max_per_node()
     if not per_node:
         raise PlanError(
@@ -618,7 +620,7 @@ def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
 def _shared_shapes(
     pair: tuple[StageTimes, StageTimes], max_processes: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield nodes of each of two kinds, and processes per node, of jobs on both kinds."""
+    """Yield the nodes of each kind, and the processes per node, of jobs on two kinds."""
     for processes in range(1, min(times.max_per_node() for times in pair) + 1):
         for nodes in itertools.product(*(_node_counts(t.devices.max_job_nodes) for t in pair)):
             count = sum(nodes) * processes

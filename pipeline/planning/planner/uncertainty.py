@@ -1,4 +1,4 @@
-"""The forecast of a placement with uncertain speeds: the distribution of times and its sensitivity.
+"""The forecast of a placement with uncertain speeds: distribution and sensitivity of its time.
 
 :mod:`pipeline.planning.planner.predictor` computes the times from randomly sampled speeds.
 """
@@ -49,21 +49,21 @@ class PlacementForecast:
     nominal_s: float
     """Seconds of an iteration with the problem's speeds."""
     mean_s: float
-    """Mean seconds of an iteration with sampled speeds; quantiles follow."""
+    """Mean seconds of an iteration with sampled speeds; then its quantiles."""
     q10_s: float
     q50_s: float
     q90_s: float
     idle_shares: tuple[float, ...]
-    """Share of an iteration in which a GPU does no work, by job: the mean over the job's GPUs."""
+    """For each job: share of an iteration in which a GPU does no work, the mean over its GPUs."""
     memory_bytes: tuple[Mapping[str, float], ...]
     """Maximum memory of a GPU by pool and kind; NaN if a stage's memory is unknown."""
     gpu_hours: float
     """GPU-hours of one iteration, including idle time."""
     interruption_s: float
-    """Expected seconds lost to preemption and failures per iteration; not part of the other
+    """Expected seconds that preemption and failures cost per iteration; not included in the other
     times."""
     sensitivities: tuple[Sensitivity, ...]
-    """Effects of the quantities, largest first."""
+    """Sensitivities to all quantities, largest saving first."""
     unmeasured: tuple[str, ...]
     """Speeds that are extrapolated or from data sheets: ``train on h100: extrapolated``."""
 
@@ -136,7 +136,7 @@ def forecast_placement(
 
 
 class _SamplingPredictor(Predictor):
-    """A predictor that draws random speeds for each element of its batch."""
+    """A predictor with random speeds, drawn independently for each element of its batch."""
 
     def __init__(
         self, problem: PlacementProblem, spread: Array, draws: int, rng: np.random.Generator
@@ -173,7 +173,6 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
 def _used_speeds(
     problem: PlacementProblem, placement: Placement, predictor: Predictor
 ) -> Iterator[UsedSpeed]:
-    """Yield every speed that the placement uses."""
     for s in range(len(problem.stages)):
         for k, number in enumerate(placement.gpus_of(s)):
             if predictor.tables[s][k][number] > 0:
@@ -201,8 +200,8 @@ def _memory(
     speeds: list[UsedSpeed],
     pool: int,
 ) -> dict[str, float]:
-    """Return the memory of a GPU in bytes, by kind: all resident stages and the largest offloaded
-    one."""
+    """Return the memory of a GPU in bytes, by kind: the sum over resident stages, and the largest
+    of the stages that are offloaded."""
     resident: dict[str, float] = {}
     offloaded: dict[str, float] = {}
     for s, k, gpus in speeds:
@@ -236,7 +235,7 @@ def _sensitivities(
 def _improved_problems(
     problem: PlacementProblem, speeds: list[UsedSpeed]
 ) -> Iterator[tuple[str, PlacementProblem]]:
-    """Yield every quantity that determines the placement's time, and a problem that improves it."""
+    """Yield each quantity that determines the placement's time, with a problem that improves it."""
     factor = 1 - IMPROVEMENT
 
     def with_stage(s: int, stage: PlacementStage) -> PlacementProblem:

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     from rlinf.errors import RlinfError
 
     process_tuning.tune_process()
-    # Import what the process of a stage imports before its work.
+    # A stage's own process imports the same modules before its work.
     import stages.rollout
     import stages.runner
     import stages.train  # noqa: F401

@@ -45,7 +45,7 @@ def build_kind_profile(
     """Build the profile of a kind from its trials, at least one of which has a timing.
 
     Args:
-        stage_job_overheads: overheads that were measured with separate stage jobs.
+        stage_job_overheads: overheads of separate stage jobs.
     """
     return KindProfile(
         partition=kind.partition,
@@ -68,8 +68,8 @@ def memory_location(trials: Sequence[Trial]) -> MemoryLocation | None:
 
 
 def points(trial: Trial, flow: Flow = on_policy) -> list[ProfilePoint]:
-    """Return the measured points of a trial. Stages that always run in one process are left out if
-    the trial has several."""
+    """Return the measured points of a trial. If its job had several processes, stages that always
+    run in one process are omitted."""
     timings: dict[tuple[str, int, int | None], list[StageTiming]] = defaultdict(list)
     for timing in trial.samples:
         if trial.processes == 1 or not flow.all_stages[timing.stage].single_process:
@@ -107,8 +107,8 @@ def _point(trial: Trial, repeats: Sequence[StageTiming]) -> ProfilePoint:
 
 
 def overheads(trials: Sequence[Trial]) -> list[Overhead]:
-    """Return the overheads of trials. For ``submission`` only the shortest time is used, because
-    longer ones include waiting for nodes."""
+    """Return the overheads of trials. Of ``submission`` only the shortest repeat is used, because
+    longer repeats include waiting for nodes."""
     result = []
     for trial in trials:
         for name, seconds in trial.overheads_s.items():
@@ -148,7 +148,8 @@ def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
 def build_queue_wait(
     nodes: int, expected_s: float | None, past_waits: Sequence[tuple[int, float]]
 ) -> QueueWait:
-    """Return the expected wait. The history has past jobs with half to twice as many nodes."""
+    """Return the expected wait. Its history is of those ``past_waits`` (nodes, seconds) with half
+    to twice as many nodes."""
     similar = [s for size, s in past_waits if nodes <= 2 * size and size <= 2 * nodes]
     history = None
     if similar:
@@ -159,7 +160,7 @@ def build_queue_wait(
 
 @dataclass(frozen=True)
 class KindPair:
-    """Two kinds, and a partition in which a job can have nodes of both."""
+    """Two kinds, and a partition in which one job can have nodes of both."""
 
     kinds: tuple[DeviceKind, DeviceKind]
     partition: str
@@ -167,10 +168,11 @@ class KindPair:
     """Features by which sbatch selects their nodes in the partition."""
 
     def request_resources(self, stage_plan: StagePlan, speeds: Sequence[float]) -> StagePlan:
-        """Return the request of a job with a node and a process of each kind, weighted by speed.
+        """Return the request of a job with a node and a process of each kind.
 
         Args:
             stage_plan: request of a job on two nodes of the first kind.
+            speeds: relative speed of each kind, by which the batch is divided.
         """
         values = stage_plan.model_dump(exclude_unset=True)
         values |= {
@@ -184,7 +186,7 @@ class KindPair:
 
 
 def mixable_pairs(kinds: Sequence[DeviceKind], inventory: Inventory) -> list[KindPair]:
-    """Return the pairs of kinds that one job can have, with the first partition that allows it."""
+    """Return the pairs of kinds that one job can have, each with the first partition for both."""
     pairs = []
     for pair in combinations(kinds, 2):
         for name, partition in inventory.partitions.items():
@@ -199,7 +201,7 @@ def mixable_pairs(kinds: Sequence[DeviceKind], inventory: Inventory) -> list[Kin
 
 
 def _group_of_kind(kind: DeviceKind, groups: Sequence[NodeGroup]) -> NodeGroup | None:
-    """Return the node group of a kind in a partition."""
+    """Return the group with the hardware of a kind; None: no such group, or it has no GPUs."""
     hardware = (kind.gpu_type, kind.gpus_per_node, kind.cpus_per_node)
     for group in groups:
         if (group.gpu_type, group.gpus_per_node, group.cpus_per_node) == hardware:
@@ -223,7 +225,7 @@ def relative_speeds(times: Sequence[float]) -> tuple[float, ...]:
 def build_mixtures(
     pair: KindPair, speeds: Sequence[float], samples: int, trial: Trial
 ) -> list[Mixture]:
-    """Return the mixture of each stage that processed the whole batch in a trial."""
+    """Return a mixture for each stage that processed the whole batch of ``samples`` in a trial."""
     mixtures = []
     for stage in dict.fromkeys(timing.stage for timing in trial.samples):
         timings = [s for s in trial.samples if s.stage == stage and s.samples == samples]

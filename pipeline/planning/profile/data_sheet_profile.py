@@ -1,8 +1,8 @@
 """A profile from data sheets and the model's shape, for plans before any measurement.
 
-The formulas are those of :mod:`pipeline.planning.cost`; other costs of a job are assumed below. The
-profile has the same form as a measured one, but is marked as ``estimated``, so its intervals are
-wide.
+Times and memory follow the formulas of :mod:`pipeline.planning.cost`; other costs of a job are
+assumed below. The profile has the same form as a measured profile, but is marked as ``estimated``,
+so that the planner gives it wide intervals.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from stages.factory import create_algorithm, engine_max_batch, environment_class
 from stages.flow import flow_of
 
 FLOAT32_SHARE = 1 / 16
-"""Float32 rate without TF32, relative to bfloat16: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet), 67
-of 989 (H100)."""
+"""Peak float32 rate without TF32 as a share of the bfloat16 rate: 19.5 of 312 TFLOP/s on the A100,
+67 of 989 on the H100 (NVIDIA data sheets)."""
 TRAINER_STATE = StateBytes(weights=4, gradients=4, optimizer=8)
 """Bytes per parameter of the built-in trainers, all in float32."""
 READ_BYTES_PER_S = 1e9
-"""Read rate of a shared filesystem (assumed)."""
+"""Read and write rate of a shared filesystem (assumed)."""
 START_S, IMPORTS_S, LOAD_S, REWARD_S = 5.0, 15.0, 5.0, 1e-3
-"""Seconds to start a job, to import packages, to load an engine or trainer besides reading weights,
-and to compute the reward of a sample (all assumed)."""
+"""Seconds to start a job, to import packages, to create an engine or trainer (besides reading its
+weights), and to compute the reward of a sample (all assumed)."""
 
 
 def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) -> Profile:
     """Return a profile of all kinds of GPUs with known data sheets.
 
     Raises:
-        PlanError: there is no such kind, or the formulas do not support the model.
+        PlanError: no kind has a known data sheet, or the formulas do not support the model.
         DataError: the config.json of the model cannot be used.
     """
     run = _RunWork.of(config)
@@ -116,8 +116,6 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
 
 @dataclass(frozen=True)
 class _RunWork:
-    """The work of one iteration of a run."""
-
     shape: ModelShape
     trainer_shape: ModelShape
     """The trainer's networks, including a separate critic."""
@@ -133,11 +131,11 @@ class _RunWork:
     """Bytes per weight in the engine."""
     trainer_dtype_bytes: int
     """Bytes per weight in the trainer."""
-    max_rows: int
+    max_running: int
     """Maximum number of concurrent requests of an engine."""
     group_size: int
     components: Mapping[str, str | None]
-    """The component of each stage: an engine, a trainer or None."""
+    """The component that each stage holds: ``engine``, ``trainer`` or None."""
     train_stage: str
     publish_stage: str
     recompute: Recompute
@@ -148,7 +146,7 @@ class _RunWork:
     """Bytes per parameter of the trainer."""
     copies: int
     """Complete copies of the states; see :class:`TrainingWorkload`."""
-    state_on_device: float | None
+    optimizer_limit_bytes: float | None
     """Optimizer bytes on the device; see :class:`TrainingWorkload`."""
 
     @classmethod
@@ -161,7 +159,7 @@ class _RunWork:
             )
         environment, settings = environment_class(config)
         spec = environment.model_spec(settings)
-        extent = environment.task_size(settings, policy.check(options, spec))
+        task_size = environment.task_size(settings, policy.check(options, spec))
         shape = _model_shape(options, spec)
         trainer_shape = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
         algorithm, rollout = create_algorithm(config), config.rollout
@@ -174,14 +172,14 @@ class _RunWork:
             shape=shape,
             trainer_shape=trainer_shape,
             samples=rollout.batch_size * rollout.group_size,
-            prompt_tokens=max(1, extent.max_prompt_tokens),
+            prompt_tokens=max(1, task_size.max_prompt_tokens),
             lengths=np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)),
             horizon=rollout.horizon,
             steps=algorithm.minibatches * int(getattr(algorithm.config, "epochs", 1)),
             token_budget=trainer.get("max_tokens_per_microbatch"),
             engine_dtype_bytes=dtype_sizes.get(str(engine.get("dtype")), shape.dtype_bytes),
             trainer_dtype_bytes=dtype_sizes.get(str(trainer.get("param_dtype", "float32")), 4),
-            max_rows=engine_max_batch(config) or rollout.batch_size * rollout.group_size,
+            max_running=engine_max_batch(config) or rollout.batch_size * rollout.group_size,
             group_size=rollout.group_size,
             components=components,
             train_stage=[name for name in trainer_stages if name != flow.publish_stage][-1],
@@ -190,7 +188,7 @@ class _RunWork:
             zero=_zero_stage(config.trainer.name, trainer),
             state=_state_bytes(shape, trainer.get("lora")),
             copies=int(trainer.get("dp_replicate", 1)) if config.trainer.name == "fsdp" else 1,
-            state_on_device=_state_on_device(config.trainer.name, trainer),
+            optimizer_limit_bytes=_optimizer_limit_bytes(config.trainer.name, trainer),
         )
 
     @property
@@ -202,8 +200,8 @@ class _RunWork:
         return self.prompt_tokens + self.horizon
 
     def workload(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
-        """Return the workload of a stage for ``samples`` samples, the shape of its model, and the
-        share of the GPU's peak rate that its precision reaches."""
+        """Return a stage's workload for ``samples`` samples, the shape of its model, and the peak
+        rate of its precision as a share of the GPU's bfloat16 rate."""
         mean_tokens = self.prompt_tokens + round(float(self.lengths.mean()))
         is_engine = self.components[stage] == "engine"
         dtype_bytes = self.engine_dtype_bytes if is_engine else self.trainer_dtype_bytes
@@ -211,7 +209,7 @@ class _RunWork:
         rate_share = FLOAT32_SHARE if dtype_bytes == 4 else 1.0
         if is_engine:
             lengths = self.lengths.astype(np.float64)
-            settings = self.prompt_tokens, self.group_size, self.max_rows
+            settings = self.prompt_tokens, self.group_size, self.max_running
             return GenerationWorkload(lengths, samples, *settings), shape, rate_share
         if stage == self.train_stage:
             step_samples = max(1, samples // self.steps)
@@ -227,12 +225,11 @@ class _RunWork:
             self.zero,
             self.state,
             self.copies,
-            self.state_on_device,
+            self.optimizer_limit_bytes,
         )
 
 
 def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a trainer; FSDP shards everything (stage 3)."""
     if trainer == "deepspeed":
         return int(settings.get("zero_stage", 2))
     if trainer == "megatron":
@@ -240,9 +237,9 @@ def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
     return 3
 
 
-def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
-    """Return the maximum optimizer bytes on the device; None: all. With DeepSpeed the host runs the
-    optimizer step."""
+def _optimizer_limit_bytes(trainer: str, settings: Mapping[str, Any]) -> float | None:
+    """Return the maximum optimizer bytes on the device; None: no limit. With DeepSpeed the host
+    runs the optimizer step, so none are on the device."""
     if not settings.get("offload_optimizer"):
         return None
     return (
@@ -264,8 +261,8 @@ def with_critic(shape: ModelShape) -> ModelShape:
 
 
 def _state_bytes(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
-    """Return the bytes per parameter of a trainer. With LoRA only adapters have gradients and
-    moments; adapters are assumed on all linear layers of the blocks."""
+    """Return the bytes per parameter of a trainer. With LoRA, only adapters have gradients and
+    optimizer states; all linear layers of the blocks are assumed to have adapters."""
     if not lora:
         return TRAINER_STATE
     matrix_dims = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
@@ -304,8 +301,8 @@ def _model_shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
 
 
 def _points(run: _RunWork, device: GpuDevice, nodes: int, per_node: int) -> Iterator[ProfilePoint]:
-    """Yield points of each stage for the batch and for half of it, on powers of two of devices in
-    a node and on whole nodes."""
+    """Yield points of each stage for the batch and for half of the batch, on 1, 2, 4, ... devices
+    of a node and on whole nodes."""
     counts_in_node = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
     counts = sorted({*counts_in_node, *(per_node * n for n in _node_counts(nodes))})
     sizes = sorted({run.samples, max(run.group_size, run.samples // 2)})
@@ -323,7 +320,7 @@ def _points(run: _RunWork, device: GpuDevice, nodes: int, per_node: int) -> Iter
 
 
 def _node_counts(nodes: int) -> list[int]:
-    """Return all numbers up to 8, then powers of two, and the maximum."""
+    """Return numbers of nodes: all up to 8, then powers of two, and the maximum ``nodes``."""
     small, powers = range(1, min(nodes, 8) + 1), (1 << n for n in range(nodes.bit_length()))
     return sorted({*small, *powers, nodes})
 
@@ -377,7 +374,7 @@ def _point(
 def _overheads(run: _RunWork, device: GpuDevice) -> Iterator[Overhead]:
     read_s = run.weights_bytes / READ_BYTES_PER_S
     trainer_read_s = run.trainer_shape.parameters * run.trainer_shape.dtype_bytes / READ_BYTES_PER_S
-    optimizer_bytes = run.state.optimizer if run.state_on_device is None else 0.0
+    optimizer_bytes = run.state.optimizer if run.optimizer_limit_bytes is None else 0.0
     parameter_bytes = run.state.weights + optimizer_bytes
     offload_s = run.trainer_shape.parameters * parameter_bytes / device.host.bytes_per_s
     for name, duration_s in (

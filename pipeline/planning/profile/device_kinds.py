@@ -35,8 +35,8 @@ class DeviceKind:
     duty_cycle: float = 1.0
     """Share of the time that processes may run; below 1 only on dev clusters."""
     constraint: str = ""
-    """Constraint that sbatch needs besides the GPU's name, if GPUs with this name differ, such as
-    ``a100`` of 40 and 80 GB: a feature of only these nodes."""
+    """Value of sbatch's ``--constraint``: a feature that only nodes of this kind have, needed if
+    GPUs of one name differ, such as ``a100`` with 40 and 80 GB; else ""."""
 
     @property
     def devices_per_node(self) -> int:
@@ -112,13 +112,13 @@ def describe_excluded_nodes(kind: DeviceKind, inventory: Inventory) -> str:
 
 
 def _hardware(group: NodeGroup) -> tuple[object, ...]:
-    """Return what distinguishes the nodes of two groups whose GPUs have the same name."""
+    """Return the properties in which two groups may differ whose GPUs have the same name."""
     return group.gpus_per_node, group.gpu_model, group.gpu_memory_gib
 
 
 def _constraint(group: NodeGroup, groups: Sequence[NodeGroup], site_constraint: str | None) -> str:
-    """Return the constraint of a group whose GPU name is ambiguous: a feature that only this group
-    has, combined with the site's constraint; "" if the name is unique, or no feature is."""
+    """Return a feature that only this group has among different groups with the same GPU name,
+    combined with the site's constraint; "" if there is no such group or no such feature."""
     same_type = [g for g in groups if g.gpu_type == group.gpu_type]
     others = [g for g in same_type if _hardware(g) != _hardware(group)]
     if not group.gpus_per_node or not others:
@@ -132,7 +132,6 @@ def _constraint(group: NodeGroup, groups: Sequence[NodeGroup], site_constraint: 
 
 
 def _lacks_gpus(group: NodeGroup, types: set[str]) -> bool:
-    """Return True for nodes without GPUs in a partition with GPUs."""
     return bool(types) and not group.gpus_per_node
 
 

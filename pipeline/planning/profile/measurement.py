@@ -26,7 +26,7 @@ from rlinf.config import Section
 MIN_REPEATS = 3
 """Minimum number of repeats, without the first iteration of each process."""
 RUN_SIZE_TURNS = 3
-"""Number of repeats of the run's own size per repeat of another size."""
+"""Number of repeats of the case with the run's own size, per repeat of another case."""
 CONVERGED_SHARE = 0.05
 """A case has converged if half the width of the confidence interval is below this share of the
 median."""
@@ -35,7 +35,7 @@ CONVERGED_S = 0.005
 
 
 class ProfileCase(Section):
-    """The size of the work of an iteration."""
+    """One size of an iteration, to be measured repeatedly."""
 
     starts: int = Field(gt=0)
     """Number of prompts or environments."""
@@ -56,11 +56,11 @@ class ProfileTask(Section):
     initial: Path
     """Committed output of the run's SFT stage."""
     key: str
-    """Key of the measured work, under which the trial is cached."""
+    """Digest of the measured work, under which the trial is cached."""
     kinds: tuple[str, ...]
     """The kind of device of the job; both kinds for a link or a mixture."""
     folder: Path
-    """Folder of this file, the trial, and the output of the measured stages."""
+    """Folder of the task file, the trial, and the output of the measured stages."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     """Number of ranks that measure; the job may have more."""
@@ -76,13 +76,13 @@ class ProfileTask(Section):
     """Rank of this job in a group of two jobs that measure their link; None: any other job."""
 
     @property
-    def trial(self) -> Path:
-        """The file of the measurements."""
+    def trial_path(self) -> Path:
+        """The file of the trial."""
         return self.folder / "trial.json"
 
 
 class StageTiming(Section):
-    """One repeat of a stage, or its failure. For the other fields see ``ProfilePoint``."""
+    """One repeat of a stage, or its failure; undocumented fields are as in ``ProfilePoint``."""
 
     stage: str
     samples: int = Field(gt=0)
@@ -130,7 +130,7 @@ class Trial(Section):
 
     schema_version: Literal[1] = SCHEMA
     key: str
-    """Key of the measured work; see :func:`pipeline.planning.profile.schema.kind_key`."""
+    """Digest of the measured work; see :func:`pipeline.planning.profile.schema.kind_key`."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     hosts: tuple[str, ...] = ()
@@ -139,22 +139,22 @@ class Trial(Section):
     running: RunningCase | None = None
     repeats: tuple[CaseRepeats, ...] = ()
     samples: tuple[StageTiming, ...] = ()
-    """All repeats of single stages."""
+    """Timings of single stages: all repeats of all cases (not samples of the batch)."""
     overheads_s: dict[str, tuple[Seconds, ...]] = {}
-    """Measurements by ``OverheadName``."""
+    """Repeats of each overhead, by ``OverheadName``."""
     links: tuple[MeasuredLink, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
-    """Response lengths of a few rollouts of the full batch."""
+    """Response lengths of each of a few rollouts of the full batch, in steps."""
     truncated: int = Field(default=0, ge=0)
     """Number of these responses that were truncated at the horizon."""
     weights_bytes: int = Field(default=0, ge=0)
     """Bytes that ``sync`` published; 0: not measured yet."""
     memory: MemoryLocation | None = None
-    """Where the samples' memory peaks were measured; None: unknown."""
+    """Where memory peaks were measured; None: unknown."""
 
     @property
     def start_s(self) -> float | None:
-        """Seconds from the start of the last job to its first iteration, without the queue."""
+        """Seconds from the last job's start to its first iteration; None: not measured."""
         names = ("startup", "imports", "engine_load", "trainer_load")
         times = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
         return sum(times) if "imports" in self.overheads_s else None
@@ -164,14 +164,14 @@ class Trial(Section):
         return next((r for r in self.repeats if r.case == case), CaseRepeats(case=case))
 
     def with_repeat(self, case: ProfileCase, seconds: float | None) -> Trial:
-        """Return the trial with another repeat of a case; None: the case failed."""
+        """Return the trial with one more repeat of a case; ``seconds`` None: the case failed."""
         previous = self.repeats_of(case)
         change = {"failed": True} if seconds is None else {"seconds": (*previous.seconds, seconds)}
         others = tuple(r for r in self.repeats if r.case != case)
         return self.model_copy(update={"repeats": (*others, previous.model_copy(update=change))})
 
     def next_case(self, cases: Sequence[ProfileCase]) -> ProfileCase | None:
-        """Return the case with the fewest repeats of those that have not converged; None: all have.
+        """Return the unconverged case with the fewest repeats; None: all cases have converged.
 
         The first case is the run's own size, on which every prediction is based, so it is measured
         first and more often. Cases at least as large as a failed case are skipped.
@@ -188,7 +188,7 @@ class Trial(Section):
         return min(unfinished, key=priority, default=None)
 
     def with_overhead(self, name: str, seconds: float) -> Trial:
-        """Return the trial with another measurement of an overhead."""
+        """Return the trial with one more repeat of an overhead."""
         overheads = self.overheads_s
         # Clocks of two machines may differ, so a short duration may be negative.
         updated = {**overheads, name: (*overheads.get(name, ()), max(0.0, seconds))}

@@ -1,8 +1,9 @@
 """The profile pass: short jobs on one kind of device after the other, then one profile file.
 
-Jobs never run at the same time, because they would slow each other down. Measurements are cached
-in the folder of the runs, so an interrupted pass can continue, and a second pass for the same work
-ends at once. For the execution ``jobs``, stages are also measured as separate jobs.
+Jobs never run at the same time, because they would slow each other down. The measurements of a job
+are its *trial*, a file that is cached in the folder of the runs. So an interrupted pass can
+continue, and a second pass for the same work ends at once. For the execution ``jobs``, stages are
+also measured as separate jobs. A *mixture* is one job with a node of each of two kinds.
 """
 
 from __future__ import annotations
@@ -78,24 +79,24 @@ INTERRUPTED_STATES = frozenset(
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
-    """Record the delay until the end of a job was noticed, or that the job ran out of memory.
+    """Record in the trial the delay until a job's end was noticed, or that its memory ran out.
 
     Raises:
         InputError, StageError: the job failed for another reason.
     """
     if status.state is JobState.DONE:
-        if trial := load_trial(task.trial):
+        if trial := load_trial(task.trial_path):
             ended = json.loads((task.folder / MANIFEST).read_text())["ended"]
-            trial.with_overhead("completion", time.time() - ended).save(task.trial)
+            trial.with_overhead("completion", time.time() - ended).save(task.trial_path)
         return
     reason = status.reason.strip() or status.state.value
-    trial = load_trial(task.trial)
+    trial = load_trial(task.trial_path)
     if status.state is JobState.OUT_OF_MEMORY or OUT_OF_MEMORY_PATTERN.search(reason):
         if trial is not None and trial.running is not None:
             line = next(
                 (r for r in reason.splitlines() if OUT_OF_MEMORY_PATTERN.search(r)), "out of memory"
             )
-            trial.with_crash(line.strip()).save(task.trial)
+            trial.with_crash(line.strip()).save(task.trial_path)
         return
     job_name = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
     if status.state in INTERRUPTED_STATES:
@@ -107,7 +108,7 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
 
 
 def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
-    """Return cases with the run's own size, smaller batches, and other token budgets."""
+    """Return a case of the run's own size, then cases of smaller batches or other token budgets."""
     budget, batch = trainer_token_budget(config), config.rollout.batch_size
     minibatches = create_algorithm(config).minibatches
     cases = [ProfileCase(starts=batch, token_budget=budget)]
@@ -135,20 +136,21 @@ CACHE_DIR = ".profiles"
 """Folder of the cache beside the runs."""
 STAGE_JOB_LIMIT_MIN = 5
 """Time limit of each separate stage job, minutes."""
-STAGE_JOBS_SHARE, MIN_STAGE_JOBS_S, LINKS_SHARE, MIXTURE_SHARE = 0.5, 60.0, 0.1, 0.15
-"""Share of the time for separate stage jobs, the minimum seconds for these jobs, the share of the
-time for links between kinds, and the share for each pair of kinds in one job."""
+STAGE_JOBS_SHARE, LINKS_SHARE, MIXTURE_SHARE = 0.5, 0.1, 0.15
+"""Shares of the time: for separate stage jobs, for links between kinds, and for each mixture."""
+MIN_STAGE_JOBS_S = 60.0
+"""Minimum time for separate stage jobs, seconds; they are not measured in less."""
 MIN_MEASURING_S = 1.0
-"""Minimum measuring time of a job; a shorter job is run only if nothing was measured yet."""
+"""Minimum measuring time of a job, seconds; less only if nothing was measured yet."""
 DEFAULT_START_S = 8.0
 """Assumed seconds for the start of a job, until a start was measured."""
 MIN_RESTART_S = 15.0
-"""Minimum measuring time for which a job is restarted."""
+"""Minimum measuring time for which a job is restarted, seconds."""
 MAX_ROUNDS = 6
 """Maximum number of times that the jobs of a kind are submitted. After an out-of-memory failure, a
 job continues without the case that caused it."""
 MIN_QUEUE_WAIT_S = 60.0
-"""Minimum seconds that jobs wait for nodes."""
+"""If nothing was measured yet, seconds before which no queued job is cancelled."""
 MAX_CPU_PROCESSES = 4
 """Maximum processes per node if CPUs are the devices."""
 ARRAY_LIMIT_REASON = "JobArrayTaskLimit"
@@ -196,15 +198,15 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
             )
             share = LINKS_SHARE * (on_slurm and len(kinds) > 1) + MIXTURE_SHARE * len(pairs)
             reserved_s = 60 * options.minutes * min(0.5, share)
-            measuring = ProfilePass(run, cluster, plan, launcher, identity, options)
+            profile_pass = ProfilePass(run, cluster, plan, launcher, identity, options)
             for index, kind in enumerate(kinds):
                 kind_s = (end - reserved_s - time.time()) / (len(kinds) - index)
-                measuring.measure_kind(kind, kind_s)
-            links = measuring.measure_links(kinds, end) if on_slurm else []
-            mixtures = [m for pair in pairs for m in measuring.measure_mixture(pair, end)]
+                profile_pass.measure_kind(kind, kind_s)
+            links = profile_pass.measure_links(kinds, end) if on_slurm else []
+            mixtures = [m for pair in pairs for m in profile_pass.measure_mixture(pair, end)]
         finally:
             launcher.close()
-    return measuring.build_profile(
+    return profile_pass.build_profile(
         kinds, links, mixtures, SlurmClient(cluster.poll_interval_s) if on_slurm else None
     )
 
@@ -212,7 +214,7 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
 def _kinds_to_measure(
     cluster: ClusterConfig, plan: Plan, flow: Flow, requested: Sequence[str]
 ) -> list[DeviceKind]:
-    """Return the kinds of the requested partitions, else those of the plan or the default."""
+    """Return the kinds of the requested partitions, else of the plan's or the default partition."""
     if cluster.launcher != "slurm":
         return select_kinds({"local": local_kind()}, requested or ("local",))
     inventory = load_or_survey(None, cluster.site)
@@ -261,9 +263,9 @@ class ProfilePass:
         end = time.time() + seconds
         self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
         for task in tasks:
-            load_trial(task.trial)  # raise for a damaged file before anything runs
+            load_trial(task.trial_path)  # raise for a damaged file before anything runs
         if STAGE_JOBS_SHARE * seconds >= MIN_STAGE_JOBS_S:
-            stage_plan = self.stage_plan(kind, 1, 1, time_limit_min=STAGE_JOB_LIMIT_MIN)
+            stage_plan = self.job_request(kind, 1, 1, time_limit_min=STAGE_JOB_LIMIT_MIN)
             count = MEASURED_ITERATIONS
             log.info("%s: %d iterations with separate stage jobs", kind.name, count)
             stage_jobs_end = time.time() + STAGE_JOBS_SHARE * seconds
@@ -287,11 +289,10 @@ class ProfilePass:
     def tasks_in_time(
         self, tasks: Sequence[ProfileTask], remaining: list[ProfileTask], end: float
     ) -> list[ProfileTask]:
-        """Return the first of the ``remaining`` tasks for which there is time; at least one if
-        nothing was measured yet. The others need a pass with more time.
-        """
+        """Return as many of the ``remaining`` tasks, in order, as there is time for; at least one
+        if nothing was measured yet. The others need a pass with more time."""
         in_time = list(remaining)
-        minimum = 0 if any(load_trial(task.trial) for task in tasks) else 1
+        minimum = 0 if any(load_trial(task.trial_path) for task in tasks) else 1
         while len(in_time) > minimum and (
             self.measuring_s(tasks, end, len(in_time)) < MIN_MEASURING_S
         ):
@@ -305,7 +306,7 @@ class ProfilePass:
 
     def measuring_s(self, tasks: Sequence[ProfileTask], end: float, num_jobs: int) -> float:
         """Return the seconds that each of ``num_jobs`` jobs measures, without the time to start."""
-        start_times = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
+        start_times = [trial.start_s for task in tasks if (trial := load_trial(task.trial_path))]
         start_s = max((s for s in start_times if s is not None), default=DEFAULT_START_S)
         return (end - time.time()) / num_jobs - start_s
 
@@ -352,7 +353,7 @@ class ProfilePass:
         # All jobs of an array have the request of the largest.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
-        stage_plan = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
+        stage_plan = self.job_request(kind, group[0].nodes, per_node, time_limit_min=minutes)
         resources = job_resources(adapt(stage_plan), self.cluster)
         record_start = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
         resources = replace(resources, setup=(record_start, *resources.setup), array_parallelism=1)
@@ -379,10 +380,11 @@ class ProfilePass:
             )
         return dict(zip(self.launcher.submit_array(jobs), group, strict=True))
 
-    def stage_plan(
+    def job_request(
         self, kind: DeviceKind, nodes: int, per_node: int, time_limit_min: int
     ) -> StagePlan:
-        """Return a request for a kind; the plan's training stage defines CPUs and memory."""
+        """Return the request of a job on a kind, with the CPUs and memory of the plan's training
+        stage. ``StagePlan`` counts processes, GPUs and CPUs per node."""
         train = self.plan.stage_plan(self.flow.train_stage)
         return StagePlan(
             partition=kind.partition or None,
@@ -397,12 +399,10 @@ class ProfilePass:
         )
 
     def wait_for_jobs(self, jobs: dict[str, ProfileTask], end: float) -> None:
-        """Wait until jobs have ended, and cancel those that have not started by ``end``.
-
-        If nothing was measured yet, jobs may wait for at least ``MIN_QUEUE_WAIT_S``.
-        """
+        """Wait until jobs have ended, and cancel those that have not started by ``end`` (if nothing
+        was measured yet, after ``MIN_QUEUE_WAIT_S`` at the earliest)."""
         active = dict(jobs)
-        if not any(load_trial(task.trial) for task in jobs.values()):
+        if not any(load_trial(task.trial_path) for task in jobs.values()):
             end = max(end, time.time() + MIN_QUEUE_WAIT_S)
         while active:
             for job_id, status in self.launcher.poll(list(active)).items():
@@ -420,8 +420,8 @@ class ProfilePass:
                 time.sleep(self.launcher.poll_interval_s)
 
     def measure_links(self, kinds: Sequence[DeviceKind], end: float) -> list[MeasuredLink]:
-        """Return the links between kinds, each measured by a pair of jobs, one on each kind. Links
-        whose jobs could not start before ``end`` are missing."""
+        """Return the links between kinds, each measured by a pair of jobs, one on each kind. A link
+        that could not be measured in time is missing."""
         links: list[MeasuredLink] = []
         for pair in combinations(kinds, 2):
             key = json_digest([kind_key(self.identity, kind) for kind in pair])
@@ -429,7 +429,7 @@ class ProfilePass:
             if self.options.fresh:
                 shutil.rmtree(folder, ignore_errors=True)
             tasks = [self.link_task(pair, key, folder, rank) for rank in (0, 1)]
-            if load_trial(tasks[0].trial) is None and time.time() < end:
+            if load_trial(tasks[0].trial_path) is None and time.time() < end:
                 shutil.rmtree(folder / RENDEZVOUS_DIR, ignore_errors=True)
                 jobs: dict[str, ProfileTask] = {}
                 for kind, task in zip(pair, tasks, strict=True):
@@ -438,13 +438,13 @@ class ProfilePass:
                     self.wait_for_jobs(jobs, time.time() + RENDEZVOUS_TIMEOUT_S)
                 except StageError as error:
                     log.warning("no link %s: %s", " - ".join(tasks[0].kinds), error)
-            trial = load_trial(tasks[0].trial)
+            trial = load_trial(tasks[0].trial_path)
             links += trial.links if trial is not None else ()
         return links
 
     def measure_mixture(self, pair: KindPair, end: float) -> list[Mixture]:
-        """Measure iterations of a job with a node of each kind; return nothing if there is no time,
-        or if training was not measured on both kinds."""
+        """Measure iterations of one job with a node of each kind of a pair, and return a mixture
+        per stage; none if there is no time, or if training was not measured on both kinds."""
         times = [self.train_s(kind) for kind in pair.kinds]
         if None in times:
             return []
@@ -475,7 +475,7 @@ class ProfilePass:
                 self.wait_for_jobs(jobs, end)
             except StageError as error:
                 log.warning("%s in one job: %s", " and ".join(task.kinds), error)
-        trial = load_trial(task.trial)
+        trial = load_trial(task.trial_path)
         samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
         return (
             build_profile.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
@@ -484,15 +484,15 @@ class ProfilePass:
     def train_s(self, kind: DeviceKind) -> float | None:
         """Return the seconds to train on the whole batch with one process of a kind."""
         samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
-        paths = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
-        trials = [trial for path in paths if (trial := load_trial(path)) is not None]
+        tasks = [task for task in self.tasks[kind.name] if task.processes == 1]
+        trials = [trial for task in tasks if (trial := load_trial(task.trial_path)) is not None]
         timings = [
-            s
-            for t in trials
-            for s in t.samples
-            if s.stage == self.flow.train_stage and not s.failure
+            timing
+            for trial in trials
+            for timing in trial.samples
+            if timing.stage == self.flow.train_stage and not timing.failure
         ]
-        seconds = [s.seconds for s in timings if s.samples == samples and s.seconds > 0]
+        seconds = [t.seconds for t in timings if t.samples == samples and t.seconds > 0]
         return statistics.median(seconds) if seconds else None
 
     def link_task(
@@ -523,7 +523,7 @@ class ProfilePass:
         config, kind_profiles, measured = self.run.config, {}, []
         flow = flow_of(config)
         for kind in kinds:
-            trials = [t for task in self.tasks[kind.name] if (t := load_trial(task.trial))]
+            trials = [t for task in self.tasks[kind.name] if (t := load_trial(task.trial_path))]
             trials = [trial for trial in trials if trial.samples]
             if not trials:
                 raise InputError(
@@ -576,21 +576,21 @@ class ProfilePass:
         return queue_waits
 
     def cache_folder(self, key: str) -> Path:
-        """Return the folder of the trials with a key."""
+        """Return the folder in which the trials with a key are cached."""
         return self.run.folder.parent / CACHE_DIR / key
 
 
 def is_finished(task: ProfileTask) -> bool:
     """Return True if a task needs no more jobs."""
-    trial = load_trial(task.trial)
+    trial = load_trial(task.trial_path)
     return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None
 
 
 MEASURED_ITERATIONS = 3
-"""Number of iterations of separate stage jobs. The first iteration loads nothing, so only its
-dispatches are used."""
+"""Number of iterations of separate stage jobs. The first iteration loads no earlier checkpoint, so
+only its dispatch times (from the end of a stage's inputs to the start of its job) are used."""
 QUEUED_DISPATCH_FACTOR = 3.0
-"""A dispatch that is longer than this many times the shortest has waited for nodes."""
+"""A job whose dispatch takes longer than this many times the shortest has waited for nodes."""
 
 
 def measure_stage_jobs(
@@ -624,22 +624,22 @@ def measure_stage_jobs(
 
 
 def stage_job_overheads(run: Run) -> list[Overhead]:
-    """Return the dispatch times of all stages together, and imports and work of each stage."""
+    """Return dispatch times of all stages together; imports and work (``alone``) of each stage."""
     graph = Graph(run.config)
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node in graph.nodes():
         manifest = stage_manifest(run.folder, *node)
         if manifest is None or node.stage not in graph.flow.stages:
             continue
-        began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
+        process_start, stage_start, end = (manifest.timing[n] for n in ("began", "start", "end"))
         inputs = graph.inputs(node).values()
         sources = [stage_manifest(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
         input_ends = [source.timing["end"] for source in sources if source is not None]
         if input_ends:
-            times["dispatch", ""].append(began - max(input_ends))
+            times["dispatch", ""].append(process_start - max(input_ends))
         if node.iteration:
-            times["imports", node.stage].append(start - began)
-            times["alone", node.stage].append(end - start)
+            times["imports", node.stage].append(stage_start - process_start)
+            times["alone", node.stage].append(end - stage_start)
     if times:
         fastest = min(times["dispatch", ""])
         on_free_nodes = [s for s in times["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * fastest]
@@ -661,7 +661,7 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
         }
     )
     clone = create_run(config, plan.to_dict())
-    for stage in flow_of(config).offline:
+    for stage in flow_of(config).offline:  # the stages before the first iteration
         source, target = (offline_folder(owner.folder, stage) for owner in (run, clone))
         if target.exists():
             continue

@@ -41,7 +41,7 @@ class Measurement(Section):
     high_s: float | None
 
     @model_validator(mode="after")
-    def _follows(self) -> Measurement:
+    def _check_summary(self) -> Measurement:
         expected = _summary(self.seconds)
         for name, value in expected.items():
             stored = getattr(self, name)
@@ -86,14 +86,14 @@ class ProfilePoint(Section):
     samples: int = Field(gt=0)
     """Samples of the stage over all processes; for ``sync`` those of the iteration."""
     tokens: int = Field(ge=0)
-    """Mean tokens: of the responses (rollout, reward), or all computed positions including prompts,
-    without samples that the algorithm skips (inference, train); 0 for ``sync``."""
+    """Mean number of tokens per repeat: response tokens for rollout and reward; all computed
+    positions with prompts, of the samples in use, for inference and train; 0 for ``sync``."""
     token_budget: int | None = Field(default=None, gt=0)
     """Maximum positions of a micro-batch; None if the stage or trainer has no limit."""
     time: Measurement | None = None
     """Time of one iteration, without job start, imports and loading; None: the stage failed."""
     cold: Measurement | None = None
-    """``time`` in the first iteration of a process, which is longer; None: not measured."""
+    """``time``, but of the first iteration of a process, which is longer; None: not measured."""
     parts_s: dict[str, Seconds] = {}
     """Median seconds of the timed parts of the stage, without loading."""
     peak_memory_bytes: int | None = Field(default=None, ge=0)
@@ -102,7 +102,7 @@ class ProfilePoint(Section):
     """Why the stage could not run, usually because of memory."""
 
     @model_validator(mode="after")
-    def _known(self) -> ProfilePoint:
+    def _check_outcome(self) -> ProfilePoint:
         if (self.time is None) == (self.failure == ""):
             raise ValueError("a point has either a time or a failure")
         return self
@@ -133,16 +133,16 @@ class Overhead(Measurement):
     """Time that a job needs besides the work of its stage, for one number of processes."""
 
     name: OverheadName
-    """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
-    of code. ``imports``: from there until a stage can begin, including imports on first use.
-    ``completion``: from the end of the work until the driver notices it. ``dispatch``: in a run of
-    jobs, from the end of a stage's inputs to its first line of code. ``alone``: in such a run, from
-    the start of ``stage`` to its commit. ``engine_load``: creating an engine with weights.
+    """``submission``: from sbatch to the start of the job, on free nodes. ``startup``: from there
+    to the first line of code. ``imports``: from there until a stage can begin, including imports on
+    first use. ``completion``: from the end of the work until the driver notices it. ``dispatch``:
+    if each stage is a job, from the end of its inputs to its first line of code. ``alone``: if each
+    stage is a job, from its start to its commit. ``engine_load``: creating an engine with weights.
     ``trainer_load``: creating a trainer with weights, optimizer and process group. ``weight_load``:
     loading new weights into an engine. ``publish``: writing weights. ``offload``, ``onload``:
     moving weights and optimizer state from the device to host memory and back."""
     stage: str = ""
-    """The stage, for ``alone`` and the imports of that stage; "" if it applies to all stages."""
+    """The stage, for ``alone`` and for ``imports`` of its own job; "": valid for all stages."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
 
@@ -164,7 +164,7 @@ class ConfidenceInterval(Section):
     high: float
 
     @model_validator(mode="after")
-    def _ordered(self) -> ConfidenceInterval:
+    def _check_order(self) -> ConfidenceInterval:
         if not self.low <= self.value <= self.high:
             raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
         return self
@@ -177,17 +177,17 @@ class MeasuredLink(Section):
     """``write`` (synced) and ``read`` (without page cache) use the shared filesystem."""
     backend: Literal["gloo", "nccl", "file"]
     between: tuple[str, ...]
-    """Kinds at both ends; one kind if both ends have the same."""
+    """Kinds at both ends; a single kind if both ends have the same."""
     sizes_bytes: tuple[int, ...] = Field(min_length=2)
     median_s: tuple[Seconds, ...]
-    """Medians for ``sizes_bytes``."""
+    """Median seconds for each of ``sizes_bytes``."""
     repeats: int = Field(gt=0)
     """Number of measurements, of all sizes together."""
     latency_s: ConfidenceInterval
     bandwidth_bytes_per_s: ConfidenceInterval
 
     @model_validator(mode="after")
-    def _paired(self) -> MeasuredLink:
+    def _check_sizes(self) -> MeasuredLink:
         if len(self.sizes_bytes) != len(self.median_s):
             raise ValueError(f"{len(self.sizes_bytes)} sizes but {len(self.median_s)} times")
         if self.bandwidth_bytes_per_s.value == 0:
@@ -196,9 +196,10 @@ class MeasuredLink(Section):
 
 
 class WaitHistory(Section):
-    """The queue waits of past jobs."""
+    """Quantiles of the queue waits of past jobs, seconds."""
 
     jobs: int = Field(gt=0)
+    """Number of past jobs."""
     q10_s: Seconds
     q50_s: Seconds
     q90_s: Seconds
@@ -218,7 +219,7 @@ class ResponseLengths(Section):
     """Response lengths in steps, sampled by rollouts of the run's full batch."""
 
     samples: tuple[int, ...] = Field(min_length=1)
-    """Lengths, ascending; of many, only some at equal distances, with the shortest and longest."""
+    """Lengths, ascending. If there are many, a subset in equal steps, with both extremes."""
     count: int = Field(gt=0)
     """Number of measured lengths."""
     truncated_share: float = Field(ge=0, le=1)
@@ -227,7 +228,7 @@ class ResponseLengths(Section):
     """Maximum number of steps of a response."""
 
     @model_validator(mode="after")
-    def _ascending(self) -> ResponseLengths:
+    def _check_ascending(self) -> ResponseLengths:
         if any(a > b for a, b in zip(self.samples, self.samples[1:], strict=False)):
             raise ValueError("samples are not ascending")
         if self.samples[0] < 0:
@@ -241,7 +242,7 @@ class KindProfile(Section):
     partition: str
     """Name of the partition; "" on a machine without Slurm."""
     gpu_type: str = ""
-    """Name in GRES; "" if processes are the devices."""
+    """Name of the GPU in GRES; "" if CPU processes are the devices."""
     devices_per_node: int = Field(gt=0)
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
     """Share of the time that processes may run; below 1 only on dev clusters."""
@@ -265,7 +266,7 @@ class KindProfile(Section):
 
 
 class Profile(Section):
-    """The costs of an experiment by kind of device."""
+    """The measured costs of an experiment: times, memory and queue waits on each kind of device."""
 
     schema_version: Literal[1]
     created_at: AwareDatetime

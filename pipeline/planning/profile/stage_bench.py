@@ -65,17 +65,18 @@ FROZEN_OPTIMIZER = {
 JOB_STARTED_VARIABLE = "RLINF_JOB_STARTED"
 """Environment variable with the time at which the batch script began, seconds since the epoch."""
 MAX_LENGTH_ROLLOUTS = 4
-"""Maximum rollouts of the full batch whose response lengths are recorded."""
+"""Maximum number of rollouts of the full batch whose response lengths are recorded."""
 OFFLOAD_REPEATS = 3
-"""Repeats of offloading and loading."""
+"""Number of times that the trainer's state is offloaded and loaded again."""
 RENDEZVOUS_DIR = "rendezvous"
 """Folder of the rendezvous file of two jobs; each pair of kinds has its own."""
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that a job waits for the job at the other end of a link."""
 
 
-def run_task(path: Path, first_line: float, imported: float) -> None:
-    """Run a task file, and write a manifest with the end time."""
+def run_task(path: Path, first_line_at: float, imported_at: float) -> None:
+    """Run a task file, and write a manifest with the end time. The arguments are the times of the
+    first line of code and of the end of the imports, seconds since the epoch."""
     task = validate_section(ProfileTask, read_json(path, f"no file {path}"), path)
     os.environ["WORLD_SIZE"] = str(task.processes)
     if int(os.environ.get("RANK", "0")) >= task.processes:
@@ -86,8 +87,8 @@ def run_task(path: Path, first_line: float, imported: float) -> None:
         _measure_link_to_other_job(task, config)
     else:
         scratch = task.folder / f"work-{os.environ.get('RLINF_ATTEMPT', 'alone')}"
-        bench = StageBench(task, config, world, scratch, imported_at=imported)
-        bench.record_startup(first_line)
+        bench = StageBench(task, config, world, scratch, imported_at)
+        bench.record_startup(first_line_at)
         try:
             bench.run(time.time() + task.seconds)
         finally:
@@ -99,7 +100,7 @@ def run_task(path: Path, first_line: float, imported: float) -> None:
 
 @dataclass
 class StageBench:
-    """The state of a benchmark on one rank; rank 0 writes the trial."""
+    """The measurements of a profiling job on one rank; rank 0 writes the trial."""
 
     task: ProfileTask
     config: RunConfig
@@ -114,11 +115,11 @@ class StageBench:
     imports_s: float = 0.0
     """Seconds of the imports before the work."""
     connect_s: float = 0.0
-    """Seconds to create the process group; 0 after they were added to a ``trainer_load``."""
+    """Seconds to create the process group; 0 as soon as they are part of a ``trainer_load``."""
     first_load_s: float = 0.0
     """Seconds to load the weights for the first time, including imports on first use."""
     num_iterations: int = 0
-    """Number of iterations of this process."""
+    """Number of iterations that this process has run."""
     trajectories: list[Trajectory] = field(default_factory=list)
     """Trajectories of the last rollout."""
     trainable_keys: set[tuple[int, int]] = field(default_factory=set)
@@ -127,25 +128,25 @@ class StageBench:
     def __post_init__(self) -> None:
         self.graph = Graph(self.config)
         task = self.task
-        saved = load_trial(task.trial)
+        saved = load_trial(task.trial_path)
         new_trial = Trial(key=task.key, nodes=task.nodes, processes=task.processes)
         self.trial = new_trial if saved is None or saved.key != task.key else saved
         self.device = _trainer_device(self.config)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def record_startup(self, first_line: float) -> None:
-        """Record the time to start this job, and create the process group."""
+    def record_startup(self, first_line_at: float) -> None:
+        """Record the time to start this job, create the process group, and load the weights."""
         job_start = float(os.environ.get(JOB_STARTED_VARIABLE, self.task.submitted))
         if JOB_STARTED_VARIABLE in os.environ and self.task.first:
             self.add_overhead("submission", job_start - self.task.submitted)
-        self.add_overhead("startup", first_line - job_start)
-        self.imports_s = self.imported_at - first_line
+        self.add_overhead("startup", first_line_at - job_start)
+        self.imports_s = self.imported_at - first_line_at
         start = time.perf_counter()
         if self.world.size > 1:
             self.world.init_process_group(self.device.type)
         self.connect_s = time.perf_counter() - start
-        # Load once here, so that a later load does not include imports on first use.
+        # Load once here, so that later loads do not include imports on first use.
         start = time.perf_counter()
         policy, options = policy_class(self.config)
         weights = read_manifest(self.task.initial)
@@ -230,7 +231,7 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output; for offline stages, that of the run."""
+        """Return the folder of a node's output: of SFT, in the run; else, in the scratch folder."""
         if node.stage in self.graph.flow.offline:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
@@ -244,7 +245,7 @@ class StageBench:
         folder = stage_folder(self.scratch, stage, self.num_iterations)
         part_seconds, flow = span_seconds(manifest), self.graph.flow
         load_s = part_seconds.pop("load", 0.0)
-        # Offloading depends on the stages that share the device, so a plan adds it separately.
+        # Offloading depends on the stages that share the device, so the planner adds it itself.
         offload_s = part_seconds.pop("offload", 0.0) + part_seconds.pop("onload", 0.0)
         seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load_s - offload_s)
         if load_s and flow.all_stages[stage].holds == "engine":
@@ -283,8 +284,7 @@ class StageBench:
         return spec.uses_device and spec.holds == "trainer"
 
     def num_tokens(self, stage: str) -> int:
-        """Return the number of tokens of a stage: response tokens in the loss, or all positions
-        that the trainer computes."""
+        """Return the number of tokens of a stage, as in ``ProfilePoint.tokens``."""
         flow = self.graph.flow
         if stage in (flow.producer_of("trajectories"), flow.producer_of("rewards")):
             return sum(self.lengths())
@@ -300,7 +300,7 @@ class StageBench:
         return sum(map(policy.num_tokens, used))
 
     def lengths(self) -> list[int]:
-        """Return the length of each response of the last rollout, without tool outputs."""
+        """Return the length of each response of the last rollout, in steps without tool outputs."""
         return [int(loss_mask(trajectory).sum()) for trajectory in self.trajectories]
 
     def record_lengths(self) -> None:
@@ -327,8 +327,8 @@ class StageBench:
         self.update_trial(links=tuple(link for link in links if link is not None))
 
     def record_imports(self) -> None:
-        """Record the time of imports. Imports on first use are the time by which the first load was
-        longer than a later load."""
+        """Record the time of imports. Those on first use took the time by which the first load of
+        the weights was longer than the shortest later load."""
         overheads = self.trial.overheads_s
         names = ("engine_load", "trainer_load")
         loads = [overheads[name][-1] for name in names if name in overheads]
@@ -368,10 +368,10 @@ class StageBench:
         """Update the trial, and write it on rank 0."""
         self.trial = self.trial.model_copy(update=changes)
         if self.world.rank == 0:
-            self.trial.save(self.task.trial)
+            self.trial.save(self.task.trial_path)
 
     def broadcast_number(self, number: int) -> int:
-        """Return on all ranks the number that rank 0 passes."""
+        """Return the number that rank 0 passes, on all ranks."""
         return self._all_reduce(number if self.world.rank == 0 else 0, dist.ReduceOp.SUM)
 
     def max_across_ranks(self, number: int) -> int:
@@ -387,7 +387,7 @@ class StageBench:
 
 
 def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
-    """Return the run's configuration with the size of a case and a negligible learning rate."""
+    """Return the run's configuration with the size of a case and ``FROZEN_OPTIMIZER``."""
 
     def updated(section: Any, **values: Any) -> Any:
         return type(section)(**{**section.model_dump(), **values})
@@ -403,7 +403,7 @@ def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
 
 
 def span_seconds(manifest: Manifest) -> dict[str, float]:
-    """Return the seconds of each timed part of a stage, as the maximum over ranks."""
+    """Return the seconds of each timed part of a stage, those of the slowest rank."""
     sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in manifest.timing["spans"]:
         if span["name"] != manifest.stage:
@@ -412,7 +412,7 @@ def span_seconds(manifest: Manifest) -> dict[str, float]:
 
 
 def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
-    """Measure the link to the other job of a pair."""
+    """Measure the link to the other job of a pair; the job with rank 0 writes it to its trial."""
     assert task.rank is not None
     device = _trainer_device(config)
     rendezvous_file = task.folder.parent / RENDEZVOUS_DIR / "link.json"
@@ -422,7 +422,7 @@ def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
     link = measure_peer_link("inter_partition", task.kinds, task.rank, 1 - task.rank, device)
     if link is not None:
         trial = Trial(key=task.key, nodes=1, processes=1, links=(link,))
-        trial.save(task.trial)
+        trial.save(task.trial_path)
     dist.destroy_process_group()
 
 
@@ -431,7 +431,6 @@ def _trainer_device(config: RunConfig) -> torch.device:
 
 
 def _on_gpu() -> bool:
-    """Return True if this process has used a GPU."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -452,9 +451,9 @@ def _peak_memory_bytes() -> int:
 
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Sizes of the messages and files by which links are measured."""
+"""Sizes of the messages and files with which links are measured."""
 REPEATS = 4
-"""Repeats per size; the first repeat is discarded."""
+"""Number of transfers per size; the first is discarded."""
 MAX_BANDWIDTH_FACTOR = 100.0
 """Maximum ratio of the bandwidth's upper confidence limit to its estimate."""
 
@@ -464,11 +463,11 @@ def fit_link(
 ) -> MeasuredLink:
     """Fit ``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
 
-    Args:
-        seconds: repeats of each size.
-
     Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
     2003, section 3.10). The intervals of both coefficients use Student's t.
+
+    Args:
+        seconds: repeats of each size.
     """
     rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
     size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
@@ -506,9 +505,9 @@ def fit_link(
 def measure_peer_link(
     path: str, between: tuple[str, ...], rank: int, other: int, device: Any
 ) -> MeasuredLink | None:
-    """Measure a link of the default process group by messages between ranks 0 and ``other``.
+    """Measure the link between ranks 0 and ``other`` of the default process group by messages.
 
-    Both ranks call this; rank 0 gets the link, the other None.
+    Both ranks must call this. It returns the link on rank 0 and None on the other.
     """
     import torch
     import torch.distributed as dist

@@ -14,7 +14,7 @@ from rlinf.errors import PlanError, did_you_mean
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PURPOSES = ("lengths", "calibration", "stragglers", "waits", "losses")
-"""Purposes of random numbers, each of which has its own generators."""
+"""Purposes of random numbers; each purpose has random generators of its own."""
 
 
 class DecodingReplica(Section):
@@ -23,73 +23,73 @@ class DecodingReplica(Section):
     gpus: int = Field(default=1, ge=1)
     """GPUs of one worker (tensor parallel)."""
     slots: int = Field(default=256, ge=1)
-    """Samples that run concurrently; others wait for a slot."""
+    """Number of samples that a worker runs concurrently; others wait for a slot."""
     fixed_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of a decoding step with full slots that does not shrink with fewer samples: reading the
-    weights, launching kernels."""
+    """Share of the time of a decoding step with full slots that remains with fewer samples: reading
+    the weights, launching kernels."""
 
 
 class LengthDistribution(Section):
     """Samples of unequal length, which make workers of a stage finish at different times.
 
-    Relative lengths have mean 1. They come from a lognormal distribution cut at ``longest``, or
-    from the measured lengths in ``empirical``.
+    Relative lengths have mean 1. They are drawn from a lognormal distribution cut at ``longest``,
+    or from the measured lengths in ``empirical``.
     """
 
     stage: str = "rollout"
     samples: int = Field(ge=1)
     """Samples of one iteration."""
     sigma: float = Field(default=0.8, ge=0, le=10)
-    """Standard deviation of the logarithm of a length; 0: all are equal."""
+    """Standard deviation of the logarithm of a length; 0: all lengths are equal."""
     longest: float = Field(default=4.0, gt=1, allow_inf_nan=False)
-    """The limit on new tokens, in mean lengths."""
+    """Maximum length (the limit on new tokens), as a multiple of the mean length."""
     empirical: tuple[Positive, ...] = ()
-    """Measured lengths in any unit, instead of lognormal ones; without zeros."""
+    """Measured lengths above 0, in any unit; empty: lengths are lognormal."""
     replicas: dict[str, DecodingReplica] = {}
     """Workers by kind of GPU; a missing kind uses the defaults of ``DecodingReplica``."""
     profiled: bool = True
-    """True if the measured duration includes the tail of long samples; it is then the mean of the
-    simulated durations. False if it is the duration for samples of equal length."""
+    """True if the stage's measured duration includes the tail of long samples, so that it is the
+    mean of the simulated durations. False if it was measured with samples of equal length."""
 
 
-class Stragglers(Section):
+class StragglerModel(Section):
     """GPUs that are slow for a while."""
 
     per_gpu_hour: float = Field(gt=0)
-    """How often a GPU becomes slow, per hour."""
+    """Number of times that a GPU becomes slow, per hour."""
     factor: float = Field(default=2.0, ge=1)
     """Factor by which work takes longer while the GPU is slow."""
     mean_s: float = Field(default=600.0, gt=0)
     """Mean duration of a slow phase (exponential)."""
     balanced: frozenset[str] = frozenset({"rollout"})
-    """Stages whose workers fetch work when they are free; in other stages the slowest GPU
+    """Stages whose workers fetch work whenever they are free; in other stages the slowest GPU
     determines the speed."""
 
 
-class QueueWaits(Section):
+class QueueWaitModel(Section):
     """Queue waits before a job starts; without them jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: each wait is the expected wait of the kind; ``exponential``: this is the mean."""
+    """``none``: waits are equal to the kind's expected wait; ``exponential``: it is their mean."""
 
 
-class JobInterruptions(Section):
+class InterruptionModel(Section):
     """Preemptions and node failures: a Poisson process for each job, by kind of GPU.
 
-    The job waits in the queue again (``QueueWaits``), and its pool is idle meanwhile.
+    The job waits in the queue again (``QueueWaitModel``), and its pool is idle meanwhile.
     """
 
     per_hour: dict[str, NotNegative] = {}
     """Interruptions by kind, instead of the ``interruptions_per_hour`` of the problem."""
     redo: Literal["micro-batch", "iteration"] = "micro-batch"
-    """The work that is repeated after an interruption: the chunk (``micro-batch``), or the
+    """The work that is repeated after an interruption: the chunk (``micro-batch``), or the whole
     iteration in all pools."""
 
 
 class Walltime(Section):
-    """A time limit of jobs; a new job follows each of them.
+    """A time limit of jobs. A new job follows a job that ends.
 
-    A pool begins no chunk that would end after its job.
+    A pool begins no chunk that would end after the job.
     """
 
     limit_s: float = Field(gt=0)
@@ -99,7 +99,7 @@ class Walltime(Section):
     for some time; 0: after the end of the old job."""
 
     @model_validator(mode="after")
-    def _ends(self) -> Walltime:
+    def _check_lead(self) -> Walltime:
         if self.lead_s >= self.limit_s:
             raise ValueError("lead_s must be below limit_s, or jobs would be replaced at once")
         return self
@@ -124,16 +124,16 @@ class NetworkModel(Section):
 
 
 class Scenario(Section):
-    """A scenario. With the defaults, pools work at their measured speed without disturbances."""
+    """The disturbances of a simulation; by default none, so pools work at their measured speed."""
 
     capacity: int | None = Field(default=None, ge=1)
     """Maximum chunks in a channel between pools before the sender waits; None: no limit."""
     startup_s: float = Field(default=0.0, ge=0)
     """Seconds from the start of a job to its first work: processes, weights, compilation."""
     lengths: LengthDistribution | None = None
-    stragglers: Stragglers | None = None
-    queue: QueueWaits | None = None
-    losses: JobInterruptions | None = None
+    stragglers: StragglerModel | None = None
+    queue: QueueWaitModel | None = None
+    losses: InterruptionModel | None = None
     walltime: Walltime | None = None
     network: NetworkModel | None = None
 
@@ -170,6 +170,6 @@ def _referenced_names(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return an independent random generator for a purpose and an object, such as a pool, given by
-    ``ids``."""
+    """Return an independent random generator for a purpose and an object, such as the pool with the
+    indices ``ids``."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))

@@ -33,9 +33,9 @@ from rlinf.yaml_file import read_yaml
 
 
 def load_problem(name: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
-    """Return the problem of a study or YAML file, and its placement.
+    """Return the problem of a study or YAML file, and a placement.
 
-    The placement is that of ``plan``, else that of the file, else the best one.
+    The placement is that of ``plan``, else that of the file, else the best placement.
 
     Raises:
         PlanError: the study or file does not exist, or is invalid.

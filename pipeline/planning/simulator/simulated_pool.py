@@ -18,7 +18,7 @@ from pipeline.planning.planner.problem import GpuKind
 from pipeline.planning.simulator.scenario import (
     LengthDistribution,
     Scenario,
-    Stragglers,
+    StragglerModel,
     random_generator,
 )
 from pipeline.planning.simulator.trace import (
@@ -32,7 +32,7 @@ from rlinf.errors import PlanError
 
 Process = Generator[Any, Any, Any]
 INTERRUPTED = "lost"
-"""Cause of the interrupt that the simulated process receives."""
+"""Cause of the ``simpy.Interrupt`` that the working process receives if its job is interrupted."""
 MAX_RENEWALS = 10_000
 """Maximum number of consecutive renewals of jobs without work between them."""
 MAX_SPEED_CHANGES = 100_000
@@ -44,10 +44,10 @@ MAX_INTERRUPTIONS = 1000
 class StragglerSpeed:
     """The relative speed of a pool over time: 1, or less while some of its GPUs are slow.
 
-    ``finish`` must be called in the order of time.
+    Calls of ``finish`` must have ascending ``start``.
     """
 
-    def __init__(self, model: Stragglers | None, gpus: int, rng: np.random.Generator) -> None:
+    def __init__(self, model: StragglerModel | None, gpus: int, rng: np.random.Generator) -> None:
         self._model, self._gpus, self._rng = model, gpus, rng
         self._slow_until: list[float] = []
         self._next_slowdown = self._draw_slowdown(0.0) if model else math.inf
@@ -58,7 +58,7 @@ class StragglerSpeed:
         return now + float(self._rng.exponential(1 / rate))
 
     def finish(self, start: float, seconds: float, *, balanced: bool) -> float:
-        """Return the end of work that takes ``seconds`` at full speed.
+        """Return the end of work that begins at ``start`` and takes ``seconds`` at full speed.
 
         If ``balanced``, free workers fetch more work; else the slowest GPU determines the speed.
 
@@ -93,7 +93,7 @@ class StragglerSpeed:
 
 
 class SimulatedJob:
-    """The job that allocates a pool's GPUs of one kind, and the jobs that follow it."""
+    """The job that has a pool's GPUs of one kind, and the later jobs that replace it."""
 
     def __init__(self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, seed: int, k: int):
         self.pool, self.kind, self.gpus = pool, kind, gpus
@@ -103,7 +103,7 @@ class SimulatedJob:
         self.allocated_since = self.draw_wait_s()
         """Start of the present allocation; in the future while the job waits in the queue."""
         self.ready_at = self.allocated_since + scenario.startup_s
-        """Time from which the job can work (again)."""
+        """Time from which the job can work, after its start or restart."""
         self.allocations: list[GpuAllocation] = []
 
     def draw_wait_s(self) -> float:
@@ -173,13 +173,13 @@ class SimulatedPool:
             if n
         ]
         self.lock = simpy.Resource(env)
-        """Lock of the working process, if several compete (the halves of a cycle)."""
+        """Lock for processes that compete for the pool: the two halves of a cycle's chunk."""
         num_gpus = sum(job.gpus for job in self.jobs)
         self._straggler_speed = StragglerSpeed(
             scenario.stragglers, num_gpus, random_generator(seed, "stragglers", number)
         )
         self._balanced_stages = scenario.stragglers.balanced if scenario.stragglers else frozenset()
-        self._worker: simpy.Process | None = None
+        self._working_process: simpy.Process | None = None
         if scenario.losses is not None:
             for job in self.jobs:
                 rate = scenario.losses.per_hour.get(job.kind.name, job.kind.interruptions_per_hour)
@@ -208,10 +208,10 @@ class SimulatedPool:
         activity: Activity | None = "work",
         other_pools: Sequence[SimulatedPool] = (),
     ) -> Process:
-        """Do work that takes ``seconds`` at full speed, and return its duration.
+        """Do work that takes ``seconds`` at full speed, and return its real duration.
 
         Interrupted work is repeated. If ``activity`` is None, the caller records the span. The GPUs
-        of ``other_pools`` do the same work at the same time.
+        of ``other_pools`` take part in the work.
 
         Raises:
             PlanError: the work takes longer than a lease, or is interrupted too often.
@@ -225,7 +225,7 @@ class SimulatedPool:
                 pool._straggler_speed.finish(start, seconds, balanced=balanced) for pool in pools
             )
             for pool in pools:
-                pool._worker = self._env.active_process
+                pool._working_process = self._env.active_process
             try:
                 yield self._env.timeout(end - start)
             except simpy.Interrupt as interrupt:
@@ -243,7 +243,7 @@ class SimulatedPool:
                 continue
             finally:
                 for pool in pools:
-                    pool._worker = None
+                    pool._working_process = None
             if activity is not None:
                 for pool in pools:
                     pool.add_span(stage, iteration, chunk, activity, start, end)
@@ -282,7 +282,7 @@ class SimulatedPool:
     def _interrupt_randomly(self, job: SimulatedJob, mean_s: float) -> Process:
         while True:
             yield self._env.timeout(float(job.interruption_rng.exponential(mean_s)))
-            now, process = self._env.now, self._worker
+            now, process = self._env.now, self._working_process
             if not job.allocated_since <= now < job.lease_end:
                 continue
             self._trace.interruptions.append(
@@ -290,7 +290,7 @@ class SimulatedPool:
             )
             job.interrupt(now)
             if process is not None:
-                self._worker = None
+                self._working_process = None
                 process.interrupt(INTERRUPTED)
 
     def add_span(
@@ -307,7 +307,7 @@ CALIBRATION_DRAWS = 8
 
 
 def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> Array:
-    """Return lengths ``[count]``, float64, with an expected value of 1."""
+    """Return random lengths ``[count]``, float64, with an expected value of 1."""
     if lengths.empirical:
         measured = np.asarray(lengths.empirical, dtype=np.float64)
         return rng.choice(measured, count) / measured.mean()
@@ -363,7 +363,7 @@ def completion_times(lengths: Array, slots: int, fixed: float, per_sample: float
 
 @dataclass(frozen=True)
 class DecodingWorkers:
-    """The workers of one kind in a pool; for the undocumented fields see ``DecodingReplica``."""
+    """The workers of one kind in a pool; undocumented fields are as in ``DecodingReplica``."""
 
     workers: int
     gpus: int
@@ -371,7 +371,7 @@ class DecodingWorkers:
     slots: int
     fixed_share: float
     samples: int
-    """Samples per iteration of all workers of the kind together."""
+    """Samples per iteration, of all these workers together."""
 
 
 class DecodingStage:
@@ -404,7 +404,7 @@ class DecodingStage:
         return np.diff(chunk_ends, prepend=0.0), gpu_seconds
 
     def _draw_times(self, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Return sorted end times of the samples ``[samples]`` and work of each GPU, in seconds."""
+        """Return sorted end times ``[samples]`` and work of each GPU ``[gpus]``, in seconds."""
         lengths = relative_lengths(self._lengths, self._samples, rng)
         end_times, gpu_seconds, assigned = [], [], 0
         for entry in self._workers:

@@ -2,11 +2,11 @@
 
 In every iteration a pool runs its stages in the order of the problem, one after the other. Loading
 the next stage takes ``switch_s``. A stage is divided into chunks if it streams to or from another
-pool. A stage starts with its first input, and each chunk costs ``chunk_s``. A cycle over several
-pools sends one chunk after the other through all its steps, in two halves that alternate. A stage
-in several pools begins when the last of the pools reaches the stage. New weights are sent as soon
-as they are trained. The next iteration begins when all stages are done and the weights have
-arrived.
+pool. A stage starts with its first input, and each chunk costs ``chunk_s``. The stages of a cycle
+(such as simulation and generation) run in lockstep: over several pools they send one chunk after
+the other through all steps, in two halves that alternate. A stage in several pools begins when the
+last of the pools reaches the stage. New weights are sent as soon as they are trained. The next
+iteration begins when all stages are done and the weights have arrived.
 
 The predictor evaluates a placement by formulas. The simulation uses none of these formulas, only
 ``lockstep_groups``, so that predictor and simulation can verify each other.
@@ -64,7 +64,7 @@ class SharedNetwork:
         self._transfers: list[_Transfer] = []
         self._last_update = env.now
         self._revision = 0
-        """Number of changes of the rates; an expected end is outdated after the next change."""
+        """Number of changes of the rates; every change makes expected ends of transfers invalid."""
 
     def send(self, size: float, links: Iterable[Hashable]) -> Generator[Any, Any, None]:
         """Wait for the latency, and then until ``size`` bytes have crossed all ``links``.
@@ -159,18 +159,18 @@ class StageGroup:
     """Pool numbers, ascending; several if a cycle is in several pools, or if pools overlap."""
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
-    """Edges from (``inputs``) and to other pools."""
+    """Edges from other pools (``inputs``) and to other pools (``outputs``)."""
     num_chunks: int
     """Number of chunks: 1 unless the group streams to or from other pools."""
     overhead_s: float
-    """Overhead of each chunk; 0 without exchange with other pools."""
+    """Seconds of overhead per chunk; 0 without exchange with other pools."""
     shares: tuple[float, ...]
     """Duration of each chunk relative to the whole batch. The sum is 1, or more if every chunk
     repeats a part of the work."""
 
 
 class PlacementWork:
-    """The work of each pool of a placement in every iteration, from measured rates.
+    """The work of each pool of a placement in an iteration, from measured rates.
 
     Raises:
         PlanError: the placement does not fit the problem, or a stage cannot run on its pool.
@@ -182,19 +182,19 @@ class PlacementWork:
         stages = problem.stages
         index = {stage.name: s for s, stage in enumerate(stages)}
         self.stage_pools = pools_of_stages(placement.pools)
-        """The pools of each stage."""
+        """Indices of the pools of each stage."""
         self.speeds = [
             stage_speed(problem, stage, placement.gpus_of(s)) for s, stage in enumerate(stages)
         ]
         edges = [(index[name], s) for s, stage in enumerate(stages) for name in stage.after]
         self.groups = [self._group(members, edges) for members in lockstep_groups(problem)]
         self.stage_chunks = {s: group.num_chunks for group in self.groups for s in group.stages}
-        """Number of chunks by stage."""
+        """Number of chunks of each stage."""
         self.pool_groups = [
             [g for g, group in enumerate(self.groups) if p in group.pools]
             for p in range(len(placement.pools))
         ]
-        """Groups of each pool, in the order in which they run."""
+        """Indices in ``groups`` of each pool's groups, in the order in which they run."""
         self.sync: Edge | None = None
         """Source and target stage of the weights; None if both are in the same pool."""
         if problem.sync is not None and all(name in index for name in problem.sync):
@@ -265,7 +265,6 @@ class PlacementWork:
         )
 
     def _shares(self, members: tuple[int, ...], num_chunks: int) -> tuple[float, ...]:
-        """Return the duration of each chunk relative to the whole batch."""
         stage, plan_chunks = self.problem.stages[members[0]], self.placement.num_chunks
         # A stage on all pools of a job runs after all chunks of stages on some of the pools.
         pools = self.stage_pools
@@ -291,7 +290,7 @@ def stage_speed(
     """
     tables = [problem.rate_table(stage, k) for k in range(len(gpus))]
     rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
-    # The smallest number of GPUs with this rate works; the others are idle.
+    # Only the smallest number of GPUs with this rate works; further GPUs are idle.
     used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
     if not stage.divisible:
         rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
@@ -357,7 +356,7 @@ def simulate(
 
 
 class _Channel:
-    """The queue of chunks from one stage to another: those that arrived, and the room for more."""
+    """The queue of chunks between stages: arrived chunks, and room for more (None: unlimited)."""
 
     def __init__(self, env: simpy.Environment, capacity: int | None) -> None:
         self.arrived = simpy.Container(env)
@@ -391,15 +390,15 @@ class _Iteration:
 class _Simulation:
     """One simulation. Indices: ``p`` of a pool, ``g`` of a group, ``s`` of a stage."""
 
-    def __init__(self, work: PlacementWork, scenario: Scenario, count: int, seed: int) -> None:
-        self.work, self.scenario, self.count, self.seed = work, scenario, count, seed
+    def __init__(self, work: PlacementWork, scenario: Scenario, iterations: int, seed: int) -> None:
+        self.work, self.scenario, self.iterations, self.seed = work, scenario, iterations, seed
         self.problem, self.placement = work.problem, work.placement
         self.stage_pools = work.stage_pools
         self.names = [stage.name for stage in self.problem.stages]
         self.env = simpy.Environment()
         self.trace = SimulationTrace(self.problem, self.placement)
         self.masks = [work.active_gpus(s) for s in range(len(self.names))]
-        """GPUs that each stage uses, by pool."""
+        """For each stage: masks of the GPUs that it uses, by pool."""
         self.network = _network(self.env, work, scenario.network)
         self.decoding = self._decoding()
         self.repeat = self.env.event()
@@ -432,7 +431,7 @@ class _Simulation:
     def _main(self) -> Process:
         yield self.env.all_of([self.env.process(pool.start()) for pool in self.pools])
         self.trace.iteration_starts.append(self.env.now)
-        for i in range(self.count):
+        for i in range(self.iterations):
             repeats_before = self.trace.repeated_iterations
             while not (yield from self._attempt(i)):
                 self.trace.repeated_iterations += 1
@@ -485,7 +484,6 @@ class _Simulation:
         return process
 
     def _end_attempt(self) -> None:
-        """End the attempt at an iteration if the scenario repeats whole iterations."""
         losses = self.scenario.losses
         if losses is not None and losses.redo == "iteration" and not self.repeat.triggered:
             self.repeat.succeed()
@@ -493,7 +491,6 @@ class _Simulation:
     # One pool
 
     def _run_pool(self, p: int, state: _Iteration) -> Process:
-        """Run a pool's work of one iteration."""
         for g in self.work.pool_groups[p]:
             group = self.work.groups[g]
             switch_s, name = self.work.switch_s(p, g), self.names[group.stages[0]]
@@ -533,10 +530,10 @@ class _Simulation:
             busy_s = gpu_seconds if len(group.pools) == 1 else gpu_seconds.mean()
             for q, mask in self.masks[group.stages[0]].items():
                 self.trace.gpu_busy[q][mask] += busy_s * (elapsed_s / nominal_s)
-        self._finish(group, state)
+        self._trigger_sync(group, state)
 
     def _get_whole_inputs(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Wait for all chunks of the inputs that the group does not stream."""
+        """Wait for all chunks of the inputs that the group needs as a whole."""
         for edge in group.inputs:
             if not self.problem.stages[edge[1]].streams:
                 for _ in range(self.work.stage_chunks[edge[0]]):
@@ -570,7 +567,7 @@ class _Simulation:
             else:
                 self._start_process(self._send(edge, chunk, state))
 
-    def _finish(self, group: StageGroup, state: _Iteration) -> None:
+    def _trigger_sync(self, group: StageGroup, state: _Iteration) -> None:
         """Trigger the transfer of the weights if the group has trained them."""
         if self.work.sync and self.work.sync[0] in group.stages:
             state.trained.succeed()
@@ -657,7 +654,7 @@ class _Simulation:
                     self.names[stage], state.number, k, "work", start, self.env.now
                 )
             yield from self._send_outputs(p, group, k, state)
-        self._finish(group, state)
+        self._trigger_sync(group, state)
         rendezvous.end.succeed()
 
     def _run_half(self, group: StageGroup, state: _Iteration) -> Process:
@@ -690,7 +687,7 @@ class _Simulation:
         )
 
     def _decoding(self) -> dict[int, DecodingStage]:
-        """Return the decoding stage of the scenario, by its index; empty without lengths."""
+        """Return the stage whose lengths the scenario has, by its index; empty without lengths."""
         lengths = self.scenario.lengths
         if lengths is None:
             return {}
@@ -707,7 +704,7 @@ class _Simulation:
 def _network(
     env: simpy.Environment, work: PlacementWork, network: NetworkModel | None
 ) -> SharedNetwork | None:
-    """Return a network with links out of and into each pool, and the fabric."""
+    """Return a network whose links are out of each pool, into each pool, and the fabric."""
     if network is None:
         return None
     bandwidths = network.gpu_bytes_per_s

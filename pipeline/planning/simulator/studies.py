@@ -1,7 +1,7 @@
-"""Studies: clusters and models for placements on 64 to 4,096 GPUs of several kinds, 7B and 70B.
+"""Studies: placements of models of 7B and 70B parameters on 64 to 4,096 GPUs of several kinds.
 
-**No speed here is measured.** The cost model (:mod:`pipeline.planning.cost`) derives all of them
-from data sheets, whose sources its devices name. Further assumptions are below.
+**No speed here is measured.** The cost model (:mod:`pipeline.planning.cost`) derives all speeds
+from data sheets and names their sources. Further assumptions are below.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipeline.planning.cost.workload import (
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from pipeline.planning.simulator.scenario import (
     DecodingReplica,
-    JobInterruptions,
+    InterruptionModel,
     LengthDistribution,
-    QueueWaits,
+    QueueWaitModel,
     Scenario,
-    Stragglers,
+    StragglerModel,
 )
 from pipeline.planning.simulator.simulated_pool import relative_lengths
 
@@ -41,34 +41,30 @@ MODELS = {
 }
 PRICES = {"h200-sxm": 3.5, "h100-sxm": 2.5, "a100-80gb-sxm": 1.5, "l40s": 0.8}
 """Price of a GPU-hour (assumed; only ratios matter)."""
-GROUP_SIZE, PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, SIGMA, MAX_RELATIVE_LENGTH = (
-    16,
-    512,
-    2000,
-    0.8,
-    4.0,
-)
-"""Responses per prompt, tokens of a prompt, mean tokens of a response; the standard deviation of
-the logarithm of lengths, and their limit in mean lengths (all assumed)."""
+GROUP_SIZE, PROMPT_TOKENS, MEAN_RESPONSE_TOKENS = 16, 512, 2000
+"""Responses per prompt, tokens of a prompt, and mean tokens of a response (all assumed)."""
+SIGMA, MAX_RELATIVE_LENGTH = 0.8, 4.0
+"""Standard deviation of the logarithm of response lengths, and the maximum length as a multiple of
+the mean length (all assumed)."""
 MIXING = 0.95
-"""Speed of different GPUs on one stage, relative to the sum of their speeds (assumed)."""
+"""Speed of several kinds together on one stage, relative to the sum of their speeds (assumed)."""
 GPUS_PER_NODE = 8
 CHUNK_S = 0.1
-"""Overhead of passing a chunk between pools (assumed)."""
+"""Seconds to pass a chunk from one pool to another, besides the work (assumed)."""
 ENGINE_SETUP_S = 3.0
 """Seconds to set up an engine's KV cache and CUDA graphs whenever it is loaded (assumed)."""
 PREEMPTIBLE = "a100-80gb-sxm"
-"""The kind whose jobs may be preempted, by key of :data:`slurm.gpus.GPUS`."""
+"""The kind whose jobs may be preempted (a key of :data:`slurm.gpus.GPUS`)."""
 GPU_FAILURES_PER_HOUR = 419 / (54 * 24 * 16384)
 """Unexpected interruptions per GPU and hour in the training of Llama 3 (arXiv 2407.21783, section
 3.3.4: 419 in 54 days on 16,384 GPUs)."""
 PREEMPTIONS_PER_HOUR = 1.0
-"""Preemptions of each job on the preemptible kind (assumed)."""
+"""Preemptions per hour of each job on the preemptible kind (assumed)."""
 WAIT_S = 600.0
 """Mean queue wait of a job (assumed)."""
 STARTUP_S = 120.0
 """Seconds from the start of a job to its first work (assumed)."""
-STRAGGLERS = Stragglers(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
+STRAGGLERS = StragglerModel(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
 """Slow GPUs (assumed)."""
 
 
@@ -127,7 +123,7 @@ class PlacementStudy:
         )
 
     def only(self, kind: str) -> PlacementStudy:
-        """Return the study with one kind of GPU."""
+        """Return the study with GPUs of only one kind."""
         return PlacementStudy(self.model, {kind: self.gpus[kind]}, self.samples)
 
     def scenario(self, name: str) -> Scenario:
@@ -142,8 +138,8 @@ class PlacementStudy:
             startup_s=STARTUP_S if "preemption" in disturbances else 0.0,
             lengths=self._lengths() if "tails" in disturbances else None,
             stragglers=STRAGGLERS if "stragglers" in disturbances else None,
-            queue=QueueWaits() if "preemption" in disturbances else None,
-            losses=JobInterruptions(per_hour=rates) if "preemption" in disturbances else None,
+            queue=QueueWaitModel() if "preemption" in disturbances else None,
+            losses=InterruptionModel(per_hour=rates) if "preemption" in disturbances else None,
         )
 
     @functools.cached_property
@@ -152,7 +148,6 @@ class PlacementStudy:
 
     @functools.cached_property
     def _work(self) -> dict[str, Workload]:
-        """Work of one iteration by stage."""
         tokens = MEAN_RESPONSE_TOKENS * relative_lengths(
             LengthDistribution(samples=1, sigma=SIGMA, longest=MAX_RELATIVE_LENGTH),
             4096,
@@ -170,7 +165,6 @@ class PlacementStudy:
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[str, str], RateTable]:
-        """Rate tables by stage and kind."""
         shape = MODELS[self.model]
         return {
             (stage, kind): data_sheet_rates(shape, work, device, self.gpus[kind])
@@ -215,8 +209,8 @@ SCENARIOS: Mapping[str, frozenset[str]] = {
     "preemption": frozenset({"preemption"}),
     "all": frozenset({"tails", "stragglers", "preemption"}),
 }
-"""Disturbances of each scenario: unequal response lengths, slow GPUs, interrupted jobs with
-waits."""
+"""Disturbances of each scenario: ``tails``: unequal response lengths; ``stragglers``: slow GPUs;
+``preemption``: jobs that wait in the queue and are interrupted."""
 
 STUDIES: Mapping[str, PlacementStudy] = {
     "7b-64": PlacementStudy("7b", {"h100-sxm": 32, "a100-80gb-sxm": 32}, 2048),
@@ -229,4 +223,4 @@ STUDIES: Mapping[str, PlacementStudy] = {
         "70b", {"h200-sxm": 1024, "h100-sxm": 1536, "a100-80gb-sxm": 1024, "l40s": 512}, 32768
     ),
 }
-"""Studies by name: the model, and the GPUs of all kinds together."""
+"""Studies by name, which is the model and the total number of GPUs."""

@@ -27,8 +27,8 @@ class TraceSpan:
     chunk: int
     activity: Activity
     """``work``; ``switch``: loading a stage; ``sync``: sending weights; ``transfer``: sending a
-    chunk to ``pool``; ``redone``: work that was interrupted and repeated; ``queue``: waiting for
-    the first start of a job; ``down``: waiting for a job to start again."""
+    chunk to ``pool``; ``redone``: work that was lost in an interruption and is repeated later;
+    ``queue``: waiting for the first start of a job; ``down``: waiting for a job to start again."""
     start: float
     end: float
 
@@ -62,7 +62,7 @@ class SimulationTrace:
     problem: PlacementProblem
     placement: Placement
     iteration_starts: list[float] = field(default_factory=list)
-    """Start of each iteration in seconds, followed by the end of the last iteration."""
+    """Start of each iteration, then the end of the last iteration; times as in ``TraceSpan``."""
     gpu_busy: list[Array] = field(default_factory=list)
     """Seconds of useful work per GPU: an array ``[gpus]`` per pool, in the order of
     ``problem.kinds``. Repeated work counts once."""
@@ -73,7 +73,7 @@ class SimulationTrace:
     allocations: list[GpuAllocation] = field(default_factory=list)
     interruptions: list[JobInterruption] = field(default_factory=list)
     renewals: int = 0
-    """Jobs that replaced a job at its time limit."""
+    """Number of jobs that replaced a job at its time limit."""
     repeated_iterations: int = 0
     """Number of repeats of an iteration after an interruption."""
 
@@ -87,7 +87,7 @@ class SimulationTrace:
             self.waits[pool][cause] = self.waits[pool].get(cause, 0.0) + seconds
 
     def mark_repeated(self, first: int) -> None:
-        """Mark the spans of work from index ``first`` on as ``redone``."""
+        """Mark all work in the spans from index ``first`` on as ``redone``."""
         for n in range(first, len(self.spans)):
             if self.spans[n].activity in ("work", "switch", "sync", "transfer"):
                 self.spans[n] = replace(self.spans[n], activity="redone")
@@ -186,7 +186,6 @@ def summary_tiles(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
 
 
 def _predicted_s(trace: SimulationTrace) -> float:
-    """Return the predicted seconds of an iteration without disturbances."""
     return float(Predictor(trace.problem).predict(trace.placement).total_s)
 
 

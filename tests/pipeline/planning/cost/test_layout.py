@@ -51,17 +51,17 @@ def test_no_useful_number_of_replicas_is_left_out(samples):
 def test_stages_together_hold_the_whole_model(shape):
     for pp in (1, 2, 4) if shape.layers % 4 == 0 else (1, 2, 3):
         stages = split_pipeline(shape, pp)
-        assert stages.count.sum() == pp
-        whole = (stages.count * (stages.shared + stages.routed)).sum()
+        assert stages.multiplicity.sum() == pp
+        whole = (stages.multiplicity * (stages.shared + stages.routed)).sum()
         copy = shape.embedding_parameters * (shape.tied and pp > 1)
         assert whole == shape.parameters + copy
-        assert (stages.count * stages.flops).sum() == pytest.approx(shape.layer_flops.sum())
-        assert (stages.count * stages.head).sum() == 1
-        assert stages.first_index.min() == 0
+        assert (stages.multiplicity * stages.flops).sum() == pytest.approx(shape.layer_flops.sum())
+        assert (stages.multiplicity * stages.head).sum() == 1
+        assert stages.number.min() == 0
 
 
 def test_like_stages_are_kept_once():
-    assert len(split_pipeline(LLAMA_3_70B, 40).count) == 3
+    assert len(split_pipeline(LLAMA_3_70B, 40).multiplicity) == 3
 
 
 def test_one_of_many_layouts_reads_plainly():

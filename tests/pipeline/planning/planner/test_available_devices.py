@@ -260,7 +260,7 @@ def test_what_a_user_may_have_of_one_name_is_no_limit_of_the_other(config: RunCo
         """Whether a stage on one device waits for another beside it."""
         sizes = zip(("inference", "train"), names, (first, 1), strict=True)
         chosen = {
-            stage: [o for o in options[stage] if o.place == name and o.count == count]
+            stage: [o for o in options[stage] if o.place == name and o.num_processes == count]
             for stage, name, count in sizes
         }
         return bool(

@@ -148,7 +148,7 @@ def test_jobs_on_shared_nodes_wait_for_each_other(
     both = partition("a", 2, 60), partition("b", 2, 60, first=2)
     request = ask(config, "jobs", *both, pins=("inference=a", "train=b"))
     options = {
-        stage: [o for o in request.stage_options()[stage] if o.count == count]
+        stage: [o for o in request.stage_options()[stage] if o.num_processes == count]
         for stage in ("inference", "train")
     }
     assert (

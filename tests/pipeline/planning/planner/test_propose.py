@@ -85,7 +85,7 @@ def test_stages_side_by_side_find_room_together(config: RunConfig) -> None:
     best = choose_assignments(both, after, objective)[0]
     alone = [min(found, key=lambda option: option.seconds) for found in both.values()]
     assert [option.place for option in alone] == ["h100", "h100"]
-    assert sum(option.count for option in best.options if option.place == "h100") <= 4
+    assert sum(option.num_processes for option in best.options if option.place == "h100") <= 4
     assert best.seconds == pytest.approx(best.cost)
     assert best.seconds < sum(option.seconds for option in alone)
     assert not best.waits_for_devices_of

@@ -106,14 +106,14 @@ def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
     wanted = task(run, tmp_path / "trial", cases=profile_cases(run.config, 1), seconds=600)
     process = start(wanted)
     deadline = time.monotonic() + 60
-    while (trial := load_trial(wanted.trial)) is None or not trial.repeats:
+    while (trial := load_trial(wanted.trial_path)) is None or not trial.repeats:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.01)
     # Kill it in the middle of a stage, not between two iterations.
     while True:
         process.send_signal(signal.SIGSTOP)
-        trial = load_trial(wanted.trial)
+        trial = load_trial(wanted.trial_path)
         assert trial is not None
         if trial.running is not None:
             break
@@ -122,14 +122,14 @@ def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
     process.kill()
     process.wait()
     record_job_outcome(wanted, JobStatus(JobState.FAILED, -9, "killed by SIGKILL"))
-    failed = load_trial(wanted.trial)
+    failed = load_trial(wanted.trial_path)
     assert failed is not None
     assert failed.samples[-1].failure == "killed by SIGKILL"
     assert failed.samples[-1].stage == trial.running.stage
     smaller = [c for c in wanted.cases if not c.covers(trial.running.case)]
     again = wanted.model_copy(update={"seconds": 0.1})
     assert start(again).wait(60) == 0
-    after = load_trial(wanted.trial)
+    after = load_trial(wanted.trial_path)
     assert after is not None
     assert after.iterations >= trial.iterations + (2 if smaller else 0)
     assert after.running is None
@@ -245,7 +245,7 @@ def test_a_pass_takes_no_longer_than_it_is_given(
             measured.append(wanted.processes)
             trial = Trial(key=wanted.key, nodes=1, processes=wanted.processes)
             wanted.folder.mkdir(parents=True, exist_ok=True)
-            trial.save(wanted.trial)
+            trial.save(wanted.trial_path)
         return {}
 
     def own_jobs(*given: Any) -> list[Any]:

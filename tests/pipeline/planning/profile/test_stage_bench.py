@@ -100,7 +100,7 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
     task.folder.mkdir()
     (task.folder / "task.json").write_text(task.model_dump_json())
     run_task(task.folder / "task.json", time.time(), time.time())
-    trial = load_trial(task.trial)
+    trial = load_trial(task.trial_path)
     assert trial is not None
     for name in ("offload", "onload"):
         assert len(trial.overheads_s[name]) == OFFLOAD_REPEATS

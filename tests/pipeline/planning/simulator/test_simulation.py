@@ -16,11 +16,11 @@ from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import Scenario, simulate
 from pipeline.planning.simulator.scenario import (
     DecodingReplica,
-    JobInterruptions,
+    InterruptionModel,
     LengthDistribution,
     NetworkModel,
-    QueueWaits,
-    Stragglers,
+    QueueWaitModel,
+    StragglerModel,
     Walltime,
 )
 from pipeline.planning.simulator.simulate_command import load_problem
@@ -69,15 +69,15 @@ def test_the_same_seed_gives_the_same_run(scenario: str) -> None:
 
 
 def test_jobs_wait_in_the_queue_and_the_slowest_is_waited_for() -> None:
-    trace = simulate(*two_pools(), Scenario(queue=QueueWaits(spread="none"), startup_s=5), 1)
+    trace = simulate(*two_pools(), Scenario(queue=QueueWaitModel(spread="none"), startup_s=5), 1)
     assert trace.iteration_starts == pytest.approx([105, 115])
 
 
 def test_a_loss_costs_the_micro_batch_or_the_iteration_and_the_wait() -> None:
     problem, placement = two_pools()
     for redo in ("micro-batch", "iteration"):
-        losses = JobInterruptions(per_hour={"a": 40, "b": 0}, redo=redo)
-        queue = QueueWaits(spread="none")
+        losses = InterruptionModel(per_hour={"a": 40, "b": 0}, redo=redo)
+        queue = QueueWaitModel(spread="none")
         trace = simulate(problem, placement, Scenario(queue=queue, losses=losses), 200)
         hurt = [loss for loss in trace.interruptions if loss.while_working]
         assert len(hurt) > 5
@@ -96,7 +96,9 @@ def test_the_expected_time_with_losses_is_what_the_planner_says() -> None:
     problem, placement = two_pools()
     kinds = [replace(kind, interruptions_per_hour=2.0) for kind in problem.kinds]
     problem = replace(problem, kinds=kinds)
-    scenario = Scenario(queue=QueueWaits(spread="none"), losses=JobInterruptions(redo="iteration"))
+    scenario = Scenario(
+        queue=QueueWaitModel(spread="none"), losses=InterruptionModel(redo="iteration")
+    )
     total = np.mean([simulate(problem, placement, scenario, 1000, s).total_s for s in range(8)])
     gpus = [np.array(pool)[:, None] for pool in placement.gpus]
     expected = TimeToFinish(1000).cost(problem, np.array([10.0]), gpus)[0]
@@ -104,12 +106,12 @@ def test_the_expected_time_with_losses_is_what_the_planner_says() -> None:
 
 
 def test_a_slow_gpu_holds_up_training_but_only_its_share_of_rollout() -> None:
-    always = Stragglers(per_gpu_hour=1e6, factor=2.0, mean_s=1e9)
+    always = StragglerModel(per_gpu_hour=1e6, factor=2.0, mean_s=1e9)
     problem, placement = two_pools(chunks=1)
     trace = simulate(problem, placement, Scenario(stragglers=always), 5)
     # All GPUs are slow nearly at once.
     assert trace.iteration_s[1:] == pytest.approx(2 * 12 + 1, rel=1e-3)
-    rare = Stragglers(per_gpu_hour=1.0, factor=2.0, mean_s=600)
+    rare = StragglerModel(per_gpu_hour=1.0, factor=2.0, mean_s=600)
     balanced, lockstep = (
         simulate(
             problem,
@@ -124,7 +126,7 @@ def test_a_slow_gpu_holds_up_training_but_only_its_share_of_rollout() -> None:
 
 def test_leases_end_and_jobs_follow_each_other() -> None:
     problem, placement = two_pools()
-    queue = QueueWaits(spread="none")
+    queue = QueueWaitModel(spread="none")
     late = simulate(problem, placement, Scenario(queue=queue, walltime=Walltime(limit_s=300)), 60)
     early = simulate(
         problem, placement, Scenario(queue=queue, walltime=Walltime(limit_s=300, lead_s=110)), 60
@@ -322,7 +324,7 @@ def test_losses_that_leave_no_time_to_work_are_refused(redo: str) -> None:
 
 def test_gpus_that_become_slow_all_the_time_are_refused() -> None:
     with pytest.raises(PlanError, match=r"stragglers\.per_gpu_hour: 1e\+09 makes 4 GPUs slow"):
-        simulate(*two_pools(), Scenario(stragglers=Stragglers(per_gpu_hour=1e9)), iterations=1)
+        simulate(*two_pools(), Scenario(stragglers=StragglerModel(per_gpu_hour=1e9)), iterations=1)
 
 
 ONE_KIND = """
