@@ -11,7 +11,7 @@ from rlinf.artifacts import MANIFEST, is_pruned, read_manifest
 from rlinf.config import RunConfig
 from rlinf.errors import ArtifactError
 from stages.flow import EVALUATE, Flow, flow_of
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 
 SEARCH_WINDOW = 50
 """Number of iterations that are searched for outputs to remove, before the oldest retained one."""
@@ -126,7 +126,7 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
 def weights_folder(flow: Flow, run: Path, version: int) -> Path:
     """Return the output folder with a version of the weights; 0: before the first iteration."""
     if not version:
-        return offline_folder(run, flow.initial_stage)
+        return setup_stage_folder(run, flow.initial_stage)
     return stage_folder(run, flow.publish_stage, version - 1)
 
 

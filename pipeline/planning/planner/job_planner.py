@@ -300,10 +300,10 @@ def _forecast(request: PlanRequest, best: StageAssignment, rows: Sequence[PlanRo
 
 def build_plan(options: Sequence[StageOption], flow: Flow) -> Plan:
     """Return the plan that runs each stage as its option."""
-    return Plan(stages=with_offline_stages({o.stage: request_for_option(o) for o in options}, flow))
+    return Plan(stages=with_setup_stages({o.stage: request_for_option(o) for o in options}, flow))
 
 
-def with_offline_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
+def with_setup_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
     """Return the requests of all stages. Stages outside of iterations, such as evaluation, get the
     request of the stage with which they are colocated."""
     colocated = {

@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.plan import Forecast, Plan, PoolPlan, StagePlan
 from pipeline.planning.cost.rates import RateTables
 from pipeline.planning.planner.available_devices import describe_limits, request_for_devices
-from pipeline.planning.planner.job_planner import NOTABLE_COST_FACTOR, with_offline_stages
+from pipeline.planning.planner.job_planner import NOTABLE_COST_FACTOR, with_setup_stages
 from pipeline.planning.planner.pool_problem import build_pool_problem
 from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
 from pipeline.planning.planner.problem import (
@@ -276,7 +276,7 @@ def _build_plan(request: PlanRequest, problem: PlacementProblem, placement: Plac
     colocated_with = flow.stages[flow.publish_stage].colocate_with
     if colocated_with is not None:
         stages[flow.publish_stage] = stages[colocated_with]
-    stages = with_offline_stages(stages, flow)
+    stages = with_setup_stages(stages, flow)
     return Plan(stages=stages, pools=pools, num_chunks=placement.num_chunks)
 
 

@@ -60,7 +60,7 @@ from slurm.site import SiteConfig, load_site
 from stages.factory import create_algorithm
 from stages.flow import Flow, flow_of
 from stages.identity import CodeSnapshot, stage_key
-from stages.layout import CONFIG_FILE, offline_folder
+from stages.layout import CONFIG_FILE, setup_stage_folder
 
 OUT_OF_MEMORY_PATTERN = re.compile(
     r"out.?of.?memory|MemoryError|cannot allocate|SIGKILL", re.IGNORECASE
@@ -326,7 +326,7 @@ class ProfilePass:
         """Return the task of one job, with all cases."""
         return ProfileTask(
             config=self.run.folder / CONFIG_FILE,
-            initial=offline_folder(self.run.folder, self.flow.initial_stage),
+            initial=setup_stage_folder(self.run.folder, self.flow.initial_stage),
             key=folder.name,
             kinds=(kind.name,),
             folder=folder / f"{nodes}x{processes // nodes}",
@@ -661,8 +661,8 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
         }
     )
     clone = create_run(config, plan.to_dict())
-    for stage in flow_of(config).offline:
-        source, target = (offline_folder(owner.folder, stage) for owner in (run, clone))
+    for stage in flow_of(config).setup_stages:
+        source, target = (setup_stage_folder(owner.folder, stage) for owner in (run, clone))
         if target.exists():
             continue
         partial = target.with_name(f"{target.name}.part")

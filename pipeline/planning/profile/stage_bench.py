@@ -230,8 +230,8 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output; for offline stages, that of the run."""
-        if node.stage in self.graph.flow.offline:
+        """Return the folder of a node's output; for setup stages, that of the run."""
+        if node.stage in self.graph.flow.setup_stages:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
 
