@@ -86,8 +86,8 @@ MAX_MESSAGE_LINES = 80
 def failure_reason(path: Path, code: int | None) -> str:
     """Return the reason of a process's failure from its log.
 
-    With a known exit code the last output is an error message, which is the reason. A traceback may
-    precede it. With any other exit code the reason is the end of the log.
+    With the exit codes of bad input and damaged artifacts, the last output is an error message: the
+    reason. A traceback may precede it. Otherwise the reason is the end of the log.
     """
     if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
         return log_tail(path)

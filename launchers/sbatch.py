@@ -422,7 +422,7 @@ def _module_call(job: JobSpec) -> ModuleCall:
 def login_environment() -> Iterator[None]:
     """Remove the variables that Slurm set in this job from the environment, as on a login node.
 
-    sbatch passes its environment on to the new job, so they would also affect that job's srun.
+    sbatch passes its environment on, so these variables would also affect the new job's srun.
     """
     from submitit.helpers import clean_env
 
@@ -448,7 +448,7 @@ def submitit_parameters(
     """
     delay_s = resources.signal_delay_s
     if resources.time_limit_min is not None:
-        # A signal before Python handles it would kill the job, and a short job must make progress.
+        # A short job must make progress, and a signal would kill a job whose Python is starting.
         delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
         **process_tuning.child_environment(),

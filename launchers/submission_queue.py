@@ -26,7 +26,7 @@ from slurm.job_limits import ClusterLimits, is_queue_full, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources, JobStatus, current_job_id, parent_job_id
 
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
-"""Pauses after Slurm refused a single unit because there were too many jobs; doubled each time."""
+"""First and longest pause after Slurm refused a unit for too many jobs; it doubles each time."""
 log = logging.getLogger("rlinf")
 
 
@@ -73,7 +73,7 @@ class SubmissionQueue:
     _slurm_queue: Mapping[str, QueuedJob] | None = None
     """Slurm's queue at the last query."""
     _submitted_since: list[JobResources] = field(default_factory=list)
-    """The jobs submitted since that query."""
+    """The components of the jobs that were submitted since that query."""
     _unanswered_tag: str | None = None
     """Tag of the submission that sbatch did not answer: its jobs may exist."""
     _cancelled_tags: set[str] = field(default_factory=set)
@@ -118,7 +118,7 @@ class SubmissionQueue:
             self._adopt_or_cancel(self._unchecked[0])
             del self._unchecked[0]
         if time.monotonic() >= self._retry_at and self._unanswered_tag is not None:
-            # These jobs would fail: submitit names their files by the id, which it did not receive.
+            # Its jobs would fail: submitit names files by the job's id, which it did not receive.
             self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
             self._unanswered_tag = None
         while self._waiting and time.monotonic() >= self._retry_at:
@@ -166,7 +166,7 @@ class SubmissionQueue:
             self.client.cancel([job.id for _, job in active])
 
     def _free_places(self, unit: Sequence[PendingSubmission]) -> int:
-        """Return the number of units like this that may be submitted now, at most one array's.
+        """Return how many such units may be submitted now, at most as many as fit an array.
 
         Raises:
             PlanError: the limits never allow even one unit.

@@ -90,7 +90,7 @@ def write_user_file(path: Path, text: str) -> None:
     """Write a file that a user named, atomically; create its folder if necessary.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     target = path.expanduser()
     try:
@@ -228,7 +228,7 @@ def read_manifest(out: Path) -> Manifest | None:
     The file is opened without a test of its existence, because shared filesystems cache absence.
 
     Raises:
-        ArtifactError: it is damaged.
+        ArtifactError: the manifest is damaged.
     """
     path = out / MANIFEST
     try:

@@ -75,11 +75,13 @@ class SlurmOutput:
     nodes: str
     """Answer to :data:`SINFO_NODES`."""
     partitions: str
+    """Answer to :data:`SCONTROL_PARTITIONS`."""
     usage: str
     """Answer to :data:`SCONTROL_NODE_USAGE`."""
     pending: str
+    """Answer to :data:`SQUEUE_PENDING`."""
     qos: str | None = None
-    """None: the cluster has no accounting."""
+    """Answer to :data:`SACCTMGR_QOS`; None, as the next one: the cluster has no accounting."""
     associations: str | None = None
     settings: Mapping[str, str] | None = None
     """Values by the names of slurm.conf; None: not queried, so limits are assumed to be enforced.

@@ -140,7 +140,7 @@ def ensure_on_device(
 
 
 def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = None) -> Engine:
-    """Return the resident engine of this process; it keeps its weights. A new engine has none.
+    """Return the resident engine of this process with its weights; a new engine has none.
 
     Args:
         world: the process group of the engine; None: that of the stage.
@@ -173,7 +173,7 @@ def get_engine(
 
     Args:
         name: the input with the weights.
-        max_version: weights newer than ``version``, up to this one, stay loaded; None: they do not.
+        max_version: newest version that may stay loaded in place of ``version``; None: none may.
     """
     weights = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
@@ -214,7 +214,7 @@ def newer_weights_poller(
 ) -> Callable[[], tuple[Path, int] | None]:
     """Return a function that finds weights which were committed after the rollout began.
 
-    It returns the folder and the version of the newest ones, or None if there are none.
+    The function returns folder and version of the newest weights, or None if there are none.
     """
     last_check, content_ids = 0.0, dict[int, str]()
     publish_stage = flow_of(ctx.config).publish_stage
@@ -228,7 +228,7 @@ def newer_weights_poller(
         last_check = time.monotonic()
         for version in range(ctx.iteration, engine.version, -1):
             folder = stage_folder(ctx.run_folder, publish_stage, version - 1)
-            with contextlib.suppress(ArtifactError):  # a stage that needs these weights reports it
+            with contextlib.suppress(ArtifactError):  # a stage that needs them reports damage
                 manifest = read_manifest(folder)
                 if manifest is not None:
                     verify_output(folder, manifest, checksums=False)

@@ -53,7 +53,7 @@ class StageSpec:
     """The component with the model in each process of the stage; None: neither of the two."""
     uses_device: bool = True
     """Whether the stage computes with the model, in any number of processes, on GPUs if there are
-    some. If not, a job of the stage has one process and no GPU."""
+    some. If False, a job of the stage has one process and no GPU."""
     single_process: bool = False
     """Whether one process computes the stage, even in a pool, unless the plan sets more."""
     elastic: bool = False

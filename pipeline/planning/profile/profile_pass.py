@@ -673,7 +673,7 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
         if manifest is not None:
             # The original used other evaluation settings, so give it the key of this run.
             (partial / MANIFEST).unlink()
-            code = CodeSnapshot.from_checkout(clone.config, stage).digest(stage)
+            code = CodeSnapshot.current(clone.config, stage).digest(stage)
             key = stage_key(clone.config, stage, 0, manifest.inputs, code)
             commit_output(partial, replace(manifest, key=key))
         partial.rename(target)
