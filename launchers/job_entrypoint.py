@@ -48,12 +48,10 @@ class ModuleCall:
     """See :class:`launchers.launcher.JobSpec`."""
 
     def to_json(self) -> str:
-        """Return the call as JSON, for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModuleCall:
-        """Return the call that :meth:`to_json` wrote."""
         values = json.loads(text)
         values["speed_weights"] = tuple((kind, speed) for kind, speed in values["speed_weights"])
         return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})

@@ -74,6 +74,7 @@ if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}"
 fi
 exit $code
 """
+"""Shell code after the process of a restarting job: requeues the job if a signal killed it."""
 _NON_SBATCH_KEYWORDS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
 """Keywords of submitit that do not become sbatch options."""
 TAG_PREFIX = "rlinf-"

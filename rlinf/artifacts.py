@@ -132,6 +132,7 @@ class Manifest:
     """The ``content`` of each input, by the input's name."""
     metrics: dict[str, float]
     timing: dict[str, Any]
+    """``began``, ``start``, ``end`` (Unix times, s), ``spans`` and ``usage`` of the stage."""
     host: str
     """Name of the node on which the stage ran."""
     job: str

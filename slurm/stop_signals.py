@@ -169,6 +169,7 @@ class StopFlag:
         self._is_set = self._dropped_interrupt = False
         self._entered_at = 0.0
         self._stop_at: float | None = None
+        """Time (monotonic, s) from which the flag is set; None: the end of the job is unknown."""
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def is_set(self) -> bool:

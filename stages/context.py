@@ -27,7 +27,6 @@ from stages.worker_state import COMPUTING, WAITING_FOR_DEVICE, WorkerState
 
 if TYPE_CHECKING:
     from rlinf.envs.base import Environment, RolloutRequest
-T = TypeVar("T")
 Item = TypeVar("Item", bound=ChannelItem)
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02

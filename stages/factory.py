@@ -56,7 +56,6 @@ def environment_class(config: RunConfig) -> tuple[Any, Any]:
 
 
 def create_algorithm(config: RunConfig) -> Algorithm:
-    """Create the run's algorithm."""
     cls = algorithms.get(config.algorithm.name)
     algorithm: Algorithm = cls(config.algorithm.validate_options(cls.Config, "algorithm"))
     return algorithm
@@ -191,7 +190,7 @@ def get_engine(
             _ = weights.manifest  # wait here, because the loading must not wait
             # Another stage may have loaded other weights meanwhile; they are overwritten now.
             worker_state.engine_weights = None
-        if engine.version < 0:
+        if engine.version < 0:  # it has no weights yet, so its memory needs are unknown
             get_device_memory(ctx).offload_all(span=ctx.span)
         ensure_on_device(ctx, engine, copy_data=False)
         with ctx.span("load"):

@@ -86,11 +86,9 @@ class RecordStream:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage of this worker has read."""
         return len(self._unread)
 
     def has_more_than(self, count: int) -> bool:
-        """Return whether more than ``count`` records are present."""
         return len(self._records) > count
 
     def all_records(self) -> list[Record]:
@@ -134,7 +132,6 @@ class LiveOutput:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage of this worker has read."""
         with self._changed:
             return sum(stream.num_unread for stream in self._streams.values())
 
@@ -316,7 +313,7 @@ class LiveStore:
             return self._outputs[folder]
 
     def pin(self, node: str, folders: Iterable[str]) -> None:
-        """Pin the outputs that a running stage (``node``, such as ``rollout/3``) writes or reads."""
+        """Pin the outputs that a running stage (``node``: ``rollout/3``) writes or reads."""
         with self._lock:
             self._pinned[node] = frozenset(folders)
 

@@ -237,6 +237,7 @@ class StageAttempt:
         self._receives_trajectories = receives_trajectories
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
+        """On rank 0: the files that other ranks wrote, from their reports."""
         self._disk_fallbacks: set[str] = set()
         """On rank 0: inputs that any rank read from disk although memory was expected."""
         self.ctx = StageContext(

@@ -260,7 +260,6 @@ class _GroupReceiver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def join(self) -> None:
