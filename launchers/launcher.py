@@ -24,7 +24,8 @@ class JobSpec:
     extra_components: tuple[JobResources, ...] = ()
     """More processes of the job on other devices; their ranks follow those of ``resources``."""
     content_key: str = ""
-    """Digest of the job's content. A submitted job with another key is cancelled, not adopted."""
+    """Digest of the job's content. A job of an earlier driver with another key is cancelled; one
+    with this key is used."""
     allow_requeue: bool = True
     """Whether Slurm runs the job again after a stop signal, a preemption or a node failure, which
     takes Slurm some minutes."""

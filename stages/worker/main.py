@@ -215,12 +215,10 @@ class PoolWorker:
                 # Reserve all slots before any stage begins: all ranks compute in one sequence.
                 stages = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
                 for stage, thread in [(stage, self._add_stage(stage)) for stage in stages]:
-                    if thread is not None:
-                        (
-                            self._rollout_worker.submit(thread.run)
-                            if stage.in_engine_thread
-                            else thread.start()
-                        )
+                    if thread is not None and stage.in_engine_thread:
+                        self._rollout_worker.submit(thread.run)
+                    elif thread is not None:
+                        thread.start()
                 for order in orders:
                     match order:
                         case GenerateStarts():

@@ -1,8 +1,9 @@
 """Transfer of weights from the worker that computed them to the live stores of other workers.
 
 A version of the weights is the output of one publish stage: ``out`` is its output folder, relative
-to the run folder, ``attempt`` the attempt that produced it, and ``number`` the iteration. Its
-tensors are packed into one buffer, which is sent in pieces of some MiB, the *buckets*.
+to the run folder, ``attempt`` the attempt that produced it, and ``number`` the iteration, from 0
+(elsewhere these weights are version ``number + 1``). The tensors are packed into one buffer, which
+is sent in pieces of some MiB, the *buckets*.
 
 A version is announced to the workers that subscribed to its output. Workers on the sender's node
 read it from shared memory. Other workers receive its buckets as records, or through a process group
