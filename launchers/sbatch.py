@@ -475,9 +475,9 @@ def submitit_parameters(
 
 def _submission_error(name: str, error: Exception) -> SlurmError:
     cause = _slurm_message(error)
-    kind = type(error) if isinstance(error, SlurmUnresponsiveError) else classify_failure(cause)
-    outcome = "was not answered" if kind is SlurmUnresponsiveError else "refused the job"
-    return kind(f"{name}: sbatch {outcome}: {cause}")
+    cls = type(error) if isinstance(error, SlurmUnresponsiveError) else classify_failure(cause)
+    outcome = "was not answered" if cls is SlurmUnresponsiveError else "refused the job"
+    return cls(f"{name}: sbatch {outcome}: {cause}")
 
 
 def _slurm_message(error: Exception) -> str:

@@ -81,11 +81,11 @@ class SlurmOutput:
     pending: str
     """Answer to :data:`SQUEUE_PENDING`."""
     qos: str | None = None
-    """Answer to :data:`SACCTMGR_QOS`; None, as the next one: the cluster has no accounting."""
+    """Answer to :data:`SACCTMGR_QOS`; None: the cluster has no accounting."""
     associations: str | None = None
+    """Answer to :data:`SACCTMGR_ASSOCIATIONS`; None as for ``qos``."""
     settings: Mapping[str, str] | None = None
-    """Values by the names of slurm.conf; None: not queried, so limits are assumed to be enforced.
-    """
+    """Values by the names of slurm.conf; None: not queried, so limits count as enforced."""
 
 
 class PartitionNode(NamedTuple):
