@@ -52,7 +52,7 @@ class SubmititLauncher:
     no_answer_timeout_s: float = 600.0
     """Seconds without an answer from Slurm after which an error is raised."""
     _watched: dict[str, TrackedJob] = field(default_factory=dict)
-    """Jobs by name, which is the id that :meth:`submit_array` returned."""
+    """Jobs by the id that :meth:`submit_array` returned, which is called ``name`` here."""
     _last_statuses: dict[str, JobStatus] = field(default_factory=dict)
     """The last known status, by name."""
     _silent_since: float | None = None
