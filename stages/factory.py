@@ -102,7 +102,6 @@ def primary_rank_environment(ctx: StageContext) -> Environment | None:
 
 
 def get_reward(ctx: StageContext) -> Reward:
-    """Return the run's resident reward."""
     worker_state = ctx.worker_state
     shard = (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
     if worker_state.reward is None or worker_state.reward_shard != shard:

@@ -145,7 +145,6 @@ class Flow:
         return max((s.lag + s.history for s in sources if s.stage == stage), default=0)
 
     def module_of(self, stage: str) -> str:
-        """Return the module name of a stage."""
         return self.all_stages[stage].module or f"stages.{stage}"
 
     def direct_dependencies(self) -> dict[str, tuple[str, ...]]:
