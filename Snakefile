@@ -66,7 +66,7 @@ rule plan:
         " --out {params.plan:q} > {log:q} 2>&1"
 
 
-for stage in run.offline:
+for stage in run.setup_stages:
 
     rule:
         name:

@@ -25,7 +25,7 @@ from pipeline.report.theme import STAGE_COLOURS
 from rlinf import package_paths
 from rlinf.channels.record_files import RecordFileReader
 from stages.flow import EVALUATE
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 
 RUNS = package_paths.ROOT / "runs"
 NORMAL_95 = 1.96
@@ -72,7 +72,7 @@ def start_scores(run: RunResults, version: int) -> np.ndarray:
 
     policy, policy_options = policy_class(run.config)
     environment, options = environment_class(run.config)
-    sft_folder = offline_folder(run.folder, "sft")
+    sft_folder = setup_stage_folder(run.folder, "sft")
     manifest = json.loads((sft_folder / "manifest.json").read_text())
     processor = policy.processor(sft_folder / manifest["data"] / WEIGHTS, policy_options)
     evaluation_folder = stage_folder(run.folder, EVALUATE, version)

@@ -24,7 +24,7 @@ from rlinf.weights.buckets import BucketLayout
 from rlinf.weights.delta import WeightSnapshot, compute_delta
 from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWriter
 from stages.factory import WEIGHTS
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 from stages.live_store import LiveStore
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordReceiver, RecordSender
 from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
@@ -38,7 +38,7 @@ def measure() -> list[BenchmarkRow]:
     """Measure the rows of deltas and of shared memory."""
     with tempfile.TemporaryDirectory() as root:
         demo = run(Path(root), "demo", DEMO_ITERATIONS, f"sft.max_steps={SFT_STEPS}")
-        weights = weights_of(offline_folder(demo, "sft"))
+        weights = weights_of(setup_stage_folder(demo, "sft"))
         small = run(
             Path(root),
             "small",
@@ -84,7 +84,7 @@ def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
 
 def delta_ratios(run: Path, iterations: int) -> list[float]:
     """Return the size of each update's delta over that of the full state, as bfloat16 files."""
-    folders = [offline_folder(run, "sft")]
+    folders = [setup_stage_folder(run, "sft")]
     folders += [stage_folder(run, "sync", iteration) for iteration in range(iterations)]
     ratios = []
     with tempfile.TemporaryDirectory() as root:

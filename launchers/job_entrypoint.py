@@ -1,7 +1,7 @@
 """The entry point of a Slurm job: set a rank's variables, run the module, exit with its code.
 
 submitit pickles a :class:`ModuleCall`; in a heterogeneous job it is an argument of this module
-(``python -m launchers.job_entrypoint CALL``). It contains only strings and no state of the work.
+(``python -m launchers.job_entrypoint CALL``). A call has only arguments, no state of the work.
 When Slurm restarts the job, the same call runs again and continues from files.
 """
 
@@ -48,12 +48,10 @@ class ModuleCall:
     """See :class:`launchers.launcher.JobSpec`."""
 
     def to_json(self) -> str:
-        """Return the call as JSON, for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModuleCall:
-        """Return the call that :meth:`to_json` wrote."""
         values = json.loads(text)
         values["speed_weights"] = tuple((kind, speed) for kind, speed in values["speed_weights"])
         return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})
@@ -62,8 +60,8 @@ class ModuleCall:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
         os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
         rank = set_torchrun_variables(self.speed_weights)
-        # A stop signal while the module and its libraries load, which is slow on a shared
-        # filesystem, is not a failure, because no work has started.
+        # Until the module has loaded, which is slow on a shared filesystem, a stop signal is not a
+        # failure, because no work has started.
         _set_stop_handler(_exit_for_requeue)
         code = run_module(self.module, self.argv)
         _set_stop_handler(signal.SIG_IGN)

@@ -24,7 +24,8 @@ class JobSpec:
     extra_components: tuple[JobResources, ...] = ()
     """More processes of the job on other devices; their ranks follow those of ``resources``."""
     content_key: str = ""
-    """Digest of the job's content. A submitted job with another key is cancelled, not adopted."""
+    """Digest of the job's content. A job of an earlier driver with another key is cancelled; one
+    with this key is used."""
     allow_requeue: bool = True
     """Whether Slurm runs the job again after a stop signal, a preemption or a node failure, which
     takes Slurm some minutes."""
@@ -86,8 +87,8 @@ MAX_MESSAGE_LINES = 80
 def failure_reason(path: Path, code: int | None) -> str:
     """Return the reason of a process's failure from its log.
 
-    With a known exit code the last output is an error message, which is the reason. A traceback may
-    precede it. With any other exit code the reason is the end of the log.
+    With the exit codes of bad input and damaged artifacts, the last output is an error message: the
+    reason. A traceback may precede it. Otherwise the reason is the end of the log.
     """
     if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
         return log_tail(path)

@@ -85,7 +85,7 @@ class LocalLauncher:
                         stdout=stream,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                        # One system call, resolved beforehand: safe in a process with threads.
+                        # Safe after a fork: one system call, whose symbol was loaded on import.
                         preexec_fn=process_tuning.die_with_parent,  # noqa: PLW1509
                     )
                 )

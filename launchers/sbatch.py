@@ -74,6 +74,7 @@ if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}"
 fi
 exit $code
 """
+"""Shell code after the process of a restarting job: requeues the job if a signal killed it."""
 _NON_SBATCH_KEYWORDS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
 """Keywords of submitit that do not become sbatch options."""
 TAG_PREFIX = "rlinf-"
@@ -422,7 +423,7 @@ def _module_call(job: JobSpec) -> ModuleCall:
 def login_environment() -> Iterator[None]:
     """Remove the variables that Slurm set in this job from the environment, as on a login node.
 
-    sbatch passes its environment on to the new job, so they would also affect that job's srun.
+    sbatch passes its environment on, so these variables would also affect the new job's srun.
     """
     from submitit.helpers import clean_env
 
@@ -448,7 +449,7 @@ def submitit_parameters(
     """
     delay_s = resources.signal_delay_s
     if resources.time_limit_min is not None:
-        # A signal before Python handles it would kill the job, and a short job must make progress.
+        # A short job must make progress, and a signal would kill a job whose Python is starting.
         delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
         **process_tuning.child_environment(),
@@ -474,9 +475,9 @@ def submitit_parameters(
 
 def _submission_error(name: str, error: Exception) -> SlurmError:
     cause = _slurm_message(error)
-    kind = type(error) if isinstance(error, SlurmUnresponsiveError) else classify_failure(cause)
-    outcome = "was not answered" if kind is SlurmUnresponsiveError else "refused the job"
-    return kind(f"{name}: sbatch {outcome}: {cause}")
+    cls = type(error) if isinstance(error, SlurmUnresponsiveError) else classify_failure(cause)
+    outcome = "was not answered" if cls is SlurmUnresponsiveError else "refused the job"
+    return cls(f"{name}: sbatch {outcome}: {cause}")
 
 
 def _slurm_message(error: Exception) -> str:

@@ -26,13 +26,13 @@ from slurm.job_limits import ClusterLimits, is_queue_full, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources, JobStatus, current_job_id, parent_job_id
 
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
-"""Pauses after Slurm refused a single unit because there were too many jobs; doubled each time."""
+"""First and longest pause after Slurm refused a unit for too many jobs; it doubles each time."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass(eq=False)
-class PendingSubmission:
-    """A job with its Slurm id and the state of its submission."""
+class TrackedJob:
+    """A job from before its submission to its end, with its Slurm id."""
 
     job: JobSpec
     id: str | None = None
@@ -66,14 +66,14 @@ class SubmissionQueue:
     visibility_timeout_s: float = 30.0
     """Seconds after a submission that sbatch did not answer, during which its jobs may yet appear
     in Slurm's queue."""
-    _waiting: list[list[PendingSubmission]] = field(default_factory=list)
+    _waiting: list[list[TrackedJob]] = field(default_factory=list)
     """Units to submit, in order. Several units of a single job may become one array."""
-    _unchecked: list[list[PendingSubmission]] = field(default_factory=list)
+    _unchecked: list[list[TrackedJob]] = field(default_factory=list)
     """Units that an earlier process may have submitted."""
     _slurm_queue: Mapping[str, QueuedJob] | None = None
     """Slurm's queue at the last query."""
     _submitted_since: list[JobResources] = field(default_factory=list)
-    """The jobs submitted since that query."""
+    """The components of the jobs that were submitted since that query."""
     _unanswered_tag: str | None = None
     """Tag of the submission that sbatch did not answer: its jobs may exist."""
     _cancelled_tags: set[str] = field(default_factory=set)
@@ -83,7 +83,7 @@ class SubmissionQueue:
     _retry_at: float = 0.0
     """Time (monotonic) before which nothing is submitted."""
 
-    def add(self, units: Collection[list[PendingSubmission]]) -> None:
+    def add(self, units: Collection[list[TrackedJob]]) -> None:
         """Append units to the queue, and submit as many as limits allow.
 
         Pending or running jobs of an earlier process are found by the files beside their outputs,
@@ -96,7 +96,7 @@ class SubmissionQueue:
         self._unchecked += units
         self.submit_ready()
 
-    def discard(self, entries: Collection[PendingSubmission]) -> None:
+    def discard(self, entries: Collection[TrackedJob]) -> None:
         """Remove waiting jobs with their whole units."""
         for units in (self._waiting, self._unchecked):
             units[:] = [unit for unit in units if not any(e in entries for e in unit)]
@@ -118,7 +118,7 @@ class SubmissionQueue:
             self._adopt_or_cancel(self._unchecked[0])
             del self._unchecked[0]
         if time.monotonic() >= self._retry_at and self._unanswered_tag is not None:
-            # These jobs would fail: submitit names their files by the id, which it did not receive.
+            # Its jobs would fail: submitit names files by the job's id, which it did not receive.
             self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
             self._unanswered_tag = None
         while self._waiting and time.monotonic() >= self._retry_at:
@@ -139,7 +139,7 @@ class SubmissionQueue:
             if not places or not (self._submit(array[:places]) or self._submit(array[:1])):
                 return
 
-    def _adopt_or_cancel(self, unit: list[PendingSubmission]) -> None:
+    def _adopt_or_cancel(self, unit: list[TrackedJob]) -> None:
         """Adopt the existing jobs of a unit, or cancel them if they differ from it."""
         earlier_jobs = [
             (entry, job)
@@ -165,8 +165,8 @@ class SubmissionQueue:
         elif active:
             self.client.cancel([job.id for _, job in active])
 
-    def _free_places(self, unit: Sequence[PendingSubmission]) -> int:
-        """Return the number of units like this that may be submitted now, at most one array's.
+    def _free_places(self, unit: Sequence[TrackedJob]) -> int:
+        """Return how many such units may be submitted now, at most as many as fit an array.
 
         Raises:
             PlanError: the limits never allow even one unit.
@@ -204,7 +204,7 @@ class SubmissionQueue:
             free_places = min(free_places, places)
         return free_places
 
-    def _submit(self, units: Sequence[list[PendingSubmission]]) -> bool:
+    def _submit(self, units: Sequence[list[TrackedJob]]) -> bool:
         """Submit these units, the first that wait. Returns False if there are too many jobs now.
 
         Raises:
@@ -240,11 +240,11 @@ class SubmissionQueue:
         return True
 
 
-def _is_heterogeneous(unit: Sequence[PendingSubmission]) -> bool:
+def _is_heterogeneous(unit: Sequence[TrackedJob]) -> bool:
     return sum(len(entry.job.components) for entry in unit) > 1
 
 
-def _same_array(unit: Sequence[PendingSubmission], other: Sequence[PendingSubmission]) -> bool:
+def _same_array(unit: Sequence[TrackedJob], other: Sequence[TrackedJob]) -> bool:
     """Return True if both units may be elements of one array."""
     if _is_heterogeneous(unit) or _is_heterogeneous(other):
         return False

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from launchers.launcher import JobSpec, failure_reason
 from launchers.submission_queue import (
-    PendingSubmission,
     SubmissionQueue,
+    TrackedJob,
     is_active_in,
     read_submitted_job,
 )
@@ -51,8 +51,8 @@ class SubmititLauncher:
     user can release it and resume the run."""
     no_answer_timeout_s: float = 600.0
     """Seconds without an answer from Slurm after which an error is raised."""
-    _watched: dict[str, PendingSubmission] = field(default_factory=dict)
-    """Jobs by name, which is the id that :meth:`submit_array` returned."""
+    _watched: dict[str, TrackedJob] = field(default_factory=dict)
+    """Jobs by the id that :meth:`submit_array` returned, which is called ``name`` here."""
     _last_statuses: dict[str, JobStatus] = field(default_factory=dict)
     """The last known status, by name."""
     _silent_since: float | None = None
@@ -82,7 +82,7 @@ class SubmititLauncher:
             An id for each job: Slurm's (``12``, ``12_3``), or an id of this launcher if the job
             waits in this process.
         """
-        return self._add([[PendingSubmission(job)] for job in jobs])
+        return self._add([[TrackedJob(job)] for job in jobs])
 
     def submit_hetjob(self, jobs: Sequence[JobSpec]) -> list[str]:
         """See :class:`launchers.launcher.Launcher`; adopts the jobs if all of them still exist.
@@ -91,9 +91,9 @@ class SubmititLauncher:
             An id for each job: Slurm's (``12+0``, ``12+1``), or an id of this launcher if the jobs
             wait in this process.
         """
-        return self._add([[PendingSubmission(job) for job in jobs]])
+        return self._add([[TrackedJob(job) for job in jobs]])
 
-    def _add(self, units: list[list[PendingSubmission]]) -> list[str]:
+    def _add(self, units: list[list[TrackedJob]]) -> list[str]:
         """Watch jobs and return their names; new jobs are submitted when Slurm answers."""
         entries = [entry for unit in units for entry in unit]
         try:
@@ -208,7 +208,7 @@ class SubmititLauncher:
             self.client.cancel(self._to_cancel)
             self._to_cancel.clear()
 
-    def _drop(self, entries: Sequence[PendingSubmission]) -> None:
+    def _drop(self, entries: Sequence[TrackedJob]) -> None:
         """Cancel jobs, including those that wait in this process."""
         self._queue.discard(entries)
         for entry in entries:
@@ -221,7 +221,7 @@ class SubmititLauncher:
         except SlurmUnresponsiveError as error:
             self._tolerate_silence(error)
 
-    def _check_pending(self, entry: PendingSubmission, status: JobStatus) -> JobStatus:
+    def _check_pending(self, entry: TrackedJob, status: JobStatus) -> JobStatus:
         """Return the status of a queued job; fail it if it can never start by itself."""
         problem = (
             diagnose_pending(status.reason, str(entry.id))
@@ -251,7 +251,7 @@ class SubmititLauncher:
         return entry.final_status
 
     def _final_status(
-        self, entry: PendingSubmission, queued: JobStatus | None, accounted: JobStatus | None
+        self, entry: TrackedJob, queued: JobStatus | None, accounted: JobStatus | None
     ) -> JobStatus:
         """Return the status of a job that is no longer active in the queue."""
         job_id = str(entry.id)

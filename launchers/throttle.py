@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     process = subprocess.Popen(
         argv[1:],
         process_group=0,
-        # One system call, resolved beforehand.
+        # Safe after a fork: it makes one system call, whose symbol was loaded on import.
         preexec_fn=die_with_parent,  # noqa: PLW1509
     )
 
@@ -98,8 +98,8 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
             process.wait(THREAD_SCAN_S)
         except subprocess.TimeoutExpired:
             for tasks_file in root.glob("*/tasks"):
-                # A cgroup is named after its thread. Threads that this thread created are born in
-                # the same cgroup; each gets a cgroup and a quota of its own.
+                # A cgroup is named after its thread. Threads that this thread creates start in the
+                # same cgroup; each then gets a cgroup and a quota of its own.
                 threads = {*map(int, tasks_file.read_text().split())}
                 for thread in threads - {int(tasks_file.parent.name)}:
                     with suppress(OSError):  # it has ended
@@ -128,7 +128,7 @@ def _set_quota(cgroup: Path, thread: int, duty: float) -> None:
 
 
 def _remove(root: Path) -> None:
-    """Remove a cgroup and its children, those without threads."""
+    """Remove a cgroup and its children, except those with threads."""
     for group in (*root.glob("*/"), root):
         with suppress(OSError):
             group.rmdir()
@@ -151,8 +151,8 @@ def throttle_by_signals(process: subprocess.Popen[bytes], duty: float) -> None:
 
 
 def run_phase_s() -> float:
-    """Return the seconds after the begin of a period at which this job runs. Each job has another
-    offset, so that jobs on one machine do not all run at the same time."""
+    """Return the time (s) within a period at which this job continues. It differs between jobs, so
+    that the jobs on one machine do not all run at once."""
     return SIGNAL_PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN_RATIO % 1)
 
 

@@ -63,8 +63,8 @@ class Driver:
     callbacks: list[RunCallback] = field(default_factory=list)
     max_retries: int = 2
     """Number of retries of a stage that failed for an unknown reason."""
-    offline_only: bool = False
-    """Whether to run only the offline stages (SFT), which precede the first iteration."""
+    setup_only: bool = False
+    """Whether to run only the setup stages (SFT), which precede the first iteration."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """Handling of results of another configuration or other code."""
     max_lookahead: int = 16
@@ -136,7 +136,7 @@ class Driver:
             )
 
     def _loop(self, lock: RunLock) -> None:
-        nodes = self.graph.offline_nodes() if self.offline_only else self.graph.nodes()
+        nodes = self.graph.setup_nodes() if self.setup_only else self.graph.nodes()
         window: list[StageNode] = []
         while True:
             window = [node for node in window if node not in self._done]

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from rlinf.config import RunConfig
 from stages.flow import EVALUATE, flow_of
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 
 
 class StageNode(NamedTuple):
-    """A node of the graph: a stage of one iteration, or an offline stage."""
+    """A node of the graph: a stage of one iteration, or a setup stage."""
 
     stage: str
     iteration: int
-    """Index from 0. For an evaluation, the version of the weights; for an offline stage, 0."""
+    """Index from 0. For an evaluation, the version of the weights; for a setup stage, 0."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Graph:
             for age in range(source.history):
                 iteration = node.iteration - source.lag - staleness - age
                 key = f"{name}.{age}" if age else name
-                if source.stage in self.flow.offline:
+                if source.stage in self.flow.setup_stages:
                     nodes[key] = StageNode(source.stage, 0)
                 elif iteration >= 0:
                     nodes[key] = StageNode(source.stage, iteration)
@@ -69,13 +69,13 @@ class Graph:
         every = self._evaluate_every
         return is_first_or_last or (every > 0 and version % every == 0)
 
-    def offline_nodes(self) -> Iterator[StageNode]:
-        for stage in self.flow.offline:
+    def setup_nodes(self) -> Iterator[StageNode]:
+        for stage in self.flow.setup_stages:
             yield StageNode(stage, 0)
 
     def nodes(self) -> Iterator[StageNode]:
         """Yield all nodes in topological order."""
-        yield from self.offline_nodes()
+        yield from self.setup_nodes()
         for version in range(self.iterations + 1):
             if version:
                 for stage in self.flow.stages:
@@ -84,6 +84,6 @@ class Graph:
                 yield StageNode(EVALUATE, version)
 
     def output_folder(self, run: Path, node: StageNode) -> Path:
-        if node.stage in self.flow.offline:
-            return offline_folder(run, node.stage)
+        if node.stage in self.flow.setup_stages:
+            return setup_stage_folder(run, node.stage)
         return stage_folder(run, *node)

@@ -476,7 +476,7 @@ def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: s
         raise ValueError(f"{key}: {list(ranks)}; use distinct ranks of 0 to {size - 1}, ascending")
     flow = plan.flow
     allowed = [n for n, s in flow.all_stages.items() if s.holds != "trainer"]
-    allowed = [name for name in allowed if name not in flow.offline]
+    allowed = [name for name in allowed if name not in flow.setup_stages]
     if stage not in allowed or plan.stage_plan(stage).layout.parallel_dims():
         raise ValueError(
             f"{key}: all processes of the pool share the model that {stage} computes with; only "

@@ -250,7 +250,7 @@ def _summarize(nodes: Sequence[StageNode], flow: Flow) -> str:
     """Return a summary such as ``SFT, 3 iterations (0 to 2), 1 evaluation``."""
     iterations = sorted({node.iteration for node in nodes if node.stage in flow.stages})
     evaluations = sum(node.stage == EVALUATE for node in nodes)
-    parts = ["SFT"] if any(node.stage in flow.offline for node in nodes) else []
+    parts = ["SFT"] if any(node.stage in flow.setup_stages for node in nodes) else []
     if iterations:
         ends = " to ".join(map(str, dict.fromkeys((iterations[0], iterations[-1]))))
         parts.append(f"{len(iterations)} iteration{'s' * (len(iterations) > 1)} ({ends})")

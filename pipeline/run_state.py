@@ -74,7 +74,7 @@ class RunState:
     """Folder to which this process moves replaced results, named by the current time."""
 
     def __post_init__(self) -> None:
-        self.code = CodeSnapshot.from_checkout(self.run.config)
+        self.code = CodeSnapshot.current(self.run.config)
         self._digests = {stage: self.code.digest(stage) for stage in self.code.stages}
         self.accepted = read_accepted_mismatches(self.run.folder)
         self.archive_folder = self.run.folder / ARCHIVE / time.strftime("%Y-%m-%dT%H-%M-%S")

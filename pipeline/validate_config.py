@@ -372,11 +372,11 @@ def check_flow(flow: Flow, key: str) -> None:
     Raises:
         ConfigError: the flow is invalid; the message names the stage.
     """
-    if not flow.stages or not flow.offline:
+    if not flow.stages or not flow.setup_stages:
         raise ConfigError(
-            f"{key}: a flow needs stages, and an offline stage that creates the initial weights"
+            f"{key}: a flow needs stages, and a setup stage that creates the initial weights"
         )
-    earlier = set(flow.offline)
+    earlier = set(flow.setup_stages)
     for name, stage in flow.all_stages.items():
         label = f"{key}: stage {name}"
         for entry in stage.inputs.values():

@@ -90,7 +90,7 @@ def write_user_file(path: Path, text: str) -> None:
     """Write a file that a user named, atomically; create its folder if necessary.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     target = path.expanduser()
     try:
@@ -132,6 +132,7 @@ class Manifest:
     """The ``content`` of each input, by the input's name."""
     metrics: dict[str, float]
     timing: dict[str, Any]
+    """``began``, ``start``, ``end`` (Unix times, s), ``spans`` and ``usage`` of the stage."""
     host: str
     """Name of the node on which the stage ran."""
     job: str
@@ -228,7 +229,7 @@ def read_manifest(out: Path) -> Manifest | None:
     The file is opened without a test of its existence, because shared filesystems cache absence.
 
     Raises:
-        ArtifactError: it is damaged.
+        ArtifactError: the manifest is damaged.
     """
     path = out / MANIFEST
     try:

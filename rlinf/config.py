@@ -166,8 +166,8 @@ class RolloutSection(Section):
     batch_size: int = Field(gt=0)
     """Number of starts per iteration: prompts, or environments stepped in parallel."""
     group_size: int = Field(default=1, gt=0)
-    """Samples per start, which group-relative advantages compare. With a simulator, each sample is
-    one episode then."""
+    """Samples per start, which group-relative advantages compare. If above 1 with a simulator, each
+    sample is one episode."""
     horizon: int = Field(gt=0)
     """Maximum steps of a sample: new tokens, or environment steps per iteration. If the policy acts
     by chunks, the number of chunks."""
@@ -265,7 +265,7 @@ class SftSection(Section):
     target_score: float = Field(default=1.0, ge=0, le=1)
     """Stop as soon as the held-out score reaches this value."""
     eval_samples: int = Field(default=0, ge=0)
-    """Held-out demonstrations whose loss is evaluated, of tasks that have some; 0: none."""
+    """Number of held-out demonstrations whose loss is evaluated, if the task has any; 0: none."""
 
 
 class EvaluateSection(Section):

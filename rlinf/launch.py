@@ -111,9 +111,10 @@ def sweep_points(words: Sequence[str]) -> list[Any]:
     has_own_search = any(word.startswith("hydra/sweeper=") for word in overrides)
     if not options.multirun or options.cfg or options.help or options.hydra_help or has_own_search:
         return []
-    from pipeline.commands.sweep import sweep_points
+    from pipeline.commands import sweep
 
-    return list(sweep_points(options.overrides, [options.config_dir] if options.config_dir else []))
+    folders = [options.config_dir] if options.config_dir else []
+    return list(sweep.sweep_points(options.overrides, folders))
 
 
 def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:

@@ -26,6 +26,7 @@ class Registry:
     ) -> None:
         """
         Args:
+            kind: word for a component in messages and keys: ``reward`` in ``reward.name``.
             entries: ``module:attribute`` of each component by name.
             base: ``module:class``, the base class of every component.
             instances: whether components are instances of the base class, not subclasses.

@@ -40,7 +40,7 @@ def uniform_rows(
     The row of a sample depends neither on the rest of its batch nor on the worker that draws it.
 
     Args:
-        turns: turn of each sample, int64 ``[len(samples)]``; each turn has other numbers. None: 0.
+        turns: turn of each sample, int64 ``[len(samples)]``; turns have different numbers. None: 0.
     """
     rows = np.empty((len(samples), length), dtype=np.float32)
     sample_ids = samples.tolist()

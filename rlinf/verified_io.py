@@ -35,6 +35,7 @@ class VerifiedReader:
 
     def __init__(self, path: Path) -> None:
         self._commit: CommittedFile | None = committed_file(path)
+        """None: no manifest covers the file, so its checksum is not compared."""
         self._path = path
         try:
             self._file = path.open("rb", buffering=0)

@@ -75,15 +75,17 @@ class SlurmOutput:
     nodes: str
     """Answer to :data:`SINFO_NODES`."""
     partitions: str
+    """Answer to :data:`SCONTROL_PARTITIONS`."""
     usage: str
     """Answer to :data:`SCONTROL_NODE_USAGE`."""
     pending: str
+    """Answer to :data:`SQUEUE_PENDING`."""
     qos: str | None = None
-    """None: the cluster has no accounting."""
+    """Answer to :data:`SACCTMGR_QOS`; None: the cluster has no accounting."""
     associations: str | None = None
+    """Answer to :data:`SACCTMGR_ASSOCIATIONS`; None as for ``qos``."""
     settings: Mapping[str, str] | None = None
-    """Values by the names of slurm.conf; None: not queried, so limits are assumed to be enforced.
-    """
+    """Values by the names of slurm.conf; None: not queried, so limits count as enforced."""
 
 
 class PartitionNode(NamedTuple):

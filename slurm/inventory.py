@@ -270,7 +270,7 @@ def load_inventory(path: Path) -> Inventory:
 
 
 def _with_hardware(group: NodeGroup, hardware: HardwareSettings) -> NodeGroup:
-    """Return a group with the hardware values of a site file, which replace all earlier values."""
+    """Return a group with all hardware values reset to those of a site file or of data sheets."""
     gpu = gpus.find_gpu(group.gpu_type, group.features) if group.gpus_per_node else None
     if hardware.gpu_model is not None and group.gpus_per_node:
         site_gpu = gpus.find_gpu(hardware.gpu_model)

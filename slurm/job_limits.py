@@ -140,7 +140,7 @@ class _LimitLevel:
     owner: str
     """The QOS or account, for messages: ``account vision``."""
     submit_limit: JobCountLimit
-    """Its MaxSubmitJobs."""
+    """Its MaxSubmitJobs; ``max_jobs`` is -1 without a limit."""
     max_running: int | None
     """Maximum number of running jobs (MaxJobs)."""
     max_wall_min: int | None
@@ -412,16 +412,16 @@ def _shared_limits(
     resources: JobResources, hierarchy: Sequence[_LimitLevel]
 ) -> Iterator[tuple[SharedLimit, int]]:
     """Yield the shared limits to which a job is subject, with the amount that it uses."""
-    submit_level = next((r for r in hierarchy if r.submit_limit.max_jobs >= 0), None)
+    submit_level = next((level for level in hierarchy if level.submit_limit.max_jobs >= 0), None)
     if submit_level is not None:
         limit = submit_level.submit_limit
         name = limit.description.split()[0]
         yield SharedLimit(submit_level.owner, "jobs", name, limit.max_jobs), 1
-    jobs_level = next((r for r in hierarchy if r.max_running is not None), None)
+    jobs_level = next((level for level in hierarchy if level.max_running is not None), None)
     if jobs_level is not None and jobs_level.max_running is not None:
         yield SharedLimit(jobs_level.owner, "jobs", "MaxJobs", jobs_level.max_running), 1
     for resource, key, amount in _requested_amounts(resources):
-        level = next((r for r in hierarchy if resource in r.max_tres_all_jobs), None)
+        level = next((level for level in hierarchy if resource in level.max_tres_all_jobs), None)
         # A node that several jobs share counts once, so node counts cannot be added up.
         if level is not None and resource != "node":
             yield SharedLimit(level.owner, key, resource, level.max_tres_all_jobs[resource]), amount

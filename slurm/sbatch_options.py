@@ -196,7 +196,7 @@ def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionV
 def portable_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the options that set neither the size nor the placement of a job.
 
-    Such options set how a job starts and is accounted: a comment, a wckey, a container.
+    The options that remain set how a job starts and is accounted: comment, wckey, container.
     """
     excluded = _SIZE_OPTIONS | _PLACEMENT_OPTIONS
     return {k: v for k, v in values.items() if option_name(k) not in excluded}

@@ -3,7 +3,7 @@
 Slurm sends USR2 some time before the wall-time limit or a preemption (NCCL uses USR1) and TERM at
 the end. The handler only sets a flag, because Python runs it between bytecodes, possibly in the
 middle of a write. Python drops a KeyboardInterrupt that arrives in a finalizer or in a callback of
-a weak reference, for example in its import system; it is raised again when the flag is checked.
+a weak reference, for example in its import system; the next check of the flag raises it again.
 
 The warning signal may not arrive: a site may remove it, a step may not be notified, a container may
 not forward it. So the flag is also set by the clock, from the known end of the job. Start and end
@@ -38,7 +38,7 @@ from slurm.jobs import STOP_SIGNALS, current_het_components, current_job_id
 DEFAULT_STOP_MARGIN_S = 90.0
 """Seconds before the end at which work stops, unless :data:`STOP_MARGIN_VARIABLE` sets them."""
 STOP_MARGIN_VARIABLE = "RLINF_STOP_MARGIN_S"
-"""Environment variable."""
+"""Environment variable with this margin, in seconds."""
 CLOCK_SKEW_WARNING_S = 30.0
 """Clock skew above which a warning is logged."""
 _FIELD = re.compile(r"\b(StartTime|EndTime)=(\S+)")
@@ -169,6 +169,7 @@ class StopFlag:
         self._is_set = self._dropped_interrupt = False
         self._entered_at = 0.0
         self._stop_at: float | None = None
+        """Time (monotonic, s) from which the flag is set; None: the end of the job is unknown."""
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def is_set(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 PROCESS_START = time.time()
+"""Unix time at which the process began; the imports below take seconds."""
 
 import argparse  # noqa: E402
 import logging  # noqa: E402

@@ -27,15 +27,14 @@ from stages.worker_state import COMPUTING, WAITING_FOR_DEVICE, WorkerState
 
 if TYPE_CHECKING:
     from rlinf.envs.base import Environment, RolloutRequest
-T = TypeVar("T")
 Item = TypeVar("Item", bound=ChannelItem)
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
 """Seconds between two checks for the commit of an input."""
 MIN_WAIT_SPAN_S = 0.002
-"""Shorter waits are not recorded. Spans of one name with a shorter gap between them may merge."""
+"""Shorter waits are not recorded, and only spans with a shorter gap between them are merged."""
 MERGEABLE_SPAN_S = 0.05
-"""A span shorter than this is merged into the previous span of the same name."""
+"""Only a span shorter than this is merged into the previous span of the same name."""
 WAIT_SPAN = "wait"
 IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
 """Names of spans without computation: waits, and transfers to and from the device."""
@@ -75,7 +74,6 @@ class StageInput:
         return self.known_manifest
 
     def is_committed(self) -> bool:
-        """Return whether the output is committed now."""
         if self.known_manifest is None:
             self.known_manifest = read_manifest(self.folder)
         return self.known_manifest is not None
@@ -87,7 +85,7 @@ class StageInput:
 
     @property
     def content_id(self) -> str:
-        """Output folder and attempt of the content. Equal ids mean equal content."""
+        """Id of the content: ``OUTPUT_FOLDER/ATTEMPT``. Equal ids mean equal content."""
         if self.known_manifest is None and self.live_output is not None:
             # The commit ends the wait too, because data from another worker may be lost.
             with self.wait_scope():
@@ -248,7 +246,7 @@ class StageContext:
         return stage_key(self.config, self.stage, self.iteration, contents, code)
 
     def chunks(self) -> Iterator[range]:
-        """Yield the samples of the batch in the plan's number of chunks.
+        """Yield the sample numbers of each chunk of the batch; the plan sets the number of chunks.
 
         A chunk consists of complete groups with fixed indices, so the result does not depend on
         arrival order. Other stages of the pool use the device between chunks. After the last chunk
@@ -264,7 +262,7 @@ class StageContext:
     def yield_device(self, chunk: int) -> None:
         """Yield the device to other stages of this worker and wait for the next slot."""
         if self.live is not None:
-            with self._timed(WAITING_FOR_DEVICE):
+            with self._wait_span(WAITING_FOR_DEVICE):
                 self.live.slot.start_chunk(chunk)
 
     def read(self, item_class: type[Item], channel: str, samples: range) -> list[Item]:
@@ -343,7 +341,7 @@ class StageContext:
             self.live.output.objects[name] = value
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Write to disk now; in a pool worker, when the stage commits and the next one computes."""
+        """Run a write to disk now; in a pool worker at the commit, while other stages compute."""
         if self.live is None:
             work()
         else:
@@ -396,12 +394,12 @@ class StageContext:
     def waiting(self, name: str) -> Iterator[None]:
         """Release the device while waiting for an input, and acquire it again afterwards."""
         device_scope = contextlib.nullcontext() if self.live is None else self.live.slot.released()
-        with self._timed(f"waiting for {name}"), device_scope:
+        with self._wait_span(f"waiting for {name}"), device_scope:
             yield
 
     @contextlib.contextmanager
-    def _timed(self, activity: str) -> Iterator[None]:
-        """Record a wait as a span, unless it is too short to matter."""
+    def _wait_span(self, activity: str) -> Iterator[None]:
+        """Show a wait as ``activity`` in the status; record it as a span unless it is too short."""
         previous, self.activity = self.activity, activity
         start = time.time()
         try:

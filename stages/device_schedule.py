@@ -2,14 +2,14 @@
 
 Every running stage has a position: (iteration, chunk of the batch, index in the flow). The stage
 with the lowest position gets the device. Stages with higher positions do not compute even while
-this stage waits for an input. An input is always the output of a lower position, in this or another
+that stage waits for an input. An input is always the output of a lower position, in this or another
 pool, so some stage of the run can always proceed.
 
 A stage that starts late with a lower position, such as a new attempt, gets the device when the
 current stage finishes its chunk or waits. Two stages never compute at once, because they share
 engines and trainers. Positions depend on no measurement, so stages compute in the same order on all
 ranks of a pool, as collectives require. Work items of a rollout have no position: they run while
-all stages wait for inputs.
+no stage runs, or the stage with the lowest position waits for an input.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DeviceSchedule:
 
     @contextlib.contextmanager
     def idle_time(self) -> Iterator[None]:
-        """Acquire the device once every stage waits for inputs; release it at exit.
+        """Acquire the device once no stage can compute; release it at exit.
 
         Raises:
             RequeueRequested: the schedule is closed.
@@ -128,13 +128,12 @@ class DeviceSchedule:
 
 
 class Unscheduled(contextlib.nullcontext[None]):
-    """A slot for stages that do not use the device, or that wait in the queue of the engine."""
+    """A slot outside the schedule: of a stage without device, or in the rollout worker's thread."""
 
     def start_chunk(self, number: int) -> None:
         """Start a chunk of the batch at once."""
 
     def released(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing while waiting for an input."""
         return contextlib.nullcontext()
 
 
@@ -163,7 +162,7 @@ class DeviceSlot:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:

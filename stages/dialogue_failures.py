@@ -36,7 +36,6 @@ class DialogueFailures:
         self._counts = Counter[str]()
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count one trajectory."""
         if trajectory.tool_errors is None:
             return
         self._samples += 1

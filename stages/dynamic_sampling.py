@@ -2,8 +2,8 @@
 
 The algorithm drops a group if all its samples have the same score, because their advantages are 0.
 This rollout replaces such a group by a group from another start, at most ``rollout.max_resamples``
-times. A batch index is the place of a group in the batch. Each is resampled independently, so the
-result does not depend on how the batch is sharded.
+times. A *batch index* is the place of a group in the batch. Groups of different indices are
+resampled independently, so the result does not depend on how the batch is sharded.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def resample_groups(
 def group_by_batch_index(
     trajectories: Sequence[Trajectory], batch_size: int, group_size: int
 ) -> dict[int, list[Trajectory]]:
-    """Return samples by batch index, ordered, with the numbers that they have in the batch."""
+    """Return the samples by batch index, ordered and renumbered by their places in the batch."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.identity):
         start, number = divmod(trajectory.identity.sample, group_size)

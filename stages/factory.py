@@ -56,7 +56,6 @@ def environment_class(config: RunConfig) -> tuple[Any, Any]:
 
 
 def create_algorithm(config: RunConfig) -> Algorithm:
-    """Create the run's algorithm."""
     cls = algorithms.get(config.algorithm.name)
     algorithm: Algorithm = cls(config.algorithm.validate_options(cls.Config, "algorithm"))
     return algorithm
@@ -103,7 +102,6 @@ def primary_rank_environment(ctx: StageContext) -> Environment | None:
 
 
 def get_reward(ctx: StageContext) -> Reward:
-    """Return the run's resident reward."""
     worker_state = ctx.worker_state
     shard = (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
     if worker_state.reward is None or worker_state.reward_shard != shard:
@@ -140,7 +138,7 @@ def ensure_on_device(
 
 
 def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = None) -> Engine:
-    """Return the resident engine of this process; it keeps its weights. A new engine has none.
+    """Return the resident engine of this process with its weights; a new engine has none.
 
     Args:
         world: the process group of the engine; None: that of the stage.
@@ -173,7 +171,7 @@ def get_engine(
 
     Args:
         name: the input with the weights.
-        max_version: weights newer than ``version``, up to this one, stay loaded; None: they do not.
+        max_version: newest version that may stay loaded in place of ``version``; None: none may.
     """
     weights = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
@@ -191,7 +189,7 @@ def get_engine(
             _ = weights.manifest  # wait here, because the loading must not wait
             # Another stage may have loaded other weights meanwhile; they are overwritten now.
             worker_state.engine_weights = None
-        if engine.version < 0:
+        if engine.version < 0:  # it has no weights yet, so its memory needs are unknown
             get_device_memory(ctx).offload_all(span=ctx.span)
         ensure_on_device(ctx, engine, copy_data=False)
         with ctx.span("load"):
@@ -214,7 +212,7 @@ def newer_weights_poller(
 ) -> Callable[[], tuple[Path, int] | None]:
     """Return a function that finds weights which were committed after the rollout began.
 
-    It returns the folder and the version of the newest ones, or None if there are none.
+    The function returns folder and version of the newest weights, or None if there are none.
     """
     last_check, content_ids = 0.0, dict[int, str]()
     publish_stage = flow_of(ctx.config).publish_stage
@@ -228,7 +226,7 @@ def newer_weights_poller(
         last_check = time.monotonic()
         for version in range(ctx.iteration, engine.version, -1):
             folder = stage_folder(ctx.run_folder, publish_stage, version - 1)
-            with contextlib.suppress(ArtifactError):  # a stage that needs these weights reports it
+            with contextlib.suppress(ArtifactError):  # a stage that needs them reports damage
                 manifest = read_manifest(folder)
                 if manifest is not None:
                     verify_output(folder, manifest, checksums=False)

@@ -31,7 +31,7 @@ class InputSource:
     lag: int = 0
     """Number of iterations by which the output is older; 0: it is from the same iteration."""
     initial: str | None = None
-    """The offline stage that is the source before the first iteration; None: no input then."""
+    """The setup stage that is the source before the first iteration; None: no input then."""
     history: int = 1
     """Number of consecutive iterations whose outputs are inputs: ``NAME`` is the newest, ``NAME.1``
     that of the iteration before, and so on."""
@@ -53,7 +53,7 @@ class StageSpec:
     """The component with the model in each process of the stage; None: neither of the two."""
     uses_device: bool = True
     """Whether the stage computes with the model, in any number of processes, on GPUs if there are
-    some. If not, a job of the stage has one process and no GPU."""
+    some. If False, a job of the stage has one process and no GPU."""
     single_process: bool = False
     """Whether one process computes the stage, even in a pool, unless the plan sets more."""
     elastic: bool = False
@@ -71,7 +71,7 @@ class Flow:
 
     stages: Mapping[str, StageSpec]
     """The stages by name; the last one publishes the next version of the weights."""
-    offline: Mapping[str, StageSpec] = field(default_factory=dict)
+    setup_stages: Mapping[str, StageSpec] = field(default_factory=dict)
     """The stages that run once, before the first iteration."""
     evaluate: StageSpec = field(default_factory=StageSpec)
     """The evaluation of one version of the weights, outside the iterations."""
@@ -86,7 +86,7 @@ class Flow:
     @cached_property
     def all_stages(self) -> dict[str, StageSpec]:
         """All stages by name, including a separately placed policy."""
-        return {**self.offline, **self.stages, EVALUATE: self.evaluate, **self.separate_policy}
+        return {**self.setup_stages, **self.stages, EVALUATE: self.evaluate, **self.separate_policy}
 
     @cached_property
     def publish_stage(self) -> str:
@@ -95,8 +95,8 @@ class Flow:
 
     @cached_property
     def initial_stage(self) -> str:
-        """The offline stage whose weights are version 0."""
-        return list(self.offline)[-1]
+        """The setup stage whose weights are version 0."""
+        return list(self.setup_stages)[-1]
 
     @cached_property
     def elastic_stage(self) -> str | None:
@@ -145,7 +145,6 @@ class Flow:
         return max((s.lag + s.history for s in sources if s.stage == stage), default=0)
 
     def module_of(self, stage: str) -> str:
-        """Return the module name of a stage."""
         return self.all_stages[stage].module or f"stages.{stage}"
 
     def direct_dependencies(self) -> dict[str, tuple[str, ...]]:
@@ -177,7 +176,7 @@ INITIAL_WEIGHTS = InputSource("sft")
 NEWEST_WEIGHTS = InputSource("sync", lag=1, initial="sft")
 
 on_policy = Flow(
-    offline={
+    setup_stages={
         "sft": StageSpec(
             config_sections=(
                 "seed",
@@ -257,7 +256,7 @@ OFF_POLICY_TRAIN_SECTIONS = (
 )
 """They include ``reward``, because the train stage also computes rewards of offline data."""
 off_policy = Flow(
-    offline=on_policy.offline,
+    setup_stages=on_policy.setup_stages,
     stages={
         "rollout": on_policy.stages["rollout"],
         "reward": on_policy.stages["reward"],
@@ -294,7 +293,7 @@ off_policy = Flow(
 """Collect, add to a replay buffer on disk, train on samples of the buffer, publish."""
 
 offline = Flow(
-    offline=on_policy.offline,
+    setup_stages=on_policy.setup_stages,
     stages={
         "train": StageSpec(
             {"initial": INITIAL_WEIGHTS, "checkpoint": InputSource("train", lag=1)},

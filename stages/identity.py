@@ -43,8 +43,8 @@ def stage_key(
 ) -> str:
     """Return the identity of a stage's output: a digest of configuration sections, inputs and code.
 
-    Resources, paths and log options are not part of the digest. Configuration keys that an older
-    program did not write into the frozen configuration are not part of it either: defaults apply.
+    The digest has no resources, paths and log options. It also lacks the configuration keys that an
+    older program did not write into the frozen configuration: their defaults apply.
 
     Args:
         inputs: content digest of each input by name.
@@ -129,8 +129,8 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
 }
 """Sections of the configuration that name a class, and the registry of the class."""
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
-"""Sections that may name data files, whose content is part of the identity. The folder of a model
-is not in it, because a run has its own copy."""
+"""Sections that may name data files, whose content is part of the identity. ``model`` is
+no such section, because a run has its own copy of the model's folder."""
 FILE_PREFIX = "file:"
 """Prefix of a data file's name in a snapshot: ``file:section.key``."""
 PRODUCT_PACKAGES = ("rlinf", "stages")
@@ -166,7 +166,7 @@ class CodeSnapshot(_Strict):
     """Digest of the content of each data file that the configuration names."""
 
     @classmethod
-    def from_checkout(cls, config: RunConfig, *stage_names: str) -> CodeSnapshot:
+    def current(cls, config: RunConfig, *stage_names: str) -> CodeSnapshot:
         """Return a snapshot of the code of this process.
 
         Args:
@@ -259,7 +259,7 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
         file_state = (run / CODE_FILE).stat()
     except FileNotFoundError:
         # A user runs the stage without a driver.
-        return CodeSnapshot.from_checkout(config, stage).digest(stage)
+        return CodeSnapshot.current(config, stage).digest(stage)
     code = _verified_snapshot(
         run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size)
     )
@@ -382,7 +382,7 @@ def _hash_file(path: Path, file_state: tuple[int, ...]) -> str:
 
 
 def _is_user(name: str, packages: set[str]) -> bool:
-    """Return whether a module is the user's: in a named package, or outside ``site-packages``.
+    """Return whether a module is the user's: in one of ``packages`` or not installed.
 
     Other installed packages are not part of an identity.
     """

@@ -27,7 +27,7 @@ TRACKED_FILE = "tracked.txt"
 """Digests of the metrics that trackers have received."""
 
 
-def offline_folder(run: Path, stage: str) -> Path:
+def setup_stage_folder(run: Path, stage: str) -> Path:
     """Return the output folder of a stage that runs once, before the first iteration."""
     return run / stage
 

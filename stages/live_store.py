@@ -43,7 +43,8 @@ class RecordStream:
         self._num_expected: int | None = None
         """Number of records of all ranks; None: some rank has not finished."""
         self._first_missing: dict[int, int] = {}
-        """By first sample of a requested range: a sample before which no record is missing."""
+        """By first sample of a requested range: the sample from which the next check continues,
+        because all earlier records of the range are present."""
         self._unread: set[int] = set()
         """Samples from other workers that no stage of this worker has read."""
 
@@ -85,11 +86,9 @@ class RecordStream:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage of this worker has read."""
         return len(self._unread)
 
     def has_more_than(self, count: int) -> bool:
-        """Return whether more than ``count`` records are present."""
         return len(self._records) > count
 
     def all_records(self) -> list[Record]:
@@ -118,11 +117,11 @@ class LiveOutput:
         self.objects: dict[str, Any] = {}
         """Objects other than records by name, such as the weights."""
         self._attempt: str | None = None
-        """Attempt that has completed the output; None: it is incomplete."""
+        """Data folder's name of the attempt that completed the output; None: it is incomplete."""
         self._failure: str | None = None
         """Why the stage failed; None: it did not fail."""
         self._source_attempts: set[str] = set()
-        """Uncommitted attempts of another stage from which records were computed."""
+        """Attempts of another stage, not yet committed when records were computed from them."""
         self.invalidated = False
         """Whether readers must fail; the store then replaces this output by a new one."""
 
@@ -133,7 +132,6 @@ class LiveOutput:
 
     @property
     def num_unread(self) -> int:
-        """Number of records from other workers that no stage of this worker has read."""
         with self._changed:
             return sum(stream.num_unread for stream in self._streams.values())
 
@@ -156,7 +154,7 @@ class LiveOutput:
             return self.objects.get(name) if is_present else None
 
     def add_source_attempt(self, attempt: str) -> None:
-        """Register an uncommitted attempt from which a record was computed."""
+        """Register an attempt that was uncommitted when a record was computed from it."""
         with self._changed:
             self._source_attempts.add(attempt)
 
@@ -167,11 +165,7 @@ class LiveOutput:
             self._changed.notify_all()
 
     def raise_if_failed(self) -> None:
-        """Raise if the output has failed.
-
-        Raises:
-            UpstreamFailed: the stage has failed.
-        """
+        """Raise UpstreamFailed if the stage has failed."""
         if self._failure is not None:
             raise UpstreamFailed(self._failure)
 
@@ -249,12 +243,10 @@ class LiveOutput:
             yield from new
 
     def drop_stream(self, channel: str) -> None:
-        """Drop the stream of a channel."""
         with self._changed:
             self._streams.pop(channel, None)
 
     def has_stream(self, channel: str) -> bool:
-        """Return whether the output has a stream of this name."""
         return channel in self._streams
 
     def matches_commit(self, channel: str, manifest: Manifest) -> bool:
@@ -311,7 +303,7 @@ class LiveStore:
         self._lock = threading.Lock()
         self._outputs: dict[str, LiveOutput] = {}
         self._pinned: dict[str, frozenset[str]] = {}
-        """The output folders that a running stage writes or reads in memory, by stage."""
+        """The output folders that a running stage writes or reads in memory, by node."""
 
     def output(self, folder: str) -> LiveOutput:
         """Return the live output of a stage instance; created on first use."""
@@ -320,21 +312,21 @@ class LiveStore:
                 self._outputs[folder] = LiveOutput()
             return self._outputs[folder]
 
-    def pin(self, stage: str, folders: Iterable[str]) -> None:
-        """Pin the outputs that a running stage writes or reads."""
+    def pin(self, node: str, folders: Iterable[str]) -> None:
+        """Pin the outputs that a running stage (``node``: ``rollout/3``) writes or reads."""
         with self._lock:
-            self._pinned[stage] = frozenset(folders)
+            self._pinned[node] = frozenset(folders)
 
-    def unpin(self, stage: str) -> None:
+    def unpin(self, node: str) -> None:
         """Unpin the outputs of a stage that has ended."""
         with self._lock:
-            self._pinned.pop(stage, None)
+            self._pinned.pop(node, None)
 
     def release_committed(self, is_committed: Callable[[str], bool]) -> set[str]:
         """Drop committed outputs that no stage has pinned; return their folders.
 
-        Uncommitted outputs are kept, because records may arrive before the order of the stage that
-        reads them. Weights are kept as well, because later work items use the newest versions.
+        Uncommitted outputs are kept, because records may arrive before the driver orders the stage
+        that reads them. Weights are kept as well, because later work items use the newest versions.
         """
         with self._lock:
             unpinned = self._unpinned()

@@ -43,19 +43,19 @@ class AttemptRanks:
     """The heartbeats and reports of one attempt; an attempt with one process has none.
 
     Args:
-        data: folder of the attempt.
+        data_folder: folder of the attempt.
     """
 
-    def __init__(self, data: Path, world: ProcessGroupInfo) -> None:
-        self.data, self._world = data, world
-        self.ranks_folder = data.with_name(f"{data.name}.ranks")
+    def __init__(self, data_folder: Path, world: ProcessGroupInfo) -> None:
+        self.data_folder, self._world = data_folder, world
+        self.ranks_folder = data_folder.with_name(f"{data_folder.name}.ranks")
 
     @contextlib.contextmanager
     def attempt_scope(self) -> Iterator[None]:
         """Send heartbeats inside this scope; remove the files of a failed attempt.
 
-        Only rank 0 removes them, because it knows that they were not committed. While another rank
-        is alive and may still write files, rank 0 removes none; the next attempt does.
+        Only rank 0 removes them, because it knows that they were not committed. If another rank is
+        alive and may still write files, the next attempt removes them instead.
         """
         try:
             with self._send_heartbeats() if self._world.size > 1 else contextlib.nullcontext():
@@ -64,7 +64,7 @@ class AttemptRanks:
             if self._world.rank == 0 and all(
                 self._last_heartbeat(rank) is None for rank in range(self._world.size)
             ):
-                shutil.rmtree(self.data, ignore_errors=True)
+                shutil.rmtree(self.data_folder, ignore_errors=True)
                 shutil.rmtree(self.ranks_folder, ignore_errors=True)
             raise
         if self._world.rank == 0 and self._world.size > 1:
@@ -83,7 +83,9 @@ class AttemptRanks:
                 with contextlib.suppress(OSError):
                     os.utime(heartbeat_file)
 
-        thread = threading.Thread(target=touch, name=f"heartbeat of {self.data.name}", daemon=True)
+        thread = threading.Thread(
+            target=touch, name=f"heartbeat of {self.data_folder.name}", daemon=True
+        )
         thread.start()
         try:
             yield
@@ -101,10 +103,10 @@ class AttemptRanks:
         """
         rank = self._world.rank
         files = {}
-        for path in self.data.rglob("*") if rank else ():
+        for path in self.data_folder.rglob("*") if rank else ():
             match = _RANK_FILE.fullmatch(path.name)
             if match is not None and int(match[1]) == rank:
-                files[path.relative_to(self.data).as_posix()] = asdict(describe_file(path))
+                files[path.relative_to(self.data_folder).as_posix()] = asdict(describe_file(path))
         text = json.dumps({**content, "files": files})
         report = self.ranks_folder / f"{rank}.json"
         temporary = report.with_name(f".{report.name}")
@@ -164,8 +166,9 @@ class AttemptRanks:
         while (result := poll()) is None:
             if silent_s > RANK_TIMEOUT_S:
                 raise StageError(
-                    f"{self.data}: rank {rank} sent no heartbeat for {RANK_TIMEOUT_S:.0f} s: "
-                    "its process or node is lost, or the filesystem does not show what it writes"
+                    f"{self.data_folder}: rank {rank} sent no heartbeat for "
+                    f"{RANK_TIMEOUT_S:.0f} s: its process or node is lost, or the filesystem does "
+                    "not show what it writes"
                 )
             time.sleep(POLL_S)
             now, heartbeat = time.monotonic(), self._last_heartbeat(rank)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 SAMPLE_INTERVAL_S = 2.0
 """Seconds between two samples."""
 REUSE_SAMPLE_S = 0.02
-"""Maximum age of a sample that a new window reuses. A sample takes 1 ms with many threads."""
+"""Maximum age (s) of a sample that a new window reuses; a sample takes 1 ms with many threads."""
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -122,7 +122,7 @@ class UsageWindow:
     """The samples of one time interval."""
 
     start: float = field(default_factory=time.monotonic)
-    """Begin of the interval (monotonic, s)."""
+    """Start of the interval (monotonic, s)."""
     samples: list[UsageSample] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:

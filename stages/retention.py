@@ -11,10 +11,10 @@ from rlinf.artifacts import MANIFEST, is_pruned, read_manifest
 from rlinf.config import RunConfig
 from rlinf.errors import ArtifactError
 from stages.flow import EVALUATE, Flow, flow_of
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 
 SEARCH_WINDOW = 50
-"""Number of iterations that are searched for outputs to remove, before the oldest retained one."""
+"""Number of iterations before the oldest retained one that are searched for outputs to remove."""
 
 
 class RetentionPolicy:
@@ -37,6 +37,7 @@ class RetentionPolicy:
         num_newest = max(2, self._settings.keep_last, *map(num_retained, self._state_stages))
         num_read = map(num_retained, self._stream_stages)
         self._num_trajectories = max([self._settings.keep_trajectories, *num_read])
+        """Number of newest iterations whose records are kept."""
         self._oldest_retained = iteration + 1 - num_newest - config.rollout.staleness
         self._search_range = SEARCH_WINDOW + max(num_newest, self._num_trajectories)
         self._scores = evaluation_scores(self._flow, run)
@@ -48,7 +49,7 @@ class RetentionPolicy:
         Old weights stay until they are evaluated, and while their held-out score is among the best.
         """
         if stage in self._stream_stages:
-            # Those of iteration 0 are kept, because the report compares them with the last ones.
+            # Iteration 0 is kept, because the report compares its records with the last ones.
             return not 0 < iteration < self._iteration + 1 - self._num_trajectories
         version = iteration + 1
         if iteration >= self._oldest_retained or self._awaits_evaluation(version):
@@ -126,7 +127,7 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
 def weights_folder(flow: Flow, run: Path, version: int) -> Path:
     """Return the output folder with a version of the weights; 0: before the first iteration."""
     if not version:
-        return offline_folder(run, flow.initial_stage)
+        return setup_stage_folder(run, flow.initial_stage)
     return stage_folder(run, flow.publish_stage, version - 1)
 
 

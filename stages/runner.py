@@ -237,6 +237,7 @@ class StageAttempt:
         self._receives_trajectories = receives_trajectories
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
+        """On rank 0: the files that other ranks wrote, from their reports."""
         self._disk_fallbacks: set[str] = set()
         """On rank 0: inputs that any rank read from disk although memory was expected."""
         self.ctx = StageContext(
@@ -245,7 +246,7 @@ class StageAttempt:
             iteration=call.iteration,
             run_folder=call.config_path.parent,
             output_folder=call.output_folder,
-            data_folder=self.ranks.data,
+            data_folder=self.ranks.data_folder,
             world=world,
             inputs=inputs,
             worker_state=worker_state,
@@ -258,7 +259,7 @@ class StageAttempt:
     def compute(self) -> None:
         """Run the stage."""
         ctx = self.ctx
-        stage_code_digest(ctx.run_folder, ctx.config, ctx.stage)  # before the stage runs
+        stage_code_digest(ctx.run_folder, ctx.config, ctx.stage)  # raises if the code has changed
         if ctx.world.rank == 0 and ctx.output_folder.is_dir():
             committed = read_manifest(ctx.output_folder)
             kept = {ctx.data_folder.name, self.ranks.ranks_folder.name}
@@ -280,7 +281,7 @@ class StageAttempt:
         for stage_input in ctx.inputs.values():
             stage_input.wait_scope = contextlib.nullcontext
         with self._translate_errors():
-            # The key waits for the inputs, so that iterations remove old outputs in order.
+            # Reading the key waits for the inputs, so that iterations remove old outputs in order.
             _ = ctx.key
             while ctx.live and ctx.live.deferred_writes:
                 # Removed from the list first, so that its data is freed once it is written.

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 CurveRow = dict[str, float | None]
 """A row of the learning curve: step, loss and :data:`EVAL_METRICS` (None: not evaluated)."""
 EVAL_METRICS = ("score", "eval_loss")
-"""Score and loss on held-out starts and demonstrations."""
+"""Score on held-out starts, and loss on held-out demonstrations."""
 NORMALIZER_STEPS = 32
 """Number of batches for fitting the observation normalizer."""
 

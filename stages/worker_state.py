@@ -27,10 +27,10 @@ class LoadedTrainer:
 
     trainer: Trainer
     initial_weights: str
-    """The output with the weights from which training started."""
+    """Content id (:attr:`StageInput.content_id`) of the weights from which training started."""
     checkpoint: str | None
-    """The output with the checkpoint of its state. Empty: no update yet. None: unknown state, so
-    the trainer must be loaded again."""
+    """Content id of the checkpoint of its state. Empty: no update yet. None: unknown state, so the
+    trainer must be loaded again."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LoadedActor:
 
     trainer: Trainer
     weights: str
-    """The output with its weights."""
+    """Content id of its weights."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class WorkerState:
     environment: Environment | None = None
     engine: Engine | None = None
     engine_weights: str | None = None
-    """The output with the weights of the engine; None: none, or unknown."""
+    """Content id of the weights of the engine; None: none, or unknown."""
     reward: Reward | None = None
     reward_shard: tuple[int, int] | None = None
     """Data-parallel rank and size for which the reward was created."""
@@ -61,7 +61,7 @@ class WorkerState:
     weight_deltas: WeightDeltas | None = None
     """None: the plan does not use weight deltas."""
     published_states: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """Initial weights and checkpoint of the trainer that published weights, by their output."""
+    """Initial weights and checkpoint of the trainer that published weights, by content id."""
     on_progress: StageProgressCallback | None = None
     """None: progress is written to the log."""
 

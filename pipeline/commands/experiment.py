@@ -225,14 +225,14 @@ def drive(
         translate_user_errors(),
         notify_at_end(run.folder.name, cluster.notify_command),
     ):
-        _drive(run, cluster, on_mismatch, offline=False)
+        _drive(run, cluster, on_mismatch, setup_only=False)
         return write_report(run.folder)
 
 
 def run_sft(run: Run) -> None:
-    """Run the offline stages (SFT), which precede the first iteration, unless they are finished."""
+    """Run the setup stages (SFT), which precede the first iteration, unless they are finished."""
     with translate_resource_errors(), translate_user_errors():
-        _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)
+        _drive(run, cluster_config(run), OnMismatch.ERROR, setup_only=True)
 
 
 def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
@@ -244,7 +244,7 @@ def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> Clus
     return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
 
 
-def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline: bool) -> None:
+def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_only: bool) -> None:
     check_no_driver_job(run)
     with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as progress:
         stop = StopRequest(run.folder, flag.is_set)
@@ -267,9 +267,9 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, offline
         trackers = TrackerCallback(run)
         callbacks: list[RunCallback] = [progress, HealthCheckCallback(run), trackers]
         try:
-            Driver(run, executor, callbacks, cluster.max_retries, offline, on_mismatch).drive()
+            Driver(run, executor, callbacks, cluster.max_retries, setup_only, on_mismatch).drive()
             never_started = pools is not None and not pools.has_started
-            if never_started and cluster.launcher == "slurm" and not offline:
+            if never_started and cluster.launcher == "slurm" and not setup_only:
                 from pipeline.commands.stop import cancel_run_jobs
 
                 # Nothing was left to compute, but the pools of an earlier driver may still wait.

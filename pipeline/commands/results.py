@@ -24,7 +24,7 @@ from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.errors import DataError, InputError
 from rlinf.verified_io import copy_file
 from stages.flow import EVALUATE
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 from stages.retention import best_weights
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def weight_versions(run: Path) -> dict[int, Path]:
     """Return the output folder of each version of the weights on disk. Version 0 is the one before
     the first iteration, and version n the one after n iterations."""
     versions, flow = {}, run_flow(run)
-    if read_manifest(initial := offline_folder(run, flow.initial_stage)) is not None:
+    if read_manifest(initial := setup_stage_folder(run, flow.initial_stage)) is not None:
         versions[0] = initial
     for folder in sorted((run / "it").glob(f"*/{flow.publish_stage}")):
         if read_manifest(folder) is not None and not is_pruned(folder):

@@ -35,7 +35,7 @@ from rlinf.errors import RlinfError
 from slurm.client import QueuedJob, SlurmClient
 from stages.flow import EVALUATE, flow_of
 from stages.identity import AcceptedMismatch, read_accepted_mismatches
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 from stages.retention import BestWeights, best_weights
 from stages.runner import DISK_FALLBACKS
 
@@ -248,8 +248,8 @@ def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> 
 
 def _current_stage(run: Run, iteration: int) -> str:
     flow = flow_of(run.config)
-    for stage in flow.offline:
-        if folder_manifest(offline_folder(run.folder, stage)) is None:
+    for stage in flow.setup_stages:
+        if folder_manifest(setup_stage_folder(run.folder, stage)) is None:
             return stage
     for stage in flow.stages:
         if stage_manifest(run.folder, stage, iteration) is None:
@@ -277,7 +277,7 @@ def _active_jobs(
 ) -> list[tuple[str, str, str, str, str]]:
     """Return the queued and running jobs of unfinished outputs (see :attr:`RunStatus.jobs`)."""
     flow = flow_of(run.config)
-    folders = [offline_folder(run.folder, stage) for stage in flow.offline]
+    folders = [setup_stage_folder(run.folder, stage) for stage in flow.setup_stages]
     folders += [stage_folder(run.folder, stage, iteration) for stage in flow.stages]
     folders += list((run.folder / EVALUATE).glob("*"))
     names_by_id = {}

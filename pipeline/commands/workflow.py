@@ -130,7 +130,7 @@ class Workflow:
         self.profile = str(run.folder / "profile.json")
         self.plan_file = str(run.folder / PLAN_FILE)
         self.plan_page = str((run.folder / PLAN_FILE).with_suffix(".html"))
-        self.offline = list(self._graph.flow.offline)
+        self.setup_stages = list(self._graph.flow.setup_stages)
         self._last_stage = list(self._graph.flow.stages)[-1]
         self.iteration_rules = [*self._graph.flow.stages, EVALUATE]
         if by_iteration:
@@ -182,7 +182,7 @@ class Workflow:
     def output(self, stage: str) -> str:
         """Return the path of a stage's manifest, with ``{i}`` for the iteration."""
         node = StageNode(self._last_stage if stage == ITERATION else stage, 0)
-        if stage in self.offline:
+        if stage in self.setup_stages:
             return str(self._manifest(node))
         return str(self._manifest(node)).replace("/0000/", "/{i}/")
 
@@ -197,9 +197,9 @@ class Workflow:
             manifests, last_stage = {}, self._last_stage
             for reader in self._graph.flow.stages:
                 for source in self._graph.inputs(StageNode(reader, number)).values():
-                    is_offline = source.stage in self.offline
-                    if is_offline or source.iteration != number:
-                        target = source if is_offline else StageNode(last_stage, source.iteration)
+                    is_setup = source.stage in self.setup_stages
+                    if is_setup or source.iteration != number:
+                        target = source if is_setup else StageNode(last_stage, source.iteration)
                         name = f"{target.stage}_{target.iteration}"
                         manifests[name] = str(self._manifest(target))
             return manifests

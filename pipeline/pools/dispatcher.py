@@ -168,7 +168,7 @@ class StageDispatcher:
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
         """Return (iteration, chunk, stage index), for :mod:`stages.device_schedule`."""
-        if node.stage in self._flow.offline:
+        if node.stage in self._flow.setup_stages:
             return (-1, 0, 0)
         if node.stage not in self._stage_index:
             # An evaluation: just before the rollout that uses the same weights.

@@ -27,7 +27,7 @@ from rlinf.channels.record_files import read_record_info
 from rlinf.data.record import Scalar
 from stages.context import IDLE_SPANS
 from stages.flow import EVALUATE, flow_of
-from stages.layout import POOLS_FOLDER, VIDEOS_FOLDER, offline_folder, stage_folder
+from stages.layout import POOLS_FOLDER, VIDEOS_FOLDER, setup_stage_folder, stage_folder
 
 REPORT_FOLDER = "report"
 """Folder of the report in a run; links are relative to it."""
@@ -110,10 +110,10 @@ def read_report_data(folder: Path) -> ReportData:
     run = Run.open(folder)
     data = ReportData(run)
     flow = flow_of(run.config)
-    for stage in flow.offline:
-        if (offline_manifest := folder_manifest(offline_folder(run.folder, stage))) is not None:
-            data.sft += offline_manifest.extra.get("curve", [])
-            data.manifests.append(offline_manifest)
+    for stage in flow.setup_stages:
+        if (setup_manifest := folder_manifest(setup_stage_folder(run.folder, stage))) is not None:
+            data.sft += setup_manifest.extra.get("curve", [])
+            data.manifests.append(setup_manifest)
     iterations = list_iterations(run.folder)
     for iteration in iterations:
         manifests = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]

@@ -212,15 +212,13 @@ class PoolWorker:
                         case AttemptEnded():
                             self._policy_server.end_attempt(order)
                             self._policy_clients.end_attempt(order)
-                # Reserve all slots before any stage begins, so that all ranks use the same order.
+                # Reserve all slots before any stage begins: all ranks compute in one sequence.
                 stages = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
                 for stage, thread in [(stage, self._add_stage(stage)) for stage in stages]:
-                    if thread is not None:
-                        (
-                            self._rollout_worker.submit(thread.run)
-                            if stage.in_engine_thread
-                            else thread.start()
-                        )
+                    if thread is not None and stage.in_engine_thread:
+                        self._rollout_worker.submit(thread.run)
+                    elif thread is not None:
+                        thread.start()
                 for order in orders:
                     match order:
                         case GenerateStarts():
@@ -342,7 +340,7 @@ class PoolWorker:
                     self._live_store.evict_objects(2 + self._config.rollout.staleness)
                     self._computed.add(order.node)
                 time.sleep(COMMIT_DELAY_S)
-                # Without the slot, because an input's stage may have to run again in this worker.
+                # Commit without the slot: an input's stage may have to run again in this worker.
                 manifest = attempt.commit()
             if manifest.data != attempt.ctx.data_folder.name:
                 log.warning("%s: another attempt was committed first", order.node)

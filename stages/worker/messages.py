@@ -74,8 +74,8 @@ class SendOutput(WorkerMessage):
     transports: dict[str, str]
     """The transport to each receiving worker, by name of the worker."""
     producer: str
-    """The worker that produces the output. A worker that gets this order for the output of another
-    one forwards the records that it receives."""
+    """The worker that produces the output. A worker that gets this order for another worker's
+    output forwards the records that it receives."""
 
 
 class PartialSamples(WorkerMessage):

@@ -72,7 +72,7 @@ RELEASE_TIMEOUT_S = 5.0
 MAX_REMEMBERED_ORDERS = 1024
 """Number of orders and of ended attempts to remember."""
 CONTROL_SAMPLE = -1
-"""The sample number that marks a control message; requests and replies have others."""
+"""The sample number of control messages; requests and replies have other numbers."""
 POLICY_WAIT = "the policy"
 """Name of the wait for a slot of the policy, in the status."""
 

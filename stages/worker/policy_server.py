@@ -292,7 +292,7 @@ class PolicySession:
         assert self.context is not None
         spans = []
         if self.finished_clients | {connection.client} >= set(self.order.clients):
-            # Only the reply to the last client has spans. The running one has not ended.
+            # Only the reply to the last client has spans. The generation's span has not ended.
             excluded = (*IDLE_SPANS, GENERATE_SPAN)
             finished = [s for s in self.context.spans if s["name"] not in excluded]
             spans = [(s["name"], s["start"], s["end"]) for s in finished]
@@ -369,8 +369,9 @@ class PolicyServer:
         slot = self._schedule.add(order.position)
         key = self._activity_key(order)
         self._activity.add(key, key.partition("/")[0])
-        if order.weights[1]:
-            self._live_store.pin(key, [order.weights[0]])
+        folder, is_live = order.weights
+        if is_live:
+            self._live_store.pin(key, [folder])
         session = PolicySession(order, self._send_item, self._should_stop, MAX_MESSAGE_BYTES)
         with self._lock:
             for running in self._sessions.values():
@@ -397,7 +398,7 @@ class PolicyServer:
                     session.end(message.reason)
 
     def close(self) -> None:
-        """Close the mailbox, when the worker is stopping. Clients notice that it is closed."""
+        """Close the mailbox, which clients notice; the worker is stopping."""
         for thread in self._threads:
             thread.join(1.0)
         if self._host is not None:

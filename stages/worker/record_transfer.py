@@ -1,9 +1,9 @@
 """Transfer of records from a stage in one worker to the live stores of other workers.
 
-Every worker hosts one channel, on which it receives all records. The ``info`` of a record has the
-*target*: the output folder, relative to the run folder, and the channel (``FOLDER:CHANNEL``). The
-worker adds received records to its live store. A producer ends its stream with a record without
-steps, whose ``info`` has the number of records.
+Every worker receives all records on one socket. The ``info`` of a record has the *target*: the
+output folder, relative to the run folder, and the output channel (``FOLDER:CHANNEL``). The worker
+adds received records to its live store. A producer ends its stream with a record without steps,
+whose ``info`` has the number of records.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ class RecordReceiver:
         forward: ForwardCallback = lambda *_: None,
     ) -> None:
         self._live_store, self._handlers, self._forward = store, handlers or {}, forward
-        self._channel = SocketSource(folder, name)
+        self._source = SocketSource(folder, name)
         self._malformed = MalformedCounter(f"receiver of {name}")
         self._thread = start_service_thread("receiver", self._run)
 
     @property
     def num_malformed(self) -> int:
         """The number of invalid records and messages that were dropped."""
-        return self._malformed.count + self._channel.malformed
+        return self._malformed.count + self._source.malformed
 
     def close(self) -> None:
-        self._channel.close()
+        self._source.close()
         self._thread.join(5)
 
     def _run(self) -> None:
-        for record in self._channel:
+        for record in self._source:
             # Copy, because the sender reuses this memory while the live store has the record.
-            self._handle(copy_record(record) if self._channel.is_borrowed else record)
+            self._handle(copy_record(record) if self._source.is_borrowed else record)
 
     def _handle(self, record: Record) -> None:
         info = dict(record.info)
@@ -209,25 +209,25 @@ class RecordSender:
                 log.warning("records go to %s by socket: %s", name, error)
         return SocketSink(self.folder, name)
 
-    def disconnect(self, name: str, channel: RecordSink | None) -> None:
+    def disconnect(self, name: str, connection: RecordSink | None) -> None:
         """Drop the connection to a worker that does not answer, and report it."""
         with self._lock:
-            keys = [key for key, connection in self._connections.items() if connection is channel]
+            keys = [key for key, other in self._connections.items() if other is connection]
             for key in keys:
                 del self._connections[key]
             # Each stream to this worker calls this method, but one report suffices.
             should_report = name not in self._lost_workers
             self._lost_workers.add(name)
         # Run it in a thread, so that the stage does not wait until the connection has ended.
-        closed_channel = channel if keys else None
+        dropped = connection if keys else None
         threading.Thread(
-            target=self._close_and_report, args=(name, closed_channel, should_report), daemon=True
+            target=self._close_and_report, args=(name, dropped, should_report), daemon=True
         ).start()
 
-    def _close_and_report(self, name: str, channel: RecordSink | None, should_report: bool) -> None:
+    def _close_and_report(self, name: str, sink: RecordSink | None, should_report: bool) -> None:
         try:
-            if channel is not None:
-                _close_channel(channel)
+            if sink is not None:
+                _close_connection(sink)
         finally:
             if should_report:
                 time.sleep(REPORT_DELAY_S)
@@ -237,17 +237,17 @@ class RecordSender:
 
     def close(self) -> None:
         with self._lock:
-            channels, self._connections = list(self._connections.values()), {}
-        for channel in channels:
-            _close_channel(channel)
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            _close_connection(connection)
 
 
-def _close_channel(channel: RecordSink) -> None:
-    """Close a channel after its records have arrived, or at once if it has failed."""
+def _close_connection(connection: RecordSink) -> None:
+    """Close a connection after its records have arrived, or at once if it has failed."""
     with contextlib.suppress(ChannelClosed, ChannelFailed):
-        channel.flush()
+        connection.flush()
     with contextlib.suppress(ChannelFailed):
-        channel.close()
+        connection.close()
 
 
 class StreamSender:
@@ -266,7 +266,7 @@ class StreamSender:
         get_records: Callable[[], list[Record]] = list,
     ) -> None:
         self._target, self._record_sender, self._get_records = target, sender, get_records
-        self._channels: dict[str, RecordSink] = {}
+        self._connections: dict[str, RecordSink] = {}
         """Connections by receiver."""
         self._lock = threading.Lock()
         """A new receiver gets records in this order: earlier ones, new ones, end of the stream."""
@@ -285,15 +285,15 @@ class StreamSender:
     def add_receivers(self, transports: Mapping[str, str]) -> None:
         """Add receivers, by name with their transports; they get all earlier and later records."""
         for name, transport in sorted(transports.items()):
-            channel = self._record_sender.connect(name, transport)
+            connection = self._record_sender.connect(name, transport)
             with self._lock:
-                if name in self._channels:
+                if name in self._connections:
                     continue
-                if channel is None:
+                if connection is None:
                     self._all_delivered = False
                     self._record_sender.disconnect(name, None)
                     continue
-                self._channels[name] = channel
+                self._connections[name] = connection
                 earlier = [self._addressed(record) for record in self._get_records()]
                 self._send(
                     name, earlier if self._end_record is None else [*earlier, self._end_record]
@@ -302,23 +302,23 @@ class StreamSender:
     def put(self, record: Record) -> None:
         with self._lock:
             self._sent_samples.add(record.identity.sample)
-            if self._channels:
+            if self._connections:
                 addressed = self._addressed(record)
-                for name in list(self._channels):
+                for name in list(self._connections):
                     self._send(name, [addressed])
 
     def close(self) -> None:
         with self._lock:
             info = {**self._stream_info, COUNT: len(self._sent_samples)}
             self._end_record = Record(RecordId(0, -1, 0), info=info)
-            for name in list(self._channels):
+            for name in list(self._connections):
                 self._send(name, [self._end_record])
 
     def flush(self) -> bool:
         """Wait for delivery; return whether every receiver got all records."""
-        for name, channel in list(self._channels.items()):
+        for name, connection in list(self._connections.items()):
             with self._skip_if_lost(name):
-                channel.flush()
+                connection.flush()
         return self._all_delivered
 
     def _addressed(self, record: Record) -> Record:
@@ -332,7 +332,7 @@ class StreamSender:
         with self._skip_if_lost(name):
             for record in records:
                 try:
-                    self._channels[name].put(record)
+                    self._connections[name].put(record)
                 except DataError as error:
                     raise DataError(
                         f"{self._target}: {error}; for records of this size, leave shared_memory "
@@ -346,7 +346,7 @@ class StreamSender:
         except (ChannelClosed, ChannelFailed) as error:
             log.warning("%s no longer receives records: %s", name, error)
             self._all_delivered = False
-            self._record_sender.disconnect(name, self._channels.pop(name))
+            self._record_sender.disconnect(name, self._connections.pop(name))
 
 
 class RecordForwarder:

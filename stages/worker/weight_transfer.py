@@ -1,8 +1,9 @@
 """Transfer of weights from the worker that computed them to the live stores of other workers.
 
 A version of the weights is the output of one publish stage: ``out`` is its output folder, relative
-to the run folder, ``attempt`` the attempt that produced it, and ``number`` the iteration. Its
-tensors are packed into one buffer, which is sent in pieces of some MiB, the *buckets*.
+to the run folder, ``attempt`` the attempt that produced it, and ``number`` the iteration, from 0
+(elsewhere these weights are version ``number + 1``). The tensors are packed into one buffer, which
+is sent in pieces of some MiB, the *buckets*.
 
 A version is announced to the workers that subscribed to its output. Workers on the sender's node
 read it from shared memory. Other workers receive its buckets as records, or through a process group
@@ -113,7 +114,7 @@ class BroadcastGroups:
         self._senders: dict[tuple[str, ...], tuple[str, _GroupMember]] = {}
         """Name and membership of each group in which this worker sends, by (backend, *members)."""
         self._failed_groups: dict[tuple[str, ...], None] = {}
-        """Groups in which a send failed; they are not used again."""
+        """Groups in which a send failed, by (backend, *members); they are not used again."""
         self._receivers: dict[str, _GroupReceiver] = {}
         """Groups in which this worker receives, by name."""
         self._closing: list[_GroupReceiver] = []
@@ -130,20 +131,20 @@ class BroadcastGroups:
         backend: str,
     ) -> bool:
         """Send a version to a group of workers; return False if this or an earlier send failed."""
-        group = (backend, self._record_sender.name, *workers)
-        if group in self._failed_groups:
+        group_key = (backend, self._record_sender.name, *workers)
+        if group_key in self._failed_groups:
             return False
         try:
-            name, member = self._senders.get(group) or self._form_group(group)
+            name, member = self._senders.get(group_key) or self._form_group(group_key)
             target = (self._record_sender, out, workers, number)
             send_weight_message(*target, GroupSendStarted(group=name, attempt=attempt))
             digest = member.broadcast.send(number, tensors, dtype=self._dtype)
             send_weight_message(*target, GroupSendDone(group=name, digest=digest))
         except GROUP_ERRORS as error:
             log.warning("no %s with %s: %s", backend, ", ".join(workers), error)
-            self._failed_groups[group] = None
+            self._failed_groups[group_key] = None
             evict_oldest(self._failed_groups, MAX_GROUPS)
-            self._drop_sender(group)
+            self._drop_sender(group_key)
             return False
         return True
 
@@ -179,8 +180,8 @@ class BroadcastGroups:
         """Close all groups. Gloo would abort a process that ends with open groups."""
         with self._lock:
             self._closed = True
-        for group in list(self._senders):
-            self._drop_sender(group)
+        for group_key in list(self._senders):
+            self._drop_sender(group_key)
         for name in list(self._receivers):
             self._leave_group(name)
         for receiver in self._closing:
@@ -192,26 +193,28 @@ class BroadcastGroups:
                 receiver.leave()
                 self._closing = [r for r in [*self._closing, receiver] if r.is_alive]
 
-    def _form_group(self, group: tuple[str, ...]) -> tuple[str, _GroupMember]:
-        backend, _, *workers = group
-        backend_device(backend)
+    def _form_group(self, group_key: tuple[str, ...]) -> tuple[str, _GroupMember]:
+        backend, _, *workers = group_key
+        backend_device(backend)  # raises if this process lacks the backend
         name = f"group-{secrets.token_hex(8)}"
-        members = ",".join(group[1:])
+        members = ",".join(group_key[1:])
         message = GroupFormed(group=name, members=members, backend=backend)
         send_weight_message(self._record_sender, name, workers, 0, message)
         member = _GroupMember(backend, self._rendezvous_file(name), 0, len(workers) + 1)
-        self._senders[group] = name, member
+        self._senders[group_key] = name, member
         while len(self._senders) > MAX_GROUPS:
             self._drop_sender(next(iter(self._senders)))
-        return self._senders[group]
+        return self._senders[group_key]
 
     def _rendezvous_file(self, name: str) -> Path:
         return self._record_sender.folder / f"{name}.json"
 
-    def _drop_sender(self, group: tuple[str, ...]) -> None:
-        if group in self._senders:
-            name, member = self._senders.pop(group)
-            send_weight_message(self._record_sender, name, group[2:], 0, GroupClosed(group=name))
+    def _drop_sender(self, group_key: tuple[str, ...]) -> None:
+        if group_key in self._senders:
+            name, member = self._senders.pop(group_key)
+            send_weight_message(
+                self._record_sender, name, group_key[2:], 0, GroupClosed(group=name)
+            )
             member.close()
 
 
@@ -260,7 +263,6 @@ class _GroupReceiver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def join(self) -> None:

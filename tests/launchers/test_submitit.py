@@ -13,7 +13,7 @@ import pytest
 
 import launchers.submission_queue
 from launchers.launcher import JobSpec
-from launchers.submission_queue import PendingSubmission, read_submitted_job
+from launchers.submission_queue import TrackedJob, read_submitted_job
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient, classify_failure
@@ -36,7 +36,7 @@ def test_a_job_that_is_gone_is_given_up_though_the_clock_is_set_back(
 ) -> None:
     launcher = SubmititLauncher(Empty(), unknown_job_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
-    launcher._watched["69"] = PendingSubmission(job, "69")
+    launcher._watched["69"] = TrackedJob(job, "69")
     launcher._queue = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
     assert launcher.poll(["69"])["69"].state is JobState.RUNNING
     real = time.time
@@ -62,7 +62,7 @@ def test_a_controller_that_restarts_is_asked_again(
     client = Restarting()
     launcher = SubmititLauncher(client, no_answer_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
-    launcher._watched["69"] = PendingSubmission(job, "69")
+    launcher._watched["69"] = TrackedJob(job, "69")
     launcher._queue = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
     assert launcher.poll(["69"])["69"].state.is_active
     assert launcher.poll(["69"])["69"].state.is_active

@@ -32,6 +32,6 @@ def _stage(name: str, stage: StageSpec) -> StageSpec:
 
 renamed = Flow(
     {NAMES[name]: _stage(name, stage) for name, stage in on_policy.stages.items()},
-    {NAMES[name]: _stage(name, stage) for name, stage in on_policy.offline.items()},
+    {NAMES[name]: _stage(name, stage) for name, stage in on_policy.setup_stages.items()},
     _stage("evaluate", on_policy.evaluate),
 )

@@ -129,7 +129,7 @@ _inputs = {
 }
 replayed = Flow(
     stages={**on_policy.stages, "train": replace(_train, inputs=_inputs)},
-    offline=on_policy.offline,
+    setup_stages=on_policy.setup_stages,
     evaluate=on_policy.evaluate,
 )
 """Training sees the samples of the iteration before, too."""

@@ -67,14 +67,14 @@ def test_every_source_file_of_a_checkout_counts(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = validate(RunConfig, compose())
-    code = CodeSnapshot.from_checkout(config)
+    code = CodeSnapshot.current(config)
     assert {"rlinf/trainers/fsdp.py", "stages/train.py", "rlinf/engines/vllm.py"} <= set(
         code.product
     )
     assert not [name for name in code.product if not name.startswith(("rlinf/", "stages/"))]
     edited = code.product | {"stages/train.py": "edited"}
     monkeypatch.setattr(identity, "product_digests", lambda: edited)
-    other = CodeSnapshot.from_checkout(config)
+    other = CodeSnapshot.current(config)
     assert other.changed_names(code) == ["stages/train.py"]
     assert other.digest("rollout") != code.digest("rollout")
 
@@ -85,14 +85,14 @@ def test_the_code_of_a_wheel_counts_by_its_version(
     monkeypatch.setattr(package_paths, "IS_WHEEL", True)
     product_digests.cache_clear()
     try:
-        code = CodeSnapshot.from_checkout(validate(RunConfig, compose()))
+        code = CodeSnapshot.current(validate(RunConfig, compose()))
     finally:
         product_digests.cache_clear()
     assert code.product == {"rlinf": __version__}
 
 
 def test_the_classes_of_a_stage_are_part_of_its_code(compose: Compose) -> None:
-    code = CodeSnapshot.from_checkout(validate(RunConfig, compose()))
+    code = CodeSnapshot.current(validate(RunConfig, compose()))
     train, rollout = (set(code.stages[stage]) for stage in ("train", "rollout"))
     assert "rlinf.algorithms.group_relative:GRPO" in train
     assert "rlinf.algorithms.group_relative:GRPO" not in rollout
@@ -124,7 +124,7 @@ def code_from_outside(compose: Compose) -> CodeSnapshot:
     values["algorithm"] = {"name": "outside_algorithm.mine:Mine"}
     for cached in (_parse_module, _module_file_digest):
         cached.cache_clear()
-    return CodeSnapshot.from_checkout(validate(RunConfig, values))
+    return CodeSnapshot.current(validate(RunConfig, values))
 
 
 def test_a_class_from_outside_counts_with_all_it_imports_that_is_not_installed(
@@ -176,14 +176,14 @@ def test_what_is_in_a_data_file_counts_where_the_file_lies_does_not(
 ) -> None:
     """Or a run whose problems were edited would go on as if it were the same."""
     config = run_with_files(compose, tmp_path)
-    before = CodeSnapshot.from_checkout(config)
+    before = CodeSnapshot.current(config)
     assert set(before.files) == {"file:task.train", "file:task.test"}
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "3"}\n')
-    after = CodeSnapshot.from_checkout(config)
+    after = CodeSnapshot.current(config)
     assert before.digest("rollout") != after.digest("rollout")
     assert after.changed_names(before) == ["file:task.train"]
     (tmp_path / "moved").mkdir()
-    assert CodeSnapshot.from_checkout(run_with_files(compose, tmp_path / "moved")) == before
+    assert CodeSnapshot.current(run_with_files(compose, tmp_path / "moved")) == before
 
 
 def test_the_data_file_of_a_simulator_counts_too(compose: Compose, tmp_path: Path) -> None:
@@ -192,23 +192,23 @@ def test_the_data_file_of_a_simulator_counts_too(compose: Compose, tmp_path: Pat
     kwargs = {"chains": str(tmp_path / "chains.json"), "steps": 4}
     values["task"] = {"name": "gym", "id": "CartPole-v1", "kwargs": kwargs}
     config = validate(RunConfig, values)
-    before = CodeSnapshot.from_checkout(config)
+    before = CodeSnapshot.current(config)
     assert set(before.files) == {"file:task.kwargs.chains"}
     (tmp_path / "chains.json").write_text("[2]")
-    assert CodeSnapshot.from_checkout(config).changed_names(before) == ["file:task.kwargs.chains"]
+    assert CodeSnapshot.current(config).changed_names(before) == ["file:task.kwargs.chains"]
 
 
 def test_an_interpreter_is_no_data_file(compose: Compose) -> None:
     values = compose()
     values["task"] = {"name": "gym", "id": "CartPole-v1", "python": sys.executable}
-    assert CodeSnapshot.from_checkout(validate(RunConfig, values)).files == {}
+    assert CodeSnapshot.current(validate(RunConfig, values)).files == {}
 
 
 def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
     compose: Compose, tmp_path: Path
 ) -> None:
     config = run_with_files(compose, tmp_path)
-    code = CodeSnapshot.from_checkout(config)
+    code = CodeSnapshot.current(config)
     (tmp_path / CODE_FILE).write_text(code.to_json())
     assert stage_code_digest(tmp_path, config, "rollout") == code.digest("rollout")
     (tmp_path / "train.jsonl").write_text("{}\n")
@@ -219,7 +219,7 @@ def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
 
 
 def test_a_record_is_read_as_it_was_written(compose: Compose, tmp_path: Path) -> None:
-    code = CodeSnapshot.from_checkout(validate(RunConfig, compose()))
+    code = CodeSnapshot.current(validate(RunConfig, compose()))
     assert read_code_snapshot(tmp_path) is None
     (tmp_path / CODE_FILE).write_text(code.to_json())
     assert read_code_snapshot(tmp_path) == code
@@ -236,14 +236,11 @@ def test_what_other_processes_run_by_its_name_counts(
     values["task"] = {"name": "gym", "id": "any", "simulator": "metaworld"}
     (tmp_path / "my_world.py").write_text("import outside_helper\ndef make(): ...\n")
     values["task"]["simulator"] = "my_world:make"
-    rollout = set(
-        CodeSnapshot.from_checkout(validate(RunConfig, values), "rollout").stages["rollout"]
-    )
+    rollout = set(CodeSnapshot.current(validate(RunConfig, values), "rollout").stages["rollout"])
     assert {"my_world", "outside_helper"} <= rollout
     values["task"]["simulator"] = "in_another_interpreter:make"
     assert not any(
-        "another" in name
-        for name in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules
+        "another" in name for name in CodeSnapshot.current(validate(RunConfig, values)).modules
     )
 
 
@@ -252,7 +249,7 @@ def test_a_judges_key_is_no_data_file(compose: Compose, tmp_path: Path) -> None:
     values = compose()
     endpoint = {"base_url": "http://localhost/v1", "api_key_file": str(tmp_path / "key")}
     values["reward"] = {"name": "judge", "endpoint": endpoint, "model": "m", "prompt": "{response}"}
-    assert CodeSnapshot.from_checkout(validate(RunConfig, values)).files == {}
+    assert CodeSnapshot.current(validate(RunConfig, values)).files == {}
 
 
 def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_path: Path) -> None:
@@ -261,12 +258,12 @@ def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_p
     values = compose()
     values["algorithm"]["offline_data"] = str(tmp_path / "prior")
     config = validate(RunConfig, values)
-    before = CodeSnapshot.from_checkout(config)
+    before = CodeSnapshot.current(config)
     assert set(before.files) == {"file:algorithm.offline_data"}
     (tmp_path / "prior" / "data" / "two.h5").write_text("2")
-    after = CodeSnapshot.from_checkout(config)
+    after = CodeSnapshot.current(config)
     assert after.changed_names(before) == ["file:algorithm.offline_data"]
     assert after.digest("train") != before.digest("train")
     (tmp_path / "prior").rename(tmp_path / "moved")
     values["algorithm"]["offline_data"] = str(tmp_path / "moved")
-    assert CodeSnapshot.from_checkout(validate(RunConfig, values)) == after
+    assert CodeSnapshot.current(validate(RunConfig, values)) == after

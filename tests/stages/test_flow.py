@@ -138,7 +138,7 @@ def test_a_window_takes_the_newest_outputs_and_keeps_them(
     tiny, replay = validate(RunConfig, compose()), InputSource("rollout", history=4)
     train = on_policy.stages["train"]
     stages = {**on_policy.stages, "train": StageSpec({**train.inputs, "trajectories": replay})}
-    flow = Flow(stages, on_policy.offline, on_policy.evaluate)
+    flow = Flow(stages, on_policy.setup_stages, on_policy.evaluate)
     monkeypatch.setattr(flows, "on_policy", flow)
     inputs = Graph(tiny).inputs(StageNode("train", 5))
     names = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
@@ -195,7 +195,7 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
 )
 def test_a_flow_that_cannot_run_is_refused(stages: dict[str, StageSpec], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_flow(Flow(stages, on_policy.offline, StageSpec()), "flow")
+        check_flow(Flow(stages, on_policy.setup_stages, StageSpec()), "flow")
     assert_mentions(str(caught.value), "flow", words)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlinf.artifacts import Manifest, commit_output, content_digest, is_pruned, prune_output
 from rlinf.config import CheckpointSection, EvaluateSection, RunConfig
 from stages.flow import EVALUATE
-from stages.layout import offline_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder
 from stages.retention import RetentionPolicy, best_versions, best_weights
 
 
@@ -54,7 +54,7 @@ class Made:
 
     def __init__(self, run: Path, config: RunConfig) -> None:
         self.run, self.config = run, config
-        self.contents = {0: make(offline_folder(run, "sft"), "sft", 0, "w")}
+        self.contents = {0: make(setup_stage_folder(run, "sft"), "sft", 0, "w")}
 
     def publish(self, iteration: int) -> None:
         for old in RetentionPolicy(self.config, self.run, iteration).expired_outputs():

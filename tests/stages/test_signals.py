@@ -18,7 +18,7 @@ from pipeline.commands.experiment import prepare_run
 from rlinf import package_paths
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested
-from stages.layout import CONFIG_FILE, offline_folder
+from stages.layout import CONFIG_FILE, setup_stage_folder
 from stages.runner import StageCall, run_stage
 from stages.worker_state import WorkerState
 
@@ -27,7 +27,7 @@ Compose = Callable[..., dict[str, Any]]
 
 def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Path) -> None:
     run = prepare_run(compose("sft.max_steps=100000", "sft.target_score=1.0"))
-    out = offline_folder(run.folder, "sft")
+    out = setup_stage_folder(run.folder, "sft")
     command = [
         sys.executable,
         "-m",
@@ -52,7 +52,7 @@ def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Pat
 def stopped_fine_tuning(compose: Compose) -> tuple[StageCall, int]:
     """A fine-tuning of eight steps that was asked to stop, and how many it finished."""
     run = prepare_run(compose("sft.max_steps=8", "sft.eval_every=2"))
-    out = offline_folder(run.folder, "sft")
+    out = setup_stage_folder(run.folder, "sft")
     call = StageCall("sft", run.folder / CONFIG_FILE, out)
     looks = iter(range(100))
     with pytest.raises(RequeueRequested):

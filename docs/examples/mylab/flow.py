@@ -24,7 +24,7 @@ novel = Flow(
         "train": replace(train, inputs={**train.inputs, "rewards": InputSource("novelty")}),
         "sync": sync,
     },
-    offline=on_policy.offline,
+    setup_stages=on_policy.setup_stages,
     evaluate=on_policy.evaluate,
 )
 

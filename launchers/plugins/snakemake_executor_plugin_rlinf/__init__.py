@@ -78,8 +78,8 @@ class Executor(RemoteExecutor):
         site = self.workflow.executor_settings.site
         name = "-".join([job.name, *map(str, job.wildcards)])
         try:
-            names_partition = job.resources.get("slurm_partition")
-            default = self._default_partition if site and not names_partition else None
+            named_partition = job.resources.get("slurm_partition")
+            default = self._default_partition if site and not named_partition else None
             request = JobSpec(
                 name=name,
                 argv=tuple(str(word) for word in argv),

@@ -61,7 +61,7 @@ from slurm.site import SiteConfig, load_site
 from stages.factory import create_algorithm
 from stages.flow import Flow, flow_of
 from stages.identity import CodeSnapshot, stage_key
-from stages.layout import CONFIG_FILE, offline_folder
+from stages.layout import CONFIG_FILE, setup_stage_folder
 
 OUT_OF_MEMORY_PATTERN = re.compile(
     r"out.?of.?memory|MemoryError|cannot allocate|SIGKILL", re.IGNORECASE
@@ -327,7 +327,7 @@ class ProfilePass:
         """Return the task of one job, with all cases."""
         return ProfileTask(
             config=self.run.folder / CONFIG_FILE,
-            initial=offline_folder(self.run.folder, self.flow.initial_stage),
+            initial=setup_stage_folder(self.run.folder, self.flow.initial_stage),
             key=folder.name,
             kinds=(kind.name,),
             folder=folder / f"{nodes}x{processes // nodes}",
@@ -661,8 +661,8 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
         }
     )
     clone = create_run(config, plan.to_dict())
-    for stage in flow_of(config).offline:  # the stages before the first iteration
-        source, target = (offline_folder(owner.folder, stage) for owner in (run, clone))
+    for stage in flow_of(config).setup_stages:  # the stages before the first iteration
+        source, target = (setup_stage_folder(owner.folder, stage) for owner in (run, clone))
         if target.exists():
             continue
         partial = target.with_name(f"{target.name}.part")
@@ -673,7 +673,7 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
         if manifest is not None:
             # The original used other evaluation settings, so give it the key of this run.
             (partial / MANIFEST).unlink()
-            code = CodeSnapshot.from_checkout(clone.config, stage).digest(stage)
+            code = CodeSnapshot.current(clone.config, stage).digest(stage)
             key = stage_key(clone.config, stage, 0, manifest.inputs, code)
             commit_output(partial, replace(manifest, key=key))
         partial.rename(target)

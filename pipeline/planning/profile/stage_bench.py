@@ -232,7 +232,7 @@ class StageBench:
 
     def folder(self, node: StageNode) -> Path:
         """Return the folder of a node's output: of SFT, in the run; else, in the scratch folder."""
-        if node.stage in self.graph.flow.offline:
+        if node.stage in self.graph.flow.setup_stages:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
 

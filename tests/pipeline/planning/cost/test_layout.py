@@ -57,7 +57,7 @@ def test_stages_together_hold_the_whole_model(shape):
         assert whole == shape.parameters + copy
         assert (stages.multiplicity * stages.flops).sum() == pytest.approx(shape.layer_flops.sum())
         assert (stages.multiplicity * stages.head).sum() == 1
-        assert stages.number.min() == 0
+        assert stages.first_index.min() == 0
 
 
 def test_like_stages_are_kept_once():

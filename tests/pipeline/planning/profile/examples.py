@@ -16,7 +16,7 @@ from pipeline.planning.profile.schema import (
     ResponseLengths,
 )
 from pipeline.run import Run
-from stages.layout import CONFIG_FILE, offline_folder
+from stages.layout import CONFIG_FILE, setup_stage_folder
 
 IDENTITY = ProfileIdentity(model="m", config="c", code="0.1+1")
 
@@ -74,7 +74,7 @@ def task(run: Run, folder: Path, **more: object) -> ProfileTask:
     }
     return ProfileTask(
         config=run.folder / CONFIG_FILE,
-        initial=offline_folder(run.folder, "sft"),
+        initial=setup_stage_folder(run.folder, "sft"),
         key="k",
         kinds=("local",),
         folder=folder,

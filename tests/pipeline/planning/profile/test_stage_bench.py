@@ -29,7 +29,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from stages.flow import on_policy
-from stages.layout import CONFIG_FILE, offline_folder
+from stages.layout import CONFIG_FILE, setup_stage_folder
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -87,7 +87,7 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
     run_sft(run)
     task = ProfileTask(
         config=run.folder / CONFIG_FILE,
-        initial=offline_folder(run.folder, "sft"),
+        initial=setup_stage_folder(run.folder, "sft"),
         key="key",
         kinds=("cpu",),
         folder=tmp_path / "task",
