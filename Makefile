@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-gpu golden docs test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-backends test-slow test-gpu golden docs test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,8 +64,11 @@ demo: install  ## Train the arithmetic model (SFT, then GRPO) and print the path
 	@echo "five to twelve minutes on two cores; if you interrupt it, the same command resumes it"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
-test: install browser renderer vulkan envs  ## Run all tests that are not slow, on a local Slurm cluster that is started for them
-	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
+test: install browser renderer  ## Run the core suite, on a Slurm that it starts
+	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_CORE_TESTS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
+
+test-backends: install renderer vulkan envs  ## Run the tests of engines, trainers and simulators in their environments
+	RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'backends and not slow and not chaos' $(ARGS)
 
 test-slow: install renderer envs  ## Run the slow tests: minutes each, or variants of other tests
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)

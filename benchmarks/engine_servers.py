@@ -22,7 +22,7 @@ from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId, Scalar
 from rlinf.engines import engines
-from rlinf.engines.resumable import ResumableSample, SegmentedRequest
+from rlinf.engines.resumable import ParsedRequest, ResumableSample
 from rlinf.engines.token_sampling import SamplingParams
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.causal_lm import CausalLM
@@ -100,9 +100,9 @@ def client_ratios(engine: Any, folder: Path) -> list[float]:
     }
     info: dict[str, Scalar] = {"horizon": LENGTH, "min_tokens": LENGTH, "temperature": 1.0}
     request = Record(RecordId(0, 0), steps, info=info)
-    segmented = SegmentedRequest(request, SamplingParams.from_info(info), 7)
+    parsed = ParsedRequest(request, SamplingParams.from_info(info), 7)
     bodies = [
-        engine.build_request(ResumableSample(segmented, i).next_request("rollout"))
+        engine.build_request(ResumableSample(parsed, i).next_request("rollout"))
         for i in range(COUNT)
     ]
     (folder / "bodies").write_text(json.dumps(bodies))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from rlinf import package_paths, user_code
+from tests.environments import mark_backends
 
 package_paths.add_to_sys_path()
 # How long an example takes depends on what else the machine does.
@@ -40,6 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that workers end at about the same time."""
+    mark_backends(items)
     here = Path(__file__).parent
     items.sort(key=lambda item: (item.path.parent.name != "cluster", item.path.parent != here))
 

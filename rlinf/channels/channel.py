@@ -41,14 +41,17 @@ class RecordSource(ABC):
 
 
 class RecordSink(ABC):
-    """The writing end of a channel, for any number of threads."""
+    """The writing end of a channel, for any number of threads.
+
+    A channel between processes has one sink per writer.
+    """
 
     @abstractmethod
     def put(self, record: Record) -> None:
         """Append a record; block while the channel is full.
 
         Raises:
-            ChannelClosed: the channel was closed by this writer or for all writers.
+            ChannelClosed: this sink or the whole channel was closed.
             ChannelFailed: there is no reader any more.
             DataError: the record cannot be sent.
         """

@@ -1,4 +1,4 @@
-"""Engines: the generate side of rollout, answering observations with actions."""
+"""Engines: they answer prompts with tokens, and observations with actions."""
 
 from rlinf.registry import Registry
 

@@ -45,10 +45,11 @@ TOKEN_REQUEST_COLUMNS = {
     "prompt_length": ColumnSpec("int64"),
     # Prompt images (rlinf.models.images), for engines with rlinf.registry.IMAGE_INPUTS.
     "pixels": ColumnSpec("uint8", "I", optional=True),  # padded with arbitrary values
-    "image_sizes": ColumnSpec("int64", "KD", optional=True),  # height, width; 0 0 means no image
+    # K images, D = 2: height and width; 0 0 means no image.
+    "image_sizes": ColumnSpec("int64", "KD", optional=True),
     # Index of this request within the sample (default 0).
     "turn": ColumnSpec("int64", optional=True),
-    # The tokens of a sample that another engine started; begun_length is below the horizon.
+    # The beginning of a response, from an earlier request; begun_length is below the horizon.
     "begun_length": ColumnSpec("int64", optional=True),
     "begun_tokens": ColumnSpec("int64", "N", optional=True),
     "begun_logprobs": ColumnSpec("float32", "N", optional=True),
@@ -57,7 +58,7 @@ TOKEN_REQUEST_COLUMNS = {
 """Columns of a token request. ``info`` has the fields of
 :class:`rlinf.engines.token_sampling.SamplingParams`."""
 TOKEN_REPLY_COLUMNS = {
-    "sample": ColumnSpec("int64"),  # in any order, in one reply or several
+    "sample": ColumnSpec("int64"),  # in any order, in one or more replies to a request
     "tokens": ColumnSpec("int64", "T"),
     "logprobs": ColumnSpec("float32", "T"),  # at sampling time; see SamplingParams
     "length": ColumnSpec("int64"),  # tokens of the sample, including the stop token
@@ -149,9 +150,8 @@ class Engine(Component, ABC):
 
     If the hooks report newer weights, generation continues with them. The random numbers of a
     sample are derived from (seed, iteration, stage, sample, turn), so they depend neither on other
-    rows nor on the arrival time of the request. Batched kernels may round log-probabilities
-    differently: requests that arrive at the same point give equal bytes, and requests that join a
-    running batch at another point may differ in the last bits.
+    rows nor on the arrival time of the request. Log-probabilities may differ in the last bits if
+    a request joins the running batch at another token, because batched kernels round differently.
     """
 
     Config: ClassVar[type[Section]] = Section
@@ -178,7 +178,7 @@ class Engine(Component, ABC):
 
     @classmethod
     def max_batch(cls, config: Any) -> int | None:
-        """Return the largest decoding batch of a process, for predictions; None: no limit."""
+        """Return the largest decoding batch of a process, for the planner; None: no limit."""
         return None
 
     @classmethod
@@ -195,7 +195,7 @@ class Engine(Component, ABC):
 
         Args:
             policy: The configuration of the policy.
-            layout: The parallel layout; only kinds that the engine supports.
+            layout: The parallel layout; the engine supports all of its kinds.
             key: The configuration key of the layout, for error messages.
 
         Raises:
@@ -216,7 +216,7 @@ class Engine(Component, ABC):
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        """Return the optional packages, also names of extras, that the stage's process needs."""
+        """Return the optional packages, or extras, that the stage's process needs."""
         return ()
 
     @abstractmethod
@@ -260,7 +260,7 @@ class Engine(Component, ABC):
         """Return the device memory that the engine holds between requests, by group.
 
         See :class:`rlinf.device_memory.Offloadable`. :meth:`load` and :meth:`load_state` overwrite
-        all of it. The default has no memory that can be offloaded.
+        all of this memory. By default, no memory can be offloaded.
         """
         return {}
 

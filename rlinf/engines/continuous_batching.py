@@ -25,8 +25,8 @@ from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN
 from rlinf.seeding import uniform_rows
 
 COMPACTION_THRESHOLD = 0.75
-"""The batch is compacted when at most this share of its rows is still running. Waiting rows are
-admitted when the rest of the batch is free."""
+"""Finished rows are removed when at most this share of the batch's rows is still running. Waiting
+rows are admitted when the remaining share of ``max_num_seqs`` is free."""
 
 
 PromptImages = Mapping[str, np.ndarray]
@@ -34,7 +34,7 @@ PromptImages = Mapping[str, np.ndarray]
 
 
 class DecoderNetwork(Protocol):
-    """The model that computes logits, with its stop tokens and its tokenizer."""
+    """The model and its tokenizer; :class:`rlinf.engines.transformers.TransformersEngine`."""
 
     version: int
     device: torch.device
@@ -75,7 +75,7 @@ class BatchedRequest:
 
     def __post_init__(self) -> None:
         # Rows are sampled together if their parameters differ only in these fields.
-        self.sampling_group = replace(self.sampling, horizon=1, stop=(), seed=None)
+        self.sampling_key = replace(self.sampling, horizon=1, stop=(), seed=None)
 
 
 @dataclass(eq=False)
@@ -84,8 +84,9 @@ class BatchRow:
 
     source: BatchedRequest
     index: int
+    """Row of the sample in the request."""
     first_version: int = 0
-    """Weight version of its first token."""
+    """Weight version of the sample's first token."""
 
     @property
     def prompt(self) -> np.ndarray:
@@ -111,16 +112,17 @@ class BatchRow:
 class DecodingBatch:
     """The rows that are decoded together, with their tensors.
 
-    ``num_generated`` ``[B]`` counts the generated tokens of each row; ``position`` ``[B]`` also
-    counts the prompt. ``tokens``, ``logprobs`` and ``versions`` ``[B, T]`` are the generated
-    tokens, their log-probabilities and weight versions. ``rope_shift`` ``[B]`` is added to the
-    rotary positions behind images. ``logits`` ``[B, V]`` predict the next token. ``attend`` marks
-    the columns of the KV cache that each row attends to.
+    ``num_generated`` ``[B]`` counts the generated tokens of each row, at most ``limit`` ``[B]``;
+    ``position`` ``[B]`` also counts the prompt. ``tokens``, ``logprobs`` and ``versions``
+    ``[B, T]`` are the generated tokens, their log-probabilities and weight versions; ``noise``
+    ``[B, T]`` has the random numbers. ``rope_shift`` ``[B]`` is added to the rotary positions after
+    images. ``logits`` ``[B, V]`` predict the next token. ``attend`` ``[B, columns]`` marks the
+    columns of the KV cache that each row attends to; ``running`` ``[B]`` the unfinished rows.
     """
 
     def __init__(self, rows: list[BatchRow], network: DecoderNetwork) -> None:
         self.rows = rows
-        self._groups: dict[SamplingParams, list[int]] | None = None
+        self._rows_by_sampling: dict[SamplingParams, list[int]] | None = None
         width = max(row.source.sampling.horizon for row in rows)
         shape, device = (len(rows), width), network.device
         noise = np.zeros(shape, dtype=np.float32)
@@ -167,25 +169,25 @@ class DecodingBatch:
         return int((self.limit - self.num_generated).max())
 
     @property
-    def sampling_groups(self) -> dict[SamplingParams, list[int]]:
+    def rows_by_sampling(self) -> dict[SamplingParams, list[int]]:
         """Row indices by sampling parameters."""
-        if self._groups is None:
-            self._groups = {}
+        if self._rows_by_sampling is None:
+            self._rows_by_sampling = {}
             for i, row in enumerate(self.rows):
-                self._groups.setdefault(row.source.sampling_group, []).append(i)
-        return self._groups
+                self._rows_by_sampling.setdefault(row.source.sampling_key, []).append(i)
+        return self._rows_by_sampling
 
     def select(self, rows: Tensor) -> None:
         """Keep only the rows with these indices, ``[n]``."""
         self.rows = [self.rows[i] for i in rows.tolist()]
-        self._groups = None
-        for name in (*ROW_TENSORS, "logits", "attend"):
+        self._rows_by_sampling = None
+        for name in (*ROW_TENSOR_NAMES, "logits", "attend"):
             setattr(self, name, getattr(self, name)[rows])
         self.cache.select(rows)
 
     def append(self, other: DecodingBatch) -> None:
         """Append the rows of another batch."""
-        skip = int(self.attend.any(0).int().argmax())
+        skip = int(self.attend.any(0).int().argmax())  # leading columns that no row attends to
         old_length, other_length = self.cache.length, other.cache.length
         free_columns = max(self.remaining_tokens, other.remaining_tokens)
         cache: Any = self.cache  # both caches have the same type: they belong to one network
@@ -195,13 +197,13 @@ class DecodingBatch:
         attend[: len(self), length - old_length + skip : length] = self.attend[:, skip:old_length]
         attend[len(self) :, length - other_length : length] = other.attend[:, :other_length]
         width = max(self.tokens.shape[1], other.tokens.shape[1])
-        for name in ROW_TENSORS:
+        for name in ROW_TENSOR_NAMES:
             tensors = [getattr(batch, name) for batch in (self, other)]
             if tensors[0].dim() > 1:
                 tensors = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors]
             setattr(self, name, torch.cat(tensors))
         self.logits = torch.cat([self.logits, other.logits])
-        self.attend, self.rows, self._groups = attend, self.rows + other.rows, None
+        self.attend, self.rows, self._rows_by_sampling = attend, self.rows + other.rows, None
         self.has_padding = not bool(attend[:, :length].all())
 
     def build_replies(
@@ -237,7 +239,7 @@ class DecodingBatch:
         return len(self.rows)
 
 
-ROW_TENSORS = (
+ROW_TENSOR_NAMES = (
     "noise",
     "tokens",
     "logprobs",
@@ -248,7 +250,7 @@ ROW_TENSORS = (
     "running",
     "rope_shift",
 )
-"""The tensors of a batch with one row per sample, except ``logits``, ``attend`` and the cache."""
+"""Attributes of :class:`DecodingBatch`: tensors ``[B, ...]`` that are joined row by row."""
 
 
 class ContinuousBatching:
@@ -365,15 +367,15 @@ class ContinuousBatching:
         # Finished rows overwrite their last position.
         position = torch.minimum(batch.num_generated, batch.limit - 1)[:, None]
         noise = batch.noise.gather(1, position)[:, 0]
-        if len(batch.sampling_groups) == 1:
-            (settings,) = batch.sampling_groups
-            chosen, logprobs = self._draw(settings, batch.logits, noise, batch.num_generated)
+        if len(batch.rows_by_sampling) == 1:
+            (sampling,) = batch.rows_by_sampling
+            chosen, logprobs = self._draw(sampling, batch.logits, noise, batch.num_generated)
         else:
             chosen, logprobs = torch.empty_like(batch.num_generated), torch.empty_like(noise)
-            for settings, row_indices in batch.sampling_groups.items():
+            for sampling, row_indices in batch.rows_by_sampling.items():
                 rows = torch.tensor(row_indices, device=noise.device)
                 chosen[rows], logprobs[rows] = self._draw(
-                    settings, batch.logits[rows], noise[rows], batch.num_generated[rows]
+                    sampling, batch.logits[rows], noise[rows], batch.num_generated[rows]
                 )
         batch.tokens.scatter_(1, position, chosen[:, None])
         batch.logprobs.scatter_(1, position, logprobs[:, None])
@@ -384,15 +386,15 @@ class ContinuousBatching:
         return chosen
 
     def _draw(
-        self, settings: SamplingParams, logits: Tensor, noise: Tensor, num_generated: Tensor
+        self, sampling: SamplingParams, logits: Tensor, noise: Tensor, num_generated: Tensor
     ) -> tuple[Tensor, Tensor]:
         forbidden = None
-        if settings.min_tokens:
+        if sampling.min_tokens:
             forbidden = torch.zeros_like(logits, dtype=torch.bool)
-            forbidden[:, self._network.stop_token_ids] = (num_generated < settings.min_tokens)[
+            forbidden[:, self._network.stop_token_ids] = (num_generated < sampling.min_tokens)[
                 :, None
             ]
-        return sample_tokens(logits, noise, settings, forbidden)
+        return sample_tokens(logits, noise, sampling, forbidden)
 
     def _completes_stop_string(self, batch: DecodingBatch) -> Tensor:
         """Return, bool ``[B]``, whether the last token of each row completes a stop string."""

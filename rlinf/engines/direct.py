@@ -53,17 +53,19 @@ class DirectEngine(OffloadableTensors, Engine):
     requires = frozenset({SINGLE_PASS_ACTIONS})
 
     def __init__(self, config: DirectConfig, policy: type[Policy], policy_config: Any) -> None:
-        self._config, self._class, self._policy_config = config, policy, policy_config
+        self._config, self._policy_class, self._policy_config = config, policy, policy_config
         self.device = local_device(config.device)
         self._policy: Any = None
         self._noise: dict[int, np.ndarray] = {}
+        """Noise of all time steps, by sample, for the requests with :attr:`_noise_key`."""
         self._noise_key: tuple[Any, ...] = ()
+        """Seed, iteration, stage and horizon."""
 
     def load(self, folder: Path, version: int) -> None:
         self.close()  # free the old weights first
         # Not in inference mode, because later weights could not overwrite inference tensors.
         with torch.inference_mode(False):
-            self._policy = self._class.load(folder, self._policy_config)
+            self._policy = self._policy_class.load(folder, self._policy_config)
             move_to_device(self._policy.module.eval(), self.device)
         self.version = version
 
@@ -100,12 +102,12 @@ class DirectEngine(OffloadableTensors, Engine):
         """Return the columns of the reply."""
         temperature = float(request.info["temperature"])
         inputs = {name: self._pad(c) for name, c in request.steps.items() if name != "sample"}
-        noise = None if temperature == 0 else self._pad(self._draw(request, seed, stage))
+        noise = None if temperature == 0 else self._pad(self._draw_noise(request, seed, stage))
         outputs = self._policy.act(inputs, noise, temperature)
         columns = {name: column[: len(request)].cpu().numpy() for name, column in outputs.items()}
         return {"sample": request.steps["sample"], **columns}
 
-    def _draw(self, request: Record, seed: int, stage: str) -> np.ndarray:
+    def _draw_noise(self, request: Record, seed: int, stage: str) -> np.ndarray:
         """Return the noise ``[n, ...]`` of this time step.
 
         The noise of a sample is drawn for the entire horizon at its first step, because drawing it

@@ -52,7 +52,7 @@ class ExternalEngine(Engine):
     Config: ClassVar[type[Section]] = ExternalConfig
     requires = frozenset({LANGUAGE_MODEL})
     supported_length_scalings: ClassVar[frozenset[str]] = frozenset()
-    """Length-dependent rotary scalings (:mod:`rlinf.models.rotary`) that match the trainer."""
+    """Length-dependent rotary scalings (:mod:`rlinf.models.rotary`) computed as by the trainer."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._config = config
@@ -92,7 +92,7 @@ class ExternalEngine(Engine):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether the engine frees its device memory between two calls."""
+        """Whether the engine can free its device memory between two :meth:`generate` calls."""
         return self.device.type != "cpu"
 
     def kv_cache_bytes(self) -> int:
@@ -100,19 +100,19 @@ class ExternalEngine(Engine):
         return int(self._config.kv_cache_gib * 2**30)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, for the search of stop strings."""
+        """Return the text of tokens, in which stop strings are searched."""
         return self.chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        """Return the ids of stop strings that are special tokens; decoded text never has those."""
+        """Return the ids of stop strings that are special tokens, which decoded text lacks."""
         return self.chat_format.stop_ids(texts)
 
     def stop_token_ids_for(self, request: SegmentRequest) -> set[int]:
         """Return the ids of tokens at which the external engine must stop a segment.
 
         The external engine forbids stop tokens before ``min_tokens``, but stop strings may appear.
-        So, if ``min_tokens`` > 0, only :mod:`rlinf.engines.resumable` checks special tokens that
-        are stop strings.
+        Special tokens that are stop strings are therefore left out if ``min_tokens`` > 0;
+        :mod:`rlinf.engines.resumable` detects them.
         """
         return {
             *self.stop_token_ids,

@@ -24,10 +24,11 @@ from rlinf.models.packed_attention import softcapped_attention
 from rlinf.sharded_tensors import is_sharded
 
 DECODE_ATTENTION = "rlinf_decode"
+"""Name of the attention function that ``transformers`` calls."""
 
 
 def use_decode_attention(module: Any) -> None:
-    """Let a ``transformers`` model use :func:`decode_attention`; its masks must be boolean, 4D."""
+    """Let a ``transformers`` model use :func:`decode_attention`; all masks must be boolean, 4D."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -49,6 +50,7 @@ def use_decode_attention(module: Any) -> None:
             return softcapped_attention(query, key, value, mask, scaling, softcap).transpose(
                 1, 2
             ), None
+        # ``s_aux`` has the attention sinks of some families.
         if query.shape[2] > 1 or query.device.type != "cpu" or options.get("s_aux") is not None:
             output, _ = sdpa_attention_forward(
                 layer, query, key, value, mask, dropout, scaling, **options
@@ -148,7 +150,7 @@ class FusedDecodeStep:
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         for layer_index, layer in enumerate(self._layers):
             hidden = layer(hidden, cos, sin, mask, cache, layer_index)
-        hidden = _normed(hidden, network.norm)
+        hidden = _rms_norm(hidden, network.norm)
         return onednn_linear(hidden, self._head.weight, self._head.bias)
 
 
@@ -157,8 +159,8 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention_norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self._qkv_weight, self._qkv_bias = _join(*projections)
-        self._gate_up_weight, _ = _join(mlp.gate_proj, mlp.up_proj)
+        self._qkv_weight, self._qkv_bias = _join_weights(*projections)
+        self._gate_up_weight, _ = _join_weights(mlp.gate_proj, mlp.up_proj)
         self._o_proj, self._down_proj = attention.o_proj, mlp.down_proj
         self._qk_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self._first_projections = (attention.q_proj, mlp.gate_proj)
@@ -182,33 +184,33 @@ class _Layer:
         layer_index: int,
     ) -> Tensor:
         rows, heads, kv_heads = len(hidden), self._heads, self._kv_heads
-        normed = _normed(hidden, self._attention_norm)
+        normed = _rms_norm(hidden, self._attention_norm)
         projected = onednn_linear(normed, self._qkv_weight, self._qkv_bias)
         projected = projected.view(rows, heads + 2 * kv_heads, self._head_dim)
-        rotated = projected[:, : heads + kv_heads]
+        query_key = projected[:, : heads + kv_heads]
         if self._qk_norms[0] is not None:
             query_norm, key_norm = self._qk_norms
-            query, key = rotated[:, :heads], rotated[:, heads:]
-            rotated = torch.cat([_normed(query, query_norm), _normed(key, key_norm)], dim=1)
-        swapped = rotated.roll(self._head_dim // 2, dims=-1)
-        rotated = torch.addcmul(rotated * cos, swapped, sin)
+            query, key = query_key[:, :heads], query_key[:, heads:]
+            query_key = torch.cat([_rms_norm(query, query_norm), _rms_norm(key, key_norm)], dim=1)
+        swapped = query_key.roll(self._head_dim // 2, dims=-1)
+        rotated = torch.addcmul(query_key * cos, swapped, sin)
         keys, values = cache.update(
             rotated[:, heads:, None], projected[:, heads + kv_heads :, None], layer_index
         )
         attended = decode_attention(rotated[:, :heads, None], keys, values, mask, self._scaling)
         out = self._o_proj
         hidden = hidden + onednn_linear(attended.view(rows, -1), out.weight, out.bias)
-        gate_up = onednn_linear(_normed(hidden, self._mlp_norm), self._gate_up_weight, None)
+        gate_up = onednn_linear(_rms_norm(hidden, self._mlp_norm), self._gate_up_weight, None)
         gate, up = gate_up.chunk(2, dim=-1)
         return hidden + onednn_linear(F.silu(gate) * up, self._down_proj.weight, None)
 
 
-def _normed(hidden: Tensor, norm: Any) -> Tensor:
+def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 @torch.no_grad()
-def _join(*linears: Any) -> tuple[Tensor, Tensor | None]:
+def _join_weights(*linears: Any) -> tuple[Tensor, Tensor | None]:
     """Concatenate weights and biases of linear layers; the layers' parameters become views."""
     joined = torch.cat([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])

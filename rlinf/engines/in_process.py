@@ -1,6 +1,6 @@
 """Engines that run vLLM or SGLang inside the stage's process.
 
-The stage then uses their interpreter (``engine.python``).
+vLLM or SGLang is the backend. The stage's process runs under its interpreter (``engine.python``).
 
 The thread that iterates over the replies also steps the backend, so the composition of batches is
 reproducible. All weights, also the first ones, are copied tensor by tensor into the memory of
@@ -45,7 +45,7 @@ class InProcessEngine(ExternalEngine):
         """The engine object of vLLM or SGLang; None if no model is loaded."""
         self._files: dict[str, bytes] = {}
         """Contents of the loaded model's files except weights, by name."""
-        self._asleep = self._owns_group = False
+        self._is_asleep = self._owns_process_group = False
 
     # Implemented by subclasses.
 
@@ -80,7 +80,8 @@ class InProcessEngine(ExternalEngine):
 
     @contextlib.contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Close the engine if the block raises, because requests may then be half processed."""
+        """Run a block eagerly on CPUs; close the engine on an error, which may leave requests half
+        processed."""
         try:
             with force_eager_on_cpu(self.device):
                 yield
@@ -100,7 +101,7 @@ class InProcessEngine(ExternalEngine):
                 with verified_temporary_copy(folder, non_weight_files(folder)) as model:
                     self._start(model)
             except BaseException:
-                self.close()  # it may be partly initialized
+                self.close()  # the backend may be partly initialized
                 self._files = {}
                 raise
             finally:
@@ -108,7 +109,7 @@ class InProcessEngine(ExternalEngine):
             self._files = files
         module, context = load_meta_module(folder, self._policy_config), f"model.path: {folder}"
         tensors = iter_weights(module, folder, context)
-        # Without a module the tensors already have the names of the checkpoint.
+        # If module is None, the tensors already have the names of the checkpoint.
         self._load_tensors(tensors if module is None else self._export(tensors))
         self.version = version
 
@@ -132,13 +133,13 @@ class InProcessEngine(ExternalEngine):
         if not self.can_sleep or self.backend is None:
             return {}
         size = self._device_bytes()
-        return {"engine": MemorySize(0, size, 0) if self._asleep else MemorySize(size, 0, 0)}
+        return {"engine": MemorySize(0, size, 0) if self._is_asleep else MemorySize(size, 0, 0)}
 
     def offload(self, group: str, min_bytes: int) -> int:
         freed = self.group_sizes()[group].on_device
         if freed:
             self.sleep()
-            self._asleep = True
+            self._is_asleep = True
         return freed
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
@@ -147,7 +148,7 @@ class InProcessEngine(ExternalEngine):
         # Otherwise new weights follow, and loading them wakes the backend.
 
     def close(self) -> None:
-        backend, self.backend, self._asleep, self.version = self.backend, None, False, -1
+        backend, self.backend, self._is_asleep, self.version = self.backend, None, False, -1
         if backend is not None:
             with preserve_process_group():
                 self.shut_down(backend)
@@ -155,9 +156,9 @@ class InProcessEngine(ExternalEngine):
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        if self._owns_group:
+        if self._owns_process_group:
             dist.destroy_process_group()
-            self._owns_group = False
+            self._owns_process_group = False
 
     def _start(self, model: Path) -> None:
         is_distributed = self.world.size > 1
@@ -168,9 +169,9 @@ class InProcessEngine(ExternalEngine):
                 f"{dist.get_world_size()} processes; give rollout a pool of its own in the plan, "
                 f"or set engine={name.removesuffix('_in_process')}"
             )
-        # The backend uses the existing process group, and a trainer in this process finds it too.
+        # The backend uses this process group, and so may a trainer in the same process.
         ProcessGroupInfo().init_process_group(self.device.type)
-        self._owns_group = is_distributed
+        self._owns_process_group = is_distributed
         torch.set_num_threads(self._config.threads)
         try:
             with preserve_process_group():
@@ -200,14 +201,14 @@ class InProcessEngine(ExternalEngine):
             self.update_weights(tensors)
 
     def _ensure_awake(self) -> None:
-        if self._asleep:
+        if self._is_asleep:
             self.wake()
-            self._asleep = False
+            self._is_asleep = False
 
     @classmethod
     def _name(cls) -> str:
         """Return the registered name of the engine."""
-        return cls.__module__.rpartition(".")[2]
+        return f"{cls.__module__.rpartition('.')[2]}_in_process"
 
 
 @contextlib.contextmanager
@@ -216,8 +217,8 @@ def restore_process_state(
 ) -> Iterator[None]:
     """Undo the process-wide changes that a backend makes during its start-up.
 
-    These are environment variables, which other processes would inherit, torch.set_num_threads,
-    which vLLM disables on CPUs, and logging handlers, which SGLang closes.
+    This restores environment variables, which other processes would inherit; torch.set_num_threads,
+    which vLLM disables on CPUs; and logging handlers, which SGLang closes.
 
     Args:
         variables: Environment variables for the start-up.
@@ -252,7 +253,7 @@ def force_eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def preserve_process_group() -> Iterator[None]:
-    """Ignore attempts to destroy the default process group, which the engine does not own."""
+    """Ignore a backend's attempts to destroy the default process group."""
     destroy = dist.destroy_process_group
 
     def destroy_other(group: Any = None) -> None:

@@ -36,6 +36,7 @@ class KeyValueCache:
         self._capacity = capacity
         self._layers: list[tuple[Tensor, Tensor]] = []
         self.length = 0
+        """Number of stored columns."""
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
@@ -68,7 +69,7 @@ class KeyValueCache:
 
         Args:
             skip: Leading columns of this cache to drop.
-            free_columns: Free columns afterwards.
+            free_columns: Number of free columns of the joined cache.
         """
         length = max(self.length - skip, other.length)
 
@@ -129,14 +130,14 @@ def supports_padding(settings: Any) -> bool:
 
 @dataclass
 class EqualLengthRows:
-    """A group of rows of equal length.
-
-    ``rows`` ``[n]`` are their row indices in the batch, ``tokens`` ``[n, L]`` all their tokens.
-    """
+    """A group of rows of equal length; they may have different prompts."""
 
     rows: Tensor
+    """Row indices in the batch, ``[n]``."""
     tokens: Tensor
+    """All tokens, ``[n, L]``."""
     cache: Any
+    """The cache of ``transformers``; None if the family has no supported cache."""
 
     def select(self, indices: Tensor, rows: Tensor) -> None:
         """Keep (or repeat) rows ``[m]`` of the group, with new row indices in the batch."""
@@ -167,7 +168,7 @@ class EqualLengthCache:
         self._size = len(rows)
 
     def join(self, other: EqualLengthCache, skip: int, free_columns: int) -> None:
-        """Append the rows of another batch; ``skip`` leading columns of this one are unused."""
+        """Append the rows of another cache; ``skip`` leading columns of this one are unused."""
         for group in other.groups:
             group.rows = group.rows + self._size
         self.groups += other.groups
@@ -207,22 +208,22 @@ class EqualLengthNetwork:
         for i, context in enumerate(contexts):
             distinct = by_length.setdefault(len(context), {})
             distinct.setdefault(np.ascontiguousarray(context, np.int64).tobytes(), []).append(i)
-        groups, logits_by_group, order = list[EqualLengthRows](), list[Tensor](), list[int]()
+        groups, logits_by_group, row_order = list[EqualLengthRows](), list[Tensor](), list[int]()
         for distinct in by_length.values():
             tokens = np.stack([np.frombuffer(key, np.int64) for key in distinct])
             rows = [i for repeats in distinct.values() for i in repeats]
-            source_rows = [k for k, repeats in enumerate(distinct.values()) for _ in repeats]
+            context_of_row = [k for k, repeats in enumerate(distinct.values()) for _ in repeats]
             row_indices = torch.tensor(rows, device=device)
             distinct_tokens = torch.from_numpy(tokens).to(device)
             group = EqualLengthRows(row_indices, distinct_tokens, self._new_cache())
             logits = self._run(group, group.tokens)
-            context_indices = torch.tensor(source_rows, device=device)
+            context_indices = torch.tensor(context_of_row, device=device)
             group.select(context_indices, row_indices)
             groups.append(group)
             logits_by_group.append(logits[context_indices])
-            order += rows
+            row_order += rows
         logits = torch.empty_like(torch.cat(logits_by_group))
-        logits[torch.tensor(order, device=device)] = torch.cat(logits_by_group)
+        logits[torch.tensor(row_order, device=device)] = torch.cat(logits_by_group)
         return logits, EqualLengthCache(groups, len(contexts), max(map(len, contexts)))
 
     def step(self, tokens: Tensor, cache: EqualLengthCache) -> Tensor:

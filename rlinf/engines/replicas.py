@@ -2,7 +2,7 @@
 
 A server caches the keys and values of prefixes. The samples of a group share their prompt, and the
 turns of a dialogue share the earlier turns. So the router sends a request to the server that has
-its prefix, unless that server is too busy. A server that dies is restarted while others run.
+cached its prefix, unless that server is too busy. A server that dies is restarted while others run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnava
 log = logging.getLogger(__name__)
 
 PREFIX_BLOCK = 16
-"""Granularity of prefixes, tokens. The full request is a prefix, too."""
+"""Prefixes have multiples of this number of tokens. The full request is a prefix, too."""
 MIN_PREFIX_SHARE = 0.5
 """A cached prefix matters only if it is at least this share of a request. Otherwise a common system
 message would send all requests to one server."""
@@ -126,10 +126,11 @@ class Replicas:
         self._lock = threading.Lock()
         self._running: dict[int, ServerProcess] = {}
         self._dead: dict[int, ServerProcess] = {}
-        """Servers that stopped responding and are not replaced yet."""
-        self._pending: dict[int, ServerProcess] = {}
+        """Servers that stopped responding and whose restart has not begun."""
+        self._starting: dict[int, ServerProcess] = {}
         """Servers that are not ready yet."""
-        self._starting: dict[int, threading.Thread] = {}
+        self._restart_threads: dict[int, threading.Thread] = {}
+        """Threads that restart dead servers."""
         self._restart_error: ServerError | None = None
         self._last_dead: ServerProcess | None = None
         self._count = count
@@ -144,13 +145,13 @@ class Replicas:
             return [self._running[index] for index in sorted(self._running)]
 
     def request(
-        self, tokens: Sequence[int], route: str, body: Any, read: Callable[[Any], Sequence[int]]
+        self, tokens: Sequence[int], route: str, body: Any, parse: Callable[[Any], Sequence[int]]
     ) -> Any:
         """Send a request to one of the servers and return its response.
 
         Args:
             tokens: The context tokens of the request, for routing.
-            read: Function that returns the new tokens of a response.
+            parse: Returns the new tokens of a response.
 
         Raises:
             ServerUnavailable: The server died, or no server is running.
@@ -164,11 +165,11 @@ class Replicas:
         cached: Sequence[int] = ()
         try:
             response = process.post(route, body, check_heartbeat=True)
-            cached = [*tokens, *read(response)]
+            cached = [*tokens, *parse(response)]
             return response
         except ServerUnavailable:
             with self._lock:
-                # A later server with this index is not affected.
+                # A restarted server with this index is not marked as dead.
                 if self._running.get(index) is process:
                     self._dead[index] = self._last_dead = self._running.pop(index)
             raise
@@ -228,20 +229,20 @@ class Replicas:
                 target=self._restart, args=(index,), name=f"replica-{index}", daemon=True
             )
             with self._lock:
-                self._starting[index] = thread
+                self._restart_threads[index] = thread
             thread.start()
         while not self.running:
             with self._lock:
-                threads = list(self._starting.values())
+                threads = list(self._restart_threads.values())
             if not threads:
                 raise self._restart_error or ServerError("no server is running")
             threads[0].join()
 
     def wait_ready(self) -> None:
-        """Wait for the servers that are starting."""
+        """Wait for the servers that are being restarted."""
         while True:
             with self._lock:
-                threads = list(self._starting.values())
+                threads = list(self._restart_threads.values())
             if not threads:
                 return
             threads[0].join()
@@ -255,8 +256,8 @@ class Replicas:
     def close(self) -> None:
         """Stop all servers. Idempotent."""
         with self._lock:
-            pending = list(self._pending.values())
-        for process in pending:
+            starting = list(self._starting.values())
+        for process in starting:
             process.close()  # ends the thread that waits for the server
         self.wait_ready()
         self._stop_dead()
@@ -266,7 +267,7 @@ class Replicas:
         self.router.forget()
 
     def _stop_dead(self) -> list[int]:
-        """Stop the remaining processes of dead servers, so pending requests fail."""
+        """Stop what is left of dead servers, so that their requests fail; return the indices."""
         with self._lock:
             dead, self._dead = self._dead, {}
         for process in dead.values():
@@ -276,7 +277,7 @@ class Replicas:
     def _launch(self, index: int) -> None:
         process = self._start_server(index)
         with self._lock:
-            self._pending[index] = process
+            self._starting[index] = process
         try:
             self._wait_server(process)
             with self._lock:
@@ -286,7 +287,7 @@ class Replicas:
             raise
         finally:
             with self._lock:
-                del self._pending[index]
+                del self._starting[index]
 
     def _restart(self, index: int) -> None:
         try:
@@ -299,4 +300,4 @@ class Replicas:
             log.warning("%s", self._restart_error)
         finally:
             with self._lock:
-                del self._starting[index]
+                del self._restart_threads[index]

@@ -1,10 +1,10 @@
 """Resumable generation with an external engine (vLLM or SGLang): one request per segment.
 
 A segment is the part of a sample that one request to the external engine adds. Usually it is the
-full sample. If newer weights arrive or the sample was aborted before, the next segment continues
-after the last token. So the weight version of each token is known without support by the external
-engine, and keys and values of older weights are computed again. If a server dies, its
-segments are requested again with the same seed.
+full sample. A sample is continued by another segment if newer weights arrived, or if an earlier
+request was aborted. So the weight version of each token is known without support by the external
+engine, and keys and values of older weights are computed again. If a server dies, its segments are
+requested again with the same seed.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class SegmentDecoder(Protocol):
 
 
 @dataclass(eq=False)
-class SegmentedRequest:
-    """A token request with its sampling parameters and seed."""
+class ParsedRequest:
+    """A token request with its parsed sampling parameters and its seed."""
 
     request: Record
     sampling: SamplingParams
@@ -98,12 +98,14 @@ class SegmentedRequest:
 class ResumableSample:
     """One sample of a request with the tokens generated so far."""
 
-    source: SegmentedRequest
+    source: ParsedRequest
     index: int
+    """Row of the sample in the request."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stopped: bool = False
+    """Whether a stop token or stop string has ended the sample."""
     server_losses: int = 0
     """Number of servers that died while they generated this sample."""
 
@@ -146,9 +148,10 @@ class ResumableSample:
         if sampling.stop:
             # The external engine does not see a stop string that begins in an earlier segment or
             # contains a special token.
-            ids = engine.stop_ids(sampling.stop)
+            stop_ids = engine.stop_ids(sampling.stop)
             for count in range(max(old_count + 1, sampling.min_tokens), len(self.tokens) + 1):
-                if completes_stop_string(self.tokens[:count], sampling.stop, engine.decode, ids):
+                tokens = self.tokens[:count]
+                if completes_stop_string(tokens, sampling.stop, engine.decode, stop_ids):
                     self.stopped = True
                     del self.tokens[count:], self.logprobs[count:]
                     break
@@ -191,7 +194,6 @@ class ResumableGeneration:
         self._seed, self._stage, self._max_concurrent = seed, stage, max_concurrent
         self._waiting = deque[ResumableSample]()
         self._num_requested, self._open = 0, True
-        self._extra_columns = () if hooks.newer_weights is None else ("version",)
 
     def iter_replies(self) -> Iterator[Record]:
         """Yield replies until the request channel is closed."""
@@ -227,20 +229,23 @@ class ResumableGeneration:
             check_token_request(request)
             sampling = SamplingParams.from_info(request.info)
             seed = self._seed if sampling.seed is None else sampling.seed
-            source = SegmentedRequest(request, sampling, seed)
+            source = ParsedRequest(request, sampling, seed)
             self._waiting.extend(
                 ResumableSample(source, i) for i in range(len(request.steps["sample"]))
             )
             self._num_requested += len(request.steps["sample"])
 
     def _call_hooks(self) -> Iterator[Record]:
+        """Call the hooks; yield replies of samples that they abort or that end meanwhile."""
         hooks = self._hooks
         if hooks.should_abort is not None:
-            waiting = len(self._waiting)
-            if hooks.should_abort(waiting + len(self._decoder), self._num_requested):
+            num_waiting = len(self._waiting)
+            if hooks.should_abort(num_waiting + len(self._decoder), self._num_requested):
                 yield from self._build_replies(self._interrupt())
-                aborted = [self._waiting.popleft() for _ in range(len(self._waiting) - waiting)]
-                yield from self._build_replies(aborted, "unfinished")
+                # Interrupted samples are now at the front of the queue.
+                num_aborted = len(self._waiting) - num_waiting
+                aborted = [self._waiting.popleft() for _ in range(num_aborted)]
+                yield from self._build_replies(aborted, unfinished=True)
         newer = hooks.newer_weights() if hooks.newer_weights is not None else None
         if newer is not None:
             yield from self._build_replies(self._interrupt())
@@ -261,9 +266,11 @@ class ResumableGeneration:
             sample for sample, segment in self._decoder.abort_all() if self._add(sample, segment)
         ]
 
-    def _build_replies(self, samples: list[ResumableSample], *columns: str) -> Iterator[Record]:
+    def _build_replies(
+        self, samples: list[ResumableSample], *, unfinished: bool = False
+    ) -> Iterator[Record]:
         """Yield replies with the tokens of samples, grouped by request and first version."""
-        groups: dict[tuple[SegmentedRequest, int], list[ResumableSample]] = {}
+        groups: dict[tuple[ParsedRequest, int], list[ResumableSample]] = {}
         for sample in samples:
             version = sample.versions[0] if sample.versions else self._engine.version
             groups.setdefault((sample.source, version), []).append(sample)
@@ -276,9 +283,9 @@ class ResumableGeneration:
                 "length": np.array([len(sample.tokens) for sample in group]),
                 "stopped": np.array([sample.stopped for sample in group]),
             }
-            if "unfinished" in columns:
+            if unfinished:
                 steps["unfinished"] = np.ones(len(group), dtype=bool)
-            if "version" in self._extra_columns:
+            if self._hooks.newer_weights is not None:
                 steps["version"] = np.full(shape, self._engine.version)
             for row, sample in enumerate(group):
                 count = len(sample.tokens)

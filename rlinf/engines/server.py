@@ -1,8 +1,8 @@
 """Engines that run vLLM or SGLang servers in processes with their own interpreter.
 
-The stage's process only sends requests. A private folder in ``/dev/shm`` holds copies of the model
-files, which are verified while they are copied. The copies stay while they are served, so a
-server that dies can be restarted. The folder also holds the servers' sockets.
+The stage's process only sends requests. A private folder in ``/dev/shm`` has copies of the model
+files, which are verified while they are copied. The copies remain until the next load, so that a
+server that dies can be restarted. The folder also has the servers' sockets.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ConcurrentDecoder:
 
     def __init__(self, servers: SegmentServers) -> None:
         self._servers = servers
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[ResumableSample, GeneratedSegment | Exception]] = (
             queue.SimpleQueue()
         )
@@ -100,7 +100,7 @@ class ConcurrentDecoder:
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
         if self._has_dead_server:
-            # Other segments of the dead server fail by themselves; those of other servers go on.
+            # Other segments of the dead server fail too; those of other servers continue.
             self._has_dead_server = False
             self._servers.restart_failed()
         self._running += 1
@@ -108,7 +108,7 @@ class ConcurrentDecoder:
             self._threads += 1
             name = f"segment-{self._threads}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
-        self._jobs.put(partial(self._decode, sample, request))
+        self._calls.put(partial(self._decode, sample, request))
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
         results = list[tuple[ResumableSample, GeneratedSegment | Exception]]()
@@ -134,7 +134,7 @@ class ConcurrentDecoder:
 
     def close(self) -> None:
         for _ in range(self._threads):
-            self._jobs.put(None)
+            self._calls.put(None)
 
     def _receive(
         self, sample: ResumableSample, segment: GeneratedSegment | Exception
@@ -153,8 +153,8 @@ class ConcurrentDecoder:
         )
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while (call := self._calls.get()) is not None:
+            call()
 
     def _decode(self, sample: ResumableSample, request: SegmentRequest) -> None:
         try:
@@ -203,8 +203,9 @@ class ServerEngine(ExternalEngine):
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         super().__init__(config, policy, policy_config)
         self._folder: Path | None = None
-        self._asleep = False
-        self._replica: ReplicaGroup | None = None
+        """Private folder in ``/dev/shm``; None before the first load."""
+        self._is_asleep = False
+        self._replica_group: ReplicaGroup | None = None
         self._servers = Replicas(
             config.replicas, config.max_load_imbalance, self._start_server, self._wait_ready
         )
@@ -224,8 +225,8 @@ class ServerEngine(ExternalEngine):
     # Implemented by subclasses.
 
     @abstractmethod
-    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
-        """Return the command-line arguments of a server that listens at a socket."""
+    def server_args(self, model: Path, context_length: int, socket: Path) -> list[str]:
+        """Return the command-line arguments of a server for a model folder, at a socket."""
 
     @abstractmethod
     def server_environment(self, socket: Path) -> Mapping[str, str]:
@@ -241,7 +242,7 @@ class ServerEngine(ExternalEngine):
 
     @abstractmethod
     def update_weights(self, process: ServerProcess, folder: Path, version: int) -> None:
-        """Let a server load the weights of a folder and clear its caches; no request is running."""
+        """Let a server load a folder's weights and clear its caches; no request is running."""
 
     @abstractmethod
     def abort_requests(self, process: ServerProcess) -> None:
@@ -256,7 +257,7 @@ class ServerEngine(ExternalEngine):
 
     @abstractmethod
     def wake(self, process: ServerProcess) -> None:
-        """Let a server allocate this memory again; :meth:`update_weights` follows."""
+        """Undo :meth:`sleep`, except for the content; :meth:`update_weights` follows."""
 
     # The Engine interface.
 
@@ -318,7 +319,7 @@ class ServerEngine(ExternalEngine):
         self._finish_batch()
 
     def _finish_batch(self) -> None:
-        """Return the GPUs to the ranks of the replica after a batch."""
+        """Free the GPUs for the replica's ranks after a :meth:`generate` call."""
         if self.world.layout.tp == 1:
             return
         if self.can_sleep:
@@ -326,29 +327,29 @@ class ServerEngine(ExternalEngine):
         self._replica_barrier()
 
     def _replica_barrier(self) -> None:
-        """Wait for the other processes of the replica, if there are any."""
+        """Wait for the other ranks of the model replica, if there are any."""
         if self.world.layout.tp > 1:
-            self._replica = self._replica or ReplicaGroup(self.world, self.device.type)
-            self._replica.barrier()
+            self._replica_group = self._replica_group or ReplicaGroup(self.world, self.device.type)
+            self._replica_group.barrier()
 
     def group_sizes(self) -> dict[str, MemorySize]:
-        """Return the memory of weights and KV cache of one server, per GPU."""
+        """Return the memory of weights and KV cache on one GPU of a server."""
         if not self.can_sleep or self.version < 0:
             return {}
         size = self._device_bytes()
-        return {"server": MemorySize(0, size, 0) if self._asleep else MemorySize(size, 0, 0)}
+        return {"server": MemorySize(0, size, 0) if self._is_asleep else MemorySize(size, 0, 0)}
 
     def offload(self, group: str, min_bytes: int) -> int:
         freed = self.group_sizes()[group].on_device
         if freed:
             self._servers.wait_ready()
             self._servers.for_each(self.sleep)
-            self._asleep = True
+            self._is_asleep = True
         return freed
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
         """Load the weights from the folder again; servers hold no second copy."""
-        if not self._asleep or not groups:
+        if not self._is_asleep or not groups:
             return
         if copy_data:
             self._serve(self.version, update=True)
@@ -356,7 +357,7 @@ class ServerEngine(ExternalEngine):
 
     def close(self) -> None:
         self._servers.close()
-        self._asleep = False
+        self._is_asleep = False
         self.version = -1
         if self._folder is not None:
             self._remove()
@@ -386,25 +387,25 @@ class ServerEngine(ExternalEngine):
         check_attention_heads(self._text_config, self.world.layout.tp)
 
     def _serve(self, version: int, *, update: bool) -> None:
-        """Serve the weights in the folder.
+        """Serve the weights in the private folder; the other ranks only wait.
 
         Args:
             update: If true, running servers load the weights; if false, all servers restart.
         """
-        was_asleep, self._asleep = self._asleep, False
-        self._replica_barrier()  # the other processes have freed their GPUs
-        self.version = version
+        was_asleep, self._is_asleep = self._is_asleep, False
+        self._replica_barrier()  # until the other ranks have freed their GPUs
         if not self.world.is_primary:
+            self.version = version
             return
         self.version = -1
         model = self._shm_folder() / "model"
 
-        def read(process: ServerProcess) -> None:
+        def update_server(process: ServerProcess) -> None:
             if was_asleep:
                 self.wake(process)
             self.update_weights(process, model, version)
 
-        self._servers.start(read if update else None)
+        self._servers.start(update_server if update else None)
         self.version = version
 
     def _start_server(self, server_index: int) -> ServerProcess:
@@ -467,7 +468,7 @@ class ServerEngine(ExternalEngine):
 
 
 def _same_files(folder: Path, other_folder: Path) -> bool:
-    """Return whether two folders have equal files beside the weights (network and tokenizer)."""
+    """Return whether two folders have equal files, except for the weights."""
     names = non_weight_files(folder)
     return names == non_weight_files(other_folder) and all(
         filecmp.cmp(folder / name, other_folder / name, shallow=False) for name in names
@@ -476,7 +477,7 @@ def _same_files(folder: Path, other_folder: Path) -> bool:
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 BARRIER_TIMEOUT = timedelta(days=30)
-"""Maximum duration of a batch. The wait ends earlier if a process fails and disconnects."""
+"""Maximum duration of a generate call. The wait ends earlier if a rank fails and disconnects."""
 
 
 class ReplicaGroup:
@@ -502,8 +503,8 @@ def check_attention_heads(
 ) -> None:
     """Check that the attention heads can be divided over a number of ranks.
 
-    All ranks have the same number of query heads. Key-value heads are divided too; if there are
-    fewer than ranks, each is replicated the same number of times.
+    All ranks have the same number of query heads. Key-value heads are divided too. If there are
+    fewer of them than ranks, each is replicated the same number of times.
 
     Args:
         settings: The text config of the model, with the field names of transformers.
@@ -511,7 +512,7 @@ def check_attention_heads(
         key: The configuration key of the layout, for the error message.
 
     Raises:
-        ConfigError: The number is not possible; the message lists possible ones.
+        ConfigError: The number of ranks is not possible; the message lists possible numbers.
     """
     if size == 1:
         return
@@ -535,20 +536,20 @@ def server_gpus(local_rank: int, server_index: int, num_servers: int, gpus_per_s
     Args:
         local_rank: Local rank of the starting process; the ranks of a replica are adjacent.
         server_index: Index of the server within the replica.
-        num_servers: Servers of the replica, and GPUs of each of its ranks.
-        gpus_per_server: GPUs of the server, and ranks of the replica.
+        num_servers: Number of servers of the replica, equal to the GPUs of each of its ranks.
+        gpus_per_server: Number of GPUs of a server, equal to the ranks of the replica.
 
     Raises:
         ConfigError: This process does not see enough GPUs.
     """
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
-    names = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
+    gpus = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
     # Launchers show each process either all GPUs of the node or only its own.
-    first = local_rank * num_servers % max(1, len(names)) + server_index * gpus_per_server
-    if first + gpus_per_server > len(names):
+    first = local_rank * num_servers % max(1, len(gpus)) + server_index * gpus_per_server
+    if first + gpus_per_server > len(gpus):
         raise ConfigError(
             f"engine.replicas: {num_servers} servers of {gpus_per_server} GPUs each need GPUs "
-            f"{first} to {first + gpus_per_server - 1} of this process, which sees {len(names)}; "
+            f"{first} to {first + gpus_per_server - 1} of this process, which sees {len(gpus)}; "
             "give the stage more GPUs on a node, or lower engine.replicas or the layout's tp"
         )
-    return ",".join(names[first : first + gpus_per_server])
+    return ",".join(gpus[first : first + gpus_per_server])

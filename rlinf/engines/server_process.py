@@ -27,11 +27,13 @@ from rlinf.engines.engine_plugins import server_launcher
 from rlinf.errors import DataError, RlinfError
 
 POLL_S = 0.1
+"""Interval at which a starting server is checked."""
 LIVENESS_INTERVAL_S = 10.0
 """Time without a response before the server is probed, and interval between probes."""
 LIVENESS_TIMEOUT_S = 30.0
 """Timeout of one probe. SGLang needs 20 s to report a failure."""
 LOG_TAIL_LINES = 15
+"""Number of last lines of a server's log in an error message."""
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +68,7 @@ class ServerProcess:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         socket_path: Path,
-        log: Path,
+        log_path: Path,
         timeout_s: float,
         heartbeat_route: str = "/health",
         heartbeat_timeout_s: float = math.inf,
@@ -77,23 +79,24 @@ class ServerProcess:
             module: The module to run with ``arguments``.
             environment: Environment variables, in addition to those of this process.
             socket_path: The Unix socket where the server will listen.
-            log: The log file; output is appended.
+            log_path: The log file; output is appended.
             timeout_s: Timeout of one response.
             heartbeat_route: The route that answers while the server is alive.
             heartbeat_timeout_s: A server without a heartbeat for this time is killed.
         """
-        self._socket_path, self._log, self._timeout_s = socket_path, log, timeout_s
+        self._socket_path, self._log_path, self._timeout_s = socket_path, log_path, timeout_s
         self._heartbeat_route, self._heartbeat_timeout_s = heartbeat_route, heartbeat_timeout_s
         self._probe_lock = threading.Lock()
         self._last_response, self._first_failure = time.monotonic(), math.inf
-        """Times of the last response and of the first failed probe since then."""
+        """Monotonic times of the last response and of the first probe that failed since then."""
         self._thread_local = threading.local()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = log.stat().st_size if log.exists() else 0
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_offset = log_path.stat().st_size if log_path.exists() else 0
+        """Size of the log before the server starts, bytes."""
         launcher = str(Path(server_launcher.__file__))
-        reader, self._pipe = os.pipe()
+        reader, self._pipe = os.pipe()  # the server exits when this process closes its end
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        with log.open("ab") as stream:
+        with log_path.open("ab") as stream:
             try:
                 self._process = subprocess.Popen(
                     [python, launcher, str(reader), module, *arguments],
@@ -109,13 +112,13 @@ class ServerProcess:
         self.pid = self._process.pid
         self._kill = weakref.finalize(self, _kill, self._process, self._pipe)
 
-    def wait_ready(self, route: str, deadline_s: float) -> None:
+    def wait_ready(self, route: str, timeout_s: float) -> None:
         """Wait until a route answers.
 
         Raises:
-            ServerError: The server exited or did not answer by the deadline.
+            ServerError: The server exited or did not answer within ``timeout_s``.
         """
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + timeout_s
         while True:
             if not self.is_alive:
                 self._fail(f"ended with exit code {self._process.returncode} before it was ready")
@@ -124,7 +127,7 @@ class ServerProcess:
                 return
             if time.monotonic() > deadline:
                 self.close()
-                self._fail(f"did not answer within {deadline_s:g} s")
+                self._fail(f"did not answer within {timeout_s:g} s")
             time.sleep(POLL_S)
 
     @property
@@ -136,7 +139,7 @@ class ServerProcess:
         """Send a GET request and return the response; raises as :meth:`post`.
 
         Args:
-            timeout_s: Timeout on a separate connection; None: use the default.
+            timeout_s: Timeout of a separate connection; None: use the thread's connection.
         """
         if timeout_s is None:
             return self._request("GET", route, None, check_heartbeat=False)
@@ -158,7 +161,7 @@ class ServerProcess:
 
         Raises:
             DataError: The server rejected the request.
-            ServerUnavailable: No response came.
+            ServerUnavailable: There was no response.
         """
         return self._request("POST", route, body, check_heartbeat=check_heartbeat)
 
@@ -167,11 +170,11 @@ class ServerProcess:
         self._kill()
 
     def log_tail(self) -> str:
-        """Return the last lines of the log."""
-        with self._log.open("rb") as file:
-            file.seek(self._log_start)
+        """Return the last lines of the log, after up to three earlier error lines."""
+        with self._log_path.open("rb") as file:
+            file.seek(self._log_offset)
             lines = file.read().decode(errors="replace").splitlines()
-        # A crash is often logged before many lines of the shutdown.
+        # After a crash, a server often logs many lines about its shutdown.
         start = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
         tail = lines[-LOG_TAIL_LINES:]
         traceback = [] if start is None else lines[start:-LOG_TAIL_LINES]
@@ -179,7 +182,8 @@ class ServerProcess:
         return "\n".join([*errors[-3:], *tail])
 
     def _fail(self, problem: str) -> None:
-        raise ServerError(f"the server {problem}; end of its log {self._log}:\n{self.log_tail()}")
+        log_tail = self.log_tail()
+        raise ServerError(f"the server {problem}; end of its log {self._log_path}:\n{log_tail}")
 
     def _request(self, method: str, route: str, body: Any, *, check_heartbeat: bool) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -209,7 +213,7 @@ class ServerProcess:
         """Wait until a response begins.
 
         Raises:
-            TimeoutError: There was no response.
+            TimeoutError: There was no response in time.
         """
         poller, deadline = select.poll(), time.monotonic() + self._timeout_s
         poller.register(connection, select.POLLIN)
@@ -219,7 +223,7 @@ class ServerProcess:
             self._probe()
 
     def _probe(self) -> None:
-        """Probe the server, in one thread at a time. If it is killed, all requests fail."""
+        """Probe the server, in one thread at a time, and kill it if it has no heartbeat."""
         if not self._probe_lock.acquire(blocking=False):
             return
         try:

@@ -33,8 +33,8 @@ MEMORY_TAGS = ["kv_cache", "weights"]
 CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"
 """Folder with stubs of packages, for CPUs."""
 CONTEXT_MARGIN = 8
-"""Tokens to add to SGLang's context length. SGLang accepts prompts of up to six tokens less, and
-truncates responses two tokens before it, which would look like their end."""
+"""Tokens to add to SGLang's context length. SGLang limits prompts to six tokens less than it, and
+truncates responses two tokens before it, as if they had ended."""
 ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for CONTEXT_MARGIN
 """Environment variables of every process that imports SGLang."""
 
@@ -58,9 +58,9 @@ class SGLangCacheEngine(ExternalEngine):
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        vectors = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
+        vectors_per_token = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
         itemsize: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(self._config.max_total_tokens * vectors * head_size * itemsize)
+        return int(self._config.max_total_tokens * vectors_per_token * head_size * itemsize)
 
     def _read_model(self, model: Path) -> None:
         super()._read_model(model)
@@ -88,19 +88,19 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
     server_module = "rlinf_sglang"
     server_package = "sglang"
 
-    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context_length: int, socket: Path) -> list[str]:
         with sockets.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]  # no one listens there; SGLang derives other ports from it
+            port = free.getsockname()[1]  # unused; SGLang derives other port numbers from it
         return [
-            *sglang_args(self, model, context),
+            *sglang_args(self, model, context_length),
             *("--port", str(port), "--skip-server-warmup", "--log-level-http", "warning"),
             # Otherwise an idle scheduler occupies a CPU core.
             "--sleep-on-idle",
         ]
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:
-        # A new file for each start, because torch would read a dead server's file as messages.
+        # Each server needs a new file, because torch would read messages of a dead one in it.
         rendezvous = socket.with_name(f"rendezvous-{uuid.uuid4().hex}")
         variables = {
             **ENVIRONMENT,
@@ -141,18 +141,18 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
         )
 
 
-def sglang_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
+def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> list[str]:
     """Return the command-line arguments of SGLang for the model and its decoding.
 
     Args:
         model: The model folder.
-        context: Largest number of tokens of prompt and response together.
+        context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
     return [
         *("--model-path", str(model)),
-        *("--dtype", policy.dtype, "--context-length", str(context + CONTEXT_MARGIN)),
+        *("--dtype", policy.dtype, "--context-length", str(context_length + CONTEXT_MARGIN)),
         *("--tp-size", str(engine.world.layout.tp)),
         *("--max-running-requests", str(config.max_num_seqs)),
         *("--max-total-tokens", str(config.max_total_tokens)),
@@ -163,11 +163,13 @@ def sglang_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
     ]
 
 
-def sglang_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dict[str, Any]:
+def sglang_sampling_params(
+    request: SegmentRequest, stop_token_ids: Collection[int]
+) -> dict[str, Any]:
     """Return SGLang's sampling parameters for a segment.
 
     Args:
-        stops: Ids of the tokens that end a sample.
+        stop_token_ids: Ids of the tokens that end a sample.
     """
     sampling = request.sampling
     return {
@@ -178,10 +180,10 @@ def sglang_sampling_params(request: SegmentRequest, stops: Collection[int]) -> d
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "sampling_seed": request.seed,
-        # SGLang applies stop strings before min_new_tokens; then only resumable.py checks them.
+        # With min_new_tokens, resumable.py checks stop strings: SGLang would apply them too early.
         "stop": [] if request.min_tokens else list(sampling.stop),
-        "stop_token_ids": sorted(stops),
-        "ignore_eos": not stops,
+        "stop_token_ids": sorted(stop_token_ids),
+        "ignore_eos": not stop_token_ids,
         "no_stop_trim": True,
     }
 
@@ -258,34 +260,33 @@ class SGLangStepDecoder:
     def __init__(self, engine: SGLangInProcessEngine) -> None:
         self._engine = engine
         self._running: dict[str, ResumableSample] = {}
-        self._count = 0
+        """Samples of the running segments, by SGLang's request id."""
+        self._num_submitted = 0
 
     def __len__(self) -> int:
         return len(self._running)
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
         self._engine.check_length(request)
-        self._count += 1
-        name = str(self._count)
+        self._num_submitted += 1
+        request_id = str(self._num_submitted)
         self._engine.backend.rlinf_submit(
-            name,
+            request_id,
             request.context_tokens,
             sglang_sampling_params(request, self._engine.stop_token_ids_for(request)),
         )
-        self._running[name] = sample
+        self._running[request_id] = sample
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
         with self._engine.close_on_error():
             finished = self._engine.backend.step()
-        return [
-            (self._running.pop(name), to_segment(request)) for name, request in finished.items()
-        ]
+        return [(self._running.pop(rid), to_segment(request)) for rid, request in finished.items()]
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
         backend, running, self._running = self._engine.backend, self._running, {}
         if running and backend is not None:
             requests = backend.rlinf_requests
-            segments = [(sample, to_segment(requests[name])) for name, sample in running.items()]
+            segments = [(sample, to_segment(requests[rid])) for rid, sample in running.items()]
             with self._engine.close_on_error():
                 backend.rlinf_abort_all()
             yield from segments

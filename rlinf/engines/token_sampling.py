@@ -28,7 +28,7 @@ def sample_tokens(
 
     Returns:
         Tokens ``[B]`` int64 and their log-probabilities ``[B]`` under the policy, as
-        :class:`rlinf.engines.token_sampling.SamplingParams` defines it.
+        :class:`SamplingParams` defines the policy.
     """
     logprobs = F.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
     allowed = logprobs if forbidden is None else logprobs.masked_fill(forbidden, -torch.inf)
@@ -73,8 +73,8 @@ def completes_stop_string(
 ) -> bool:
     """Return whether a stop string ends in the last token of a sample.
 
-    Only the necessary number of last tokens is decoded: a token has at least one byte, unless it is
-    special.
+    Only as many of the last tokens are decoded as a stop string can span: a token has at least one
+    byte, unless it is special.
 
     Args:
         tokens: The tokens of the sample.
@@ -85,7 +85,7 @@ def completes_stop_string(
     if tokens[-1] in stop_ids:
         return True
     max_bytes = max(len(stop.encode()) for stop in stops)
-    window = max_bytes + 8
+    window = max_bytes + 8  # a few more, because special tokens have no text
     while True:
         tail = tokens[-window:]
         text, old_text = decode(tail), decode(tail[:-1])
@@ -103,15 +103,15 @@ def completes_stop_string(
 class SamplingParams:
     """Sampling parameters of one request, stored under these names in its ``info``.
 
-    With logits ``z`` the policy is ``softmax(z / temperature)``. The log-probability that an engine
-    records is taken under it, and so is the trainer's. ``min_tokens``, ``top_k``, ``top_p`` and
-    ``min_p`` then restrict the tokens that can be drawn, in this order, without changing the
-    recorded log-probability. Where they restrict, samples come from a narrower distribution than
-    the trained one, which importance ratios do not see.
+    With logits ``z`` the policy is ``softmax(z / temperature)``. Engine and trainer compute
+    log-probabilities under this policy. ``min_tokens``, ``top_k``, ``top_p`` and ``min_p`` then
+    restrict the tokens that can be drawn, in this order, without changing the recorded
+    log-probability. Such samples follow a narrower distribution than the policy, and importance
+    ratios do not correct for that.
     """
 
     horizon: int
-    """Maximum number of tokens."""
+    """Maximum number of tokens of the response."""
     temperature: float = 1.0
     """0: always the most likely token; its log-probability is that at temperature 1."""
     top_k: int = 0
@@ -134,7 +134,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def to_info(self) -> dict[str, Scalar]:
-        """Return the values for a request's ``info``, without defaults except the first two."""
+        """Return the values for a request's ``info``; only the first two if they are defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default for f in fields(self)[2:]}
         changed = {name: v for name, v in values.items() if defaults.get(name, ...) != v}

@@ -1,7 +1,7 @@
 """The engine that decodes with ``transformers`` models, made for small models and CPUs.
 
-Each distinct prompt is computed once, and all samples of its group share its keys and values. The
-KV cache is allocated once. Log-probabilities come from the forward pass that samples the token.
+Each distinct prompt is computed once; its keys and values are copied to all samples of the prompt.
+The KV cache is allocated once. Log-probabilities come from the forward pass that samples the token.
 :mod:`rlinf.engines.continuous_batching` schedules the rows.
 """
 
@@ -73,12 +73,12 @@ class TransformersEngine(OffloadableTensors, Engine):
         self._config = config
         self._policy: type[Policy] = policy
         self._policy_config: CausalLMConfig = policy_config
-        self._images: ImageProcessor | None = None
+        self._image_processor: ImageProcessor | None = None
         if config.dtype is not None:
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
         self._module: Any = None
-        self._step: FusedDecodeStep | None = None
+        self._fused_step: FusedDecodeStep | None = None
         self._equal_length: EqualLengthNetwork | None = None
 
     @classmethod
@@ -91,15 +91,16 @@ class TransformersEngine(OffloadableTensors, Engine):
 
     def load(self, folder: Path, version: int) -> None:
         if self._module is None or not reload_weights(self._module, folder):
-            self._module = self._step = self._equal_length = None  # free the old weights first
+            # Free the old weights first.
+            self._module = self._fused_step = self._equal_length = None
             module = load_module(folder, self._policy_config).eval()
             self._module = move_to_device(module, self.device)
             if supports_padding(module.config):
-                self._step = FusedDecodeStep.from_module(self._module)
+                self._fused_step = FusedDecodeStep.from_module(self._module)
                 use_decode_attention(self._module)
             else:
                 self._equal_length = EqualLengthNetwork(self._module)
-        self._images = self._policy.image_processor(folder)
+        self._image_processor = self._policy.image_processor(folder)
         hf_folder = HFFolder.from_config(self._policy_config, folder)
         self._chat_format = hf_folder.chat_format
         stops = () if self._config.ignore_eos else sorted(hf_folder.stop_token_ids)
@@ -119,7 +120,7 @@ class TransformersEngine(OffloadableTensors, Engine):
 
     def close(self) -> None:
         self.drop_host_copies()
-        self._module = self._step = self._equal_length = None
+        self._module = self._fused_step = self._equal_length = None
         self.version = -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -133,11 +134,11 @@ class TransformersEngine(OffloadableTensors, Engine):
         ).iter_replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, for the search of stop strings."""
+        """Return the text of tokens, in which stop strings are searched."""
         return self._chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        """Return the ids of stop strings that are special tokens; decoded text never has those."""
+        """Return the ids of stop strings that are special tokens, which decoded text lacks."""
         return self._chat_format.stop_ids(texts)
 
     def prefill(
@@ -160,15 +161,15 @@ class TransformersEngine(OffloadableTensors, Engine):
             Logits ``[B, V]`` of the next tokens, the cache, and a mask bool
             ``[B, length + free_columns]`` of the columns that each row attends to.
         """
-        if self._step is not None and not self._step.is_valid:
-            self._step = None
+        if self._fused_step is not None and not self._fused_step.is_valid:
+            self._fused_step = None
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
         if self._equal_length is not None:
             next_logits, groups = self._equal_length.prefill(contexts, self.device)
-            starts = torch.from_numpy(width - lengths).to(self.device)[:, None]
+            first_columns = torch.from_numpy(width - lengths).to(self.device)[:, None]
             columns = torch.arange(width + free_columns, device=self.device)
-            return next_logits, groups, (columns >= starts) & (columns < width)
+            return next_logits, groups, (columns >= first_columns) & (columns < width)
         # A key is the length (because the padding 0 is also an ordinary token), the index of the
         # first row with the same images, and the tokens.
         keys = np.zeros((len(contexts), 2 + width), dtype=np.int64)
@@ -179,18 +180,18 @@ class TransformersEngine(OffloadableTensors, Engine):
                 content = row_images[SIZES_COLUMN].tobytes() + row_images[PIXELS_COLUMN].tobytes()
                 key[1] = first_rows.setdefault(content, i)
         distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
-        sizes = distinct[:, 0]
+        counts = distinct[:, 0]
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
-        for row, prompt, count in zip(tokens, distinct[:, 2:], sizes.tolist(), strict=True):
-            row[width - count :] = prompt[:count]
-        column = torch.arange(width, device=self.device)
-        size = torch.from_numpy(sizes).to(self.device)
-        valid = column >= (width - size)[:, None]
-        positions = (column - (width - size)[:, None]).clamp(min=0)
+        for row, context, count in zip(tokens, distinct[:, 2:], counts.tolist(), strict=True):
+            row[width - count :] = context[:count]
+        columns = torch.arange(width, device=self.device)
+        first_columns = torch.from_numpy(width - counts).to(self.device)[:, None]
+        valid = columns >= first_columns
+        positions = (columns - first_columns).clamp(min=0)
         cache = KeyValueCache(width + free_columns)
-        if self._images is not None:
+        if self._image_processor is not None:
             distinct_images = [images[row] if images else None for row in distinct[:, 1].tolist()]
-            positions, extra = self._image_inputs(distinct[:, 2:], sizes, distinct_images, width)
+            positions, extra = self._image_inputs(distinct[:, 2:], counts, distinct_images, width)
         else:
             extra = {}
         logits = self.forward(
@@ -215,7 +216,7 @@ class TransformersEngine(OffloadableTensors, Engine):
             contexts: Token ids ``[n, width]``, padded on the right.
             images: Images of each context.
         """
-        processor = self._images
+        processor = self._image_processor
         assert processor is not None
         positions = np.zeros((3, len(contexts), width), np.int64)
         arrays, sizes = list[np.ndarray](), list[np.ndarray]()
@@ -233,8 +234,8 @@ class TransformersEngine(OffloadableTensors, Engine):
         return torch.from_numpy(positions).to(self.device), extra_inputs
 
     def rope_shift(self, images: Sequence[PromptImages | None]) -> Tensor:
-        """Return the offset of rotary positions behind the images of each row, int64 ``[B]``."""
-        processor = self._images
+        """Return the offset of rotary positions after the images of each row, int64 ``[B]``."""
+        processor = self._image_processor
         shifts = [
             0 if item is None or processor is None else processor.rope_shift(image_sizes(item))
             for item in images
@@ -260,8 +261,8 @@ class TransformersEngine(OffloadableTensors, Engine):
         if isinstance(cache, EqualLengthCache):
             assert self._equal_length is not None
             return self._equal_length.step(tokens, cache)
-        if self._step is not None and tokens.shape[1] == 1 and len(cache):
-            logits = self._step(tokens, positions, mask, cache)
+        if self._fused_step is not None and tokens.shape[1] == 1 and len(cache):
+            logits = self._fused_step(tokens, positions, mask, cache)
             cache.advance(1)
             return logits.float()
         if mask is None:
@@ -279,6 +280,6 @@ class TransformersEngine(OffloadableTensors, Engine):
         logits = output.logits[:, -1].float()
         return (
             logits
-            if self._images is None
-            else mask_tokens(logits, self._images.suppressed_token_ids)
+            if self._image_processor is None
+            else mask_tokens(logits, self._image_processor.suppressed_token_ids)
         )

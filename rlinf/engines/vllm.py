@@ -1,6 +1,6 @@
 """Engines that use vLLM: as servers (:mod:`rlinf.engines.server`), or in the stage's process.
 
-Requests and responses have token ids (``/inference/v1/generate``). A worker extension
+Requests and responses carry token ids, no text (``/inference/v1/generate``). A worker extension
 (``engine_plugins/rlinf_vllm.py``) loads new weights in place and computes the log-probabilities of
 the policy.
 """
@@ -51,9 +51,9 @@ class VLLMEngine(ServerEngine):
     server_module = "vllm.entrypoints.openai.api_server"
     heartbeat_route = "/is_sleeping"  # reaches the decoding process, unlike /health
 
-    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context_length: int, socket: Path) -> list[str]:
         return [
-            *vllm_args(self, model, context),
+            *vllm_args(self, model, context_length),
             *("--uds", str(socket), "--enable-scale-out", "--disable-uvicorn-access-log"),
             *("--worker-extension-cls", "rlinf_vllm.WorkerExtension"),
         ]
@@ -107,18 +107,18 @@ def _call(process: ServerProcess, method: str, *args: str, check_heartbeat: bool
     process.post("/collective_rpc", body, check_heartbeat=check_heartbeat)
 
 
-def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
+def vllm_args(engine: ExternalEngine, model: Path, context_length: int) -> list[str]:
     """Return the command-line arguments of vLLM for the model and its decoding.
 
     Args:
         model: The model folder.
-        context: Largest number of tokens of prompt and response together.
+        context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
     return [
         *("--model", str(model), "--dtype", policy.dtype),
         *("--tensor-parallel-size", str(engine.world.layout.tp)),
-        *("--max-model-len", str(context), "--max-num-seqs", str(config.max_num_seqs)),
+        *("--max-model-len", str(context_length), "--max-num-seqs", str(config.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(engine.kv_cache_bytes())),
         *("--generation-config", "vllm"),  # ignore the checkpoint's sampling defaults
         *(["--enable-sleep-mode"] if engine.can_sleep else []),
@@ -127,11 +127,13 @@ def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
     ]
 
 
-def vllm_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dict[str, Any]:
+def vllm_sampling_params(
+    request: SegmentRequest, stop_token_ids: Collection[int]
+) -> dict[str, Any]:
     """Return vLLM's sampling parameters for a segment.
 
     Args:
-        stops: Ids of the tokens that end a sample.
+        stop_token_ids: Ids of the tokens that end a sample.
     """
     sampling = request.sampling
     return {
@@ -143,7 +145,7 @@ def vllm_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dic
         "min_p": sampling.min_p,
         "seed": request.seed,
         "stop": list(sampling.stop),
-        "stop_token_ids": sorted(stops),
+        "stop_token_ids": sorted(stop_token_ids),
         "ignore_eos": True,  # stop_token_ids has all stop tokens
         "logprobs": 0,  # only for the sampled token
         "detokenize": bool(sampling.stop),
@@ -184,7 +186,7 @@ class VLLMInProcessEngine(InProcessEngine):
             args = EngineArgs.from_cli_args(parser.parse_args(arguments))
             self.backend = LLMEngine.from_engine_args(args)
             self.backend.collective_rpc("rlinf_setup")
-        # Each update would log that layers without weights were not loaded.
+        # Otherwise each update logs that layers without weights were not loaded.
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -220,7 +222,8 @@ class VLLMStepDecoder:
     def __init__(self, engine: VLLMInProcessEngine) -> None:
         self._engine = engine
         self._running: dict[str, VLLMSegment] = {}
-        self._count = 0
+        """Running segments by vLLM's request id."""
+        self._num_submitted = 0
 
     def __len__(self) -> int:
         return len(self._running)
@@ -234,24 +237,24 @@ class VLLMStepDecoder:
             **vllm_sampling_params(request, self._engine.stop_token_ids_for(request)),
             output_kind=RequestOutputKind.DELTA,
         )
-        self._count += 1
-        name = str(self._count)
-        self._engine.backend.add_request(name, tokens_input(request.context_tokens), params)
-        self._running[name] = VLLMSegment(sample)
+        self._num_submitted += 1
+        request_id = str(self._num_submitted)
+        self._engine.backend.add_request(request_id, tokens_input(request.context_tokens), params)
+        self._running[request_id] = VLLMSegment(sample)
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
         finished: list[tuple[ResumableSample, GeneratedSegment | Exception]] = []
         with self._engine.close_on_error():
             outputs = self._engine.backend.step()
         for output in outputs:
-            running, (choice,) = self._running[output.request_id], output.outputs
-            running.tokens += choice.token_ids
+            segment, (choice,) = self._running[output.request_id], output.outputs
+            segment.tokens += choice.token_ids
             pairs = zip(choice.token_ids, choice.logprobs, strict=True)
-            running.logprobs += [entry[token].logprob for token, entry in pairs]
+            segment.logprobs += [entry[token].logprob for token, entry in pairs]
             if output.finished:
                 del self._running[output.request_id]
-                segment = GeneratedSegment(running.tokens, running.logprobs, choice.finish_reason)
-                finished.append((running.sample, segment))
+                result = GeneratedSegment(segment.tokens, segment.logprobs, choice.finish_reason)
+                finished.append((segment.sample, result))
         return finished
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:

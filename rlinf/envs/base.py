@@ -43,7 +43,7 @@ class RolloutRequest:
     num_groups: int
     """Number of groups that all workers together may collect in this iteration."""
     group_size: int
-    """Samples per group. Those of a group have the ids ``group * group_size + k``."""
+    """Samples per group; group ``g`` has the sample ids ``g * group_size + k``."""
     horizon: int
     temperature: float
     partial_samples: Mapping[int, Trajectory] | None = None
@@ -54,22 +54,21 @@ class RolloutRequest:
     samples start new episodes, and episodes that are unfinished at the end are saved. None: all
     samples start new episodes, and no episode is saved."""
     groups_per_batch: int | None = None
-    """Number of groups of a batch, if an iteration may draw several; None: ``num_groups``."""
+    """Groups per batch, if an iteration may draw several batches; None: ``num_groups``."""
     num_videos: int = 0
     """Samples with an id below this number record :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
-    """Other fields of :class:`rlinf.engines.token_sampling.SamplingParams`, as in the ``info`` of
-    requests."""
+    """Further sampling settings: fields of :class:`rlinf.engines.token_sampling.SamplingParams`."""
 
     @property
     def request_info(self) -> dict[str, Scalar]:
         """Return the sampling settings, for the ``info`` of requests."""
         return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
-    def task_turns(self, groups: np.ndarray) -> np.ndarray:
-        """Return the turn of each group, a running number. Modulo the number of tasks, it is the
-        index of the group's task. In training, turns continue from iteration to iteration, so that
-        each task has an equal share even if a batch has fewer groups than there are tasks. In
+    def group_ordinals(self, groups: np.ndarray) -> np.ndarray:
+        """Return the running number of each group: its remainder modulo the number of tasks is the
+        index of the group's task. In training, numbers continue from iteration to iteration, so
+        that each task has an equal share even if a batch has fewer groups than there are tasks. In
         evaluation, and if episodes continue over iterations, a group keeps its task."""
         if self.split == "test" or self.open_episodes is not None:
             return groups
@@ -249,8 +248,8 @@ class Environment(Component, ABC):
         marks a trajectory that could not be scored; evaluation leaves it out.
 
         Args:
-            counts: receives the number of failures by kind (time-outs, for instance); each is a
-                metric of the stage.
+            counts: is increased by the number of failures of each kind, such as time-outs; each
+                kind is a metric of the stage.
         """
 
     def episode_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

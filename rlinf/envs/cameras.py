@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .observations import Arrays, Images, InvalidEnvConfig, check_cameras, get_instruction
+from .observations import Arrays, ImageSizes, InvalidEnvConfig, check_cameras, get_instruction
 
 RENDERER_MODEL_FIELDS = (
     *("mesh_vert", "mesh_face", "mesh_normal", "mesh_texcoord", "hfield_data", "tex_data"),
@@ -24,7 +24,7 @@ RENDERER_MODEL_FIELDS = (
 )
 """Fields of a MuJoCo model that a renderer copies to the GPU."""
 _RENDERERS: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Renderers of this process, by digest of those fields, height and width."""
+"""Renderers of this process, by digest of these model fields, height and width."""
 log = logging.getLogger("rlinf.envs.vector_env")
 
 
@@ -35,7 +35,7 @@ class CameraWrapper:
     it renders MuJoCo environments with :class:`MujocoCameras`.
     """
 
-    def __init__(self, env: Any, images: Images) -> None:
+    def __init__(self, env: Any, images: ImageSizes) -> None:
         self._env, self._images = env, images
         self._render: Any = getattr(env, "render_camera", None)
         unwrapped = getattr(env, "unwrapped", env)
@@ -74,13 +74,13 @@ class CameraWrapper:
 
 
 class MujocoCameras:
-    """Renders images of a MuJoCo environment, uint8 ``[H, W, 3]``; ``free`` is the unnamed camera.
+    """Renders images of a MuJoCo environment, uint8 ``[H, W, 3]``; ``free``: its default camera.
 
     Shadows, reflections and multisampling are off, because they take most of the time of software
     rendering.
     """
 
-    def __init__(self, env: Any, images: Images) -> None:
+    def __init__(self, env: Any, images: ImageSizes) -> None:
         self._env, self._images = env, images
         self._mujoco = importlib.import_module("mujoco")
         self._create_renderers()

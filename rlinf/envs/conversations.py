@@ -71,8 +71,8 @@ class ConversationSpan:
 
 
 class ConversationsEnvironment(ProblemSetEnvironment):
-    """Prompts are conversations up to the assistant's last message. An answer is right if it equals
-    that message, without reasoning and surrounding white space."""
+    """Prompts are conversations up to the assistant's last message. A response is right if it
+    equals this message, except for reasoning and surrounding white space."""
 
     Config = ConversationsConfig
     config: ConversationsConfig
@@ -109,8 +109,8 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             return TaskSize(train - config.num_fewshot, test)
         environment = cls(config, processor)
         # Check the conversations for SFT, too.
-        environment._training_trajectories("train")
-        environment._training_trajectories("test")
+        environment._sft_dataset("train")
+        environment._sft_dataset("test")
         return super().task_size(config, processor)
 
     def grade(self, response: str, answer: str) -> float:
@@ -119,7 +119,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return conversations without replacement, in a new order for each epoch."""
-        dataset = self._training_trajectories("train")
+        dataset = self._sft_dataset("train")
         indices = []
         for i in range(count):
             epoch, position = divmod(step * count + i, len(dataset))
@@ -130,7 +130,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         ]
 
     def test_demonstrations(self, count: int) -> list[Trajectory]:
-        dataset = self._training_trajectories("test")
+        dataset = self._sft_dataset("test")
         trajectories = dataset.take(range(min(count, len(dataset))))
         return [replace(t, identity=RecordId(0, i)) for i, t in enumerate(trajectories)]
 
@@ -141,8 +141,8 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             self._sft_epoch = ((seed, epoch), order)
         return self._sft_epoch[1]
 
-    def _training_trajectories(self, split: Split) -> RenderedDataset[Trajectory]:
-        """Return all conversations of a split for training; each is tokenized on use."""
+    def _sft_dataset(self, split: Split) -> RenderedDataset[Trajectory]:
+        """Return the conversations of a split for SFT; each is tokenized on use."""
         if split not in self._datasets:
             problems = self.load_problems(self.config, split)
             problems = problems[self.config.num_fewshot :] if split == "train" else problems

@@ -301,9 +301,9 @@ class DialogueEnvironment(TextEnvironment):
     """Exchanges messages with the policy; a task defines the dialogues.
 
     Steps are tokens. A message's reward is on its last token; ``turns`` int32 ``[T]`` is the index
-    of the policy's message that a token belongs to or follows. If ``step`` raises or takes too
-    long, only its dialogue is lost: all of its steps are masked, it has no score, and advantages of
-    its group are computed without it.
+    of the policy's message that a token belongs to or follows. If :meth:`Dialogue.step` raises or
+    takes too long, only this dialogue is lost: all of its steps are masked, it has no score, and
+    advantages of its group are computed without it.
     """
 
     Config: ClassVar[type[Section]] = DialogueConfig
@@ -378,12 +378,12 @@ class DialogueEnvironment(TextEnvironment):
             max_tokens = min(self.config.max_turn_tokens, request.horizon - len(state.tokens))
             by_limit.setdefault(max_tokens, []).append(state)
         for max_tokens, states in sorted(by_limit.items(), reverse=True):
-            observations.put(_request(request, states, max_tokens, stops))
+            observations.put(_token_request(request, states, max_tokens, stops))
         waiting = {state.sample: state for state in live}
         while waiting:
-            reply = actions.get()
-            for row, sample in enumerate(reply.steps["sample"].tolist()):
-                waiting.pop(sample).add_message(reply, row, self.chat_format, stops)
+            output = actions.get()
+            for row, sample in enumerate(output.steps["sample"].tolist()):
+                waiting.pop(sample).add_message(output, row, self.chat_format, stops)
 
     async def _step_all(self, live: Sequence[_DialogueState]) -> None:
         await asyncio.gather(*(self._step_one(state) for state in live))
@@ -431,8 +431,8 @@ class DialogueEnvironment(TextEnvironment):
         return [ids[state.sample] for state in states]
 
     def _templated_reply_tokens(self, states: Sequence[_DialogueState]) -> list[np.ndarray]:
-        """Return the tokens of replies with those of the chat template around them. The text of a
-        reply never becomes a special token."""
+        """Return the tokens of replies, each with the chat template's tokens around it. The text of
+        a reply never becomes a special token."""
         # Pieces alternate between text of the template and of a reply.
         all_pieces = chat_template_affixes(self._render, [state.step_result[0] for state in states])
         for state, pieces in zip(states, all_pieces, strict=True):
@@ -476,7 +476,7 @@ class _DialogueState:
     token_turns: list[int] = field(default_factory=list)
     """Index of the policy's message that a token belongs to or follows."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights; empty if the engine does not report it by token."""
+    """Version of the weights for each token; empty if the engine does not report it."""
     version: int | None = None
     """Version of the weights that generated the first message."""
     text: str = ""
@@ -495,19 +495,19 @@ class _DialogueState:
     is_user_error: bool = False
     """Whether the error is in the user's own code, so that a retry would raise it again."""
 
-    def add_message(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
-        """Record a message of the policy."""
-        length = int(reply.steps["length"][row])
-        ids = reply.steps["tokens"][row, :length].tolist()
+    def add_message(self, output: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
+        """Record a message of the policy from a row of the engine's output."""
+        length = int(output.steps["length"][row])
+        ids = output.steps["tokens"][row, :length].tolist()
         self.message = chat.decode(ids)
-        ends_with_token = reply.steps["stopped"][row] and not any(s in self.message for s in stops)
+        ends_with_token = output.steps["stopped"][row] and not any(s in self.message for s in stops)
         self.stop_token_text = chat.tokenizer.decode(ids[-1:]) if ends_with_token else ""
         self.text += self.message
-        self.version = int(reply.info["version"]) if self.version is None else self.version
+        self.version = int(output.info["version"]) if self.version is None else self.version
         self.tokens += ids
-        self.logprobs += reply.steps["logprobs"][row, :length].tolist()
-        if "version" in reply.steps:
-            self.versions += reply.steps["version"][row, :length].tolist()
+        self.logprobs += output.steps["logprobs"][row, :length].tolist()
+        if "version" in output.steps:
+            self.versions += output.steps["version"][row, :length].tolist()
         self.mask += [1.0] * length
         self.rewards += [0.0] * length
         self.token_turns += [self.num_turns] * length
@@ -561,7 +561,7 @@ class _DialogueState:
         )
 
 
-def _request(
+def _token_request(
     request: RolloutRequest, states: Sequence[_DialogueState], max_tokens: int, stops: Sequence[str]
 ) -> Record:
     """Return a request for at most ``max_tokens`` tokens after each dialogue's tokens so far."""

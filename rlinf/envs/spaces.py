@@ -318,7 +318,7 @@ class _ActionConverter:
         if not self._sizes:
             return np.concatenate([value.ravel() for value in values])
         indices = [
-            np.ravel(value - _start(part)).astype(np.int64)
+            np.ravel(value - _first_value(part)).astype(np.int64)
             for part, value in zip(self._parts, values)  # noqa: B905 - Python 3.9
         ]
         all_sizes = tuple(n for sizes in self._sizes for n in sizes)
@@ -357,7 +357,7 @@ def is_image(space: Any) -> bool:
 class _Gymnasium(NamedTuple):
     """The class and functions of Gymnasium that this module uses."""
 
-    space: type
+    space_class: type
     flatten: Any
     flatten_space: Any
 
@@ -375,7 +375,7 @@ def _flatten_obstacle(space: Any) -> str | None:
     if is_box(space):
         return None
     gymnasium = _gymnasium()
-    if gymnasium is None or not isinstance(space, gymnasium.space):
+    if gymnasium is None or not isinstance(space, gymnasium.space_class):
         return "of a kind that is not Gymnasium's"
     if type(space).__name__ in ("Text", "Sequence", "Graph", "OneOf"):
         return "which has no numbers in fixed places"
@@ -388,7 +388,7 @@ def _flatten_obstacle(space: Any) -> str | None:
 
 def _flat_bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
     gymnasium = _gymnasium()
-    if gymnasium is not None and isinstance(space, gymnasium.space):
+    if gymnasium is not None and isinstance(space, gymnasium.space_class):
         space = gymnasium.flatten_space(space)
     return np.ravel(space.low), np.ravel(space.high)
 
@@ -436,7 +436,7 @@ def _are_boxes_of_one_kind(parts: Sequence[Any]) -> bool:
     return len(is_integer) == 1 and all(is_box(part) for part in parts)
 
 
-def _start(space: Any) -> Any:
+def _first_value(space: Any) -> Any:
     return getattr(space, "start", 0)
 
 
@@ -447,7 +447,7 @@ def _split(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 def _to_part(space: Any, column: np.ndarray) -> np.ndarray:
     """Return a column ``[n, size]`` as actions of a part, ``[n, *shape]``, of the part's type."""
     shape = () if is_discrete(space) else tuple(space.shape)
-    actions = column.reshape(len(column), *shape) + (0 if is_box(space) else _start(space))
+    actions = column.reshape(len(column), *shape) + (0 if is_box(space) else _first_value(space))
     return actions.astype(getattr(space, "dtype", None) or actions.dtype)
 
 

@@ -152,9 +152,9 @@ class SubprocessVectorEnv:
         env_ids: Sequence[int],
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
-        turns: Sequence[int] | None = None,
+        ordinals: Sequence[int] | None = None,
     ) -> Arrays:
-        return wait_for_result(self.reset_async(env_ids, seeds, initial_states, turns))
+        return wait_for_result(self.reset_async(env_ids, seeds, initial_states, ordinals))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
         return wait_for_result(self.step_async(env_ids, actions))
@@ -183,12 +183,13 @@ class SubprocessVectorEnv:
         env_ids: Sequence[int],
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
-        turns: Sequence[int] | None = None,
+        ordinals: Sequence[int] | None = None,
     ) -> AsyncCall[Arrays]:
         """:meth:`reset` in two parts, between which other processes can be called."""
         self._num_envs = max(*env_ids, self._num_envs - 1, -1) + 1
         request: dict[str, Any] = {"method": "reset", "envs": list(env_ids), "seeds": list(seeds)}
-        request |= {"initial_states": initial_states, "turns": turns, "min_envs": self._num_envs}
+        request |= {"initial_states": initial_states, "ordinals": ordinals}
+        request["min_envs"] = self._num_envs
         _, observations = yield from self._begin_episodes(env_ids, request)
         return observations
 
@@ -304,7 +305,7 @@ class SubprocessVectorEnv:
         return answer, columns
 
     def _death(self) -> _ProcessDied:
-        """Return why the process no longer answers."""
+        """Return the error for a process that closed its connection."""
         try:
             code = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -340,14 +341,14 @@ class MultiProcessVectorEnv:
         env_ids: Sequence[int],
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
-        turns: Sequence[int] | None = None,
+        ordinals: Sequence[int] | None = None,
     ) -> Arrays:
         shares = self._shares(env_ids)
         calls = [
             p.reset_async(
-                local, [seeds[k] for k in rows], _select(initial_states, rows), _select(turns, rows)
+                ids, [seeds[k] for k in rows], _pick(initial_states, rows), _pick(ordinals, rows)
             )
-            for p, rows, local in shares
+            for p, rows, ids in shares
         ]
         return _merge_columns(len(env_ids), shares, _gather(calls))
 
@@ -393,7 +394,7 @@ class MultiProcessVectorEnv:
         return shares
 
 
-def _select(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
+def _pick(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
     return None if values is None else [values[row] for row in rows]
 
 

@@ -110,7 +110,7 @@ class SyncVectorEnv:
         env_ids: Sequence[int],
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
-        turns: Sequence[int] | None = None,
+        ordinals: Sequence[int] | None = None,
     ) -> Arrays:
         """Begin episodes; return observations by name, ``[n, ...]``.
 
@@ -122,8 +122,8 @@ class SyncVectorEnv:
         Args:
             initial_states: indices of initial states (modulo their number), for environments that
                 have a list of them; by default the seeds determine the states.
-            turns: running numbers of the groups (:meth:`RolloutRequest.task_turns`), which select
-                tasks in rotation, if there are several.
+            ordinals: running numbers of the groups (:meth:`RolloutRequest.group_ordinals`), which
+                select tasks in rotation, if there are several.
         """
         if self._single_instance and max(env_ids, default=0):
             raise InvalidEnvConfig(
@@ -135,7 +135,7 @@ class SyncVectorEnv:
         failed: dict[int, tuple[Any, ...]] = {}
         for row, (env_id, seed) in enumerate(zip(env_ids, seeds)):  # noqa: B905 - Python 3.9
             initial_state = None if initial_states is None else initial_states[row]
-            options = (initial_state, None if turns is None else turns[row])
+            options = (initial_state, None if ordinals is None else ordinals[row])
             try:
                 self._reset_one(env_id, seed, *options)
             except InvalidEnvConfig:
@@ -149,7 +149,7 @@ class SyncVectorEnv:
                     ) from error
                 self._recreate(env_id)
                 if not self._retry_reset(env_id, seed, *options):
-                    failed[env_id] = (seed ^ 1, *options)
+                    failed[env_id] = (seed ^ 1, *options)  # arguments with another seed
         if failed and not self._templates:
             # No observation is known yet; an episode with another seed provides one, or raises.
             env_id, other_reset = next(iter(failed.items()))
@@ -341,11 +341,11 @@ class SyncVectorEnv:
             self._envs.append(self._make())
 
     def _reset_one(
-        self, env_id: int, seed: int, initial_state: int | None, turn: int | None
+        self, env_id: int, seed: int, initial_state: int | None, ordinal: int | None
     ) -> None:
         env = self._envs[env_id]
         if hasattr(env, "num_tasks"):
-            options = {"initial_state": initial_state, "turn": turn}
+            options = {"initial_state": initial_state, "ordinal": ordinal}
         else:
             count = getattr(env, "num_initial_states", 0)
             options = {}
@@ -359,10 +359,10 @@ class SyncVectorEnv:
         self._last_observations[env_id] = observations
 
     def _retry_reset(
-        self, env_id: int, seed: int, initial_state: int | None, turn: int | None
+        self, env_id: int, seed: int, initial_state: int | None, ordinal: int | None
     ) -> bool:
         try:
-            self._reset_one(env_id, seed, initial_state, turn)
+            self._reset_one(env_id, seed, initial_state, ordinal)
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
@@ -418,8 +418,8 @@ class SyncVectorEnv:
 class BatchedVectorEnv:
     """Environments that one simulator steps together, with the methods of :class:`SyncVectorEnv`.
 
-    It is created for as many environments as the first episodes need, and recreated if later
-    episodes need more. Environments without a request get a zero action. After a simulator raised,
+    The simulator is created for as many environments as the first episodes need, and recreated if
+    later episodes need more. Environments without a request get a zero action. After it has raised,
     the next reset raises ProcessRestartRequired, because a process may be able to create only one
     simulation.
     """
@@ -435,7 +435,7 @@ class BatchedVectorEnv:
         self._make = functools.partial(make, images=selection.images)
         self._selection, self._user_modules = selection, user_modules
         self._env: Any = None
-        self._count, self._last_observations = 0, Arrays()
+        self._num_envs, self._last_observations = 0, Arrays()
         self.min_envs = 0
         """Minimum number of environments: as many as a previous process had."""
         self._failure = ""
@@ -448,9 +448,9 @@ class BatchedVectorEnv:
         env_ids: Sequence[int],
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
-        turns: Sequence[int] | None = None,
+        ordinals: Sequence[int] | None = None,
     ) -> Arrays:
-        """Begin episodes as :class:`SyncVectorEnv` does, without ``initial_states`` and ``turns``.
+        """Begin episodes as :class:`SyncVectorEnv` does; the last two arguments are ignored.
 
         An environment whose observation is not finite is reset once more. If the second observation
         is not finite either, its episode is lost.
@@ -461,15 +461,15 @@ class BatchedVectorEnv:
         if self._failure:
             raise ProcessRestartRequired(self._failure)
         count = max(*env_ids, self.min_envs - 1, -1) + 1
-        if self._count and count > self._count and min(env_ids):
+        if self._num_envs and count > self._num_envs and min(env_ids):
             raise InvalidEnvConfig(
                 "task.double_buffer: this simulator steps all environments together; "
                 "set it to false"
             )
-        if self._env is None or count > self._count:
+        if self._env is None or count > self._num_envs:
             self.close()
-            self._env = self._create(max(count, self._count))
-            self._count = self._env.count
+            self._env = self._create(max(count, self._num_envs))
+            self._num_envs = self._env.count
         observations = self._reset_envs(env_ids, seeds)
         if failed := list(find_non_finite(observations)):
             retried = self._reset_envs(
@@ -492,10 +492,10 @@ class BatchedVectorEnv:
         for name, column in observations.items():
             if (
                 name not in self._last_observations
-                or len(self._last_observations[name]) < self._count
+                or len(self._last_observations[name]) < self._num_envs
             ):
                 self._last_observations[name] = np.zeros(
-                    (self._count, *column.shape[1:]), column.dtype
+                    (self._num_envs, *column.shape[1:]), column.dtype
                 )
             self._last_observations[name][list(env_ids)] = column
         return observations
@@ -509,7 +509,7 @@ class BatchedVectorEnv:
                 "task.simulator: this simulator steps all environments together, so it accepts "
                 "no chunks of actions; choose a policy of single actions"
             )
-        all_actions = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
+        all_actions = np.zeros((self._num_envs, *actions.shape[1:]), actions.dtype)
         all_actions[ids] = to_env_actions(space, actions)
         reward, flags = np.zeros(len(ids)), np.zeros((len(STEP_FLAGS), len(ids)), np.uint8)
         errors = dict[int, str]()
@@ -616,7 +616,7 @@ def serve(connection: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEn
         elif request["method"] == "reset":
             if isinstance(envs, BatchedVectorEnv):
                 envs.min_envs = request["min_envs"]
-            arguments = (request[name] for name in ("envs", "seeds", "initial_states", "turns"))
+            arguments = (request[name] for name in ("envs", "seeds", "initial_states", "ordinals"))
             observations = envs.reset(*arguments)
             connection.send(
                 {"step_info_keys": list(envs.step_info_keys)}, prefix_observations(observations)

@@ -85,7 +85,7 @@ class Scene:
 
     objects: tuple[SceneObject, ...]
     cells: int
-    """Rows, and columns, of the grid."""
+    """Number of rows, and of columns, of the grid."""
 
     def render(self, size: int) -> np.ndarray:
         """Return the image, uint8 ``[size, size, 3]``; a pixel belongs to a shape if its centre is

@@ -1,11 +1,11 @@
 """A replay buffer on disk: the newest transitions of a run, in one memory-mapped file.
 
-The file is a ring of rows. Transition number ``n`` of the run is in slot ``n % slots``, and
-``replay.json`` beside it lists the range and checksum of each iteration's append. Rows are written
-and synced before that file is replaced, so an interrupted append is not visible and is repeated.
-The view of an iteration (:meth:`ReplayBuffer.view`) depends only on the iteration's number. The
-ring has room for some appends beyond its capacity, so an iteration that is repeated after later
-appends sees the same rows.
+The file is a ring of rows: transition ``n`` of the run is in slot ``n % slots``. Each iteration
+appends once, and ``replay.json`` beside the ring lists the range and checksum of each append. Rows
+are written and synced before ``replay.json`` is replaced, so an interrupted append is not visible
+and is repeated. An iteration learns from its view (:meth:`ReplayBuffer.view`): the newest
+``capacity`` transitions after its append. The ring has room for some later appends, so an iteration
+that is repeated after them sees the same rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPARE_APPENDS = 3
 
 @dataclass(frozen=True)
 class AppendedRange:
-    """Transitions that one iteration added: numbers ``start`` up to ``stop`` of the run."""
+    """Transitions that one iteration added: those from ``start`` up to ``stop`` of the run."""
 
     iteration: int
     start: int
@@ -43,7 +43,8 @@ class ReplayView(Transitions):
     """The transitions that one iteration learns from, on disk."""
 
     def __init__(self, rows: np.ndarray, start: int, stop: int, new: int) -> None:
-        """``rows``: all slots; ``start`` and ``stop``: numbers of transitions of the run."""
+        """``rows``: all slots; ``start`` and ``stop``: range of the view in the run's transitions;
+        ``new``: number of transitions that the iteration itself added."""
         self._rows, self.dtype, self.num_new = rows, rows.dtype, new
         self.start, self.stop = start, stop
 
@@ -69,7 +70,7 @@ class ReplayBuffer:
         """Open the buffer of a folder, or create an empty one.
 
         Args:
-            dtype: type of a row; the buffer must hold such rows.
+            dtype: type of a row; an existing buffer must have the same type.
             capacity: maximum number of transitions in a view.
             max_append: maximum number of transitions in one append.
             spare: number of appends with room beyond the capacity.
@@ -81,7 +82,9 @@ class ReplayBuffer:
         self.folder, self.dtype = folder, dtype
         self.capacity, self.max_append = capacity, max_append
         self.slots = capacity + spare * max_append
+        """Number of rows of the ring."""
         self.appends: list[AppendedRange] = []
+        """Ranges of which rows are in the ring, oldest first."""
         state = self._read_state()
         if state is None:
             if (folder / ROWS_FILE).exists():
@@ -93,7 +96,7 @@ class ReplayBuffer:
             # Write the state first: a file of rows without a state means that the state was lost.
             self._commit([])
         else:
-            self._check(state)
+            self._check_state(state)
             self.appends = [AppendedRange(*entry) for entry in state["appends"]]
         self._open_rows()
 
@@ -106,7 +109,7 @@ class ReplayBuffer:
         """Add the transitions of an iteration. Iterations append in order from 0.
 
         A repeated append of the same rows changes nothing. If this or a later iteration has
-        appended other rows before a change of the run, those rows are dropped first.
+        already appended other rows (before the run was changed), these are dropped first.
 
         Args:
             rows: ``[n]`` of the buffer's type.
@@ -137,7 +140,7 @@ class ReplayBuffer:
         expected = earlier[-1].iteration + 1 if earlier else 0
         if iteration != expected:
             raise DataError(
-                f"{self.folder}: iteration {iteration} is to be added, and {expected} has added "
+                f"{self.folder}: cannot add iteration {iteration}: iteration {expected} has added "
                 + ("nothing" if expected else "nothing (the folder is empty)")
                 + "; earlier transitions were lost, so start the run anew under another run.name"
             )
@@ -179,11 +182,11 @@ class ReplayBuffer:
         return view
 
     def _first_intact(self) -> int:
-        """Return the first number that no append, not even an interrupted one, has overwritten."""
+        """Return the first transition that no append, not even an interrupted one, overwrote."""
         return max(0, self.total + self.max_append - self.slots)
 
     def _write(self, start: int, rows: np.ndarray) -> None:
-        """Write rows into the ring from number ``start`` on, and sync them."""
+        """Write rows into the ring as transitions ``start``, ``start + 1``, ..., and sync them."""
         handle = os.open(self.folder / ROWS_FILE, os.O_RDWR)
         try:
             size, first = self.dtype.itemsize, start % self.slots
@@ -222,7 +225,7 @@ class ReplayBuffer:
             raise DataError(f"{path}: damaged ({error})") from None
         return state
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: dict[str, Any]) -> None:
         if state["schema"] != SCHEMA:
             raise DataError(f"{self.folder}: schema {state['schema']}; this program reads {SCHEMA}")
         stored = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in state["fields"]])

@@ -1,7 +1,7 @@
 """Offline data: transitions that existed before a run, such as demonstrations.
 
-Supported are trajectory files of rollouts (a ``trajectories-*.h5`` file, or a folder of
-them), a LeRobot dataset (:mod:`rlinf.data.lerobot`), or one HDF5 file with a dataset per column:
+Supported are trajectory files of rollouts (a ``trajectories-*.h5`` file, or a folder of them), a
+LeRobot dataset (:mod:`rlinf.data.lerobot`), or a column file: an HDF5 file with the datasets
 ``observations`` ``[N, D]``, ``actions`` ``[N, A]``, ``rewards`` ``[N]``, ``terminated`` ``[N]`` (or
 ``terminals``), and optionally ``truncated`` (or ``timeouts``) and ``next_observations``.
 
@@ -33,6 +33,7 @@ COLUMN_ALIASES = {"terminated": "terminals", "truncated": "timeouts"}
 """Alternative names of columns, as in D4RL."""
 REQUIRED_COLUMNS = ("observations", "actions", "rewards", "terminated")
 VECTOR_COLUMNS = ("observations", "actions", "next_observations")
+"""Columns ``[N, D]``; the others are ``[N]``."""
 TRAJECTORY_FILES = "trajectories-*.h5"
 RewardFunction = Callable[[Trajectory], np.ndarray]
 """Computes the rewards of a trajectory's steps, ``[T]``, from the simulator's."""
@@ -48,12 +49,12 @@ def check_offline_data(path: Path) -> None:
         if lerobot.is_lerobot_dataset(path):
             lerobot.LeRobotDataset(path)
         else:
-            _files(path)
+            _find_trajectory_files(path)
         return
-    with _open(path) as file:
-        if "identity" in file:
+    with _open_hdf5(path) as file:
+        if "identity" in file:  # a trajectory file
             return
-        _columns(path, file)
+        _find_columns(path, file)
 
 
 def environment_rewards(trajectory: Trajectory) -> np.ndarray:
@@ -70,32 +71,30 @@ def load_offline_data(
     of a truncated episode, and of a file whose last episode is open, is then dropped.
 
     Args:
-        reward: for a column file, it is called once with a trajectory of all rows, without
-            episode ends.
+        reward: computes the rewards. For a column file, it is called once with a trajectory of all
+            rows, without episode ends.
 
     Raises:
         DataError: there are no transitions.
     """
     if path.is_dir():
         if lerobot.is_lerobot_dataset(path):
-            return _transitions(
-                path, lerobot.LeRobotDataset(path).trajectories(images=False), reward
-            )
-        return _records(path, _files(path), reward)
-    with _open(path) as file:
-        if "identity" not in file:
-            return InMemoryTransitions(_rows(path, file, reward))
-    return _records(path, [path], reward)
+            return _to_memory(path, lerobot.LeRobotDataset(path).trajectories(images=False), reward)
+        return _load_records(path, _find_trajectory_files(path), reward)
+    with _open_hdf5(path) as file:
+        if "identity" not in file:  # a column file
+            return InMemoryTransitions(_load_rows(path, file, reward))
+    return _load_records(path, [path], reward)
 
 
-def _files(folder: Path) -> list[Path]:
+def _find_trajectory_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(f"algorithm.offline_data: {folder} has no file {TRAJECTORY_FILES}")
     return files
 
 
-def _open(path: Path) -> h5py.File:
+def _open_hdf5(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:
@@ -104,14 +103,14 @@ def _open(path: Path) -> h5py.File:
         ) from None
 
 
-def _records(path: Path, files: list[Path], reward: RewardFunction) -> InMemoryTransitions:
+def _load_records(path: Path, files: list[Path], reward: RewardFunction) -> InMemoryTransitions:
     try:
-        return _transitions(path, map(Trajectory.from_record, RecordFileReader(files)), reward)
+        return _to_memory(path, map(Trajectory.from_record, RecordFileReader(files)), reward)
     except ValueError as error:
         raise DataError(f"algorithm.offline_data: {path}: {error}") from None
 
 
-def _transitions(
+def _to_memory(
     path: Path, trajectories: Iterable[Trajectory], reward: RewardFunction
 ) -> InMemoryTransitions:
     try:
@@ -122,8 +121,8 @@ def _transitions(
         raise DataError(f"algorithm.offline_data: {path}: {error}") from None
 
 
-def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
-    """Return the datasets by the product's column names, all of one length."""
+def _find_columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
+    """Return the datasets of a column file by rlinf's column names, all of one length."""
     columns: dict[str, h5py.Dataset] = {}
     for name in (*REQUIRED_COLUMNS, "truncated", "next_observations"):
         for alias in (name, COLUMN_ALIASES.get(name, name)):
@@ -146,8 +145,8 @@ def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     return columns
 
 
-def _rows(path: Path, file: h5py.File, reward: RewardFunction) -> np.ndarray:
-    columns = _columns(path, file)
+def _load_rows(path: Path, file: h5py.File, reward: RewardFunction) -> np.ndarray:
+    columns = _find_columns(path, file)
     observations, actions = columns["observations"], columns["actions"]
     rows = np.zeros(len(observations), transition_dtype(observations.shape[1], actions.shape[1]))
     for name, column in columns.items():

@@ -212,10 +212,10 @@ class Reward(Component, ABC):
     def _place_on_steps(self, trajectory: Trajectory, value: RewardValue) -> np.ndarray:
         source = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
         reward, length = _to_float64(value, source), len(trajectory)
-        actions = action_mask(trajectory)
-        if reward.shape not in ((), (length,), () if actions is None else actions.shape):
+        by_action = action_mask(trajectory)
+        if reward.shape not in ((), (length,), () if by_action is None else by_action.shape):
             actions_hint = (
-                "" if actions is None else f", or for each of their {actions.shape[1]} actions"
+                "" if by_action is None else f", or for each of their {by_action.shape[1]} actions"
             )
             raise InputError(
                 f"{source} got rewards of shape {list(reward.shape)}; give one number, or one for "
@@ -223,10 +223,10 @@ class Reward(Component, ABC):
             )
         if not np.isfinite(reward).all():
             raise InputError(
-                f"{source} got {reward[~np.isfinite(reward)].flat[0]}; a reward must be finite, or "
-                "it makes every weight so"
+                f"{source} got {reward[~np.isfinite(reward)].flat[0]}; a reward that is not "
+                "finite would make all weights NaN"
             )
-        mask = loss_mask(trajectory) if actions is None else actions
+        mask = loss_mask(trajectory) if by_action is None else by_action
         if not mask.any():
             return np.zeros(mask.shape, np.float32)
         if not reward.ndim:

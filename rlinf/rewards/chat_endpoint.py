@@ -1,7 +1,7 @@
 """A chat model behind an OpenAI-compatible HTTP endpoint (``POST /chat/completions``).
 
-Failed requests are retried within a budget if that may help. Retries wait for a random time below a
-limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
+Failed requests are retried within a budget, if a retry may help. Retries wait for a random time
+below a limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
 Architecture Blog, 2015), and at least as long as the server's ``Retry-After`` says.
 """
 
@@ -33,7 +33,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.verified_io import is_owner_only
 
 MIN_BLOCKS = 1000
-"""Minimum number of blocks of a large budget. In a small budget each request is a block."""
+"""A budget is reserved in at least this many blocks; a smaller budget, request by request."""
 
 
 class RequestBlocks:
@@ -258,7 +258,7 @@ class RequestBudget:
             if max_tokens is not None and self.tokens >= max_tokens:
                 return False
             if max_requests is not None:
-                # Known requests may be from an earlier run without blocks.
+                # Requests that were sent without ``max_requests`` are in no block.
                 if self.requests >= max_requests:
                     return False
                 self._unsent = self._unsent or self._blocks.reserve(max_requests, self._expected)

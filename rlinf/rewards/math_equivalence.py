@@ -58,7 +58,7 @@ def grade_response(response: str, answer: str) -> bool:
 
 
 def _matches(reference: MathAnswer, response: str) -> bool:
-    """Return whether a response ends with an answer that is not a choice."""
+    """Return whether a response ends with an answer equivalent to a reference that is no choice."""
     if reference.kind == "words":
         return ends_with_words(response, reference.text)
     if reference.phrase and ends_with_words(response, reference.phrase):
@@ -221,7 +221,8 @@ def _values_by_unknown(answer: MathAnswer) -> dict[str, MathAnswer] | None:
 
 
 def _same_named(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Return whether each unknown has the same value; values without names are in order."""
+    """Return whether each unknown has the same value. Values without names must be in the order of
+    the reference's tuple of unknowns, or else in alphabetical order of the unknowns."""
     left, right = _values_by_unknown(reference), _values_by_unknown(actual)
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(
@@ -252,7 +253,7 @@ def _is_region(answer: MathAnswer) -> bool:
 def _same_regions(reference: MathAnswer, actual: MathAnswer) -> bool:
     if reference.kind == actual.kind == "ordered":
         return reference.text == actual.text and _same_in_order(reference.items, actual.items)
-    left, right = _relation_symbols(reference), _relation_symbols(actual)
+    left, right = _region_unknowns(reference), _region_unknowns(actual)
     if left and right and left != right:
         return False
     try:
@@ -267,8 +268,7 @@ def _same_regions(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 
 def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
-    """Return whether inequalities are equal that have several variables or an unknown solution
-    set."""
+    """Compare inequalities that have several variables, or whose solution set is unknown."""
     if reference.kind != actual.kind:
         return False
     if len(reference.items) == len(actual.items) == 1:
@@ -276,7 +276,7 @@ def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
     return reference.text == actual.text and _same_members(reference.items, actual.items)
 
 
-def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
+def _region_unknowns(answer: MathAnswer) -> frozenset[Any]:
     """Return the unknowns of a region; empty for any other answer."""
     if answer.kind != "region" or not all(
         item.kind in ("expression", "region") for item in answer.items
@@ -285,7 +285,7 @@ def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
     symbols: frozenset[Any] = frozenset()
     for item in answer.items:
         symbols |= (
-            _relation_symbols(item)
+            _region_unknowns(item)
             if item.kind == "region"
             else frozenset(_parse_expression(item.text).free_symbols)
         )
@@ -412,9 +412,9 @@ def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
 def _same_formulas(reference: str, actual: str) -> bool:
     if _unspaced(reference) == _unspaced(actual):
         return True
-    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _unspaced(text)) for text in (reference, actual)]
-    if any(base and base[1].isalnum() and base[1][0].isdigit() for base in bases):
-        return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
+    in_base = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _unspaced(text)) for text in (reference, actual)]
+    if any(match and match[1].isalnum() and match[1][0].isdigit() for match in in_base):
+        return all(in_base) and in_base[0].groups() == in_base[1].groups()  # type: ignore[union-attr]
     left, right = _parse_rational(reference), _parse_rational(actual)
     if left is not None and right is not None:
         # 99999.999 is not 100000: only one of the two may be a decimal number.
@@ -534,7 +534,7 @@ _FILLER_WORDS = re.compile(
     re.IGNORECASE,
 )
 _CHOICE_LETTER = re.compile(
-    r"\((?P<round>[A-Ja-j])\)|(?P<sharp>[A-J])(?=\s*(?:[.,:;)]|$|[-–—]\s)|"
+    r"\((?P<bracketed>[A-Ja-j])\)|(?P<capital>[A-J])(?=\s*(?:[.,:;)]|$|[-–—]\s)|"
     r"\s+(?:is(?!\s+(?:not|wrong|incorrect|false)\b)|because|since|as|and|or)\b)|(?P<small>[a-j])(?=\)|[.]?\s*$)"
 )
 _FURTHER_CHOICE = re.compile(r"\s*[.)]?\s*(?:,|/|&|or|and)\s*\(?(?:[A-J]\)?(?![A-Za-z'])|not\b)")
@@ -612,7 +612,7 @@ def _single_letter(text: str) -> str:
     head = _CHOICE_LETTER.match(bare) or _CHOICE_LETTER.match(bare, lead.end())
     if head is None or _FURTHER_CHOICE.match(bare, head.end()):
         return _raise_no_choice()
-    return str(head["round"] or head["sharp"] or head["small"]).upper()
+    return str(head["bracketed"] or head["capital"] or head["small"]).upper()
 
 
 def ends_with_words(response: str, words: str) -> bool:
@@ -658,7 +658,7 @@ def _begins_with(text: str, words: str) -> bool:
 
 
 def _endings(line: str) -> Iterator[str]:
-    """Yield the last bold text, the last formula, the line, and the text after its last "is"."""
+    """Yield the last bold text, or else the last formula, or else the line and its predicate."""
     if bold := re.findall(r"\*\*(?=\S)([^*]+?)\*\*", line):
         yield normalize_words(bold[-1])
         return

@@ -84,7 +84,7 @@ _INDEFINITE_START = re.compile(  # the beginning of a sentence that does not sta
     r"(?:not|no(?!\s+(?:real\s+)?solution)|between|at\s+least|at\s+most|either|neither)\s+\S",
     re.IGNORECASE,
 )
-_BOUND_BEFORE = re.compile(  # words before a value by which it is only a bound
+_BOUND_BEFORE = re.compile(  # words before a value that make it only a bound
     r"\b(?:at\s+least|at\s+most|(?:fewer|less|more|greater|larger|smaller|higher|lower)\s+than|"
     r"up\s+to|between|not|n't)\s*[\\$*(]*$",
     re.IGNORECASE,
@@ -99,7 +99,7 @@ _BROKEN_OFF = re.compile(  # the end of a response that stops within a sentence
 )
 _NEGATED = re.compile(r"\b(?:can)?not\b|n't\b|\bnever\b", re.IGNORECASE)
 _BRACKETED_ASIDE = re.compile(r"\s*\((?=[^()]*[A-Za-z]{3,})[^()\\]*\)|,\s*(?:and\s+)?not\b.*")
-_HEDGE = re.compile(  # words before a number by which it is not the answer itself
+_HEDGE = re.compile(  # words before a number that is thus not the answer itself
     r"\b(?:not|no|nor|neither|between|at\s+least|at\s+most|less\s+than|more\s+than|greater\s+than|"
     r"up\s+to|any|to|from|over|under|above|below|e\.g|maybe|perhaps|or|and|of|plus|minus|times)\b",
     re.IGNORECASE,
@@ -178,7 +178,7 @@ def unmarked_candidates(text: str) -> Iterator[str]:
 
 
 def searchable_text(text: str) -> str:
-    """Return the end of a text without pictograms, code fences and formulas inside units."""
+    """Return the end of a text, without pictograms, code fences and the ``$`` of ``cm$^2$``."""
     text = normalize_characters(text[-SEARCHED_CHARS:])[-SEARCHED_CHARS:]
     text = re.sub(r"^\s*```\w*\s*$", "", text, flags=re.MULTILINE)
     return re.sub(r"(?<=[A-Za-z])\$(\^\{?-?\d\}?)\$", r"\1", text)

@@ -49,7 +49,8 @@ START_TIMEOUT_S = 300.0
 GraderKind = Literal["rlinf", "math-verify"]
 """The grader whose grades count, and plain math-verify as a cross-check."""
 GradeOutcome = Literal["graded", "timeout", "unparsed", "died", "unfinished"]
-"""``died``: the grading process died; ``unfinished``: the response ends within its reasoning."""
+"""``unparsed``: there is no answer that can be parsed; ``died``: the grading process died;
+``unfinished``: the response ends within its reasoning."""
 OUTCOME_METRICS: dict[GradeOutcome, str] = {
     "timeout": "timeouts",
     "unparsed": "parse_failures",
@@ -58,7 +59,7 @@ OUTCOME_METRICS: dict[GradeOutcome, str] = {
 }
 """Names of the metrics of answers that could not be graded."""
 CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
-"""Names of the metrics: number of cross-checks, and of those with another score."""
+"""Names of the metrics: number of cross-checks, and of cross-checks whose score differs."""
 CROSS_CHECK_EVERY = 16
 """Plain math-verify grades every 16th answer too. If it graded all answers, grading would take
 several times as long."""
@@ -111,7 +112,7 @@ class MathGrader:
         self._max_consecutive_timeouts = max_consecutive_timeouts
         self._reasoning_tags = reasoning_tags or ReasoningTags()
         self._lock = threading.Lock()
-        # Use a thread that lives on: the kernel ends a child when the thread that started it ends.
+        # One permanent thread: the kernel ends a child when the thread that started it ends.
         self._starter = ThreadPoolExecutor(1, "grader-starter")
         self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
 
@@ -216,7 +217,7 @@ class _Worker:
         self.item: int | None = None
         """None: the process is idle or starts."""
         self.ready = self._ended_early = False
-        """Whether this process has started, and whether the one before it ended before that."""
+        """Whether this process has started; whether the process before it ended while starting."""
         self._process: subprocess.Popen[bytes]
         self._timeout_s, self._starter = timeout_s, starter
         self._start()
@@ -232,7 +233,7 @@ class _Worker:
             pass  # the process is dead, which receive() detects
 
     def receive(self) -> tuple[int | None, Grade]:
-        """Return an item and its grade; without an item if the message is that the process has
+        """Return an item and its grade. The item is None if the process reports that it has
         started, or if it died while it was idle.
 
         Raises:
@@ -308,7 +309,7 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
 
     # math-verify warns that its own time limit is off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    grade_response(r"\sqrt{4}", r"\frac{4}{2}")
+    grade_response(r"\sqrt{4}", r"\frac{4}{2}")  # the first call imports the parsers
     pipe.send_bytes(b"ready")
     while True:
         try:

@@ -377,6 +377,7 @@ def is_unit(text: str) -> bool:
 
 
 def _is_unit_or_noun(word: str, has_gap: bool) -> bool:
+    """Return whether a word after a value is a unit or noun; ``has_gap``: a space is between."""
     bare = re.sub(r"\^\{-?\d\}", "", word)
     if bare in ("/", "\\cdot", "%", "of", "in"):
         return True
@@ -386,12 +387,12 @@ def _is_unit_or_noun(word: str, has_gap: bool) -> bool:
     return is_known or (len(bare) >= 3 and has_gap)
 
 
-def _multiply(head: str, scale: int) -> str:
+def _multiply(value: str, scale: int) -> str:
     if scale == 1:
-        return head
-    if re.fullmatch(r"-?\d+(?:\.\d+)?", head):
-        return f"{Decimal(head) * scale:f}"
-    return f"({head})\\cdot {scale}"
+        return value
+    if re.fullmatch(r"-?\d+(?:\.\d+)?", value):
+        return f"{Decimal(value) * scale:f}"
+    return f"({value})\\cdot {scale}"
 
 
 def _normalize_unit(words: list[str]) -> str:

@@ -112,7 +112,7 @@ def _parse_marked(text: str) -> MathAnswer:
         raise
 
 
-_NOT_A_VALUE = re.compile(  # words by which a single number is not the answer
+_NOT_A_VALUE = re.compile(  # words beside a single number that is thus not the answer
     r"\b(?:not|no|nor|neither|between|at|less|more|greater|fewer|up|any|to|from|over|under|above|"
     r"below|e\.g|maybe|perhaps|or|and|of|plus|minus|times|if|only|never|un\w+)\b",
     re.IGNORECASE,
@@ -126,7 +126,7 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _CHOICE_LETTER = re.compile(r"^(?:\([A-J]\)|[A-J][).:])\s+(?=[\d\\$(-])")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|neq|lt|gt)(?![a-z])")
-_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||\\mid|:)\s*(.+)\\\}")
+_SETBUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||\\mid|:)\s*(.+)\\\}")
 _UNKNOWNS = re.compile(r"\(?\s*[A-Za-z](?:_\{?\w+\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w+\}?)?)+\s*\)?")
 _FUNCTION_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?|\\[a-z]+"
 
@@ -154,7 +154,7 @@ def _parse_list(text: str) -> MathAnswer:
         return joined
     if _LETTERS_ONLY.fullmatch(text):
         return _parse_item(text)
-    if builder := _BUILDER.fullmatch(text):
+    if builder := _SETBUILDER.fullmatch(text):
         return _parse_list(builder[1])
     pieces = re.split(r"(?<![A-Za-z\\]),?\s*(and|or|\\lor|\\land|\\vee|\\wedge)(?![A-Za-z])", text)
     joins = {"or" if join in ("or", "\\lor", "\\vee") else "and" for join in pieces[1::2]}
@@ -272,8 +272,8 @@ def _parse_bracketed(text: str) -> MathAnswer | None:
     if text in (r"\emptyset", r"\varnothing", r"\{\}", r"\{ \}"):
         return MathAnswer("set", "")
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
-    braces = text.startswith(r"\{") and text.endswith(r"\}")
-    if braces:
+    has_braces = text.startswith(r"\{") and text.endswith(r"\}")
+    if has_braces:
         inner = text[2:-2]
     elif (
         text[:1] in "(["
@@ -282,13 +282,13 @@ def _parse_bracketed(text: str) -> MathAnswer | None:
     ):
         inner = text[1:-1]
     elif text[:1] == "{" and find_closing_bracket(text, 0) == len(text) - 1:
-        inner, braces = text[1:-1], True
+        inner, has_braces = text[1:-1], True
     else:
         return None
     parts = split_top_level(inner, (",", ";"))
     if not all(part.strip() for part in parts):
         return None
-    if braces:
+    if has_braces:
         if text[:1] == "{" and len(parts) == 1:
             return _parse_item(inner)
         return MathAnswer("set", "", tuple(item for part in parts for item in _both_signs(part)))

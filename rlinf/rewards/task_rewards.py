@@ -1,5 +1,5 @@
-"""Rewards from the task: its score, partial credit for characters of an answer, and a simulator's
-rewards of steps."""
+"""Rewards from the task: its score, partial credit for characters of an answer, and the rewards
+that a simulator or dialogue gives to steps."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class EnvironmentRewardConfig(Section):
 
 
 class EnvironmentReward(Reward):
-    """The simulator's reward of each step, or of each action of a chunk, ``[T, C]``."""
+    """The reward of each step from a simulator or dialogue, or of each action of a chunk."""
 
     Config = EnvironmentRewardConfig
     requires = frozenset({STEP_REWARDS})

@@ -1,4 +1,4 @@
-"""Trackers: destinations of metrics beside ``metrics.jsonl``, which is always written."""
+"""Trackers: destinations of metrics in addition to ``metrics.jsonl``, which is always written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LogConfig(Section):
     mlflow: MlflowConfig = MlflowConfig()
 
     @model_validator(mode="after")
-    def _settings_are_of_trackers(self) -> LogConfig:
+    def _reject_unused_settings(self) -> LogConfig:
         for name in ("wandb", "mlflow"):
             if name in self.model_fields_set and name not in self.trackers:
                 raise ValueError(
@@ -42,18 +42,18 @@ class LogConfig(Section):
         return self
 
 
-def open_trackers(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Tracker]:
-    """Open the configured trackers of a run, except those that fail to start, with a warning.
+def open_trackers(section: Mapping[str, Any], run: Path, config: RunConfig) -> list[Tracker]:
+    """Open the trackers of a run's section ``log``; one that fails to start logs a warning.
 
     Raises:
-        ConfigError: unknown tracker.
-        MissingPackageError: its package is not installed.
+        ConfigError: a tracker is unknown.
+        MissingPackageError: the package of a tracker is not installed.
     """
     opened: list[Tracker] = []
-    for index, name in enumerate(validate(LogConfig, log, "log").trackers):
-        tracker = trackers.get(name, f"log.trackers.{index}")
+    for index, name in enumerate(validate(LogConfig, section, "log").trackers):
+        tracker_class = trackers.get(name, f"log.trackers.{index}")
         try:
-            opened.append(FailSafeTracker(name, tracker(run, config)))
+            opened.append(FailSafeTracker(name, tracker_class(run, config)))
         except RlinfError:
             raise
         except Exception as error:  # for example, its server does not answer

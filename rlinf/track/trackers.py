@@ -47,9 +47,10 @@ class WandbTracker:
     """One W&B run per run directory: its id is that of ``run.json``, so a resumed run continues."""
 
     package = ("wandb", "wandb")
+    """The module to import, and the extra that installs it."""
 
     def __init__(self, run: Path, config: RunConfig) -> None:
-        wandb = _package()
+        wandb = _import_wandb()
         name, run_id = run_name_and_id(run)
         options = _options(config)
         mode = options.effective_mode
@@ -85,7 +86,7 @@ class WandbTracker:
         Raises:
             ConfigError: there is no login.
         """
-        if _options(config).effective_mode == "online" and not _is_logged_in(_package()):
+        if _options(config).effective_mode == "online" and not _is_logged_in(_import_wandb()):
             raise ConfigError(
                 "log.wandb.mode: online needs a login, and there is none; run wandb login, export "
                 "WANDB_API_KEY where the run is started, or set log.wandb.mode=offline"
@@ -103,7 +104,7 @@ def _options(config: RunConfig) -> WandbConfig:
     return validate(WandbConfig, config.log.get("wandb", {}), "log.wandb")
 
 
-def _package() -> Any:
+def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError:
@@ -134,7 +135,7 @@ class MlflowConfig(Section):
 
 
 class MlflowTracker:
-    """One MLflow run per run directory, found again by the id of ``run.json``."""
+    """One MLflow run per run directory, which has the id of ``run.json`` as a tag."""
 
     package = ("mlflow", "mlflow")
 
@@ -210,9 +211,10 @@ class TensorBoardTracker:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives the metrics of one step (an iteration, counted from 1)."""
+    """A destination of metrics; a class may also have ``package`` and ``check`` (WandbTracker)."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an iteration; ``step`` counts iterations from 1."""
 
     def close(self) -> None: ...
 
@@ -236,7 +238,7 @@ def run_name_and_id(run: Path) -> tuple[str, str]:
 def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
     """Return all settings in effect that can change a result, by section, from ``run.json``.
 
-    Runs of earlier versions did not record them; for these the given settings are returned.
+    If ``run.json`` has no settings (runs of earlier versions), those of ``config`` are returned.
     Possible secrets are hidden.
     """
     try:
@@ -253,25 +255,25 @@ def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
 class FailSafeTracker:
     """A tracker that is dropped with one warning when it fails, because training matters more."""
 
-    def __init__(self, name: str, sink: Tracker) -> None:
+    def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
-        self._sink: Tracker | None = sink
+        self._tracker: Tracker | None = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call_sink(lambda sink: sink.log(step, metrics))
+        self._call_tracker(lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        self._call_sink(lambda sink: sink.close())
-        self._sink = None
+        self._call_tracker(lambda tracker: tracker.close())
+        self._tracker = None
 
-    def _call_sink(self, call: Callable[[Tracker], None]) -> None:
-        if self._sink is None:
+    def _call_tracker(self, call: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
             return
         try:
-            call(self._sink)
+            call(self._tracker)
         except Exception as error:  # a tracker may raise anything, and must not stop training
             self.warn_disabled(self._name, error)
-            self._sink = None
+            self._tracker = None
 
     @staticmethod
     def warn_disabled(name: str, error: Exception) -> None:

@@ -20,9 +20,11 @@ from rlinf.errors import WeightTransferError
 from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
 
 BUCKET_BYTES = 64 << 20
+"""Default size of a bucket."""
 BUCKET_TIMEOUT_S = 10.0
 """Timeout of one bucket; a dead or stopped peer is detected within this time."""
 _MAX_LAYOUT_BYTES = 256 << 20
+"""Largest layout that a receiver accepts."""
 _MAGIC = 0x726C696E667774
 _POLL_INTERVAL_S = 0.0005
 
@@ -93,7 +95,7 @@ class WeightBroadcast:
                 layout.pack_bucket(bucket, tensors, data)
                 checksums[bucket : bucket + 1] = bucket_checksum(data)
                 self._wait(in_flight)
-                in_flight = self._start(data)
+                in_flight = self._start_broadcast(data)
             self._wait(in_flight)
             self._broadcast(checksums)
         return version_digest(version, layout_json, checksums.tolist())
@@ -103,7 +105,7 @@ class WeightBroadcast:
 
         Raises:
             WeightTransferError: a bucket is damaged (the group can be used again), or another rank
-                is lost (it cannot). The weights must not be served.
+                is lost (the group cannot). The weights must not be served.
         """
         with self._translate_errors():
             header = torch.zeros(3, dtype=torch.int64, device=self._device)
@@ -146,7 +148,7 @@ class WeightBroadcast:
             bucket_range = layout.bucket_slice(bucket)
             length = bucket_range.stop - bucket_range.start
             data = buffer[bucket_range] if on_cpu else buffers[bucket % 2][:length]
-            work = self._start(data)
+            work = self._start_broadcast(data)
             if previous is not None:
                 self._store_bucket(layout, *previous, buffer, checksums)
             self._wait(work)
@@ -159,12 +161,14 @@ class WeightBroadcast:
     def _store_bucket(
         layout: BucketLayout, bucket: int, data: Tensor, buffer: Tensor, checksums: Tensor
     ) -> None:
+        """Compute the checksum of a received bucket, and copy a bucket on a GPU to the CPU."""
         checksums[bucket : bucket + 1] = bucket_checksum(data)
         if data.device.type != "cpu":
             buffer[layout.bucket_slice(bucket)].copy_(data)
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
+        """Raise torch's errors as :class:`WeightTransferError`."""
         try:
             yield
         except RuntimeError as error:
@@ -172,19 +176,19 @@ class WeightBroadcast:
                 f"broadcast of weights: another rank is gone, stopped or cut off ({error})"
             ) from error
 
-    def _start(self, data: Tensor) -> dist.Work:
+    def _start_broadcast(self, data: Tensor) -> dist.Work:
         if self._group is None:
             raise RuntimeError("the group was given up")
         return self._group.broadcast(data, self._source)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        self._wait(self._start(tensor))
+        self._wait(self._start_broadcast(tensor))
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
         if self._device.type != "cpu":
-            # NCCL's wait blocks the stream, not this thread; a lost peer would block it for ever.
+            # NCCL's wait blocks the stream, not this thread; a lost peer would block it forever.
             deadline = time.monotonic() + BUCKET_TIMEOUT_S
             while not work.is_completed():
                 if time.monotonic() > deadline:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlinf.errors import WeightTransferError
 
 BUCKET_BYTES = 4 << 20
+"""Default size of a bucket."""
 ALIGN_BYTES = 64
 """Alignment of tensors and buckets, so that no element is split between buckets."""
 DTYPES = {
@@ -50,7 +51,7 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Offset in bytes from the start of the flat buffer."""
+    """Offset in bytes within the flat buffer."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The layout of a flat buffer. ``ties`` maps a name to the entry whose tensor it shares."""
+    """The layout of a flat buffer; ``ties`` maps further names of tied tensors to entry names."""
 
     entries: tuple[TensorEntry, ...]
     ties: dict[str, str]
@@ -182,7 +183,7 @@ def transfer_dtype(dtype: torch.dtype, float32_dtype: torch.dtype | None) -> tor
 
 
 def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return distinct tensors by sorted name, and ``{tied name: distinct name}``."""
+    """Return the distinct tensors by sorted name, and ``{further name: name of the tensor}``."""
     distinct: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first_names: dict[object, str] = {}
@@ -211,15 +212,15 @@ def bucket_checksum(data: Tensor) -> Tensor:
 
 
 def weighted_sum(data: Tensor) -> Tensor:
-    """Return the checksum for devices of ``data``: uint8, a multiple of 8 bytes long."""
+    """Return the checksum that GPUs compute for ``data``: uint8, a multiple of 8 bytes long."""
     words = data.view(torch.int64)
     factors = torch.arange(1, 2 * len(words), 2, device=data.device) * _ODD
     return (words * factors).sum().reshape(1)
 
 
-def version_digest(version: int, layout: bytes, sums: Sequence[int]) -> str:
-    """Return the digest of a version from its number, layout JSON and bucket checksums."""
-    return xxhash.xxh3_128_hexdigest(repr((version, layout, list(sums))).encode())
+def version_digest(version: int, layout_json: bytes, checksums: Sequence[int]) -> str:
+    """Return the digest of a version from its number, layout and bucket checksums."""
+    return xxhash.xxh3_128_hexdigest(repr((version, layout_json, list(checksums))).encode())
 
 
 _ODD = 0x1E3779B97F4A7C15

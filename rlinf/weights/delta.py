@@ -36,9 +36,9 @@ class WeightSnapshot:
     """The weights of one version on the CPU, in the dtype in which they are sent; read-only."""
 
     distinct: dict[str, Tensor]
-    """The distinct tensors by name."""
+    """Tensors by name; of tied tensors only the first."""
     ties: dict[str, str]
-    """The name of the distinct tensor, by tied name."""
+    """For each other name of a tied tensor, its name in ``distinct``."""
 
     @classmethod
     def from_tensors(
@@ -79,7 +79,8 @@ class WeightDelta:
 
     ``tensors`` has ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) for a tensor with few
     changes, and ``whole/NAME`` for a new tensor or one with many changes. ``changed`` has the
-    number of changed elements of each tensor. Unchanged tensors are left out.
+    number of changed elements of each tensor. Unchanged tensors are left out. ``removed`` has the
+    names of tensors that the new snapshot lacks.
     """
 
     tensors: dict[str, Tensor]
@@ -109,7 +110,7 @@ class WeightDelta:
 
         Raises:
             WeightTransferError: the file is not a delta.
-            ArtifactError: the file is committed and damaged.
+            ArtifactError: the file is part of a committed output and damaged.
         """
         try:
             file = SafetensorsReader(path)
@@ -141,8 +142,8 @@ def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
     """Apply ``delta`` to ``old``; unchanged tensors are shared.
 
     Raises:
-        WeightTransferError: the delta does not start from ``old``, is malformed, or does not lead
-            to its ``target_digest``.
+        WeightTransferError: the delta's base is not ``old``, the delta is malformed, or the result
+            does not have its ``target_digest``.
     """
     if delta.base_digest != old.digest:
         raise WeightTransferError("the delta does not start from these weights")
@@ -176,6 +177,7 @@ def _encode(old: Tensor | None, new: Tensor) -> tuple[int, dict[str, Tensor]]:
     if not len(positions):
         return 0, {}
     steps = _zigzag(new_bits[positions] - old_bits[positions])
+    # One plane for each byte of a step, because the high bytes are almost all 0.
     planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
     parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
     is_smaller = sum(part.nbytes for part in parts.values()) < new.nbytes
@@ -183,6 +185,7 @@ def _encode(old: Tensor | None, new: Tensor) -> tuple[int, dict[str, Tensor]]:
 
 
 def _decode(old: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:
+    """Return the new tensor from the old one, the number of changes, and their encoding."""
     new = old.clone(memory_format=torch.contiguous_format)
     bits = _bits(new)
     gap_bytes = _decompress(gaps, count + len(bits) // _SKIP)
@@ -211,7 +214,7 @@ def _unzigzag(steps: np.ndarray) -> np.ndarray:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """Return the number of unchanged elements before each changed one, in one byte if below 255."""
+    """Return how many unchanged elements precede each changed one, in one byte if below 255."""
     gaps = np.diff(positions, prepend=-1) - 1
     skips = gaps // _SKIP
     coded = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
@@ -220,13 +223,14 @@ def _gaps(positions: np.ndarray) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray) -> np.ndarray:
+    """Return the positions that :func:`_gaps` encoded."""
     is_skip = gaps == _SKIP
     ends = np.cumsum(np.where(is_skip, _SKIP, gaps.astype(np.int64) + 1))
     return ends[~is_skip] - 1
 
 
 def _compress(data: np.ndarray) -> Tensor:
-    # Only run lengths and Huffman codes: noise has no longer matches, and the search takes time.
+    # Only run lengths and Huffman codes: a search for other repetitions finds few and takes time.
     coder = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     coded = coder.compress(data.tobytes()) + coder.flush()
     return torch.frombuffer(bytearray(coded), dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Weights in shared memory of one node, with one writer and many readers.
 
 The writer alternates between two slots, so that it writes a version while readers use the previous
-version. Each slot is a separate segment. Readers hold a shared lock on it, and the writer holds an
-exclusive lock while it writes, so no reader sees a partial version. The kernel releases the lock of
-a dead process. Readers map a slot read-only and use its tensors in place. A waiting reader verifies
-buckets as they arrive.
+version. Each slot is a separate segment. A reader has a shared lock on the slot that it uses, and
+the writer an exclusive lock while it writes, so no reader sees a partial version. The kernel
+releases the lock of a dead process. Readers map a slot read-only and use its tensors in place. A
+waiting reader verifies buckets as they arrive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _FOLDER = Path("/dev/shm")
 _HEADER = struct.Struct("<8sqqqQ")
 """Magic; complete version (-1: none); version of the last write, and number of its buckets that are
 written; length of the layout's JSON, which follows."""
-_VERSION, _PROGRESS = 8, 16
+_VERSION_OFFSET, _PROGRESS_OFFSET = 8, 16
+"""Offsets in the header: of the complete version, and of the last write."""
 _MAGIC = b"rlinfwt3"
 _PAGE = 4096
 
@@ -79,17 +80,17 @@ class SharedWeightsWriter:
                     f"shared memory {self._name!r}: {entry.name!r} is missing or not of shape "
                     f"{entry.shape}; a state of another layout needs another writer"
                 )
-        slot = min(self._slots, key=_version)
+        slot = min(self._slots, key=_read_version)
         with self._exclusive_lock(slot):
             buffer = _buffer(slot)
-            struct.pack_into("<qqq", buffer, _VERSION, -1, version, 0)
+            struct.pack_into("<qqq", buffer, _VERSION_OFFSET, -1, version, 0)
             checksums, flat_buffer = _slot_views(buffer, self._layout)
             for bucket in range(self._layout.num_buckets):
                 data = flat_buffer[self._layout.bucket_slice(bucket)]
                 self._layout.pack_bucket(bucket, tensors, data)
                 checksums[bucket : bucket + 1] = bucket_checksum(data)
-                struct.pack_into("<qq", buffer, _PROGRESS, version, bucket + 1)
-            struct.pack_into("<q", buffer, _VERSION, version)
+                struct.pack_into("<qq", buffer, _PROGRESS_OFFSET, version, bucket + 1)
+            struct.pack_into("<q", buffer, _VERSION_OFFSET, version)
         self._newest = version
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class SharedWeightsWriter:
                 if time.monotonic() > deadline:
                     raise WeightTransferError(
                         f"shared memory {self._name!r}: after {self._timeout_s:g} s a reader still "
-                        f"uses version {_version(memory)}; is one stopped?"
+                        f"uses version {_read_version(memory)}; is one stopped?"
                     )
                 time.sleep(0.001)
             yield
@@ -141,15 +142,16 @@ class SharedWeightsWriter:
 
 @dataclass
 class SharedWeightsView:
-    """A version in shared memory, kept from being overwritten until released.
+    """A version in shared memory that is not overwritten before :meth:`release`.
 
-    ``tensors`` are in place. Do not write to them: that ends the process. While a view is held, the
+    ``tensors`` are in place. Do not write to them: that ends the process. Until the release, the
     writer can publish only one further version.
     """
 
     version: int
     tensors: dict[str, Tensor]
     _lock: int
+    """File descriptor of the lock; -1 after the release."""
 
     def release(self) -> None:
         """Release the slot to the writer; the tensors must not be used afterwards."""
@@ -190,15 +192,15 @@ class SharedWeightsReader:
         return not all(slot.path.exists() for slot in self._slots)
 
     def newest(self, after: int = -1) -> SharedWeightsView | None:
-        """Return the newest version if it is newer than ``after``.
+        """Return the newest version if it is newer than ``after``, else None.
 
         Raises:
             WeightTransferError: a checksum differs, or the writer has ended.
         """
         for slot in self._slots:
             if slot.version() == -1:
-                # Ignore a damaged bucket, which may be changing now; it is checked again later.
-                slot.check()
+                # Verify in advance. A damaged bucket may be changing now; it is verified again.
+                slot.find_damaged_bucket()
         while (slot := max(self._slots, key=_MappedSlot.version)).version() > after:
             try:
                 lock = os.open(slot.path, os.O_RDONLY)
@@ -209,7 +211,7 @@ class SharedWeightsReader:
             try:
                 # If the slot is locked or has changed, it is being written: try again.
                 if _try_lock(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
-                    if (bucket := slot.check()) is not None:
+                    if (bucket := slot.find_damaged_bucket()) is not None:
                         raise WeightTransferError(
                             f"shared memory {self._name!r}: bucket {bucket} of version {version} "
                             "is damaged; it is not served"
@@ -225,6 +227,8 @@ class SharedWeightsReader:
 
 
 class _MappedSlot:
+    """A slot that a reader has mapped."""
+
     def __init__(self, name: str) -> None:
         # Not SharedMemory: it maps memory writable, and before Python 3.13 the end of the first
         # reader would remove the memory.
@@ -255,11 +259,11 @@ class _MappedSlot:
         self._verified_version, self._verified_buckets = -1, 0
 
     def version(self) -> int:
-        return _read_int64(self._mapping, _VERSION)
+        return _read_int64(self._mapping, _VERSION_OFFSET)
 
-    def check(self) -> int | None:
-        """Verify the buckets that are new since the last call; return the first damaged bucket."""
-        version, num_ready = struct.unpack_from("<qq", self._mapping, _PROGRESS)
+    def find_damaged_bucket(self) -> int | None:
+        """Verify the buckets that are new since the last call; None: all are intact."""
+        version, num_ready = struct.unpack_from("<qq", self._mapping, _PROGRESS_OFFSET)
         if version != self._verified_version:
             self._verified_version, self._verified_buckets = version, 0
         for bucket in range(self._verified_buckets, num_ready):
@@ -272,8 +276,8 @@ class _MappedSlot:
         return None
 
 
-def _version(memory: SharedMemory) -> int:
-    return _read_int64(_buffer(memory), _VERSION)
+def _read_version(memory: SharedMemory) -> int:
+    return _read_int64(_buffer(memory), _VERSION_OFFSET)
 
 
 def _buffer(memory: SharedMemory) -> memoryview:
@@ -299,9 +303,9 @@ def _slot_views(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[T
     return checksums, data[start : start + layout.nbytes]
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
+def _try_lock(descriptor: int, operation: int) -> bool:
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -1,7 +1,7 @@
 """Patches for SGLang; runs instead of the server ``sglang.launch_server``.
 
-SGLang spawns its processes, which import this file again, so the patches apply to all of them. It
-runs under SGLang's interpreter and imports only torch, uvicorn and SGLang.
+SGLang spawns its processes, which import this file again, so the patches apply to all of them. This
+file runs under SGLang's interpreter and imports only torch, uvicorn and SGLang.
 
 - The server listens at the Unix socket in ``RLINF_SOCKET`` and at no port.
 - A request's seed works without SGLang's deterministic mode, which needs other attention kernels.
@@ -10,7 +10,7 @@ runs under SGLang's interpreter and imports only torch, uvicorn and SGLang.
   random number, which depends on seed and position.
 - Stop tokens are banned for the first min_new_tokens of a response, also after a request was
   evicted from a full cache.
-- If a checkpoint ties the output head to the embeddings, mixtures of experts do so, too.
+- If a checkpoint ties the output head to the embeddings, it is tied in mixtures of experts, too.
 """
 
 import os
@@ -41,16 +41,19 @@ def set_sampling_seeds(self, batch, vocab_size):  # type: ignore[no-untyped-def]
 def save_plain_logits(self, logits):  # type: ignore[no-untyped-def]
     """Save the logits before stop tokens are banned and the sampler overwrites them."""
     self.plain_logits = logits.clone()
-    _bias(self, logits)
+    sglang_apply_logits_bias(self, logits)
 
 
 def sampler_forward(self, output, info, *args, **options):  # type: ignore[no-untyped-def]
-    """Sample tokens. For all-greedy batches SGLang ignores the temperature of rows with top_k 1."""
+    """Sample tokens. If all rows are greedy, divide the logits by the temperature first, because
+    SGLang then ignores it."""
     logits = info.plain_logits
     info.plain_logits = None
     if info.is_all_greedy:
         logits = logits / info.temperatures
-    return _forward(self, output, info, *args, **{**options, "logprob_logits": logits})
+    return sglang_sampler_forward(
+        self, output, info, *args, **{**options, "logprob_logits": logits}
+    )
 
 
 def sample_truncated(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **_):  # type: ignore[no-untyped-def]
@@ -59,11 +62,13 @@ def sample_truncated(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions
     largest = sorted_probs[:, :1].clone()
     rank = torch.arange(sorted_probs.shape[-1], device=probs.device)
     allowed = sorted_probs.masked_fill(rank >= top_ks[:, None], 0.0)
-    before = allowed.cumsum(-1) - allowed
-    allowed = allowed.masked_fill(before >= top_ps[:, None] * allowed.sum(-1, keepdim=True), 0.0)
+    preceding = allowed.cumsum(-1) - allowed
+    nucleus = top_ps[:, None] * allowed.sum(-1, keepdim=True)
+    allowed = allowed.masked_fill(preceding >= nucleus, 0.0)
     if need_min_p:
         allowed = allowed.masked_fill(allowed < min_ps[:, None] * largest, 0.0)
-    # In vocabulary order, as without truncation: other rows may decide which function runs.
+    # Restore the vocabulary order of sample_full, so that both functions choose the same token:
+    # SGLang decides for the whole batch which of the two runs.
     return sample_full(torch.zeros_like(allowed).scatter_(1, order, allowed), seeds, positions)
 
 
@@ -92,17 +97,17 @@ def hash_uniforms(seeds, positions):  # type: ignore[no-untyped-def]
 
 def prepare_min_tokens(self):  # type: ignore[no-untyped-def]
     """Count the tokens that a request already has; SGLang starts at zero."""
-    _prepare(self)
+    sglang_prepare(self)
     counts = [[len(request.output_ids)] for request in self.orchestrator.reqs()]
     self.len_output_tokens += torch.tensor(counts, dtype=torch.int32).to(self.orchestrator.device)
 
 
 def initialize_model(model_config, *args, **options):  # type: ignore[no-untyped-def]
-    """Create the model and tie its output head to the embeddings if the checkpoint says so.
+    """Create the model and tie its output head to the embeddings if its configuration does.
 
     SGLang's mixtures of experts have a separate head, for which the checkpoint has no weights.
     """
-    model = _make(model_config, *args, **options)
+    model = sglang_initialize_model(model_config, *args, **options)
     head = getattr(model, "lm_head", None)
     embeddings = getattr(getattr(model, "model", None), "embed_tokens", None)
     tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
@@ -111,9 +116,12 @@ def initialize_model(model_config, *args, **options):  # type: ignore[no-untyped
     return model
 
 
-_make = loader._initialize_model
-_prepare = BatchedMinNewTokensPenalizer._prepare
-_bias, _forward = SamplingBatchInfo.apply_logits_bias, sampler.Sampler.forward
+sglang_initialize_model = loader._initialize_model
+sglang_prepare = BatchedMinNewTokensPenalizer._prepare
+sglang_apply_logits_bias, sglang_sampler_forward = (
+    SamplingBatchInfo.apply_logits_bias,
+    sampler.Sampler.forward,
+)
 loader._initialize_model = initialize_model
 BatchedMinNewTokensPenalizer._prepare = prepare_min_tokens
 SamplingBatchInfo.adjusted_from_schedule_batch = set_sampling_seeds

@@ -18,7 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 class PolicySampler(Sampler):
     """A sampler that returns log-probabilities of softmax(z / temperature) before truncation.
 
-    vLLM returns those of softmax(z) or those after truncation. Greedy rows use temperature 1.
+    vLLM itself offers those of softmax(z) or those after truncation. Greedy rows use temperature 1.
     """
 
     def forward(self, logits, sampling_metadata: SamplingMetadata, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -28,39 +28,41 @@ class PolicySampler(Sampler):
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         logits = logits.to(torch.float32)
         if self._temperature is not None:
-            by = self._temperature[:, None]
-            logits = logits / torch.where(by < 1e-5, torch.ones_like(by), by)
+            divisor = self._temperature[:, None]
+            logits = logits / torch.where(divisor < 1e-5, torch.ones_like(divisor), divisor)
         return logits.log_softmax(dim=-1)
 
 
 class GeneratorStateGuard:
-    """A mixin for the model runner: chunked prefill does not advance the generator of a request.
+    """A mixin for the model runner: chunked prefill uses up no random numbers of a request.
 
     After each chunk vLLM samples a token, discards it, and resets the offset of the request's
-    generator. Only GPU generators have an offset; this class restores the state of CPU generators.
+    random generator. Only GPU generators have an offset, so this class resets CPU generators.
     """
 
     def _sample(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
         generators = self.input_batch.generators  # type: ignore[attr-defined]
-        drawn = {row: generators[row] for row in rows if row in generators}
-        self._before = {
+        affected = {row: generators[row] for row in rows if row in generators}
+        self._saved_states = {
             row: (generator, generator.get_state())
-            for row, generator in drawn.items()
+            for row, generator in affected.items()
             if generator.device.type == "cpu"
         }
         return super()._sample(*args, **kwargs)  # type: ignore[misc]
 
     def _bookkeeping_sync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         generators = self.input_batch.generators  # type: ignore[attr-defined]
-        for row, (generator, state) in self._before.items():
+        for row, (generator, state) in self._saved_states.items():
             generator.set_state(state)
             del generators[row]
         try:
             return super()._bookkeeping_sync(*args, **kwargs)  # type: ignore[misc]
         finally:
             # A request has the same row until the next step is prepared.
-            generators.update({row: generator for row, (generator, _) in self._before.items()})
+            generators.update(
+                {row: generator for row, (generator, _) in self._saved_states.items()}
+            )
 
 
 class WorkerExtension:
@@ -95,29 +97,29 @@ class WorkerExtension:
                 undefined.
         """
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        load, lacking = model.load_weights, {name for name, _ in model.named_parameters()}
+        load, missing = model.load_weights, {name for name, _ in model.named_parameters()}
 
-        def watched(weights):  # type: ignore[no-untyped-def]
+        def load_and_record(weights):  # type: ignore[no-untyped-def]
             loaded = load(weights)
-            # Some models do not report the names.
-            lacking.difference_update(lacking if loaded is None else loaded)
+            # None: the model does not report which weights it loaded.
+            missing.difference_update(missing if loaded is None else loaded)
             return loaded
 
-        model.load_weights = watched
+        model.load_weights = load_and_record
         reset_packed_experts(model)
         try:
             self.model_runner.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         finally:
             del model.load_weights
-        if lacking:
+        if missing:
             raise RuntimeError(
-                f"no weights for {min(lacking)} and {len(lacking) - 1} other parameters"
+                f"no weights for {min(missing)} and {len(missing) - 1} other parameters"
             )
         repack_linear_weights(model)
 
 
 def reset_packed_experts(model: nn.Module) -> None:
-    """Discard the expert kernels on CPUs. They pack the weights once, when they are created, and
+    """Discard the expert kernels on CPUs. A kernel packs the weights only when it is created, and
     would read newer weights as if they were packed."""
     if not current_platform.is_cpu():
         return

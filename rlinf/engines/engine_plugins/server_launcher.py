@@ -1,9 +1,9 @@
 """Run a module as a server that exits when its parent process exits.
 
-    python start.py FD MODULE ARGUMENT...
+    python server_launcher.py FD MODULE ARGUMENT...
 
-This runs under the server's interpreter and uses only the standard library. ``FD`` is the read end
-of a pipe; nothing is written to the other end. The pipe closes when the parent exits, for whatever
+This file runs under the server's interpreter and uses only the standard library. ``FD`` is the read
+end of a pipe; nothing is written to the other end. The pipe closes when the parent exits, for any
 reason. (A parent-death signal would be sent when the *thread* that started the server exits.)
 """
 
@@ -18,23 +18,23 @@ from pathlib import Path
 SHM = Path("/dev/shm")
 
 
-def kill_group(group: int) -> None:
+def kill_group(pgid: int) -> None:
     """Kill a process group and delete its shared memory, which would remain otherwise."""
-    for path in shared_memory(group):
+    for path in shared_memory(pgid):
         with contextlib.suppress(OSError):
             path.unlink()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(pgid, signal.SIGKILL)
 
 
-def shared_memory(group: int) -> set[Path]:
+def shared_memory(pgid: int) -> set[Path]:
     """Return the files in ``/dev/shm`` that a process group has mapped, except served weights."""
     mapped: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            # State, parent and group follow a name that may contain any character.
+            # State, parent and group follow the process name, which may contain any character.
             status = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(status[2]) == group:
+            if int(status[2]) == pgid:
                 lines = (process / "maps").read_text(errors="replace").splitlines()
                 paths = (Path(line.split(maxsplit=5)[-1]) for line in lines)
                 mapped |= {path for path in paths if path.parent == SHM}

@@ -31,25 +31,28 @@ from rlinf.engines.engine_plugins import rlinf_sglang  # noqa: F401 - changes SG
 
 
 class SteppedScheduler(scheduling.Scheduler):
-    """A scheduler without connections to other processes."""
+    """A scheduler without connections to other processes.
 
-    def __init__(self, words: Sequence[str], device: int) -> None:
+    Methods with the prefix ``rlinf_`` do not exist in SGLang.
+    """
+
+    def __init__(self, arguments: Sequence[str], device: int) -> None:
         """
         Args:
-            words: Command-line arguments.
+            arguments: Command-line arguments.
             device: Index of the GPU; 0 on a CPU.
 
         Raises:
             RuntimeError: The weights of this model cannot be replaced.
         """
-        settings = prepare_server_args([*words])
+        settings = prepare_server_args([*arguments])
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=device)
         publish(settings, role="scheduler", ranks=ranks)
         self.rlinf_requests: dict = {}  # type: ignore[type-arg]
-        """Running requests by name."""
+        """Running requests by request id."""
         super().__init__(settings, SimpleNamespace(nccl_port=0))
         runner = self.tp_worker.model_runner
-        self.model, self.updater = runner.model, runner.weight_updater
+        self.model, self.rlinf_weight_updater = runner.model, runner.weight_updater
         if error := _unsupported_derived_weight_cache_error(self.model):
             raise RuntimeError(error)
 
@@ -68,13 +71,13 @@ class SteppedScheduler(scheduling.Scheduler):
         self.rlinf_requests[recv_req.rid] = request
         return request
 
-    def rlinf_submit(self, name: str, tokens: Sequence[int], settings: dict) -> None:  # type: ignore[type-arg]
+    def rlinf_submit(self, request_id: str, tokens: Sequence[int], settings: dict) -> None:  # type: ignore[type-arg]
         """Start decoding a request."""
         params = SamplingParams(**settings)
         params.normalize(self.tokenizer)
         params.verify(self.model_config.vocab_size)
         request = TokenizedGenerateReqInput(
-            rid=name,
+            rid=request_id,
             input_text="",
             input_ids=array("q", tokens),
             input_embeds=None,
@@ -91,22 +94,22 @@ class SteppedScheduler(scheduling.Scheduler):
 
     @DynamicGradMode()
     def step(self):  # type: ignore[no-untyped-def]
-        """Compute one batch and return the requests that finished, by name."""
+        """Compute one batch and return the requests that finished, by request id."""
         with self.device_module.StreamContext(self.schedule_stream):
-            plan = self.get_next_batch_to_run(
+            schedule = self.get_next_batch_to_run(
                 running_batch=self.running_batch, last_batch=self.last_batch
             )
-            self.running_batch, self.last_batch = plan.running_batch, plan.batch_to_run
+            self.running_batch, self.last_batch = schedule.running_batch, schedule.batch_to_run
             if self.last_batch:
                 self.process_batch_result(self.last_batch, self.run_batch(self.last_batch))
             else:
                 self._sched_idled = True
                 self.new_token_ratio_tracker.reset()
         finished = {
-            name: request for name, request in self.rlinf_requests.items() if request.finished()
+            rid: request for rid, request in self.rlinf_requests.items() if request.finished()
         }
-        for name in finished:
-            del self.rlinf_requests[name]
+        for rid in finished:
+            del self.rlinf_requests[rid]
         return finished
 
     def rlinf_abort_all(self) -> None:
@@ -125,14 +128,14 @@ class SteppedScheduler(scheduling.Scheduler):
         """Copy weights, by their names in checkpoints, into the model.
 
         Raises:
-            RuntimeError: A parameter received no weights, which SGLang's models do not report, or
-                NaN; or samples are running.
+            RuntimeError: A parameter received no weights or NaN, or samples are running.
         """
         if self.rlinf_requests:
             raise RuntimeError("weights cannot be replaced while samples are running")
         self._step_until_idle()
-        self.updater.begin_weight_update()
+        self.rlinf_weight_updater.begin_weight_update()
         parameters = {n: p for n, p in self.model.named_parameters() if p.is_floating_point()}
+        # SGLang's models do not report which parameters received weights.
         for parameter in parameters.values():
             parameter.data.fill_(float("nan"))
         self.model.load_weights(tensors)
@@ -142,19 +145,19 @@ class SteppedScheduler(scheduling.Scheduler):
                 f"no complete weights for {empty[0]} and {len(empty) - 1} other parameters, or "
                 "they are NaN"
             )
-        self.updater.end_weight_update(run_post_load=False)
+        self.rlinf_weight_updater.end_weight_update(run_post_load=False)
         self.device_module.synchronize()
         if not self.flush_cache():
             raise RuntimeError("SGLang cannot clear its cache")
 
-    def rlinf_sleep(self, parts: list[str]) -> None:
+    def rlinf_sleep(self, tags: list[str]) -> None:
         """Free device memory; weights move to host memory."""
         self._step_until_idle()
-        self.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=parts))
+        self.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
 
-    def rlinf_wake(self, parts: list[str]) -> None:
-        """Undo :meth:`rest`."""
-        self.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=parts))
+    def rlinf_wake(self, tags: list[str]) -> None:
+        """Undo :meth:`rlinf_sleep`."""
+        self.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
     def rlinf_shut_down(self) -> None:
         """Free SGLang's process-wide state, so that another scheduler can be created."""
@@ -162,7 +165,7 @@ class SteppedScheduler(scheduling.Scheduler):
         _destroy_state()
 
 
-def create_scheduler(words: Sequence[str], device: int) -> SteppedScheduler:
+def create_scheduler(arguments: Sequence[str], device: int) -> SteppedScheduler:
     """Create the scheduler of this process; there can be only one at a time.
 
     Raises:
@@ -171,7 +174,7 @@ def create_scheduler(words: Sequence[str], device: int) -> SteppedScheduler:
     if bootstrap._PARALLEL_INITIALISED:
         raise RuntimeError("a process can run one SGLang at a time: close the other engine first")
     try:
-        return SteppedScheduler(words, device)
+        return SteppedScheduler(arguments, device)
     except BaseException:
         _destroy_state()
         raise
@@ -183,5 +186,5 @@ def _destroy_state() -> None:
     reset_context()
 
 
-# The watchdog's thread would hold the model and kill the parent process.
+# The watchdog's thread would keep the model in memory and kill the parent process.
 scheduling.create_scheduler_watchdog = lambda *args, **options: None

@@ -1,11 +1,11 @@
-"""Simulators of ``task=gym``: the modules that create their environments.
+"""The simulators of tasks with ``name: gym``: one module for each, which creates its environments.
 
 An environment has the methods of Gymnasium (:mod:`rlinf.envs.vector_env`). A module's ``make(id,
 kwargs)`` creates one. The module is imported by its file's path, under the interpreter of
 ``task.python``, and must run on Python 3.9. It may import the simulator, numpy, the standard
 library, and files of its folder with the same limits (``from .name import``), but nothing else of
 rlinf. ``make`` raises ValueError for an invalid configuration, and ImportError if a package is
-missing; a message that begins with ``kwargs.`` is about that key.
+missing; a message about a key of ``kwargs`` begins with ``kwargs.KEY``.
 
 Optional members of an environment:
 
@@ -14,9 +14,9 @@ Optional members of an environment:
 - ``render_camera(camera, height, width)``: returns the image of one of the environment's
   ``cameras``, uint8 ``[H, W, 3]``. MuJoCo environments do not need it: the ``model`` and ``data``
   of their ``unwrapped`` are rendered;
-- ``step_info_keys``: keys in the ``info`` of each step other than ``success``. ``intervened``:
-  whether a person acted in place of the policy, with ``performed``, the executed action. ``late``:
-  whether a step in real time began or ended too late. They become columns of trajectories
+- ``step_info_keys``: which of these keys the ``info`` of each step has: ``intervened`` (a person
+  acted in place of the policy), ``performed`` (the action that was executed then), and ``late`` (a
+  step in real time began or ended too late). They become columns of trajectories
   (:mod:`rlinf.data.transitions`);
 - ``instruction``: the current instruction, a sentence;
 - ``expert_action()``: an expert's action for the current state;
@@ -34,18 +34,18 @@ Flags of a module:
 - ``BATCHED = True``: one object steps many environments. ``make(id, kwargs, count, images)``
   creates it for at least ``count`` environments, with the cameras of ``task.images``. Its attribute
   ``count`` is their number, and its spaces are those of one environment. ``reset(numbers, seeds)``
-  begins episodes in the environments ``numbers`` and returns their observations, ``[n, ...]``: an
-  array, or ``state`` and images by name. ``step(actions)`` takes ``[count, A]`` and returns the
-  observations of all environments, their rewards, and whether each terminated, was truncated, and
-  succeeded, ``[count]`` each. The observation of an episode that ended is its last one, not the
-  first one of the next episode;
+  begins episodes in the environments with these indices and returns their observations,
+  ``[n, ...]``: an array, or ``state`` and images by name. ``step(actions)`` with ``[count, A]``
+  returns the observations of all environments, their rewards, and whether each terminated, was
+  truncated, and succeeded, ``[count]`` each. The observation of an episode that ended is its last
+  one, not the first one of the next episode;
 - ``NONDETERMINISTIC = True``: as in Gymnasium, resets with equal seeds may begin in different
   states. Runs with groups are rejected, because the samples of a group must begin in the same
   state;
-- ``TASK_SETS``: tuples of ids by name, for several tasks with the same spaces, which a run assigns
-  in rotation.
+- ``TASK_SETS``: names of sets of tasks, such as ``MT10``, with their ids. If ``task.id`` is such a
+  name, the run assigns its groups to the ids in rotation. All tasks of a set have equal spaces.
 
-The module also states its requirements (:mod:`rlinf.envs.simulators.requirements`).
+The module also has constants for its requirements (:mod:`rlinf.envs.simulators.requirements`).
 """
 
 from rlinf.registry import Registry

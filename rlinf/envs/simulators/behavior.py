@@ -31,7 +31,7 @@ ASSETS = {
 }
 STATE, NAME_SEPARATOR = "state", "::"
 _simulations: list[Any] = []
-"""The simulation of this process."""
+"""The simulation of this process, if there is one already."""
 
 
 def make(
@@ -42,7 +42,7 @@ def make(
     ``kwargs``: see :data:`ASSETS`; ``num_envs``, the minimum number of environments.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
         RuntimeError: there is a simulation in this process already.
     """
     valid_keys = (*ASSETS, "num_envs")
@@ -86,8 +86,8 @@ class BehaviorEnv:
         self.count = count
         self._env, self._images = env, images
         observations, _ = env.reset()
-        size = self._observe(observations)[STATE].shape[1:]
-        self.observation_space = Box(-np.inf, np.inf, size, np.float32)
+        shape = self._observe(observations)[STATE].shape[1:]
+        self.observation_space = Box(-np.inf, np.inf, shape, np.float32)
         space = env.envs[0].robots[0].action_space
         self.action_space = Box(space.low, space.high, dtype=np.float32)
 
@@ -114,6 +114,7 @@ class BehaviorEnv:
         importlib.import_module("omnigibson").shutdown()
 
     def _observe(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Return the state ``[n, D]`` and the configured images ``[n, H, W, 3]``."""
         rows = [dict(_flatten(observation)) for observation in observations]
         names = [name for name in rows[0] if name.split(NAME_SEPARATOR)[-1] == "proprio"]
         states = [np.concatenate([_to_numpy(row[name]) for name in names]) for row in rows]

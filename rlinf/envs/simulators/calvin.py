@@ -14,9 +14,9 @@ generator draws the poses of the blocks, seeded by FNV-1 of the state's text (me
 The state consists of the robot's state (15: position and Euler angles of the hand, gripper width,
 seven joints, last gripper action), the scene's state (24: two doors, button, switch, two lights,
 position and Euler angles of the red, blue and pink block) and a one-hot vector of the subtask (34);
-with ``state: robot`` only of the robot's. An action is a change of position (3) and Euler angles
-(3), in units of 2 cm and 0.05 rad, and the gripper: a positive value opens it. Cameras: ``static``,
-``gripper``, rendered by PyBullet's software renderer.
+with ``state: robot``, it is only the robot's state. An action is a change of position (3) and Euler
+angles (3), in units of 2 cm and 0.05 rad, and the gripper: a positive value opens it. Cameras:
+``static``, ``gripper``, rendered by PyBullet's software renderer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ ASSETS = {
 }
 """Files and folders that no package contains, by their key of ``kwargs``."""
 ALL_CHAINS = "chains"
-STEPS = 360
+"""The ``id`` of a task with all chains."""
+DEFAULT_STEPS = 360
+"""Maximum number of steps of a subtask, as in the benchmark."""
 STATE_KEYS = (
     "led",
     "lightbulb",
@@ -62,8 +64,9 @@ INITIAL_JOINTS = (
     1.64119093,
     0.55344928,
 )
-"""Joints of the arm at the start of a chain, radians."""
+"""Joints of the arm at the beginning of a chain, radians."""
 INITIAL_HAND_POSE = (0.02586889, -0.2313129, 0.5712808, 3.09045411, -0.02908596, 1.50013585)
+"""Position (meters) and Euler angles (radians)."""
 INITIAL_GRIPPER_WIDTH = 0.07999963
 SHELF_POSITIONS = {
     "slider_left": (-2.40851662e-01, 9.24044687e-02, 4.60990009e-01),
@@ -73,7 +76,7 @@ TABLE_POSITIONS = (
     (5.00000896e-02, -1.20000177e-01, 4.59990009e-01),
     (2.29995412e-01, -1.19995140e-01, 4.59990010e-01),
 )
-"""Positions for blocks, meters."""
+"""Positions of blocks on the shelf and on the table, meters."""
 
 
 class SubtaskChain(NamedTuple):
@@ -84,22 +87,23 @@ class SubtaskChain(NamedTuple):
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is ``chains``, or a subtask, for the first subtask of all chains that begin with it.
+    """``id`` is ``chains``, or a subtask. A subtask selects the chains that begin with it, and an
+    episode is then only this subtask.
 
     ``kwargs``: ``folder`` and ``chains``, see :data:`ASSETS`; ``annotations``, a YAML file of
-    sentences by subtask, the first of which is the instruction (without it, the subtask's name);
-    ``steps`` of a subtask; ``state``: all or robot.
+    sentences by subtask, the first of which is the instruction (without the file, the subtask's
+    name); ``steps``, the maximum of a subtask; ``state``: all or robot.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     valid_keys = {"folder", "chains", "annotations", "steps", "state"}
     if unknown := sorted(kwargs.keys() - valid_keys):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(valid_keys))}")
     if (state_mode := kwargs.get("state", "all")) not in ("all", "robot"):
         raise ValueError(f"kwargs.state: {state_mode!r}; expected all or robot")
-    folder = _path(kwargs, "folder", "calvin_env/envs/play_table_env.py")
-    chains = _chains(_path(kwargs, "chains"))
+    folder = _existing_path(kwargs, "folder", "calvin_env/envs/play_table_env.py")
+    chains = _load_chains(_existing_path(kwargs, "chains"))
     if id != ALL_CHAINS:
         first_tasks = sorted({chain.tasks[0] for chain in chains})
         if id not in first_tasks:
@@ -110,13 +114,13 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         chains = [SubtaskChain(c.initial, c.tasks[:1]) for c in chains if c.tasks[0] == id]
     sentences = {}
     if kwargs.get("annotations") is not None:
-        sentences = _sentences(_path(kwargs, "annotations"))
+        sentences = _load_sentences(_existing_path(kwargs, "annotations"))
     return CalvinEnv(
-        folder, chains, sentences, int(kwargs.get("steps", STEPS)), state_mode == "robot"
+        folder, chains, sentences, int(kwargs.get("steps", DEFAULT_STEPS)), state_mode == "robot"
     )
 
 
-def _path(kwargs: dict[str, Any], key: str, required_file: str = "") -> Path:
+def _existing_path(kwargs: dict[str, Any], key: str, required_file: str = "") -> Path:
     description = ASSETS.get(key, "a YAML file of sentences by subtask")
     if kwargs.get(key) is None:
         raise ValueError(f"kwargs.{key}: is not set; expected {description}")
@@ -128,7 +132,7 @@ def _path(kwargs: dict[str, Any], key: str, required_file: str = "") -> Path:
     return path
 
 
-def _chains(path: Path) -> list[SubtaskChain]:
+def _load_chains(path: Path) -> list[SubtaskChain]:
     try:
         content = json.loads(path.read_text())
         keys, rows = tuple(content["state_keys"]), content["chains"]
@@ -143,7 +147,7 @@ def _chains(path: Path) -> list[SubtaskChain]:
     return chains
 
 
-def _sentences(path: Path) -> dict[str, str]:
+def _load_sentences(path: Path) -> dict[str, str]:
     from omegaconf import OmegaConf
 
     content: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -189,7 +193,7 @@ class CalvinEnv:
 
     @property
     def subtask(self) -> str:
-        """The current subtask."""
+        """The current subtask; the last one after the chain was solved."""
         return self._chain.tasks[min(self._num_solved, len(self._chain.tasks) - 1)]
 
     @property
@@ -206,7 +210,7 @@ class CalvinEnv:
         observation = self._desk.reset(robot_obs=robot, scene_obs=scene)
         for button in self._desk.scene.buttons:
             button.prev_is_pressed = button._is_pressed
-        self._subtask_start = self._desk.get_info()
+        self._subtask_initial_info = self._desk.get_info()
         return self._state(observation), {}
 
     def step(self, action: Any) -> Any:
@@ -214,10 +218,12 @@ class CalvinEnv:
         desk_action[-1] = 1 if desk_action[-1] > 0 else -1
         observation, _, _, info = self._desk.step(desk_action)
         self._steps += 1
-        solved = bool(self._oracle.get_task_info_for_set(self._subtask_start, info, {self.subtask}))
+        initial_info, subtasks = self._subtask_initial_info, {self.subtask}
+        solved = bool(self._oracle.get_task_info_for_set(initial_info, info, subtasks))
         solved = solved and self._num_solved < len(self._chain.tasks)
         if solved:
-            self._num_solved, self._steps, self._subtask_start = self._num_solved + 1, 0, info
+            self._num_solved, self._steps = self._num_solved + 1, 0
+            self._subtask_initial_info = info
         is_chain_solved = self._num_solved == len(self._chain.tasks)
         return (
             self._state(observation),

@@ -24,7 +24,8 @@ UNCHANGED_MODULES = (
     *("gymnasium.spaces", "gymnasium.envs.registration", "gymnasium.envs.mujoco"),
     *("mujoco", "pygame", "numpy.dtypes"),
 )
-"""Modules of classes whose objects an episode does not change, or :func:`save_physics` saves."""
+"""Modules of classes whose objects do not change in an episode, or are saved by
+:func:`save_physics`."""
 UNCHANGED_TYPES = (
     type,
     types.FunctionType,
@@ -35,6 +36,7 @@ UNCHANGED_TYPES = (
 PLAIN_TYPES = (type(None), bool, int, float, str)
 SEQUENCE_TYPES: dict[str, Any] = {"tuple": tuple, "list": list, "deque": deque}
 Arrays = dict[str, np.ndarray]
+"""Saved arrays by name."""
 
 
 def wrapper_chain(env: Any) -> list[Any]:
@@ -49,7 +51,7 @@ def save_attributes(objects: Sequence[Any], others: Sequence[Any] = ()) -> Array
     """Return the attributes of objects.
 
     Args:
-        others: objects that the attributes may refer to, and that are saved elsewhere.
+        others: objects that are saved elsewhere; attributes that refer to them are left out.
 
     Raises:
         ValueError: an attribute cannot be saved.
@@ -76,12 +78,12 @@ def restore_attributes(objects: Sequence[Any], arrays: Arrays) -> None:
 
 
 def save_physics(model: Any, data: Any) -> Arrays:
-    """Return the state of a MuJoCo simulation, and its derived values. The latter cannot be
-    computed from the saved state, because they belong to the state before the last step."""
+    """Return the state of a MuJoCo simulation, and its derived values. These cannot be computed
+    from the saved state, because they belong to the state before the last step."""
     mujoco = importlib.import_module("mujoco")
-    kind = mujoco.mjtState.mjSTATE_INTEGRATION
-    state = np.empty(mujoco.mj_stateSize(model, kind))
-    mujoco.mj_getState(model, data, state, kind)
+    spec = mujoco.mjtState.mjSTATE_INTEGRATION
+    state = np.empty(mujoco.mj_stateSize(model, spec))
+    mujoco.mj_getState(model, data, state, spec)
     return {
         "physics": state,
         "computed": np.concatenate([a.ravel() for a in _derived_arrays(model, data)]),

@@ -16,20 +16,20 @@ ends too late is ``late``; the next step is not shortened.
 
 This module is responsible for safety, whatever the policy's actions are:
 
-- nothing moves before the first reset, which drives in a straight line to ``home``, and only from
+- nothing moves before the first reset. A reset drives in a straight line to ``home``, and only from
   within the box;
-- the hand's targets are in the box; without further commands it comes to rest at its target. The
-  arm's own trajectory generator enforces the speed limits;
+- the hand's targets are in the box; without further commands the hand comes to rest at its target.
+  The arm's own trajectory generator enforces the speed limits;
 - any error stops the arm. One reflex of the arm per episode (a collision, for example) is
   recovered; a second reflex, the stop button, or a lost connection ends the episode, and the next
   reset connects again. A reset that fails ends the run;
 - the end of the process stops the arm.
 
-A person intervenes through a *reader*, a class with ``read(state)``. It is called before each
-action and returns None (the policy acts) or an action that replaces the policy's. It may also have
-``stopped()``, a stop button. That is called before and during motion, also on the way home; if it
-returns true, the arm stops and the episode ends. The reader must remember a button that is pressed
-between two steps. Its ``close()``, if it has one, is called at the end.
+A person intervenes through a *reader* of an input device, a class with ``read(state)``, which is
+called before each action. It returns None (the policy acts) or an action that replaces the
+policy's. A reader may also have ``stopped()``, which returns whether a stop button was pressed,
+also between two steps. It is called before and during motion, also on the way home; if it returns
+true, the arm stops and the episode ends. A reader's ``close()``, if any, is called at the end.
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ CLOCK_TIMEOUT_S = 3.0
 ACCELERATION_TIME_S, JERK_TIME_S = 0.2, 0.02
 """Minimum time from rest to full speed, and to full acceleration. At each step the trajectory
 generator receives the arm's velocity, but not its full acceleration, so it may brake too late by
-the second time. Targets therefore keep the corresponding distance from the sides of the box."""
+JERK_TIME_S. Targets therefore keep the corresponding distance from the sides of the box."""
 MAX_ROTATION_SPEED = 0.5
 """Rotation speed of the hand and the elbow on the way home, rad/s."""
 POSITION_TOLERANCE_M = 0.01
 """Tolerance of the hand's position, relative to its box and to home."""
 HOMING_TIMEOUT_S, REST_TIME_MS = 10.0, 300.0
-"""Time limit of driving home, in addition to twice the time at full speed; and time to rest
-there."""
+"""Time limit of driving home, in addition to twice the time at full speed; and time at rest that
+follows."""
 MODE_HINTS = {
     "UserStopped": "its stop button is pressed; release it when nothing is in the way",
     "Guiding": "a person guides it by hand",
     "Other": "unlock its joints and activate FCI in its Desk",
 }
+"""Advice for error messages, by the arm's mode."""
 DOWNWARD_QUATERNION = (1.0, 0.0, 0.0, 0.0)
 """The hand's orientation, a quaternion (x, y, z, w)."""
 
@@ -86,6 +87,7 @@ class FrankaArm:
         self._settings, self._is_stop_pressed = settings, is_stop_pressed
         self._robot: Any = None
         self._elbow: Any = None
+        """The elbow's state at the connection; the arm drives home with it."""
         self._target: np.ndarray | None = None
         """The hand's target; None after the arm was stopped."""
 
@@ -103,7 +105,7 @@ class FrankaArm:
             state = self._robot.state
         if robot_mode(state) == "Reflex":
             self.recover()
-        self._check_state(state, is_moving=False)
+        self._check_state(state, allow_reflex=True)
         self._target = hand_position(state)
         self.send_hand_to(np.array(self._settings.home), elbow=self._elbow)
         timeout_s = self._distance_from_home(state) / self._settings.speed * 2 + HOMING_TIMEOUT_S
@@ -126,7 +128,7 @@ class FrankaArm:
         sent if that is its target already.
 
         Args:
-            elbow: the elbow's state at the position.
+            elbow: the elbow's state at the position; None: any.
         """
         import franky
 
@@ -136,7 +138,7 @@ class FrankaArm:
             return
         pose = franky.RobotPose(franky.Affine(position, DOWNWARD_QUATERNION), elbow)
         with self._translate_errors():
-            self._check_state(self._robot.state, is_moving=elbow is None)
+            self._check_state(self._robot.state, allow_reflex=elbow is not None)
             self._robot.move(franky.CartesianMotion(pose), asynchronous=True)
         self._target = np.array(position)
 
@@ -180,7 +182,7 @@ class FrankaArm:
             has_recovered = self._robot.recover_from_errors()
         if not has_recovered:
             raise FrankaArmError("the arm has stopped by itself and does not recover; see its Desk")
-        self._target = np.full(3, np.nan)
+        self._target = np.full(3, np.nan)  # unequal to the next position, which is thus sent
 
     def stop(self) -> None:
         self._target, robot = None, self._robot
@@ -204,15 +206,15 @@ class FrankaArm:
             self.close()
             raise
 
-    def _check_state(self, state: Any, is_moving: bool = True) -> None:
-        """Check that the arm may move.
+    def _check_state(self, state: Any, allow_reflex: bool = False) -> None:
+        """Check that the arm may move; ``allow_reflex``: even if it has stopped by itself.
 
         Raises:
-            FrankaArmError: it may not.
+            FrankaArmError: the arm may not move.
         """
         if self._is_stop_pressed():
             raise FrankaArmError("kwargs.reader: its stop button is pressed")
-        if (mode := robot_mode(state)) == "Reflex" and is_moving:
+        if (mode := robot_mode(state)) == "Reflex" and not allow_reflex:
             raise FrankaReflexError(f"the arm has stopped by itself: {state.last_motion_errors}")
         if mode not in ("Idle", "Move", "Reflex"):
             hint = MODE_HINTS.get(mode, "see its Desk")
@@ -235,7 +237,7 @@ class FrankaArm:
         except (franky.ControlException, franky.CommandException) as error:
             state = self._read_state()
             if state is not None:
-                self._check_state(state, is_moving=False)
+                self._check_state(state, allow_reflex=True)
             raise FrankaReflexError(f"the arm has stopped by itself: {error}") from None
         except (franky.NetworkException, franky.ProtocolException) as error:
             raise FrankaArmError(
@@ -258,7 +260,7 @@ class FrankaArm:
             return None
 
     def _connect(self) -> Any:
-        """Return a connection with the speed limits set.
+        """Return a connected robot with the speed limits set.
 
         Raises:
             FrankaArmError: the arm does not connect within :data:`CONNECT_TIMEOUT_S`.
@@ -350,17 +352,21 @@ class FrankaSettings(NamedTuple):
     speed: float = 0.05
     """Maximum speed of the hand, m/s."""
     rate_hz: float = 10.0
+    """Steps per second of the arm's clock."""
     steps: int = 100
+    """Maximum number of steps of an episode."""
     reached_m: float = 0.02
+    """The goal is reached at this distance, meters."""
     force_n: float = 20.0
     torque_nm: float = 20.0
-    """Force and torque from which on the arm detects a collision and stops."""
+    """Force (N) and torque (Nm) at which the arm detects a collision and stops."""
     realtime: bool = True
     """Whether a real-time kernel is required, as for a real arm."""
     reader: str = ""
     """``module:Class`` or ``FILE.py:Class``; ``expert``: the environment's own expert always
     intervenes."""
     reader_args: Mapping[str, Any] = {}
+    """Keyword arguments of the reader's class."""
 
     @classmethod
     def from_kwargs(cls, kwargs: dict[str, Any]) -> FrankaSettings:
@@ -400,7 +406,7 @@ def make(id: str, kwargs: dict[str, Any]) -> FrankaEnv:
     """``id`` is one of :data:`TASKS`; ``kwargs`` are :class:`FrankaSettings`.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     if id not in TASKS:
         near = difflib.get_close_matches(id, TASKS, 3, 0.3)
@@ -422,16 +428,19 @@ class FrankaEnv:
         self._reader = self._load_reader(settings.reader)
         self._arm = FrankaArm(settings, getattr(self._reader, "stopped", lambda: False))
         self._low, self._high = (np.array(corner) for corner in settings.box)
-        # Speed limit of each axis, so that the hand's speed is below settings.speed: the arm limits
-        # each axis separately.
+        # The arm limits each axis separately; the three together reach settings.speed at most.
         axis_speed = settings.speed / np.sqrt(3)
-        self._unit = axis_speed / settings.rate_hz
+        self._action_scale = axis_speed / settings.rate_hz
+        """Distance by which an action of 1 moves the target along its axis, meters."""
         margin = axis_speed * JERK_TIME_S
         self._target_bounds = self._low + margin, self._high - margin
         self._period_ms = 1000 / settings.rate_hz
         self._goal, self._target, self._hand = np.zeros((3, 3))
+        """Positions, meters: goal, hand's target, and hand at the last observation."""
         self._distance, self._step_end_ms, self._steps = 0.0, 0.0, 0
+        """Distance to the goal (meters), end of the last step (arm's clock), steps so far."""
         self._has_recovered = False
+        """Whether a reflex was recovered in this episode."""
         self._observation = np.zeros(12, np.float32)
         self.action_space = Box(-1, 1, (3,), np.float32)
         self.observation_space = Box(-np.inf, np.inf, (12,), np.float32)
@@ -468,14 +477,14 @@ class FrankaEnv:
             ).reshape(3)
             if not np.isfinite(requested).all():
                 raise FrankaArmError(f"kwargs.reader: {requested.tolist()} is no action")
-            target = previous_target + self._unit * np.clip(requested, -1, 1)
+            target = previous_target + self._action_scale * np.clip(requested, -1, 1)
             self._target = np.clip(target, *self._target_bounds)
             start_ms = self._arm.clock
             is_late = start_ms > self._step_end_ms + self._period_ms / 2
             # If the policy used most of the step, its action still gets a full step.
             end_ms = self._period_ms + (start_ms if is_late else self._step_end_ms)
             state = self._move_until(end_ms)
-            performed = np.clip((self._target - previous_target) / self._unit, -1, 1)
+            performed = np.clip((self._target - previous_target) / self._action_scale, -1, 1)
             is_late |= clock_ms(state) > end_ms + LATE_TOLERANCE * self._period_ms
             self._step_end_ms = clock_ms(state) if is_late else end_ms
             self._observe(state)
@@ -493,7 +502,7 @@ class FrankaEnv:
 
     def expert_action(self) -> np.ndarray:
         """Return the action towards the goal at full speed, float32 ``[3]``."""
-        return np.clip((self._goal - self._target) / self._unit, -1, 1).astype(np.float32)
+        return np.clip((self._goal - self._target) / self._action_scale, -1, 1).astype(np.float32)
 
     def stop(self) -> None:
         """Stop the arm now; nothing moves until the next reset."""

@@ -20,11 +20,12 @@ import numpy as np
 BATCHED = True
 PACKAGES = ("genesis", "torch", "gymnasium")
 TASKS = ("reach",)
-STEPS = 100
+DEFAULT_STEPS = 100
 PHYSICS_STEPS = 5
 """Number of physics steps of 10 ms per action."""
 GOAL_TOLERANCE_M, ACTION_SCALE_RAD = 0.05, 0.05
 HOME_JOINTS = (0.0, -0.5, 0.0, -2.2, 0.0, 1.8, 0.8, 0.04, 0.04)
+"""Initial positions of the joints: seven of the arm, radians; two of the fingers, meters."""
 GOAL_LOW, GOAL_HIGH = (0.35, -0.3, 0.2), (0.65, 0.3, 0.6)
 """Corners of the box in which goals are drawn, meters."""
 
@@ -37,7 +38,7 @@ def make(
     ``kwargs``: ``backend`` (cpu, gpu); ``steps``, the maximum of an episode.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     if id not in TASKS:
         near = difflib.get_close_matches(id, TASKS, 3, 0.3)
@@ -46,7 +47,7 @@ def make(
         raise ValueError(f"kwargs.{unknown[0]}: there are backend and steps")
     if (backend := kwargs.get("backend", "cpu")) not in ("cpu", "gpu"):
         raise ValueError(f"kwargs.backend: {backend!r}; expected cpu or gpu")
-    return GenesisEnv(count, backend, int(kwargs.get("steps", STEPS)))
+    return GenesisEnv(count, backend, int(kwargs.get("steps", DEFAULT_STEPS)))
 
 
 class GenesisEnv:
@@ -68,7 +69,7 @@ class GenesisEnv:
         self._target_joints = np.tile(np.array(HOME_JOINTS, np.float32), (count, 1))
         self._goals = np.zeros((count, 3), np.float32)
         self._steps = np.zeros(count, np.int64)
-        self._distances = np.zeros(count)
+        self._distances = np.zeros(count)  # from hand to goal at the last step, meters
         self.action_space = Box(-1, 1, (7,), np.float32)
         self.observation_space = Box(-np.inf, np.inf, (24,), np.float32)
 

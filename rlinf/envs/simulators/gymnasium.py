@@ -22,12 +22,12 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     """``id`` and ``kwargs`` are those of ``gymnasium.make``.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     import gymnasium
 
     try:
-        # Without the checker, which asserts the same at every step.
+        # Gymnasium's checker would repeat rlinf's own checks at every step.
         return GymnasiumEnv(gymnasium.make(id, disable_env_checker=True, **kwargs))
     except (gymnasium.error.Error, TypeError) as error:
         raise ValueError(f"cannot make {id!r}: {error}") from None
@@ -44,7 +44,7 @@ class GymnasiumEnv:
         self._env, self._unwrapped = env, env.unwrapped
         self._has_save = hasattr(self._unwrapped, "save") and hasattr(self._unwrapped, "restore")
         self._layers = wrapper_chain(env)
-        """The wrappers, and the environment unless it saves its own state."""
+        """The wrappers, and the unwrapped environment unless it has its own ``save``."""
         if self._has_save:
             self._layers = [layer for layer in self._layers if layer is not self._unwrapped]
         self._seed = 0

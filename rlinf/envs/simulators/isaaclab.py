@@ -5,8 +5,8 @@ next one and returns the new episode's observation; so the last observation of a
 replaced by the one before its last action. If all environments begin together, they are seeded by
 the first one's seed; otherwise seeds have no effect. So a seed determines neither the initial state
 nor the rest of an episode. If an episode was lost, some environments begin while others continue;
-only the former are reset. Observation terms with a history then contain the current time twice in
-the environments that continue.
+only the former are reset. Observation terms with a history then contain the current time step twice
+in the environments that continue.
 
 The state is the observation group ``policy``. If the terms of the group are not concatenated, the
 state is the concatenation of its vectors, in their order, and the images are the terms with the
@@ -33,7 +33,7 @@ INSTALL = (
 GPU = "an NVIDIA RTX GPU (with RT cores) of 16 GB and a driver that Isaac Sim 5.1 supports"
 STATE = "state"
 _simulations: list[Any] = []
-"""The simulation of this process."""
+"""The simulation of this process, if there is one already."""
 
 
 def make(
@@ -45,7 +45,7 @@ def make(
     observation group; ``success``, the name of the termination term.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
         RuntimeError: there is a simulation in this process already.
     """
     valid_keys = ("num_envs", "device", "group", "success")
@@ -74,9 +74,9 @@ def make(
     if id not in tasks:
         near = difflib.get_close_matches(id, tasks, 3, 0.3)
         raise ValueError(f"Isaac Lab has no task {id!r}; near it: {', '.join(near) or tasks[0]}")
-    parse = importlib.import_module("isaaclab_tasks.utils").parse_env_cfg
+    parse_config = importlib.import_module("isaaclab_tasks.utils").parse_env_cfg
     count = max(count, int(kwargs.get("num_envs", 1)))
-    config = parse(id, device=kwargs.get("device", "cuda:0"), num_envs=count)
+    config = parse_config(id, device=kwargs.get("device", "cuda:0"), num_envs=count)
     env = gymnasium.make(id, cfg=config).unwrapped
     group, success = kwargs.get("group", "policy"), kwargs.get("success", "success")
     _simulations.append(IsaacLabEnv(app, env, count, group, success, images))
@@ -98,8 +98,8 @@ class IsaacLabEnv:
         self._success_term = success if success in names else None
         self._last_observations = self._observe(env.reset()[0])
         self._is_fresh, self._is_open = np.zeros((2, count), bool)
-        """By environment: whether the last step began its episode, and whether it is within an
-        episode that was requested."""
+        """By environment: whether the last step has already begun its next episode, and whether
+        it is within an episode that was requested."""
         self.action_space = env.single_action_space
         shape = self._last_observations[STATE].shape[1:]
         self.observation_space = Box(-np.inf, np.inf, shape, np.float32)
@@ -115,13 +115,14 @@ class IsaacLabEnv:
         return {name: column[numbers] for name, column in self._last_observations.items()}
 
     def _reset_some(self, numbers: list[int]) -> Any:
+        """Reset these environments only, and return the observations of all."""
         import torch
 
         env_ids = torch.as_tensor(numbers, dtype=torch.int64, device=self._env.device)
         if "env_ids" in inspect.signature(self._env.reset).parameters:
             return self._env.reset(env_ids=env_ids)[0]
-        # reset() of a direct task resets all environments. Its step() resets those whose episode
-        # ended, by the following calls.
+        # reset() of a direct task resets all environments. The following calls are those with
+        # which its step() resets the environments whose episode ended.
         self._env._reset_idx(env_ids)
         self._env.scene.write_data_to_sim()
         self._env.sim.forward()

@@ -48,7 +48,7 @@ ASSET_FOLDERS = ("textures", "scenes", "stable_scanned_objects")
 
 
 class LiberoBox(NamedTuple):
-    """A space of vectors within bounds."""
+    """A space of vectors within bounds, in place of Gymnasium's, which LIBERO does not need."""
 
     low: np.ndarray
     high: np.ndarray
@@ -66,14 +66,14 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     ``assets``, see :data:`OPTIONAL`.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     suite, _, task = id.partition("/")
     if suite not in SUITE_STEPS:
         raise ValueError(f"LIBERO has no suite {suite!r}; there are {', '.join(SUITE_STEPS)}")
     if unknown := sorted(kwargs.keys() - {"steps", "rest", "assets"}):
         raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest and assets")
-    _find_assets(kwargs.get("assets"))
+    _check_assets(kwargs.get("assets"))
     with contextlib.redirect_stdout(io.StringIO()):  # LIBERO prints messages
         from libero.libero import benchmark, get_libero_path
 
@@ -94,9 +94,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     return LiberoEnv(str(bddl), _load_initial_states(states), spec.language, steps, rest)
 
 
-def _find_assets(configured: Any) -> None:
+def _check_assets(configured: Any) -> None:
     """Check that LIBERO finds its meshes and textures, in the configured folder if there is one.
-    Call it before LIBERO's other modules are imported, because they search for them on import."""
+    Call it before LIBERO's other modules are imported, because these search for the assets."""
     libero: Any = importlib.import_module("libero.libero")
     if configured is not None:
         folder = str(Path(str(configured)).expanduser().resolve())
@@ -130,7 +130,7 @@ class LiberoEnv:
     """One LIBERO task."""
 
     def __init__(
-        self, bddl: str, initial_states: np.ndarray, instruction: str, steps: int, rest: int
+        self, bddl_file: str, initial_states: np.ndarray, instruction: str, steps: int, rest: int
     ) -> None:
         from libero.libero.envs.env_wrapper import ControlEnv
 
@@ -140,7 +140,7 @@ class LiberoEnv:
         with contextlib.redirect_stdout(io.StringIO()):
             # The simulator process renders images, without shadows.
             self._env = ControlEnv(
-                bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
+                bddl_file, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
             )
             self._env.reset()
         # Keep the model from now on, because building it takes seconds.
@@ -167,7 +167,7 @@ class LiberoEnv:
         self._env.seed(0 if seed is None else seed)
         self._env.reset()
         for robot in self._env.robots:
-            # A gripper continues from its last action, which was one of the previous episode.
+            # Otherwise a gripper continues from the last action of the previous episode.
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
         observation = self._env.set_init_state(self._initial_states[initial_state])
         for _ in range(self._rest_steps):
@@ -199,7 +199,7 @@ def _state(observation: Any) -> np.ndarray:
 
 
 def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:
-    """Return the rotation vector, at most pi long, of ``(x, y, z, w)``."""
+    """Return the rotation vector, at most pi long, of a quaternion ``(x, y, z, w)``."""
     axis = quaternion[:3]
     length = float(np.linalg.norm(axis))
     if length < 1e-12:

@@ -1,10 +1,10 @@
 """ManiSkill 3 (arXiv 2410.00425): manipulation in SAPIEN, with physics on a CPU.
 
-The task determines the length of an episode. ``info["success"]`` of each step tells whether the
+The task determines the length of an episode. ``info["success"]`` of each step is whether the
 task is solved; success does not end the episode. The state is ManiSkill's own state of the task. By
 default, actions are those of the controller ``pd_joint_delta_pos``, and the reward is
-``normalized_dense``. Cameras are the task's (``base_camera``, ...). They and the simulator itself
-need a Vulkan device: a GPU, or Mesa's lavapipe from 24.3 on.
+``normalized_dense``. Cameras are the task's (``base_camera``, ...). Rendering and the simulator
+itself need a Vulkan device: a GPU, or Mesa's lavapipe from 24.3 on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DEFAULT_OPTIONS = {
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is a registered task (``PickCube-v1``); ``kwargs`` are further arguments of it.
+    """``id`` is a registered task (``PickCube-v1``); ``kwargs`` are its further arguments.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
@@ -39,7 +39,7 @@ def create_task(id: str, kwargs: dict[str, Any]) -> Any:
     """Create one of ManiSkill's environments by its name and arguments.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     import gymnasium
     from mani_skill.utils.registration import REGISTERED_ENVS
@@ -78,7 +78,7 @@ class ManiSkillEnv:
 
     def step(self, action: Any) -> Any:
         observation, reward, _, truncated, info = self._env.step(np.asarray(action, np.float32))
-        # Pure control tasks have no success.
+        # Pure control tasks do not define success.
         step_info = {"success": bool(info["success"])} if "success" in info else {}
         return observation, float(reward), False, bool(truncated), step_info
 
@@ -94,7 +94,7 @@ def render_camera(env: Any, camera: str, height: int, width: int) -> np.ndarray:
     """Return a camera's image in each environment of an unwrapped task, uint8 ``[n, H, W, 3]``.
 
     Raises:
-        ValueError: its images have another size.
+        ValueError: the camera's images have another size.
     """
     env.scene.update_render()
     sensor = env.scene.sensors[camera]

@@ -26,11 +26,11 @@ STATE = "state"
 def make(
     id: str, kwargs: dict[str, Any], count: int, images: Mapping[str, Sequence[int]]
 ) -> ManiSkillGpuEnv:
-    """``id`` is a registered task (``PickCube-v1``); ``kwargs`` are further arguments of it, of
-    which ``num_envs`` is the minimum number of environments.
+    """``id`` is a registered task (``PickCube-v1``); ``kwargs`` are the task's further arguments.
+    ``num_envs`` among them is the minimum number of environments.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     import torch
 
@@ -70,7 +70,7 @@ class ManiSkillGpuEnv:
     def step(self, actions: np.ndarray) -> Any:
         observations, reward, _, truncated, info = self._env.step(np.asarray(actions, np.float32))
         terminated = np.zeros(self.count, bool)
-        # Pure control tasks have no success.
+        # Pure control tasks do not define success.
         solved = _to_numpy(info["success"]).astype(bool) if "success" in info else terminated
         return (
             self._observe(observations),

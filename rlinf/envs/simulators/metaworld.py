@@ -1,6 +1,6 @@
 """Meta-World (https://arxiv.org/abs/1910.10897, version 3): a Sawyer arm and 50 manipulation tasks.
 
-An episode has 500 steps; ``info["success"]`` of each step tells whether the task is solved. Unlike
+An episode has 500 steps; ``info["success"]`` of each step is whether the task is solved. Unlike
 in Meta-World's own wrapper, the seed of a reset selects the goal, so equal seeds begin equal
 episodes, whatever happened before. Meta-World has no instructions; the instruction is the name of
 the task in words, such as ``button press topdown``.
@@ -51,7 +51,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     """``id`` is a task's name (``reach-v3``).
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     import metaworld
     from metaworld.policies import ENV_POLICY_MAP
@@ -63,8 +63,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     try:
         benchmark = metaworld.MT1(id, seed=GOALS_SEED)
         env = benchmark.train_classes[id](**kwargs)
-        words = id.rpartition("-")[0].replace("-", " ")
-        return MetaWorldEnv(env, benchmark.train_tasks, words, ENV_POLICY_MAP[id]())
+        instruction = id.rpartition("-")[0].replace("-", " ")
+        return MetaWorldEnv(env, benchmark.train_tasks, instruction, ENV_POLICY_MAP[id]())
     except TypeError as error:
         raise ValueError(f"cannot make {id!r}: {error}") from None
 
@@ -72,19 +72,19 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 class MetaWorldEnv:
     """One Meta-World task; the seed of a reset selects its goal."""
 
-    def __init__(self, env: Any, tasks: Any, instruction: str, script: Any) -> None:
-        self._env, self._tasks, self.instruction, self._script = env, tasks, instruction, script
+    def __init__(self, env: Any, goals: Any, instruction: str, expert: Any) -> None:
+        self._env, self._goals, self.instruction, self._expert = env, goals, instruction, expert
         self._observation: Any = None
         self.unwrapped = env.unwrapped
-        env.set_task(tasks[0])
+        env.set_task(goals[0])  # Meta-World calls a goal a task
         self.action_space = env.action_space
         self.observation_space = env.observation_space
         self._steps = self._seed = 0
 
     def reset(self, seed: int) -> Any:
         self._seed = seed
-        goal = np.random.default_rng(seed).integers(len(self._tasks))
-        self._env.set_task(self._tasks[int(goal)])
+        index = np.random.default_rng(seed).integers(len(self._goals))
+        self._env.set_task(self._goals[int(index)])
         self._steps = 0
         self._observation, info = self._env.reset(seed=seed)
         return self._observation, info
@@ -112,10 +112,10 @@ class MetaWorldEnv:
 
     def expert_action(self) -> np.ndarray:
         """Return the action of Meta-World's scripted policy for the task. It may be outside the
-        space; the warning about that is suppressed."""
+        action space; the warning about that is suppressed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return np.asarray(self._script.get_action(self._observation), np.float32)
+            return np.asarray(self._expert.get_action(self._observation), np.float32)
 
     def close(self) -> None:
         self._env.close()

@@ -3,8 +3,8 @@
 A module of :mod:`rlinf.envs.simulators` has these constants:
 
 - ``PACKAGES``: modules that the interpreter must be able to import;
-- ``INSTALL``: how to install them, if ``configs/environments`` has no file for it;
-- ``GPU``: the required GPU;
+- ``INSTALL``: how to install these, if ``configs/environments`` has no file for the simulator;
+- ``GPU``: a description of the required GPU;
 - ``ASSETS``: descriptions and sources of required files and folders that no package contains, by
   their key of ``kwargs``; ``OPTIONAL``: the same for keys that may be left out;
 - ``TASK_SETS`` and the flags ``BATCHED``, ``SINGLE_INSTANCE``, ``SUPPORTS_STATE_SAVING`` and
@@ -78,8 +78,7 @@ def get_requirements(simulator: str) -> SimulatorRequirements:
 
 
 def _parse_constants(module: str) -> dict[str, Any]:
-    """Return the requirements that a user's module or file defines; none if this machine does not
-    have it."""
+    """Return the constants of a user's module or file; empty if this machine does not have it."""
     try:
         spec = None if module.endswith(".py") else importlib.util.find_spec(module)
         file = Path(module) if spec is None else Path(str(spec.origin))

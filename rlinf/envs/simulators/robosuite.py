@@ -1,8 +1,8 @@
 """The simulator robosuite 1.5 (arXiv 2009.12293): manipulation in MuJoCo, RoboCasa included.
 
-An episode has ``steps`` steps; ``info["success"]`` of each step tells whether the task is solved.
+An episode has ``steps`` steps; ``info["success"]`` of each step is whether the task is solved.
 The state is the robot's proprioception (``robot0_proprio-state``) and the objects' positions
-(``object-state``); ``state`` selects other observations. Actions are those of the robot's own
+(``object-state``); ``state`` selects other observations. Actions are inputs of the robot's own
 controller. Cameras are those of the model, such as ``agentview``, ``frontview`` and
 ``robot0_eye_in_hand``.
 """
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 PACKAGES = ("robosuite", "mujoco", "gymnasium")
-STATE = ("robot0_proprio-state", "object-state")
-STEPS = 200
+DEFAULT_STATE = ("robot0_proprio-state", "object-state")
+DEFAULT_STEPS = 200
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is an environment's name (``Lift``), or ``MODULE:NAME`` to import first the module
+    """``id`` is an environment's name (``Lift``), or ``MODULE:NAME`` to first import the module
     that registers it, such as ``robocasa:NAME``.
 
     ``kwargs``: ``robots`` (Panda), ``controller`` (a name or file of robosuite's; by default the
@@ -29,7 +29,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     ``reward_shaping``, or ``hard_reset: true`` if a reset creates another scene, as in kitchens.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     import robosuite
     from robosuite.environments.base import REGISTERED_ENVS
@@ -43,7 +43,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
             f"robosuite has no environment {name!r}; near it: {', '.join(near) or 'Lift'}"
         )
     options = {"robots": "Panda", "hard_reset": False, **kwargs}
-    steps, state = int(options.pop("steps", STEPS)), tuple(options.pop("state", STATE))
+    steps = int(options.pop("steps", DEFAULT_STEPS))
+    state = tuple(options.pop("state", DEFAULT_STATE))
     try:
         controller = robosuite.load_composite_controller_config(
             controller=options.pop("controller", None), robot=options["robots"]

@@ -1,7 +1,7 @@
 """RoboTwin 2 (arXiv 2506.18088): two arms at a table, fifty tasks, in SAPIEN on a GPU.
 
 Environments are those of RoboTwin's ``VectorEnv``. The state is the joint positions of both arms
-(14), and an action is their target positions. The reward is the one of RoboTwin's success test;
+(14), and an action is their target positions. The reward is that of RoboTwin's success test;
 success ends an episode. Cameras: ``full_image`` (head), ``left_wrist_image``,
 ``right_wrist_image``. If the scene of a seed does not come to rest, RoboTwin uses the next seed
 whose scene does.
@@ -29,7 +29,8 @@ ASSETS = {
     "config": "a task configuration of RoboTwin (YAML, with embodiment, camera and step_lim)",
 }
 STATE, NUM_JOINTS = "state", 14
-MAX_SEEDS = 2**31
+SEED_LIMIT = 2**31
+"""RoboTwin's seeds must be below this."""
 
 
 def make(
@@ -38,7 +39,7 @@ def make(
     """``id`` is a task (``beat_block_hammer``); ``kwargs``: see :data:`ASSETS`.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     if unknown := sorted(kwargs.keys() - ASSETS.keys()):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(ASSETS)}")
@@ -74,7 +75,7 @@ class RoboTwinEnv:
         self.observation_space = Box(-np.inf, np.inf, (NUM_JOINTS,), np.float32)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
-        self._env.reset(env_idx=numbers, env_seeds=[seed % MAX_SEEDS for seed in seeds])
+        self._env.reset(env_idx=numbers, env_seeds=[seed % SEED_LIMIT for seed in seeds])
         return {
             name: column[numbers] for name, column in self._observe(self._env.get_obs()).items()
         }
@@ -90,6 +91,7 @@ class RoboTwinEnv:
         self._env.close(True)
 
     def _observe(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Return the state ``[n, 14]`` and the configured images of all environments."""
         first = observations[0]
         cameras = [name for name in self._images if first.get(name) is not None]
         images = {

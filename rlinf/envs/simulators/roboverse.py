@@ -1,10 +1,11 @@
 """RoboVerse (arXiv 2504.18904): tasks of MetaSim, in one of several simulators.
 
-Environments are those of one task class. The state is the task's own observation, a vector; images
-are not supported. As in MetaSim, termination counts as success; leave ``task.score_by_success``
-false for tasks where it means a failure, such as a fall. Some classes begin the next episode in the
-step that ends one, and return the new episode's observation; the last observation of the old
-episode is then the one before that step. Seeds have no effect on the simulator.
+One object of a task class steps all environments. The state is the task's own observation, a
+vector; images are not supported. As in MetaSim, termination counts as success; leave
+``task.score_by_success`` false for tasks in which it means a failure, such as a fall. Some classes
+begin the next episode in the step that ends one, and return the new episode's observation; the last
+observation of the old episode is then that of the previous step. Seeds have no effect on the
+simulator.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make(
     ``kwargs``: ``simulator`` (mujoco, isaacsim, ...), ``robots``, ``device``.
 
     Raises:
-        ImportError, ValueError: see the package.
+        ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     valid_keys = ("simulator", "robots", "device")
     if unknown := sorted(kwargs.keys() - set(valid_keys)):
@@ -63,7 +64,7 @@ class RoboVerseEnv:
         self.action_space, self.observation_space = env.action_space, env.observation_space
         self._observations = np.zeros((count, *env.observation_space.shape), np.float32)
         self._is_fresh = np.zeros(count, bool)
-        """By environment: whether the last step began its episode."""
+        """By environment: whether the last step has already begun its next episode."""
 
     def reset(self, numbers: list[int], seeds: list[int]) -> np.ndarray:
         if to_reset := [number for number in numbers if not self._is_fresh[number]]:

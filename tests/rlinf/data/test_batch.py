@@ -60,7 +60,7 @@ def test_columns_are_padded_and_masked() -> None:
     assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.old_logprobs.tolist() == [[1, 1, 0], [2, 2, 2]], "falls back to the engine's"
     assert batch.values is None
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="no column 'values'"):
         batch.require("values")
 
 

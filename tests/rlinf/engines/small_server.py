@@ -39,7 +39,7 @@ class SmallEngine(ServerEngine):
     server_module = "tests.rlinf.engines.small_server"
     server_package = "torch"
 
-    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context_length: int, socket: Path) -> list[str]:
         return [str(socket), str(model), str(self._config.step_s)]
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:

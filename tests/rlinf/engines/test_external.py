@@ -177,7 +177,7 @@ def test_a_sample_that_was_given_up_is_gone_on_with(tried: Tried) -> None:
 @pytest.mark.slow
 def test_a_stop_string_is_found_across_the_place_where_a_sample_was_cut_off(tried: Tried) -> None:
     request = tried.request([0], **{**LONG, "min_tokens": 0, "stop": '["12"]'})
-    digits = {d: tried.engine._tokenizer.convert_tokens_to_ids(d) for d in "12"}
+    digits = {d: tried.engine.chat_format.tokenizer.convert_tokens_to_ids(d) for d in "12"}
     begun = {
         "begun_length": np.array([1]),
         "begun_tokens": np.array([[digits["1"]]]),

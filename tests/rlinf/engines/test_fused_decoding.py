@@ -49,9 +49,9 @@ def steps(engine: TransformersEngine) -> list[Tensor]:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_logits_are_those_of_the_modules(tmp_path: Path, architecture: str) -> None:
     engine = engine_of(tmp_path, architecture)
-    assert engine._step is not None
+    assert engine._fused_step is not None
     found = steps(engine)
-    engine._step = None
+    engine._fused_step = None
     for ours, theirs in zip(found, steps(engine), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
 
@@ -97,10 +97,10 @@ def test_weights_that_are_put_in_the_place_of_its_own_are_computed_with(tmp_path
     engine = engine_of(tmp_path, "qwen2")
     layer = engine._module.model.layers[1].self_attn
     layer.q_proj.weight = torch.nn.Parameter(2 * layer.q_proj.weight.detach())
-    assert engine._step is not None
-    assert not engine._step.is_valid
+    assert engine._fused_step is not None
+    assert not engine._fused_step.is_valid
     found = steps(engine)
-    assert engine._step is None
+    assert engine._fused_step is None
     for ours, theirs in zip(found, steps(engine), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -109,7 +109,7 @@ def test_in_bfloat16_it_is_as_near_as_the_modules_are(tmp_path: Path) -> None:
     exact = steps(engine_of(tmp_path, "qwen3"))
     engine = engine_of(tmp_path, "qwen3", dtype="bfloat16")
     fused = steps(engine)
-    engine._step = None
+    engine._fused_step = None
     for ours, theirs, wanted in zip(fused, steps(engine), exact, strict=True):
         gap = float((theirs - wanted).abs().max())
         assert float((ours - wanted).abs().max()) <= 2 * gap + 1e-3

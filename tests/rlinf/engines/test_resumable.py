@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlinf.data.record import Record, RecordId
-from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentedRequest
+from rlinf.engines.resumable import GeneratedSegment, ParsedRequest, ResumableSample
 from rlinf.engines.token_sampling import SamplingParams
 from rlinf.errors import DataError
 
@@ -34,9 +34,7 @@ def sample(**settings: object) -> ResumableSample:
     steps = {"sample": np.array([0]), "prompt": np.array([[1]]), "prompt_length": np.array([1])}
     info = {"horizon": 4, "temperature": 1.0, **settings}
     return ResumableSample(
-        SegmentedRequest(
-            Record(RecordId(0, 0), steps, info=info), SamplingParams.from_info(info), 7
-        ),
+        ParsedRequest(Record(RecordId(0, 0), steps, info=info), SamplingParams.from_info(info), 7),
         0,
     )
 

@@ -133,7 +133,7 @@ def test_the_prompt_is_that_of_a_rollout(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], train_on="last")
     (record,) = made.test_demonstrations(1)
     assert record.mask.all()
-    problem = made._problems["test"][0]
+    problem = made._prompt_sets["test"][0]
     assert record.prompt.tolist() == made.encode_prompts([problem.model_input])[0].tolist()
     assert problem.answer == "end"
     assert made.grade(" end\n", problem.answer) == 1

@@ -119,7 +119,7 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     few = JsonlEnvironment(config, Vocabulary())
     assert max(rendered) == 3
     found = draw_questions(few)
-    assert len(few._problems["train"]._cache) == 2
+    assert len(few._prompt_sets["train"]._cache) == 2
     assert "q 3 " not in str(found)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
     monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 4096)
@@ -152,7 +152,7 @@ def test_a_later_process_renders_what_it_asks_alone(
     rendered.clear()
     other = JsonlEnvironment(config, Halves())
     assert sum(rendered) >= 20, "another tokenizer has other lengths"
-    assert len(other._problems["train"]) > len(again._problems["train"])
+    assert len(other._prompt_sets["train"]) > len(again._prompt_sets["train"])
 
 
 def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_fused_step_is_for_the_architectures_it_computes(
     folder = folder_of(architecture, tmp_path)
     engine = TransformersEngine(TransformersConfig(device="cpu"), CausalLM, CausalLMConfig())
     engine.load(folder, 0)
-    assert isinstance(engine._step, FusedDecodeStep) is (architecture in FUSED_FAMILIES)
+    assert isinstance(engine._fused_step, FusedDecodeStep) is (architecture in FUSED_FAMILIES)
 
 
 def test_a_cap_on_logits_is_none_on_values(tmp_path: Path) -> None:

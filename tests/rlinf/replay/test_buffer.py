@@ -161,12 +161,12 @@ def test_a_buffer_that_lost_a_file_is_no_new_one(tmp_path: Path) -> None:
 
 def test_what_an_iteration_added_cannot_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"iteration 6 .* 0 has added nothing \(the folder is empty"
+        DataError, match=r"iteration 6: .* 0 has added nothing \(the folder is empty"
     ):
         opened(tmp_path).append(6, rows(24, 4))
     for iteration in range(2):
         opened(tmp_path).append(iteration, rows(4 * iteration, 4))
-    with pytest.raises(DataError, match="iteration 5 is to be added, and 2 has added nothing"):
+    with pytest.raises(DataError, match="iteration 5: iteration 2 has added nothing"):
         opened(tmp_path).append(5, rows(8, 4))
     opened(tmp_path).append(2, rows(8, 4))
     assert held(opened(tmp_path), 2) == list(range(2, 12))

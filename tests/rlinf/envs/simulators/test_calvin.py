@@ -73,7 +73,7 @@ def process(task: dict[str, Any]) -> Iterator[SubprocessVectorEnv]:
 
 
 def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, Any]) -> None:
-    chains = calvin._chains(Path(kwargs["chains"]))
+    chains = calvin._load_chains(Path(kwargs["chains"]))
     values = "\n".join(",".join(chain.tasks) for chain in chains)
     assert len(chains) == 1000
     assert hashlib.sha256(values.encode()).hexdigest().startswith(FINGERPRINT)
@@ -95,7 +95,7 @@ def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, An
 def test_an_episode_begins_in_the_first_state_of_its_chain(
     process: SubprocessVectorEnv, kwargs: dict[str, Any]
 ) -> None:
-    chains = calvin._chains(Path(kwargs["chains"]))
+    chains = calvin._load_chains(Path(kwargs["chains"]))
     seen = process.reset([0, 1], [0, 0], [7, 1008])["state"]
     for state, number in zip(seen, (7, 8), strict=True):
         robot, scene = calvin.decode_initial_state(chains[number].initial)

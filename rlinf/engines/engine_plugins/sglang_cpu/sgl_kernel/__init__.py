@@ -1,7 +1,7 @@
-"""Stand-in for ``sgl_kernel`` on a CPU, for which none is published.
+"""A stub of ``sgl_kernel``, of which no version for CPUs is published.
 
-Any name may be imported, and raises when it is called, but for the one that SGLang 0.5.23 calls for
-Qwen2. It has no submodules: SGLang has other ways where ``sgl_kernel.scalar_type`` is not there.
+Every name can be imported, but only the function that SGLang 0.5.23 calls for Qwen2 is implemented;
+the others raise. There are no submodules: SGLang does without ``sgl_kernel.scalar_type``.
 """
 
 __version__ = "0.4.10"
@@ -18,8 +18,8 @@ def __getattr__(name):  # type: ignore[no-untyped-def]
 
 
 def assign_req_to_token_pool_cpu(rows, table, starts, ends, places, width):  # type: ignore[no-untyped-def]
-    """Write the next ``places`` into ``table[row, start:end]``, row after row."""
-    at = 0
+    """Write the next ``places`` (slots of the KV cache) into ``table[row, start:end]`` per row."""
+    offset = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        table[row, start:end] = places[at : at + end - start].to(table.dtype)
-        at += end - start
+        table[row, start:end] = places[offset : offset + end - start].to(table.dtype)
+        offset += end - start

@@ -1,7 +1,7 @@
-"""The installed torchvision, whose C++ library is for CUDA and does not load on a CPU.
+"""The installed torchvision, without its C++ library, which needs CUDA and does not load on a CPU.
 
-SGLang imports it for models of images. What it says of the shapes of its operators is left out:
-they are missing.
+SGLang imports torchvision for models with images. Its registrations of operator shapes are skipped,
+because the operators themselves are missing.
 """
 
 import sys
@@ -9,25 +9,26 @@ from pathlib import Path
 
 import torch
 
-_places = (Path(entry) / "torchvision" for entry in sys.path)
-_real = next(
-    place
-    for place in _places
-    if (place / "__init__.py").is_file() and place.resolve() != Path(__file__).resolve().parent
+_candidates = (Path(entry) / "torchvision" for entry in sys.path)
+_installed = next(
+    candidate
+    for candidate in _candidates
+    if (candidate / "__init__.py").is_file()
+    and candidate.resolve() != Path(__file__).resolve().parent
 )
-_register = torch.library.register_fake
+_register_fake = torch.library.register_fake
 
 
-def _lenient(op, *args, **options):  # type: ignore[no-untyped-def]
+def _register_other(op, *args, **options):  # type: ignore[no-untyped-def]
     if isinstance(op, str) and op.startswith("torchvision::"):
         return lambda function: function
-    return _register(op, *args, **options)
+    return _register_fake(op, *args, **options)
 
 
-__path__ = [str(_real)]
-__file__ = str(_real / "__init__.py")
-torch.library.register_fake = _lenient  # type: ignore[assignment]
+__path__ = [str(_installed)]
+__file__ = str(_installed / "__init__.py")
+torch.library.register_fake = _register_other  # type: ignore[assignment]
 try:
-    exec(compile((_real / "__init__.py").read_text(), __file__, "exec"), globals())
+    exec(compile((_installed / "__init__.py").read_text(), __file__, "exec"), globals())
 finally:
-    torch.library.register_fake = _register
+    torch.library.register_fake = _register_fake
