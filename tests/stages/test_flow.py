@@ -127,7 +127,7 @@ def test_carried_over_episodes_are_an_input_of_the_next_rollout_on_fixed_workers
     pool = {"stages": ["rollout"], "devices": {"local": 1}, "workers": 1}
     plan = {"pools": [pool, {"stages": ["train"], "devices": {"local": 1}}]}
     with pytest.raises(
-        PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); leave"
+        PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); remove"
     ):
         parse_plan(plan, "plan", flow)
 

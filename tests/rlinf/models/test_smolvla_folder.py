@@ -46,7 +46,7 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     config = SmolVLAConfig(path=tmp_path / "trained", denoising_steps=7)
     SmolVLAPolicy.create(config, SPEC, 5, tmp_path / "copy")
     loaded = SmolVLAPolicy.load(tmp_path / "copy", config)
-    assert loaded.steps == 7
+    assert loaded.num_denoising_steps == 7
     state = loaded.module.state_dict()
     assert all(torch.equal(t, state[n]) for n, t in first.module.state_dict().items())
 

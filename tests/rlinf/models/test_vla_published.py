@@ -395,7 +395,7 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
         (8, 7),
         256 + 56 + 1,
     )
-    assert network._end == 2
+    assert network._eos_token_id == 2
     del tensors["language_model.model.layers.31.mlp.up_proj.weight"]
     write_outline(tmp_path / "model.safetensors", tensors)
     with pytest.raises(

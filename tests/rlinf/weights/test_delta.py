@@ -135,7 +135,7 @@ def test_a_delta_of_other_weights_is_refused() -> None:
 
 def test_a_delta_that_leads_elsewhere_than_it_says_is_refused() -> None:
     old, new = one(torch.zeros(500)), one(torch.ones(500))
-    with pytest.raises(WeightTransferError, match="other weights than it says"):
+    with pytest.raises(WeightTransferError, match="other weights than its target"):
         apply_delta(old, replace(compute_delta(old, new), target_digest="0" * 32))
 
 
