@@ -42,7 +42,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         raise ValueError(
             f"robosuite has no environment {name!r}; near it: {', '.join(near) or 'Lift'}"
         )
-    options = {"robots": "Panda", "hard_reset": False, **kwargs}
+    # The seed fixes what is drawn once when the model is created, such as the size of a cube.
+    options = {"robots": "Panda", "hard_reset": False, "seed": 0, **kwargs}
     steps = int(options.pop("steps", DEFAULT_STEPS))
     state = tuple(options.pop("state", DEFAULT_STATE))
     try:

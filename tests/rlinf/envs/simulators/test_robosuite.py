@@ -89,6 +89,14 @@ def test_the_seed_alone_chooses_the_episode(process: SubprocessVectorEnv) -> Non
             np.testing.assert_array_equal(moment[name], column, err_msg=name)
 
 
+def test_another_process_has_the_same_episode(process: SubprocessVectorEnv) -> None:
+    """Also what is drawn when the model is created, such as the size of the cube."""
+    with world() as other:
+        first, second = (each.reset([0], [3]) for each in (process, other))
+        for name, column in first.items():
+            np.testing.assert_array_equal(second[name], column, err_msg=name)
+
+
 def test_an_action_moves_the_hand_and_pictures_follow(process: SubprocessVectorEnv) -> None:
     before = process.reset([0], [0])
     for _ in range(6):
