@@ -7,16 +7,14 @@ Architecture Blog, 2015), and at least as long as the server's ``Retry-After`` s
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import email.utils
-import http.client
 import ipaddress
 import json
 import logging
 import os
 import random
 import secrets
-import socket
 import ssl
 import threading
 import time
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+import httpx2
 from pydantic import Field, model_validator
 
 from rlinf.config import Section
@@ -110,6 +109,8 @@ class RequestBlocks:
 
 
 log = logging.getLogger(__name__)
+# It would log every request.
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 ENDPOINT_KEY = "reward.endpoint"
 ROUTE = "/chat/completions"
@@ -120,7 +121,8 @@ RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 retried."""
 BAD_REQUEST_STATUS = frozenset({400, 413, 422})
 """Status codes that reject this request only, not every request."""
-TIMEOUT_MESSAGE = "no answer within {:g} s"
+CONNECT_SHARE = 0.9
+"""Share of a request's time limit after which connecting fails."""
 BYTES_PER_TOKEN = 4
 """Estimate that is used if a server does not report the number of tokens."""
 UNANSWERED, REFUSED, OVER_BUDGET = "unanswered", "refused", "over_budget"
@@ -283,8 +285,7 @@ class ChatEndpoint:
         """
         self._config, self._budget = config, budget
         self._key = read_api_key(config)
-        self._parts = _split_url(config.base_url)
-        self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
+        self._tls = ssl.create_default_context()
         self._not_before = 0.0
         """Monotonic time before which the server forbids further requests (``Retry-After``)."""
 
@@ -310,7 +311,7 @@ class ChatEndpoint:
             num_requests += 1
             retry_after_s = None
             try:
-                status, headers, data = self._post(body)
+                status, headers, data = asyncio.run(self._post(body))
                 if status == 200:
                     text, used = _parse_response(data, body)
                     self._budget.add_tokens(used)
@@ -324,8 +325,8 @@ class ChatEndpoint:
                         f"{ENDPOINT_KEY}: {config.base_url} refuses requests with {last_error}"
                     )
                 retry_after_s = parse_retry_after(headers.get("retry-after"))
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                if not isinstance(error, _NotSentError):
+            except (OSError, httpx2.HTTPError, ValueError) as error:
+                if not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
                     # The answer is lost, but the server may charge for it.
                     used = len(body) // BYTES_PER_TOKEN
                     self._budget.add_tokens(used)
@@ -345,93 +346,39 @@ class ChatEndpoint:
         )
         return ChatReply(None, UNANSWERED, num_requests, num_tokens)
 
-    def _post(self, body: str) -> tuple[int, Mapping[str, str], bytes]:
-        """Return the status, the headers by lower-case name, and the body of the response."""
-        config, parts = self._config, self._parts
+    async def _post(self, body: str) -> tuple[int, Mapping[str, str], bytes]:
+        """Return the status, the headers and the body of the response.
+
+        Raises:
+            TimeoutError: the time limit has passed, even if single bytes still arrive.
+            httpx2.HTTPError, ValueError: there is no complete response, or it is too long.
+        """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        host, port = parts.hostname or "", parts.port
-        if self._tls is not None:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, port, timeout=config.timeout_s, context=self._tls
-            )
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
-        deadline = time.monotonic() + config.timeout_s
-        timed_out, sockets = threading.Event(), list[socket.socket]()
-
-        def shut_down() -> None:
-            timed_out.set()
-            # The socket's own timeout never expires if a server sends a byte now and then.
-            for open_socket in sockets:
-                with contextlib.suppress(OSError):
-                    open_socket.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(config.timeout_s, shut_down)
-        timer.daemon = True
-        timer.start()
+        url, limit_s, data = self._config.base_url.rstrip("/") + ROUTE, self._config.timeout_s, b""
+        # The client's own limits are for single reads. Only connecting has one, so that a request
+        # that was never sent is recognised.
+        timeout = httpx2.Timeout(None, connect=CONNECT_SHARE * limit_s)
         try:
-            connection.sock = _connect(host, port or connection.default_port, deadline)
-            # The connection drops its socket before the last byte arrives, so keep the socket.
-            sockets.append(connection.sock)
-            if self._tls is not None:
-                connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
-                sockets.append(connection.sock)
-            if timed_out.is_set():  # timed out before there was a socket to shut down
-                raise _NotSentError(TIMEOUT_MESSAGE.format(config.timeout_s))
-            connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
-            response = connection.getresponse()
-            data = response.read(MAX_RESPONSE_BYTES + 1)
-            if timed_out.is_set():
-                raise TimeoutError
-            if len(data) > MAX_RESPONSE_BYTES:
-                raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
-            return response.status, {k.lower(): v for k, v in response.headers.items()}, data
-        except (OSError, http.client.HTTPException) as error:
-            if timed_out.is_set() and not isinstance(error, _NotSentError):
-                raise TimeoutError(TIMEOUT_MESSAGE.format(config.timeout_s)) from None
-            raise
-        finally:
-            timer.cancel()
-            connection.close()
+            async with (
+                asyncio.timeout(limit_s),
+                httpx2.AsyncClient(verify=self._tls, timeout=timeout, trust_env=False) as client,
+                client.stream("POST", url, content=body.encode(), headers=headers) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    data += part
+                    if len(data) > MAX_RESPONSE_BYTES:
+                        raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
+                return response.status_code, response.headers, data
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
     def _redacted(self, data: bytes) -> str:
         """Return the beginning of a server's message on one line, without the key, which some
         servers repeat."""
         text = " ".join(data[:2000].decode(errors="replace").split())
         return (text if self._key is None else text.replace(self._key, "(key)"))[:300]
-
-
-class _NotSentError(OSError):
-    """Error of a request that was not sent."""
-
-
-def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Return a connection to the first address that accepts one. All addresses of the host share
-    the remaining time evenly.
-
-    Raises:
-        _NotSentError: no address could be reached in time.
-    """
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise _NotSentError(str(error)) from None
-    reason = "it has no address"
-    for num_tried, (family, kind, protocol, _, address) in enumerate(addresses):
-        remaining_s = deadline - time.monotonic()
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(max(remaining_s / (len(addresses) - num_tried), 0.001))
-            connection.connect(address)
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-        except OSError as error:
-            connection.close()
-            reason = str(error)
-    raise _NotSentError(f"{host}:{port} cannot be reached ({reason})")
 
 
 def parse_retry_after(value: str | None) -> float | None:
