@@ -1,29 +1,30 @@
 """Image preprocessing of vision-language models: sizes, patches, and rotary positions.
 
 Records have images as RGB bytes, with sides resized to whole numbers of tokens. Policies and
-engines convert the images to patches themselves, without another image library.
+engines convert the images to patches, with the processor of transformers that needs no torchvision.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlinf.errors import DataError
 from rlinf.verified_io import read_text
 
+if TYPE_CHECKING:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
 PIXELS_COLUMN, SIZES_COLUMN = "pixels", "image_sizes"
 """Column names: the flattened images ``[height, width, 3]`` of a prompt, concatenated, uint8
 ``[N]``; and height and width of each image, int64 ``[n, 2]``."""
 PREPROCESSOR_FILE = "preprocessor_config.json"
-MAX_ASPECT_RATIO = 200
-"""Largest ratio of the longer to the shorter side of an image."""
 
 
 @dataclass(frozen=True)
@@ -104,33 +105,22 @@ class ImageProcessor:
         Raises:
             DataError: The image is too narrow.
         """
-        size = self.resized_shape(*image.shape[:2])
-        if size == image.shape[:2]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        height, width = image.shape[:2]
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        try:
+            size = smart_resize(height, width, self.token_side, **limits)
+        except ValueError as error:
+            raise DataError(
+                f"an image of {width} x {height} pixels: {error}; crop the image"
+            ) from None
+        if size == (height, width):
             return image
         from PIL import Image
 
         method = Image.Resampling.BICUBIC
         return np.asarray(Image.fromarray(image).resize((size[1], size[0]), method))
-
-    def resized_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width of an image after :meth:`resize`."""
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise DataError(
-                f"an image of {width} x {height} pixels is narrower than 1 in {MAX_ASPECT_RATIO}; "
-                "crop it"
-            )
-        side = self.token_side
-        rows, columns = round(height / side), round(width / side)
-        if rows * columns * side * side > self.max_pixels:
-            # Same order of operations as the original processor, because rounding matters.
-            shrink = math.sqrt(height * width / self.max_pixels)
-            rows = max(1, math.floor(height / shrink / side))
-            columns = max(1, math.floor(width / shrink / side))
-        elif rows * columns * side * side < self.min_pixels:
-            enlarge = math.sqrt(self.min_pixels / (height * width))
-            rows = math.ceil(height * enlarge / side)
-            columns = math.ceil(width * enlarge / side)
-        return rows * side, columns * side
 
     def num_tokens(self, image: np.ndarray) -> int:
         """Return the number of tokens of a resized image."""
@@ -142,15 +132,25 @@ class ImageProcessor:
         Returns:
             float32 ``[patches, 3 * temporal_patch_size * patch_size * patch_size]``.
         """
-        mean, std = (np.array(values, np.float32) for values in (self.image_mean, self.image_std))
-        values = (image.astype(np.float32) * np.float32(self.rescale_factor) - mean) / std
-        rows, columns = (length // self.token_side for length in image.shape[:2])
-        inner = (self.merge_size, self.patch_size)
-        patches = values.reshape(rows, *inner, columns, *inner, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        patches = patches.reshape(
-            rows * columns * self.merge_size**2, 3, 1, self.patch_size, self.patch_size
+        patches: np.ndarray = self._processor(images=[image], return_tensors="np").pixel_values
+        return patches
+
+    @cached_property
+    def _processor(self) -> Qwen2VLImageProcessorPil:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
         )
-        return np.repeat(patches, self.temporal_patch_size, axis=2).reshape(len(patches), -1)
+
+        return Qwen2VLImageProcessorPil(
+            do_resize=False,
+            input_data_format="channels_last",
+            image_mean=list(self.image_mean),
+            image_std=list(self.image_std),
+            rescale_factor=self.rescale_factor,
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            temporal_patch_size=self.temporal_patch_size,
+        )
 
     def patch_grids(self, sizes: np.ndarray) -> np.ndarray:
         """Return the number of patches along time, height and width, int64 ``[n, 3]``.

@@ -120,7 +120,7 @@ def test_image_tokens_that_are_not_those_of_the_images_are_refused(tokens: list[
 def test_an_image_that_was_not_fitted_is_refused() -> None:
     with pytest.raises(DataError, match=r"not made of squares of 28; fit them first"):
         SETTINGS.patch_grids(np.array([[56, 50]]))
-    with pytest.raises(DataError, match="narrower than 1 in 200"):
+    with pytest.raises(DataError, match="aspect ratio must be smaller than 200"):
         SETTINGS.resize(image(2, 500))
 
 
