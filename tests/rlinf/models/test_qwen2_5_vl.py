@@ -278,7 +278,7 @@ def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> No
         Qwen25VL.check(Qwen25VLConfig(path=tmp_path), {})
     with pytest.raises(DataError, match="'qwen2_5_vl' model, which is no causal language model"):
         CausalLM.check(CausalLMConfig(path=folder), {})
-    assert Qwen25VL.check(Qwen25VLConfig(path=folder), {}).images.token_side == 28
+    assert Qwen25VL.check(Qwen25VLConfig(path=folder), {}).image_processor.token_side == 28
 
 
 @pytest.mark.parametrize(
