@@ -352,7 +352,7 @@ def provenance_rows(
         "started": str(record.get("created", "")),
         "started on": str(record.get("host", "")),
         "seed": str(seed),
-        "identity": str(record.get("id", "")),
+        "run id": str(record.get("id", "")),
         "rlinf": str(record.get("version", "")),
         "commit": str(record.get("commit", "")),
         "accepted mismatches": "; ".join(record.get("accepted_mismatches", ())),
