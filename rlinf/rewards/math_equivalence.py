@@ -363,8 +363,8 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Return whether two equations are equivalent: the difference of the sides of one is a multiple
-    of that of the other."""
+    """Return whether two equations are equivalent: the left minus the right side of one is a
+    constant multiple of the left minus the right side of the other."""
     import sympy
 
     if _unspaced(left) == _unspaced(right):
@@ -372,7 +372,7 @@ def _same_equations(left: str, right: str) -> bool:
     first, second = _parse_expression(left), _parse_expression(right)
     if not (isinstance(first, sympy.Eq) and isinstance(second, sympy.Eq)):
         return False
-    differences = [side.lhs - side.rhs for side in (first, second)]
+    differences = [equation.lhs - equation.rhs for equation in (first, second)]
     if differences[0].free_symbols != differences[1].free_symbols:
         return False
     quotient = sympy.simplify(differences[0] / differences[1])
@@ -420,7 +420,9 @@ def _same_formulas(reference: str, actual: str) -> bool:
         # 99999.999 is not 100000: only one of the two may be a decimal number.
         decimal = reference if "." in reference else actual
         exact = left if decimal is actual else right
-        return left == right or (("." in reference) != ("." in actual) and _rounds(decimal, exact))
+        return left == right or (
+            ("." in reference) != ("." in actual) and _is_rounded(decimal, exact)
+        )
     first, second = _parse_expression(reference), _parse_expression(actual)
     numbers = [_is_number(expression) for expression in (first, second)]
     if all(numbers):
@@ -428,7 +430,7 @@ def _same_formulas(reference: str, actual: str) -> bool:
     return not any(numbers) and _verify(reference, actual)
 
 
-def _rounds(decimal: str, exact: Fraction) -> bool:
+def _is_rounded(decimal: str, exact: Fraction) -> bool:
     """Return whether a decimal number with enough digits is the rounded or truncated fraction."""
     match = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
     if match is None or len(match[1] + match[2]) < ROUNDING_DIGITS or exact.denominator == 1:

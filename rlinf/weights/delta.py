@@ -59,7 +59,6 @@ class WeightSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.distinct.values())
 
     @cached_property
@@ -91,7 +90,6 @@ class WeightDelta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def save(self, path: Path) -> None:
