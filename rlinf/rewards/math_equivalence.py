@@ -420,9 +420,7 @@ def _same_formulas(reference: str, actual: str) -> bool:
         # 99999.999 is not 100000: only one of the two may be a decimal number.
         decimal = reference if "." in reference else actual
         exact = left if decimal is actual else right
-        return left == right or (
-            ("." in reference) != ("." in actual) and _is_rounded(decimal, exact)
-        )
+        return left == right or (("." in reference) != ("." in actual) and _rounds(decimal, exact))
     first, second = _parse_expression(reference), _parse_expression(actual)
     numbers = [_is_number(expression) for expression in (first, second)]
     if all(numbers):
@@ -430,7 +428,7 @@ def _same_formulas(reference: str, actual: str) -> bool:
     return not any(numbers) and _verify(reference, actual)
 
 
-def _is_rounded(decimal: str, exact: Fraction) -> bool:
+def _rounds(decimal: str, exact: Fraction) -> bool:
     """Return whether a decimal number with enough digits is the rounded or truncated fraction."""
     match = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
     if match is None or len(match[1] + match[2]) < ROUNDING_DIGITS or exact.denominator == 1:
