@@ -194,6 +194,7 @@ class ResumableGeneration:
         self._seed, self._stage, self._max_concurrent = seed, stage, max_concurrent
         self._waiting = deque[ResumableSample]()
         self._num_requested, self._open = 0, True
+        """Number of requested samples, and whether the request channel is open."""
 
     def iter_replies(self) -> Iterator[Record]:
         """Yield replies until the request channel is closed."""
