@@ -34,7 +34,7 @@ class SegmentRequest:
     max_tokens: int
     """Maximum number of new tokens; replaces ``sampling.horizon``."""
     min_tokens: int
-    """New tokens that must precede any stop; replaces ``sampling.min_tokens``."""
+    """Minimum number of new tokens before a stop; replaces ``sampling.min_tokens``."""
     seed: int
     sampling: SamplingParams
     """The sampling parameters of the original request."""

@@ -182,8 +182,8 @@ class Policy(Component, ABC):
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories, padded on the right to the longest one.
 
-        They include ``mask`` and, for token policies, ``actions`` ``[B, T]``; a loss may replace
-        ``actions``.
+        They include ``mask`` and, for token policies, ``actions`` ``[B, T]``. A loss may replace
+        ``actions`` by other tokens before it calls :meth:`evaluate`.
         """
 
     @abstractmethod
