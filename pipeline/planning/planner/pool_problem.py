@@ -379,11 +379,11 @@ def measured_links(
     profile: Profile, a: PartitionDevices, b: PartitionDevices
 ) -> list[MeasuredLink]:
     """Return the measured links between nodes of two kinds."""
-    partitions = {a.profile.partition, b.profile.partition}
+    kinds = {a.kind.name, b.kind.name}
     return [
         link
         for link in (*profile.links, *a.profile.links)
-        if link.path in ("inter_node", "inter_partition") and set(link.between) == partitions
+        if link.path in ("inter_node", "inter_partition") and set(link.between) == kinds
     ]
 
 
