@@ -154,7 +154,6 @@ class SearchDialogue(Dialogue):
         return [{"role": "user", "content": results}], reward, False
 
     def _score(self, predicted: str) -> float:
-        """Return the reward of an answer."""
         is_exact = is_exact_match(predicted, self._question.answers)
         self.info = {**self.info, "predicted": predicted, "exact": float(is_exact)}
         format_reward = self._config.format_reward

@@ -32,7 +32,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.verified_io import is_owner_only
 
 MIN_BLOCKS = 1000
-"""A budget is reserved in at least this many blocks; a smaller budget, request by request."""
+"""Minimum number of blocks of a budget. A budget of fewer requests has blocks of one request."""
 
 
 class RequestBlocks:
@@ -54,7 +54,7 @@ class RequestBlocks:
         """
         self._folder = folder
         self._next = self._reserved = 0
-        """Number of the next block, and of the requests in all blocks before it."""
+        """Index of the next block, and number of requests reserved in all blocks before it."""
 
     def reserve(self, budget: int, num_needed: int) -> int:
         """Reserve a block of a budget.
