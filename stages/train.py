@@ -27,7 +27,7 @@ from stages.factory import (
 )
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
-"""Input of the stage for each field of a training sample; a flow may have only the first."""
+"""Input of the stage for each field of a training sample; a flow may have only trajectories."""
 SAMPLE_TYPES: Mapping[str, type[ChannelItem]] = {
     "trajectory": Trajectory,
     "reward": StepRewards,
