@@ -196,6 +196,7 @@ class JobStatus:
 
     state: JobState
     exit_code: int | None = None
+    """None: unknown, or the job has not ended."""
     reason: str = ""
     """Why the job is pending, or how it failed, with the end of its error output."""
     partition: str = ""
