@@ -135,7 +135,7 @@ class AttemptEnded(WorkerMessage):
     type: Literal["attempt_ended"] = "attempt_ended"
     node: str
     attempt: str
-    """The newest attempt that the driver has ordered."""
+    """The attempt that has ended; the driver has ordered no newer one for this node."""
     reason: str
 
 
@@ -203,7 +203,7 @@ class WorkItemEnded(WorkerMessage):
     exit_code: int = 0
     reason: str = ""
     spans: tuple[tuple[str, float, float], ...] = ()
-    """Name, start and end of each span; empty if nothing was computed."""
+    """Name, start and end (Unix time, s) of each span; empty if nothing was computed."""
     unfinished_starts: tuple[int, ...] = ()
     """The starts whose samples are not all finished."""
     successor: str = ""
@@ -215,7 +215,7 @@ class WorkItemEnded(WorkerMessage):
 
 
 class WeightsInSharedMemory(WorkerMessage):
-    """The weights are in shared memory of this node."""
+    """The weights are in shared memory of the machine that sender and receiver share."""
 
     type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
     attempt: str
@@ -224,7 +224,7 @@ class WeightsInSharedMemory(WorkerMessage):
 
 
 class WeightsStart(WorkerMessage):
-    """The buckets of the weights follow. The payload is their layout, as JSON."""
+    """The buckets (pieces) of the weights follow. The payload is their layout, as JSON."""
 
     type: Literal["weights_start"] = "weights_start"
     attempt: str
@@ -256,6 +256,7 @@ class GroupFormed(WorkerMessage):
     members: str
     """Worker names, separated by commas."""
     backend: str
+    """``gloo`` or ``nccl``."""
 
 
 class GroupSendStarted(WorkerMessage):
@@ -283,7 +284,8 @@ class GroupClosed(WorkerMessage):
 
 
 class RequestSlot(WorkerMessage):
-    """The client requests a device slot of the server (the worker with the policy)."""
+    """The client (a worker with simulators) requests a device slot, the right to use the device, of
+    the server (the worker with the policy). Client and server each need a slot of their own."""
 
     type: Literal["request_slot"] = "request_slot"
 
@@ -308,7 +310,8 @@ class SlotConfirmed(WorkerMessage):
 
     type: Literal["slot_confirmed"] = "slot_confirmed"
     weights_attempt: str
-    """The attempt that produced the weights; empty: the engine has newer, committed weights."""
+    """The attempt that produced the weights; empty: the engine has committed weights that are newer
+    than those of the order."""
     used_disk_fallback: bool = False
     """Whether weights expected in memory were read from disk."""
 
@@ -400,16 +403,16 @@ def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
     """Validate a message about weights.
 
     Raises:
-        DataError: the content is not such a message.
+        DataError: the content is not a weight message.
     """
     return _read(_WEIGHT_MESSAGE, content)
 
 
 def read_policy_message(content: Mapping[str, Any]) -> PolicyMessage:
-    """Validate a control message between a policy client and its server.
+    """Validate a message between a policy client and its server.
 
     Raises:
-        DataError: the content is not such a message.
+        DataError: the content is not a policy message.
     """
     return _read(_POLICY_MESSAGE, content)
 
