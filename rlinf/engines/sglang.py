@@ -166,11 +166,7 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
 def sglang_sampling_params(
     request: SegmentRequest, stop_token_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Return SGLang's sampling parameters for a segment.
-
-    Args:
-        stop_token_ids: Ids of the tokens that end a sample.
-    """
+    """Return SGLang's sampling parameters for a segment."""
     sampling = request.sampling
     return {
         "max_new_tokens": request.max_tokens,

@@ -97,7 +97,7 @@ class PackedRows:
     keys: Tensor
     """Index in the packed tokens of each key, for all blocks as in ``queries``."""
     key_padding: Tensor
-    """Number of left padding tokens in the keys of each span, over all blocks."""
+    """Number of left padding tokens in the keys of each span, for the spans of all blocks."""
     order: Tensor
     """Index in ``queries`` of each packed token, ``[L]``."""
     shapes: list[tuple[int, int, int, int]]

@@ -421,7 +421,6 @@ class SmolVLAPolicy(Policy):
         """Return the conditional flow matching loss ``[n, C, D]`` and values ``[n]`` of rows.
 
         The loss is the squared error of the velocity (arXiv 2210.02747, eq. 14).
-
         As in LeRobot, noise fractions follow ``Beta(1.5, 1)``, so most are near 1 (noise). The
         errors of padding dimensions are distributed equally over the other dimensions.
         """
