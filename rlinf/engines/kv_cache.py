@@ -168,7 +168,7 @@ class EqualLengthCache:
         self._size = len(rows)
 
     def join(self, other: EqualLengthCache, skip: int, free_columns: int) -> None:
-        """Append the rows of another cache; ``skip`` leading columns of this one are unused."""
+        """Append the rows of another cache; ``skip`` leading columns of this cache are unused."""
         for group in other.groups:
             group.rows = group.rows + self._size
         self.groups += other.groups

@@ -145,7 +145,6 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
     """Return the command-line arguments of SGLang for the model and its decoding.
 
     Args:
-        model: The model folder.
         context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config

@@ -109,7 +109,6 @@ def vllm_args(engine: ExternalEngine, model: Path, context_length: int) -> list[
     """Return the command-line arguments of vLLM for the model and its decoding.
 
     Args:
-        model: The model folder.
         context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config

@@ -165,7 +165,7 @@ def pack(
         With ``share``, also the fields of :class:`PackedRows`.
     """
     tokens, token_positions = list[np.ndarray](), list[np.ndarray]()
-    spans = list[tuple[int, int, int]]()
+    spans = list[tuple[int, int, int]]()  # as in _blocks
     size = 0
 
     def append(row: int, part: np.ndarray, offset: int, prompt_start: int) -> int:
