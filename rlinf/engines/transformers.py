@@ -135,7 +135,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         ).iter_replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, in which stop strings are searched."""
+        """Return the decoded tokens: the text in which stop strings are searched."""
         return self._chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
@@ -155,7 +155,7 @@ class TransformersEngine(OffloadableTensors, Engine):
 
         Args:
             contexts: Token ids of each row.
-            free_columns: Free columns of the cache.
+            free_columns: Number of free columns of the cache, for further tokens.
             images: Images of each row, if there are any.
 
         Returns:

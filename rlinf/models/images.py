@@ -1,7 +1,7 @@
 """Image preprocessing of vision-language models: sizes, patches, and rotary positions.
 
-Records have images as RGB bytes, with sides resized to whole numbers of tokens. Policies and
-engines convert the images to patches, with the processor of transformers that needs no torchvision.
+Records have images as RGB bytes, resized to sides that are multiples of a token's side. Policies
+and engines convert them to patches with the processor of transformers that needs no torchvision.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-``transformers`` chooses these frequencies in each call, by the longest row. Then the results of a
-row would depend on the other rows, and an update would depend on the micro-batches. Here the
-frequencies are chosen once, by ``model.max_model_len``, as in vLLM.
+``transformers`` chooses these frequencies in each call, by the longest row. The results of a row
+would then depend on the other rows, and an update on the micro-batches. Therefore this module
+chooses the frequencies once, by ``model.max_model_len``, as vLLM does.
 
 Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
 """
