@@ -137,8 +137,8 @@ def _default_time_limit_min(partition: str | None, partitions: dict[str, Partiti
 def submit_driver_job(job: JobSpec) -> str:
     """Submit the driver of a run and return its job id. Call it within :func:`start_lock`.
 
-    The tag of the job is written first, so that the job can be found even if this process ends
-    before it has written the id.
+    The tag, a random text in the job's comment, is written first, so that the job can be found even
+    if this process ends before it has written the id.
 
     Raises:
         SlurmError: sbatch refused the job.

@@ -52,6 +52,7 @@ def route_tree(
     by_host: dict[object, list[str]] = defaultdict(list)
     for worker in (*names[offset:], *names[:offset]):
         worker_host = receivers[worker]
+        # A worker whose host is unknown counts as the only one there.
         by_host[(worker,) if worker_host is None else worker_host].append(worker)
     routes: Routes = defaultdict(dict)
     same_host = by_host.pop(host, []) if host is not None else []
@@ -166,7 +167,8 @@ class StageDispatcher:
                     subscriptions.discard(subscription)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
-        """Return (iteration, chunk, stage index), for :mod:`stages.device_schedule`."""
+        """Return (iteration, chunk, stage index), the order in which stages get a shared device
+        (:mod:`stages.device_schedule`)."""
         if node.stage in self._flow.setup_stages:
             return (-1, 0, 0)
         if node.stage not in self._stage_index:
@@ -322,7 +324,7 @@ class StageDispatcher:
         )
 
     def _only_collects(self, node: StageNode) -> bool:
-        """Return whether a node only collects what elastic generators produce."""
+        """Return whether a node only collects the samples of generators (elastic workers)."""
         return self._has_elastic_pool and node.stage == self._flow.elastic_stage
 
     def _routes(
@@ -437,7 +439,7 @@ class StageDispatcher:
         return self._ranks_by_stage[node.stage]
 
     def _is_collected(self, stage: str) -> bool:
-        """Return whether one process collects what elastic workers produce for a stage."""
+        """Return whether one process collects what generators produce for a stage."""
         return self._has_elastic_pool and self._flow.all_stages[stage].elastic
 
     def _layout(self, node: StageNode) -> ParallelLayout:
@@ -527,7 +529,7 @@ class PolicyAssigner:
 
         Args:
             simulators: workers that run the simulators.
-            live: whether the weights come from memory.
+            live: whether the weights come from memory or a stream, not from disk.
         """
         serving = self.serving_lease(node)
         if serving is None:
