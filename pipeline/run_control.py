@@ -52,7 +52,7 @@ def start_lock(run: Run) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        with contextlib.suppress(OSError):  # not empty
+        with contextlib.suppress(OSError):  # a folder that is not empty stays
             lock_folder.rmdir()
             run.folder.rmdir()
 

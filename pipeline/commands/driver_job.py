@@ -127,7 +127,7 @@ def _without_large_job_settings(
 
 
 def _default_time_limit_min(partition: str | None, partitions: dict[str, Partition]) -> int:
-    """Return one day, or the lowest limit of the listed partitions if that is less."""
+    """Return one day, or the lowest limit of the partitions in ``partition`` if that is less."""
     names = partition_names(partition or "")
     candidates = [p for p in partitions.values() if p.name in names]
     limits = [p.time_limit_min for p in candidates if p.time_limit_min is not None]

@@ -240,6 +240,7 @@ class StageDispatcher:
                     and (serving := self.policy_assigner.serving_lease(node)) is not None
                 ):
                     assigned_nodes, source_pool = serving.lease.assigned, serving.pool
+                # A local input stays in the memory of the workers that produce it.
                 is_local = source in assigned_nodes or source in source_pool.waiting
                 if (
                     name in self._flow.stream_channels
@@ -518,7 +519,7 @@ class PolicyAssigner:
         return self._ranks_by_stage[self._policy_stage]
 
     def workers(self, node: StageNode) -> tuple[str, ...]:
-        """Return the policy workers of a node; rank n queries the n-th one."""
+        """Return the policy workers of a node; rank n queries number n modulo their count."""
         serving = self.serving_lease(node)
         return () if serving is None else tuple(serving.lease.workers(self.ranks()))
 

@@ -237,7 +237,7 @@ class PoolExecutor:
                 nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # Stages of the iteration whose weights the worker has only have to commit.
+                    # Ignore the iteration whose weights the worker has: only its commit remains.
                     newest = self._scheduler.weights_iteration(worker)
                     later = (iteration for iteration in iterations if iteration > newest)
                     helpers[worker] = min(later, default=sys.maxsize)
