@@ -226,6 +226,7 @@ def _sample_histograms(data: ReportData, xs: dict[str, list[float]]) -> list[dic
         lines = []
         for colour, (label, values) in zip(("sync", "train"), table.items(), strict=False):
             share = np.histogram(values, edges)[0] / len(values)
+            # One value per edge, so the last bin stands twice.
             lines.append(_line(label, colour, [*share, share[-1]], "bars"))
         more = {"linked": False, "percent": True, "zero": True, "half": True}
         plots.append(_plot(f"samples-{name}", title, f"bins-{name}", lines, **more))
