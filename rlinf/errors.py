@@ -1,6 +1,6 @@
 """Errors that a user can meet, each with the exit code of its process.
 
-Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue me, 65 bad input or
+Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue, 65 bad input or
 an error of the user's own code (never retried), 66 an input artifact is damaged (rebuild it).
 Processes with any other exit code are retried as configured.
 """

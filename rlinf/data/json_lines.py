@@ -71,8 +71,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         observe: Callable[[dict[str, Any], np.ndarray], None] = lambda item, flags: None,
         num_flags: int = 0,
     ) -> None:
-        """Open and check the file.
-
+        """
         Args:
             key: configuration key that names the file.
             parse: makes a row from its location (for messages), its JSON object and the file's

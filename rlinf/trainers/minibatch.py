@@ -63,7 +63,7 @@ def enable_gradient_checkpointing(policy: Policy) -> None:
 
 
 class MinibatchTrainerConfig(Section):
-    """Settings of the execution of a training step. None of them changes its mathematics."""
+    """Settings of a training step's memory, speed and rounding, and of adapters (``lora``)."""
 
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of padded positions of one micro-batch."""
@@ -260,6 +260,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         scale: float,
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
+        """Do the optimizer step of :meth:`update`; ``sums`` are this process's sums of metrics."""
         totals = {
             name: value if is_max_metric(name) else scale * value
             for name, value in self._reduce_metrics(sums).items()
