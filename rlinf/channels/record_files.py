@@ -147,7 +147,6 @@ class LargeColumn:
 
 
 def _block_rows(dtype: np.dtype, shape: Sequence[int]) -> int:
-    """Return the number of rows of a block."""
     row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
     return max(1, BLOCK_BYTES // max(1, row_bytes))
 

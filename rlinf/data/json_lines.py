@@ -280,7 +280,6 @@ def count_overlap(
 
 
 def _digests_of(rows: Sequence[T], row_text: Callable[[T], str]) -> np.ndarray:
-    """Return ``[N]`` uint64: digest of each row's content."""
     if isinstance(rows, JsonLinesFile):
         return rows.digests
     return np.array([_digest_of(row_text(row)) for row in rows], "u8")

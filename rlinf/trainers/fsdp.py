@@ -63,6 +63,7 @@ class FSDPTrainer(MinibatchTrainer):
     ) -> None:
         super().__init__(policy, config, optimizer, world)
         self._root: Any = None
+        """The module as FSDP has wrapped it; None: FSDP is not used."""
         device_type = self.device.type
         # One process uses FSDP too if it needs mixed precision.
         uses_fsdp = world.size > 1 or config.param_dtype != "float32"

@@ -196,6 +196,7 @@ def tensor_parts(
             low = np.maximum(ranges[:, 1], start)
             high = np.minimum(ranges[:, 1] + ranges[:, 2], start + length)
             starts, index = ranges[:, 0] + low - ranges[:, 1], np.full(len(ranges), fragment_index)
+            # Columns: offset in the tensor, index of the fragment, offset in the fragment, length.
             overlaps = np.stack([starts, index, low - start, high - low], 1)
             if len(overlaps := overlaps[overlaps[:, 3] > 0]):
                 overlaps_by_name.setdefault(tensor_slice.name, []).append(overlaps)
