@@ -223,7 +223,7 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
                 if code in _STORAGE_ERRNOS:
                     return StorageError(location + message)
                 return ResourceError(message)
-        # With EPERM, the library is on a filesystem without permission to execute (noexec).
+        # With EPERM, a permission is missing (as on a noexec mount), not memory.
         map_failed = _MAP_FAILED in text and os.strerror(errno.EPERM) not in text
         if map_failed or "std::bad_alloc" in text:
             return ResourceError(NO_MEMORY)
