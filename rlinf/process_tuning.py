@@ -4,16 +4,16 @@ Small models become several times slower when threads spin at barriers on busy c
 how many threads it uses from the configuration (``engine.threads``, ``trainer.cpu_threads``).
 
 Every step frees and allocates the same large blocks. glibc returns such blocks to the system, which
-zeroes each page when it is next touched; for small models this takes a time comparable to the
-arithmetic's. Blocks of 32 MiB and more, as large models have, are still returned: in one heap they
+zeroes each page when it is next touched; for small models this takes about as long as the
+arithmetic. Blocks of 32 MiB and more, as large models have, are still returned: in one heap they
 would leave gaps that blocks of other sizes do not fill. 32 blocks of 33 to 64 MiB, each freed
 before the next is allocated, took 1.5 GiB in one heap, and take 64 MiB this way.
 
 Each stage of each iteration runs in its own thread, and glibc gives threads up to eight arenas per
-core, none of which uses memory that is free in another. With one arena, the workers of a run of
-small models in two pools on two cores grew by 0.1 to 0.8 MiB in 200 iterations after the 150th
-instead of 1.0 to 2.4, and used 6 to 16 MiB less. An iteration took 0.99 of its previous time (with
-the example's model 0.95 and 0.99), and 1 % more processor time.
+core, none of which uses memory that is free in another. A run of small models in two pools on two
+cores was measured with one arena. In the 200 iterations after the 150th, its workers grew by 0.1 to
+0.8 MiB instead of 1.0 to 2.4, and they used 6 to 16 MiB less. An iteration took 0.99 of the time
+before (0.95 and 0.99 with the example's model), but 1 % more processor time.
 """
 
 from __future__ import annotations
