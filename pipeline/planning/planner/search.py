@@ -120,7 +120,7 @@ def gpu_moves(pools: int, sizes: Array, *, allows_idle: bool) -> Array:
     """Return the possible moves of GPUs as changes of a division, ``[moves, pools, kinds]``.
 
     GPUs of a kind move from pool to pool, or two pools exchange GPUs of two kinds. If
-    ``allows_idle``, GPUs may also become unused or used.
+    ``allows_idle``, GPUs also move between a pool and the unused GPUs.
 
     Args:
         pools: number of pools.
@@ -170,7 +170,7 @@ def divisions_without_kind(state: Array) -> Array:
 
 
 EXACT_GPUS, EXACT_GROUPINGS = 16, 52
-"""Problems with up to this many GPUs and groupings (as of five stages) are always enumerated."""
+"""Problems up to this number of GPUs and groupings (five stages have 52) are enumerated."""
 EXACT_DIVISIONS = 200_000
 """Other problems are enumerated if the largest grouping has at most this many divisions. With more
 than ``EXACT_GROUPINGS`` groupings, this limit is proportionally lower."""
@@ -530,7 +530,8 @@ class _Search:
 
     def _initial_divisions(self, pools: PoolStages, gpus: Array, lowest: float) -> Sequence[Array]:
         """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions with a
-        single kind for each job that must not mix kinds, or for every job if all may mix."""
+        single kind for each job that must not mix kinds. If all may mix, each job has a single kind
+        in these, and they cost less than ``PROMISING_FACTOR * lowest``."""
         jobs = pools_of_jobs(pools)
         single_kind_jobs = [job for job in jobs if not self._may_mix(pools, job)]
         rounded = self._round(pools, gpus)

@@ -3,7 +3,8 @@
 Jobs never run at the same time, because they would slow each other down. The measurements of a job
 are its *trial*, a file that is cached in the folder of the runs. So an interrupted pass can
 continue, and a second pass for the same work ends at once. For the execution ``jobs``, stages are
-also measured as separate jobs. A *mixture* is one job with a node of each of two kinds.
+also measured as separate jobs. A *case* is a batch size with a token budget; a job measures several
+cases. A *mixture* is one job with a node of each of two kinds.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ INTERRUPTED_STATES = frozenset(
         JobState.VANISHED,
     }
 )
-"""States of jobs that ended for another reason than their work."""
+"""States of jobs that were ended from outside, not by success or failure of their work."""
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
@@ -139,9 +140,9 @@ STAGE_JOB_LIMIT_MIN = 5
 STAGE_JOBS_SHARE, LINKS_SHARE, MIXTURE_SHARE = 0.5, 0.1, 0.15
 """Shares of the time: for separate stage jobs, for links between kinds, and for each mixture."""
 MIN_STAGE_JOBS_S = 60.0
-"""Minimum time for separate stage jobs, seconds; they are not measured in less."""
+"""Minimum time for separate stage jobs, seconds; with less time they are not measured."""
 MIN_MEASURING_S = 1.0
-"""Minimum measuring time of a job, seconds; less only if nothing was measured yet."""
+"""Minimum measuring time of a job, seconds. With less time, only a first job still runs."""
 DEFAULT_START_S = 8.0
 """Assumed seconds for the start of a job, until a start was measured."""
 MIN_RESTART_S = 15.0
