@@ -370,10 +370,10 @@ def with_counts(
                 del result[other_name]
             else:
                 kind = replace(other.kind, nodes=nodes)
-                names = _resize_names(other.nodes, nodes, name)
+                node_names = _resize_names(other.nodes, nodes, name)
                 allowance = other.allowance.for_kind(kind)
                 result[other_name] = replace(
-                    other, kind=kind, nodes=names, down_nodes=0, allowance=allowance
+                    other, kind=kind, nodes=node_names, down_nodes=0, allowance=allowance
                 )
     return result
 

@@ -352,8 +352,8 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         costs = np.zeros((len(membership), NUM_TIMES))
         for row, seconds in zip(costs[1:], pool_s[1:], strict=True):
             # The largest insufficient budget bounds the cost; 2: no budget is sufficient.
-            first = np.searchsorted(-seconds, -times * (1 + 1e-9))
-            row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
+            enough = np.searchsorted(-seconds, -times * (1 + 1e-9))
+            row[:] = np.where(enough < len(budgets), budgets[np.maximum(enough, 1) - 1], 2.0)
         is_affordable = np.sum([costs[pool_codes[:, p]] for p in range(len(stages))], axis=0) <= 1
         too_short = np.where(is_affordable.any(1), is_affordable.argmax(1), NUM_TIMES) - 1
         np.maximum.at(bounds, indices, np.where(too_short >= 0, times[too_short], 0.0))

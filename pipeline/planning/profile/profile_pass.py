@@ -110,16 +110,16 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
 
 def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
     """Return a case of the run's own size, then cases of smaller batches or other token budgets."""
-    budget, batch = trainer_token_budget(config), config.rollout.batch_size
+    budget, starts = trainer_token_budget(config), config.rollout.batch_size
     minibatches = create_algorithm(config).minibatches
-    cases = [ProfileCase(starts=batch, token_budget=budget)]
+    cases = [ProfileCase(starts=starts, token_budget=budget)]
     for divisor in (2, 4):
-        num_prompts = batch // divisor
+        num_prompts = starts // divisor
         if num_prompts >= processes and not num_prompts * config.rollout.group_size % minibatches:
             cases.append(ProfileCase(starts=num_prompts, token_budget=budget))
     if budget is not None:
         cases += [
-            ProfileCase(starts=batch, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
+            ProfileCase(starts=starts, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
         ]
     return tuple(dict.fromkeys(cases))
 
@@ -280,12 +280,12 @@ class ProfilePass:
                 break
             while remaining := self.tasks_in_time(tasks, remaining, end):
                 # Tasks of an array have equally many nodes; on one machine tasks run one by one.
-                batch = [task for task in remaining if task.nodes == remaining[0].nodes]
-                batch = batch if kind.partition else batch[:1]
+                array = [task for task in remaining if task.nodes == remaining[0].nodes]
+                array = array if kind.partition else array[:1]
                 task_s = max(MIN_MEASURING_S, self.measuring_s(tasks, end, len(remaining)))
-                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(batch), task_s)
-                self.wait_for_jobs(self.submit(kind, batch, task_s), end)
-                remaining = remaining[len(batch) :]
+                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(array), task_s)
+                self.wait_for_jobs(self.submit(kind, array, task_s), end)
+                remaining = remaining[len(array) :]
 
     def tasks_in_time(
         self, tasks: Sequence[ProfileTask], remaining: list[ProfileTask], end: float
