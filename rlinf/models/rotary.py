@@ -70,7 +70,7 @@ def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, source: str) -> None:
-    """Fix length-dependent frequencies for the longest sequence of the run.
+    """Freeze length-dependent frequencies at their values for the longest sequence of the run.
 
     Networks without such frequencies do not change.
 
