@@ -360,10 +360,10 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     segments.
 
     Columns are little-endian, in base64: ``start`` (float64, seconds since ``origin``), ``length``
-    (float32, seconds), ``iteration`` (uint32, from 1; 0 for stages outside iterations), ``kind`` (uint8: twice
-    the index of the stage, plus 1 if it waits). ``first`` has the index of each lane's first
-    segment, then the number of segments. ``windows`` has the number (from 1), start and end of each
-    iteration, in seconds since ``origin``.
+    (float32, seconds), ``iteration`` (uint32, from 1; 0 for stages outside iterations), ``kind``
+    (uint8: twice the index of the stage, plus 1 if it waits). ``first`` has the index of each
+    lane's first segment, then the number of segments. ``windows`` has the number (from 1), start
+    and end of each iteration, in seconds since ``origin``.
     """
     if not data.segments:
         return None
