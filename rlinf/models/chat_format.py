@@ -28,8 +28,9 @@ KWARGS_KEY = "model.chat_template_kwargs"
 """Configuration keys in error messages."""
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that are never arguments."""
-ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
-"""Placeholders of an answer and of the following user message, while a template is inspected."""
+CONTENT_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
+"""Placeholders of a message's content, such as an answer, and of the user message that follows it,
+while a template is rendered."""
 
 
 class ThinkingMarks(NamedTuple):
@@ -451,7 +452,7 @@ def _texts_after_answer(template: str, variables: str) -> tuple[str, str]:
     """Return two texts that a template renders after an answer: as the last message, and before
     another message."""
     question = {"role": "user", "content": "."}
-    messages: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    messages: list[ChatMessage] = [question, {"role": "assistant", "content": CONTENT_PLACEHOLDER}]
     tails = []
     for variant in (messages, [*messages, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
         try:
@@ -461,12 +462,10 @@ def _texts_after_answer(template: str, variables: str) -> tuple[str, str]:
         except DataError as error:
             log.warning("the chat template does not show the end-of-turn token: %s", error)
             text = ""
-        tails.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
+        tails.append(text.partition(CONTENT_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
     return tails[0], tails[1]
 
 
-CONTENT_PLACEHOLDER = "\u2402"
-"""Placeholder of message contents while a template is rendered."""
 LEADING_MESSAGES = (
     {"role": "user", "content": "."},
     {"role": "assistant", "content": CONTENT_PLACEHOLDER},
