@@ -356,7 +356,8 @@ class ChatEndpoint:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        url, limit_s, data = self._config.base_url.rstrip("/") + ROUTE, self._config.timeout_s, b""
+        url, limit_s = self._config.base_url.rstrip("/") + ROUTE, self._config.timeout_s
+        data = bytearray()
         # The client's own limits are for single reads. Only connecting has one, so that a request
         # that was never sent is recognised.
         timeout = httpx2.Timeout(None, connect=CONNECT_SHARE * limit_s)
@@ -370,7 +371,7 @@ class ChatEndpoint:
                     data += part
                     if len(data) > MAX_RESPONSE_BYTES:
                         raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
-                return response.status_code, response.headers, data
+                return response.status_code, response.headers, bytes(data)
         except TimeoutError:
             raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
