@@ -228,7 +228,7 @@ class TransformersEngine(OffloadableTensors, Engine):
             positions[:, i, width - count :] = processor.rope_positions(context[:count], sizes[-1])
         extra_inputs: dict[str, Tensor] = {}
         if arrays:
-            patches = np.concatenate([processor.to_patches(image) for image in arrays])
+            patches = processor.to_patches(arrays)
             extra_inputs["pixel_values"] = torch.from_numpy(patches).to(self.device)
             grids = torch.from_numpy(processor.patch_grids(np.concatenate(sizes)))
             extra_inputs["image_grid_thw"] = grids.to(self.device)

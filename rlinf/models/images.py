@@ -126,13 +126,13 @@ class ImageProcessor:
         """Return the number of tokens of a resized image."""
         return image.shape[0] * image.shape[1] // self.token_side**2
 
-    def to_patches(self, image: np.ndarray) -> np.ndarray:
-        """Cut a resized image into patches; the patches of one token are consecutive.
+    def to_patches(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """Cut resized images into patches; those of an image and of a token are consecutive.
 
         Returns:
             float32 ``[patches, 3 * temporal_patch_size * patch_size * patch_size]``.
         """
-        patches: np.ndarray = self._processor(images=[image], return_tensors="np").pixel_values
+        patches: np.ndarray = self._processor(images=list(images), return_tensors="np").pixel_values
         return patches
 
     @cached_property
