@@ -10,7 +10,7 @@ is that of two square bfloat16 matrices, an upper bound for a training step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 ROUNDS, WARM = 5, 2
 PROMPT, ANSWER, ROWS, BUDGET = 512, 1536, 32, 16384
 """Tokens of a prompt and of a response, sequences per step, and tokens per micro-batch."""
+DEVICE = "cuda"
 SIDE, PRODUCTS = 8192, 50
 """Size of the square matrices, and number of matmuls that are timed together."""
 QWEN: dict[str, Any] = {
@@ -89,28 +90,37 @@ def measure() -> list[BenchmarkRow]:
     ]
 
 
-def trainer() -> FSDPTrainer:
-    """Return a trainer of one process, with random weights."""
+def trainer(sizes: Mapping[str, Any] = QWEN, **options: Any) -> FSDPTrainer:
+    """Return a trainer of one process, with random weights; ``options`` are keys of FSDPConfig."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    options = {name: value for name, value in QWEN.items() if name != "model_type"}
-    with torch.device("cuda"):
-        module = AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float32)
-    config = FSDPConfig(device="cuda", param_dtype="bfloat16", max_tokens_per_microbatch=BUDGET)
+    qwen = {name: value for name, value in sizes.items() if name != "model_type"}
+    with torch.device(DEVICE):
+        module = AutoModelForCausalLM.from_config(Qwen2Config(**qwen), dtype=torch.float32)
+    defaults = {"device": DEVICE, "param_dtype": "bfloat16", "max_tokens_per_microbatch": BUDGET}
+    config = FSDPConfig(**(defaults | options))
     return FSDPTrainer(
         CausalLM(module, Path()), config, OptimizerSection(lr=1e-6), ProcessGroupInfo()
     )
 
 
-def trajectories(random: np.random.Generator, vocabulary: int) -> list[Trajectory]:
-    """Return sequences of random tokens, each with another prompt."""
+def trajectories(
+    random: np.random.Generator,
+    vocabulary: int,
+    rows: int = ROWS,
+    prompt: int = PROMPT,
+    answer: int = ANSWER,
+    group_size: int = 1,
+) -> list[Trajectory]:
+    """Return sequences of random tokens; ``group_size`` neighbours share a prompt."""
+    prompts = [random.integers(0, vocabulary, prompt) for _ in range(-(-rows // group_size))]
     return [
         Trajectory(
             identity=RecordId(0, row),
-            actions=random.integers(0, vocabulary, ANSWER),
-            prompt=random.integers(0, vocabulary, PROMPT),
+            actions=random.integers(0, vocabulary, answer),
+            prompt=prompts[row // group_size],
         )
-        for row in range(ROWS)
+        for row in range(rows)
     ]
 
 
@@ -122,7 +132,7 @@ def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
 
 def matrix_rate() -> float:
     """Measure the current FLOP/s of a matmul of two square bfloat16 matrices."""
-    left, right = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    left, right = (torch.randn(SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16) for _ in "ab")
 
     def products() -> None:
         for _ in range(PRODUCTS):

@@ -103,10 +103,16 @@ def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[tuple[str, Ten
     for start, shard in zip(starts, shards, strict=True):
         local[start : start + len(shard)] = shard
     gathered = local.new_empty(num_shards, len(local))
-    torch.distributed.all_gather_single(gathered.view(-1), local, group=mesh.get_group(dim))
+    _all_gather(gathered.view(-1), local, group=mesh.get_group(dim))
     for start, size, (name, tensor) in zip(starts, sizes, bucket, strict=True):
         full = gathered[:, start : start + size].reshape(-1)[: tensor.nbytes]
         yield name, full.view(tensor.dtype).view(tensor.shape)
+
+
+_all_gather = getattr(
+    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+)
+"""Torch 2.13 has renamed ``all_gather_into_tensor``."""
 
 
 def _shard_bytes(tensor: DTensor, num_shards: int) -> int:
