@@ -80,6 +80,8 @@ class DeviceMemoryManager:
             budget_bytes: bytes that may stay on the device. None: on a GPU all but
                 :data:`RESERVED_FRACTION` of its memory, on a CPU everything.
         """
+        if str(device) == "cuda":  # the devices of tensors have an index
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device, self._budget = device, budget_bytes
         self._limit = _default_limit(device) if budget_bytes is None else budget_bytes
         """Bytes that may stay on the device; None: nothing is offloaded."""
@@ -154,6 +156,9 @@ class DeviceMemoryManager:
                 if excess <= 0:
                     break
                 excess -= owner.offload(group, excess)
+            if self._device.type == "cuda":
+                # torch keeps freed memory, which an engine in another process may need.
+                torch.cuda.empty_cache()
 
 
 class OffloadableTensors:
@@ -197,8 +202,8 @@ class OffloadableTensors:
             if sum(copy.nbytes for copy in copies.values()) >= min_bytes:
                 break
             if storage not in self._host_copies and storage.nbytes():
-                copies[storage] = self._to_host(storage)
-        self._synchronize()
+                copies[storage] = start_copy_to_host(_bytes(storage))
+        synchronize(self.device)
         for storage, copy in copies.items():
             self._host_copies[storage] = copy
             storage.resize_(0)
@@ -213,7 +218,7 @@ class OffloadableTensors:
             storage.resize_(host_copies[storage].nbytes)
             if copy_data:
                 _bytes(storage).copy_(host_copies[storage], non_blocking=True)
-        self._synchronize()
+        synchronize(self.device)
         for storage in storages:
             del host_copies[storage]
 
@@ -232,16 +237,24 @@ class OffloadableTensors:
         storages = (t.untyped_storage() for t in tensors if t.device == self.device)
         return list(dict.fromkeys(storage for storage in storages if storage.resizable()))
 
-    def _to_host(self, storage: UntypedStorage) -> Tensor:
-        # Pinned memory, because it copies faster; torch caches it for the next copy.
-        host = torch.empty(
-            storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
-        )
-        return host.copy_(_bytes(storage), non_blocking=True)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished all work, including copies; a CPU has always finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def start_copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to new host memory; from a GPU, the copy is complete only after a
+    synchronization.
+
+    Copies from and to pinned memory are several times as fast as others. Pages of new memory cost
+    more than the copy, but torch keeps pinned memory that is freed for later copies.
+    """
+    on_gpu = tensor.device.type == "cuda"
+    return torch.empty_like(tensor, device="cpu", pin_memory=on_gpu).copy_(
+        tensor, non_blocking=on_gpu
+    )
 
 
 def move_to_device(module: M, device: torch.device) -> M:

@@ -1,24 +1,26 @@
-"""Fast decoding of one token per row on CPUs: fused layers and attention for a single query.
+"""Fast decoding of one token per row: fused layers and attention for a single query.
 
-A layer of ``transformers`` runs about sixty operations, whose overhead on CPUs takes as long as the
-arithmetic of a small model. :class:`FusedDecodeStep` uses one matmul for queries, keys and values,
-and one for the gate and up projections. The module's weights become views of the joined weights.
+A layer of ``transformers`` runs about sixty operations, whose overhead takes as long as the
+arithmetic of a small model, or longer on a GPU. :class:`FusedDecodeStep` uses one matmul for
+queries, keys and values, and one for the gate and up projections. The module's weights become views
+of the joined weights.
 
-:func:`decode_attention` uses two batched matmuls per KV head. torch's fused kernel is optimized for
-long queries; for a single query most of its time is overhead per head. The matmuls are about twice
-as fast at 24 to 40 cached positions. The function that :func:`use_decode_attention` registers adds
-each layer's sliding window to the mask, because the engine creates one mask for all layers.
+On CPUs, :func:`decode_attention` uses two batched matmuls per KV head. torch's fused kernel is
+optimized for long queries; for a single query most of its time is overhead per head. The matmuls
+are about twice as fast at 24 to 40 cached positions. On GPUs, the fused kernel is faster.
+
+The function that :func:`use_decode_attention` registers adds each layer's sliding window to the
+mask, because the engine creates one mask for all layers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlinf.engines.kv_cache import KeyValueCache
 from rlinf.models.onednn_linear import OneDNNLinear, onednn_linear
 from rlinf.models.packed_attention import softcapped_attention
 from rlinf.sharded_tensors import is_sharded
@@ -112,6 +114,12 @@ FUSED_FAMILIES = {"llama", "qwen2", "qwen3"}
 """Model types whose decoder layers :class:`FusedDecodeStep` implements."""
 
 
+class DecodeCache(Protocol):
+    """The part of a KV cache that a decoding step uses."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
+
+
 class FusedDecodeStep:
     """The fused decoding step of a network of :data:`FUSED_FAMILIES`."""
 
@@ -121,7 +129,7 @@ class FusedDecodeStep:
 
     @classmethod
     def from_module(cls, module: Any) -> FusedDecodeStep | None:
-        """Create the step for a module with standard layers on a CPU, otherwise return None."""
+        """Create the step for a module with standard layers, otherwise return None."""
         return cls(module) if _is_supported(module) else None
 
     @property
@@ -132,7 +140,7 @@ class FusedDecodeStep:
         )
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DecodeCache
     ) -> Tensor:
         """Add ``tokens`` to the cache and return the logits ``[B, V]`` after them.
 
@@ -180,7 +188,7 @@ class _Layer:
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,
-        cache: KeyValueCache,
+        cache: DecodeCache,
         layer_index: int,
     ) -> Tensor:
         rows, heads, kv_heads = len(hidden), self._heads, self._kv_heads
@@ -190,14 +198,22 @@ class _Layer:
         query_key = projected[:, : heads + kv_heads]
         if self._qk_norms[0] is not None:
             query_norm, key_norm = self._qk_norms
-            query, key = query_key[:, :heads], query_key[:, heads:]
-            query_key = torch.cat([_rms_norm(query, query_norm), _rms_norm(key, key_norm)], dim=1)
+            parts = query_key[:, :heads], query_key[:, heads:]
+            query_key = torch.cat(
+                [_rms_norm(parts[0], query_norm), _rms_norm(parts[1], key_norm)], dim=1
+            )
         swapped = query_key.roll(self._head_dim // 2, dims=-1)
         rotated = torch.addcmul(query_key * cos, swapped, sin)
         keys, values = cache.update(
             rotated[:, heads:, None], projected[:, heads + kv_heads :, None], layer_index
         )
-        attended = decode_attention(rotated[:, :heads, None], keys, values, mask, self._scaling)
+        query = rotated[:, :heads, None]
+        if hidden.device.type == "cpu":
+            attended = decode_attention(query, keys, values, mask, self._scaling)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, keys, values, mask, scale=self._scaling, enable_gqa=True
+            )
         out = self._o_proj
         hidden = hidden + onednn_linear(attended.view(rows, -1), out.weight, out.bias)
         gate_up = onednn_linear(_rms_norm(hidden, self._mlp_norm), self._gate_up_weight, None)
@@ -236,5 +252,4 @@ def _is_supported(module: Any) -> bool:
         and layer_types == {"full_attention"}
         and settings.hidden_act == "silu"
         and not getattr(settings, "mlp_bias", False)
-        and all(linear.weight.device.type == "cpu" for linear in linears)
     )

@@ -10,7 +10,7 @@ such a cache compute all tokens again for each new token.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +25,18 @@ from rlinf.models.packed_attention import PACKABLE_FAMILIES
 class KeyValueCache:
     """A KV cache with one buffer ``[B, heads, capacity, head_dim]`` per layer, allocated once.
 
-    All rows end at the same column. The columns of keys are contiguous in memory, which makes the
-    scores of a single query up to twice as fast. The class implements the methods that attention
-    layers of ``transformers`` call on a cache.
+    All rows end at the same column. On a CPU, the columns of keys are contiguous in memory, which
+    makes the scores of a single query up to twice as fast. The class implements the methods that
+    attention layers of ``transformers`` call on a cache.
     """
 
     is_compileable = False  # read by transformers
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self.capacity = capacity
+        """Number of columns of the buffers."""
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Keys and values of each layer, ``[B, heads, capacity, head_dim]``."""
         self.length = 0
         """Number of stored columns."""
 
@@ -42,10 +44,10 @@ class KeyValueCache:
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append ``[B, heads, n, head_dim]`` to a layer and return all its keys and values."""
-        if layer == len(self._layers):
-            shape = (*keys.shape[:2], self._capacity, keys.shape[3])
-            self._layers.append((_new_buffer(keys.new_empty, shape), values.new_empty(shape)))
-        stored_keys, stored_values = self._layers[layer]
+        if layer == len(self.layers):
+            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
+            self.layers.append(_new_buffers(keys, shape))
+        stored_keys, stored_values = self.layers[layer]
         stop = self.length + keys.shape[2]
         stored_keys[:, :, self.length : stop] = keys
         stored_values[:, :, self.length : stop] = values
@@ -57,12 +59,12 @@ class KeyValueCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) the rows with these indices."""
-        for layer, (keys, values) in enumerate(self._layers):
+        for layer, (keys, values) in enumerate(self.layers):
             shape = (len(rows), *keys.shape[1:])
-            selected = _new_buffer(keys.new_empty, shape), values.new_empty(shape)
+            selected = _new_buffers(keys, shape)
             for out, stored in zip(selected, (keys, values), strict=True):
                 out[:, :, : self.length] = stored[rows, :, : self.length]
-            self._layers[layer] = selected
+            self.layers[layer] = selected
 
     def join(self, other: KeyValueCache, skip: int, free_columns: int) -> None:
         """Append the rows of another cache; the shorter rows are padded with zeros on the left.
@@ -79,7 +81,7 @@ class KeyValueCache:
             return out
 
         for layer, ((keys, values), (other_keys, other_values)) in enumerate(
-            zip(self._layers, other._layers, strict=True)
+            zip(self.layers, other.layers, strict=True)
         ):
             shape = (
                 len(keys) + len(other_keys),
@@ -87,25 +89,36 @@ class KeyValueCache:
                 length + free_columns,
                 keys.shape[3],
             )
-            # Zeros, because masked columns must be finite, too.
-            self._layers[layer] = (
-                fill(_new_buffer(keys.new_zeros, shape), keys, other_keys),
-                fill(values.new_zeros(shape), values, other_values),
+            joined_keys, joined_values = _new_buffers(keys, shape, zeros=True)
+            self.layers[layer] = (
+                fill(joined_keys, keys, other_keys),
+                fill(joined_values, values, other_values),
             )
-        self.length, self._capacity = length, length + free_columns
+        self.length, self.capacity = length, length + free_columns
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Return the number of stored columns."""
         return self.length
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
 
 
-def _new_buffer(create: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Create a tensor ``[B, heads, n, D]`` in which dimension n is contiguous."""
+def _new_buffers(
+    like: Tensor, shape: tuple[int, ...], *, zeros: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Create buffers ``[B, heads, columns, head_dim]`` for keys and values.
+
+    Columns that attention masks must be finite, too. On a CPU it reads only stored columns, so the
+    buffers may be uninitialized if all rows have the same columns; ``zeros`` says if not.
+    """
+    if like.device.type != "cpu":
+        # Fused attention on GPUs needs rows that are contiguous in memory.
+        return like.new_zeros(shape), like.new_zeros(shape)
     rows, heads, columns, head_dim = shape
-    return create((rows, heads, head_dim, columns)).transpose(2, 3)
+    create = like.new_zeros if zeros else like.new_empty
+    # The columns of keys are contiguous.
+    return create((rows, heads, head_dim, columns)).transpose(2, 3), create(shape)
 
 
 FAMILIES_WITHOUT_CACHE = {

@@ -1,4 +1,4 @@
-"""The engine that decodes with ``transformers`` models, made for small models and CPUs.
+"""The engine that decodes with ``transformers`` models, made for small models.
 
 Each distinct prompt is computed once; its keys and values are copied to all samples of the prompt.
 The KV cache is allocated once. Log-probabilities come from the forward pass that samples the token.
@@ -22,6 +22,7 @@ from rlinf.data.record import Record
 from rlinf.device_memory import OffloadableTensors, move_to_device
 from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks
 from rlinf.engines.continuous_batching import ContinuousBatching, PromptImages
+from rlinf.engines.cuda_graph_decoding import GraphedDecodeStep
 from rlinf.engines.fused_decoding import FusedDecodeStep, use_decode_attention
 from rlinf.engines.kv_cache import (
     EqualLengthCache,
@@ -58,6 +59,9 @@ class TransformersConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights for generation and weight sync; null: ``model.dtype``. The trainer and
     the inference stage use ``model.dtype``."""
+    cuda_graphs: bool = True
+    """On a GPU, replay the decoding step as a CUDA graph; for the architectures ``llama``,
+    ``qwen2`` and ``qwen3``. It needs memory for one more step."""
     ignore_eos: bool = False
     """Ignore stop tokens and decode to the horizon (for benchmarks)."""
 
@@ -79,6 +83,8 @@ class TransformersEngine(OffloadableTensors, Engine):
         self.device = local_device(config.device)
         self._module: Any = None
         self._fused_step: FusedDecodeStep | None = None
+        self._graphed_step: GraphedDecodeStep | None = None
+        """The CUDA graph of the current generation, if there is one."""
         self._equal_length: EqualLengthNetwork | None = None
         """The network of a family that does not support padding; else None."""
 
@@ -130,9 +136,15 @@ class TransformersEngine(OffloadableTensors, Engine):
         self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        return ContinuousBatching(
-            self, requests, seed, stage, hooks, self._config.max_num_seqs
-        ).iter_replies()
+        # Between generations, the weights may move to other addresses.
+        uses_graph = self.device.type == "cuda" and self._config.cuda_graphs
+        self._graphed_step = GraphedDecodeStep() if uses_graph else None
+        try:
+            yield from ContinuousBatching(
+                self, requests, seed, stage, hooks, self._config.max_num_seqs
+            ).iter_replies()
+        finally:
+            self._graphed_step = None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the decoded tokens: the text in which stop strings are searched."""
@@ -263,7 +275,10 @@ class TransformersEngine(OffloadableTensors, Engine):
             assert self._equal_length is not None
             return self._equal_length.step(tokens, cache)
         if self._fused_step is not None and tokens.shape[1] == 1 and len(cache):
-            logits = self._fused_step(tokens, positions, mask, cache)
+            if self._graphed_step is not None:
+                logits = self._graphed_step(self._fused_step, tokens, positions, mask, cache)
+            else:
+                logits = self._fused_step(tokens, positions, mask, cache)
             cache.advance(1)
             return logits.float()
         if mask is None:

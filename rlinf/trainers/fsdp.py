@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device
+from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device, synchronize
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
 from rlinf.sharded_tensors import gather_full_tensors, local_shard
@@ -176,6 +176,7 @@ class FSDPTrainer(MinibatchTrainer):
             )
         if self.config.offload_optimizer:
             move_optimizer_state(self.optimizer, set(self._parameters(self.policy)), HOST_DEVICE)
+            synchronize(self.device)
 
     def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # This requests the state dict, so FSDP frees the parameters gathered for the last pass.

@@ -29,7 +29,7 @@ from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.load_balancing import StepSpan, balance_costs, even_microbatches, pack_microbatches
 from rlinf.data.trajectory import Trajectory
-from rlinf.device_memory import OffloadableTensors
+from rlinf.device_memory import OffloadableTensors, synchronize
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import Batch, DeviceName, Policy, StepOutputs, concat_outputs, local_device
 from rlinf.safetensors_io import StreamedState
@@ -38,10 +38,12 @@ from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import LossFunction, Trainer, is_max_metric, merge_metrics
 from rlinf.trainers.lora import LoRAAdapters, LoRAConfig, check_lora_targets
 from rlinf.trainers.optimizer import (
+    HOST_DEVICE,
     MOMENT_NAMES,
     LossScaler,
     freeze_other_groups,
     set_learning_rates,
+    start_move,
 )
 
 
@@ -382,7 +384,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             return {}
         # New memory costs far more than the copy, because each of its pages is zeroed first.
         reusable, self._reusable_memory = self._reusable_memory, {}
-        return _copy_to_cpu(sharded_checkpoint.named_tensors(self._state()), reusable)
+        named = sharded_checkpoint.named_tensors(self._state())
+        return _copy_to_cpu(named, reusable, self.device)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         # All model replicas have the same state, so only the first writes it.
@@ -407,11 +410,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             for name, full in self._gather_full(pairs):
                 if merge is not None:
                     full = merge(name, full)  # noqa: PLW2901
-                yield (
-                    name,
-                    full.to("cpu", copy=copy and storage_key(full) == storage_key(named[name])),
-                )
-                del full  # before the next one is gathered
+                is_copied = copy and storage_key(full) == storage_key(named[name])
+                on_host = full.clone() if is_copied and not full.is_cuda else full
+                on_host = start_move(on_host, HOST_DEVICE)
+                synchronize(self.device)
+                yield name, on_host
+                del full, on_host  # before the next one is gathered
 
         return StreamedState(
             {name: templates[first_names[id(value)]] for name, value in named.items()},
@@ -471,9 +475,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
 
 def _copy_to_cpu(
-    named: Iterable[tuple[str, Tensor]], reusable: Mapping[str, Tensor]
+    named: Iterable[tuple[str, Tensor]], reusable: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, into ``reusable`` memory if possible; tied tensors share a copy."""
+    """Copy tensors from a device to the CPU, into ``reusable`` memory if possible.
+
+    Tied tensors share a copy.
+    """
     copies: dict[str, Tensor] = {}
     by_storage: dict[object, Tensor] = {}
     for name, tensor in named:
@@ -482,11 +489,13 @@ def _copy_to_cpu(
         if key in by_storage:
             pass
         elif target is not None and (target.shape, target.dtype) == (source.shape, source.dtype):
-            local_shard(target).copy_(local_shard(source))
+            local_shard(target).copy_(local_shard(source), non_blocking=True)
             by_storage[key] = target
         else:
-            by_storage[key] = source.clone() if source.device.type == "cpu" else source.cpu()
+            is_on_cpu = source.device.type == "cpu"
+            by_storage[key] = source.clone() if is_on_cpu else start_move(source, HOST_DEVICE)
         copies[name] = by_storage[key]
+    synchronize(device)
     return copies
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlinf.config import OptimizerSection
+from rlinf.device_memory import start_copy_to_host, synchronize
 from rlinf.errors import StageError
 from rlinf.models.base import Policy
 from rlinf.sharded_tensors import is_sharded, local_shard
@@ -138,6 +139,7 @@ def step_with_offload(
             move_optimizer_state(optimizer, chunk, device)
             optimizer.step()
             move_optimizer_state(optimizer, chunk, HOST_DEVICE)
+            synchronize(device)
     finally:
         for group, params in zip(groups, group_params, strict=True):
             group["params"] = params
@@ -146,23 +148,31 @@ def step_with_offload(
 def move_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], device: torch.device
 ) -> None:
-    """Move the optimizer state of these parameters to a device."""
+    """Move the optimizer state of these parameters, as :func:`start_move` does."""
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for name, tensor in state.items():
             # Step counts (scalars) are not moved: the optimizer chooses their device.
             if isinstance(tensor, Tensor) and tensor.dim():
-                state[name] = to_device(tensor, device)
+                state[name] = start_move(tensor, device)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device; a tensor that is already there is not copied."""
+def start_move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a device; a tensor that is already there is not copied.
+
+    A copy from or to a GPU is complete after a synchronization, or for later work on this stream.
+    """
+    local = local_shard(tensor)
+    if local.is_cuda and device.type == "cpu":
+        moved = start_copy_to_host(local)
+    else:
+        moved = local.to(device, non_blocking=True)
     if not is_sharded(tensor):
-        return tensor.to(device)
+        return moved
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local_shard(tensor).to(device),
+        moved,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,

@@ -87,7 +87,7 @@ def test_offloaded_optimizer_state_comes_to_the_device_in_parts(
         peak = max(peak, there)
         return tensor.clone()
 
-    monkeypatch.setattr(optimizer, "to_device", moved)
+    monkeypatch.setattr(optimizer, "start_move", moved)
     monkeypatch.setattr(optimizer.step_with_offload, "__defaults__", (8192,))
     plain, away = make(folder), make(folder, offload_optimizer=True)
     sizes = [p.nbytes for p in away.policy.module.parameters()]
