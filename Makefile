@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-backends test-slow test-gpu golden docs test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-backends test-slow test-gpu gpu-check golden docs test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,9 @@ golden: install  ## Compare eight short runs with stored digests: in one process
 
 test-gpu: install  ## Run the tests that need a CUDA device; needs a CUDA build of torch in .venv
 	$(PYTEST) tests -m gpu $(ARGS)
+
+gpu-check: install  ## Check on a GPU what runs and how fast: at most eight minutes, one JSON line per figure
+	$(BIN)/python -m benchmarks.gpu_check --output gpu-check.jsonl $(ARGS)
 
 chaos: install  ## Inject faults into runs on the dev cluster, 40 of each kind (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
 	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)

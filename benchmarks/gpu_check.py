@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import signal
@@ -415,6 +416,18 @@ def check_attention(check: Check) -> None:
         check.reset_memory()
         ms = round(1e3 * check.seconds(work, 3, 1), 3)
         check.figure("attention", case=name, backend=backend, ms=ms, peak_gib=check.peak_gib())
+    lengths = itertools.count(queries - 1, -1)
+    for enabled in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+        def new_shape() -> None:
+            states = prompt[:, :, : next(lengths)]
+            F.scaled_dot_product_attention(
+                query[:, :, : states.shape[2]], states, states, is_causal=True, enable_gqa=True
+            ).sum().backward()
+
+        ms = round(1e3 * check.seconds(new_shape, 5, 1), 1)
+        check.figure("attention_of_a_new_shape", cudnn=enabled, ms=ms)
 
 
 def check_nccl(check: Check) -> None:

@@ -87,7 +87,6 @@ class GraphedDecodeStep:
         self._fixed: FixedInputStep | None = None
         self._graph: Any = None
         self._logits: Tensor | None = None
-        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(
         self,
@@ -114,7 +113,7 @@ class GraphedDecodeStep:
         mask: Tensor | None,
         cache: KeyValueCache,
     ) -> None:
-        self._graph = self._logits = None  # free the old graph's memory first
+        self._logits = None
         columns = covered_columns(cache.length, cache.capacity)
         self._fixed = FixedInputStep(step, cache, columns, len(tokens))
         self._fixed.set_inputs(tokens, positions, mask, cache.length)
@@ -125,9 +124,12 @@ class GraphedDecodeStep:
         with torch.cuda.stream(stream):
             self._fixed.run()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local"):
+        # The new graph reuses the memory of the old one, which must exist until then.
+        pool = None if self._graph is None else self._graph.pool()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
             self._logits = self._fixed.run()
+        self._graph = graph
 
 
 def covered_columns(length: int, capacity: int) -> int:

@@ -53,7 +53,7 @@ def use_decode_attention(module: Any) -> None:
                 1, 2
             ), None
         # ``s_aux`` has the attention sinks of some families.
-        if query.shape[2] > 1 or query.device.type != "cpu" or options.get("s_aux") is not None:
+        if query.shape[2] > 1 or options.get("s_aux") is not None:
             output, _ = sdpa_attention_forward(
                 layer, query, key, value, mask, dropout, scaling, **options
             )
@@ -103,8 +103,12 @@ def decode_attention(
     rows, heads, _, head_dim = query.shape
     kv_heads = key.shape[1]
     scale = head_dim**-0.5 if scaling is None else scaling
-    grouped = (query * scale).view(rows, kv_heads, heads // kv_heads, head_dim)
-    scores = grouped @ key.transpose(-1, -2)
+    grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim)
+    if query.device.type != "cpu":
+        # The heads of a group are the queries of one head, so the kernel needs no copies of keys.
+        attended = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scale)
+        return attended.reshape(rows, 1, heads, head_dim)
+    scores = (grouped * scale) @ key.transpose(-1, -2)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ value).view(rows, 1, heads, head_dim)
@@ -208,12 +212,7 @@ class _Layer:
             rotated[:, heads:, None], projected[:, heads + kv_heads :, None], layer_index
         )
         query = rotated[:, :heads, None]
-        if hidden.device.type == "cpu":
-            attended = decode_attention(query, keys, values, mask, self._scaling)
-        else:
-            attended = F.scaled_dot_product_attention(
-                query, keys, values, mask, scale=self._scaling, enable_gqa=True
-            )
+        attended = decode_attention(query, keys, values, mask, self._scaling)
         out = self._o_proj
         hidden = hidden + onednn_linear(attended.view(rows, -1), out.weight, out.bias)
         gate_up = onednn_linear(_rms_norm(hidden, self._mlp_norm), self._gate_up_weight, None)

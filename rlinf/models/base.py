@@ -23,6 +23,7 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
+from rlinf.models.attention import avoid_plans_for_shapes
 from rlinf.registry import Component
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_rows, local_shard
@@ -355,7 +356,7 @@ DeviceName = Annotated[str, AfterValidator(_device_name)]
 
 
 def local_device(name: str) -> torch.device:
-    """Return the device of this process for a configured device name.
+    """Return the device of this process for a configured device name, prepared for attention.
 
     Args:
         name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` (the visible GPU with the index of
@@ -364,6 +365,8 @@ def local_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    if device.type == "cuda":
+        avoid_plans_for_shapes()
     if device.type != "cuda" or ":" in name:
         return device
     # Depending on the launcher, a rank sees all GPUs of the node or only its own.

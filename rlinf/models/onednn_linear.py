@@ -78,8 +78,9 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``input @ weight.T + bias`` on a CPU, without gradient, with the fastest kernel."""
-    if not has_onednn() or input.dtype != torch.float32:
+    """Return ``input @ weight.T + bias``, without gradient, with the fastest kernel."""
+    is_supported = input.device.type == "cpu" and input.dtype == torch.float32
+    if not (is_supported and has_onednn()):
         return F.linear(input, weight, bias)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return output

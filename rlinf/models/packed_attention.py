@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf.errors import ConfigError
+from rlinf.models.attention import grouped_query_attention
 from rlinf.models.base import Batch
 from rlinf.models.logprobs import PLAIN_HEAD_FAMILIES
 
@@ -303,15 +303,8 @@ def packed_attention(
         )
         mask = rows.mask(block, sliding_window)
         if softcap is None:
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
+            out = grouped_query_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scaling, dropout=dropout
             )
         else:
             out = softcapped_attention(q, k, v, mask, scaling, softcap)

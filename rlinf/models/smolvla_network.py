@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlinf.models.action_encoding import ValueLevel
+from rlinf.models.attention import grouped_query_attention
 from rlinf.models.loading import disable_dropout
 from rlinf.models.vla_network import GeluMLP
 
@@ -86,7 +87,7 @@ class SmolVLALayer(nn.Module):
             values = self._split_heads(attention.v_proj(inputs))
             if prefix is not None:
                 keys, values = torch.cat([prefix[0], keys], 2), torch.cat([prefix[1], values], 2)
-        attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+        attended = grouped_query_attention(queries, keys, values, mask)
         hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
 
