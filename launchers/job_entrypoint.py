@@ -1,8 +1,8 @@
 """The entry point of a Slurm job: set a rank's variables, run the module, exit with its code.
 
-submitit pickles a :class:`ModuleCall`; in a heterogeneous job it is an argument of this module
-(``python -m launchers.job_entrypoint CALL``). A call has only arguments, no state of the work.
-When Slurm restarts the job, the same call runs again and continues from the files that it wrote.
+The batch script starts ``python -m launchers.job_entrypoint CALL``, where the call is JSON. A call
+has only arguments, no state of the work. When Slurm restarts the job, the same call runs again and
+continues from the files that it wrote.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class ModuleCall:
 
     module: str
     argv: tuple[str, ...]
-    path: tuple[str, ...]
-    """Folders that are prepended to the module search path."""
     exit_code_dir: str
     """Folder of the file ``JOB.exit`` with the job's exit code, which a driver reads if the cluster
     has no accounting."""
@@ -54,11 +52,9 @@ class ModuleCall:
     def from_json(cls, text: str) -> ModuleCall:
         values = json.loads(text)
         values["speed_weights"] = tuple((kind, speed) for kind, speed in values["speed_weights"])
-        return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})
+        return cls(**values | {"argv": tuple(values["argv"])})
 
     def __call__(self) -> None:
-        sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
         rank = set_torchrun_variables(self.speed_weights)
         # Until the module has loaded, which is slow on a shared filesystem, a stop signal is not a
         # failure, because no work has started.
@@ -75,7 +71,7 @@ class ModuleCall:
                 os._exit(0)
         if rank == 0 or code:
             self._write_exit_code(code, rank)
-        # Skip submitit's epilogue, so that the exit code of the job is that of the module.
+        # Skip exit handlers of libraries, so that the exit code of the job is that of the module.
         os._exit(code)
 
     def _write_exit_code(self, code: int, rank: int) -> None:

@@ -118,7 +118,7 @@ class SubmissionQueue:
             self._adopt_or_cancel(self._unchecked[0])
             del self._unchecked[0]
         if time.monotonic() >= self._retry_at and self._unanswered_tag is not None:
-            # Its jobs would fail: submitit names files by the job's id, which it did not receive.
+            # Its jobs are submitted again, so that their ids are known.
             self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
             self._unanswered_tag = None
         while self._waiting and time.monotonic() >= self._retry_at:

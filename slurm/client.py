@@ -247,14 +247,15 @@ def block_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def command_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that change Slurm's commands.
+def command_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment without the variables that change Slurm's commands.
 
     So commands behave the same on a login node, in an interactive job and in a driver's job.
+    sbatch passes its environment on, and these variables would also affect the new job's srun.
     """
     return {
         k: v
-        for k, v in os.environ.items()
+        for k, v in environment.items()
         if k in CONTROLLER_ENV or not k.startswith(SLURM_ENV_PREFIXES)
     }
 

@@ -29,7 +29,6 @@ from tests.slurm.wrapped import write_command
         ModuleCall,
         st.text(),
         st.lists(st.text()).map(tuple),
-        st.lists(st.text()).map(tuple),
         st.text(),
         st.lists(st.tuples(st.text(), st.floats(0.1, 10))).map(tuple),
         st.booleans(),
@@ -66,7 +65,7 @@ time.sleep(20)
 CALL = """
 import sys
 from launchers.job_entrypoint import ModuleCall
-ModuleCall("slow", (), tuple(sys.path), sys.argv[1], allow_requeue=False)()
+ModuleCall("slow", (), sys.argv[1], allow_requeue=False)()
 """
 
 
