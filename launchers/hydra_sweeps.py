@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlinf.errors import PlanError
-from slurm.client import block_stop_signals, command_environment, parse_submitted_id
+from slurm.client import block_stop_signals, command_environment
 from slurm.jobs import JobResources
+from slurm.records import parse_submitted_id
 from slurm.sbatch_options import check_script_options, srun_options
 
 _NON_SBATCH_KEYWORDS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})

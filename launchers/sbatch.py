@@ -22,14 +22,9 @@ from launchers.launcher import JobSpec
 from rlinf import process_tuning
 from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError, SlurmUnresponsiveError
 from rlinf.package_paths import child_python_path
-from slurm.client import (
-    SlurmClient,
-    UnreadableSubmission,
-    classify_failure,
-    parse_submitted_id,
-    run_command,
-)
+from slurm.client import SlurmClient, classify_failure, run_command
 from slurm.jobs import HET_GROUPS_VARIABLE, JobResources, parent_job_id
+from slurm.records import UnreadableSubmission, parse_submitted_id
 from slurm.sbatch_options import check_log_folder, sbatch_options, srun_options
 from slurm.stop_signals import STOP_MARGIN_VARIABLE
 

@@ -19,9 +19,10 @@ from launchers.submission_queue import (
 )
 from rlinf.artifacts import MANIFEST
 from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmUnresponsiveError
-from slurm.client import QueuedJob, SlurmClient
+from slurm.client import SlurmClient
 from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobState, JobStatus, diagnose_pending
+from slurm.records import QueuedJob
 
 log = logging.getLogger("rlinf")
 

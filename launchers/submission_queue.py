@@ -21,9 +21,10 @@ from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_hetjob, submit_jobs, with_tag
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
-from slurm.client import QueuedJob, SlurmClient
+from slurm.client import SlurmClient
 from slurm.job_limits import ClusterLimits, is_queue_full, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources, JobStatus, current_job_id, parent_job_id
+from slurm.records import QueuedJob
 
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
 """First and longest pause after Slurm refused a unit for too many jobs; it doubles each time."""

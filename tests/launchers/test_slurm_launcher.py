@@ -16,9 +16,10 @@ from launchers.launcher import JobSpec
 from launchers.slurm_launcher import SlurmLauncher
 from launchers.submission_queue import TrackedJob, read_submitted_job
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
-from slurm.client import QueuedJob, SlurmClient, classify_failure
+from slurm.client import SlurmClient, classify_failure
 from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobResources, JobState, JobStatus
+from slurm.records import QueuedJob
 
 
 class Empty(SlurmClient):

@@ -24,8 +24,8 @@ package_paths.add_to_sys_path()
 from launchers.launcher import JobSpec  # noqa: E402
 from launchers.slurm_launcher import SlurmLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
-from slurm.client import SlurmClient, default_partition  # noqa: E402
-from slurm.jobs import JobResources  # noqa: E402
+from slurm.client import SlurmClient  # noqa: E402
+from slurm.jobs import JobResources, default_partition  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
 
