@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from benchmarks.row import BenchmarkRow
 from rlinf.errors import ConfigError
+from tests.cpu_shims import use_cpu_shims
 
 GPU = "gpu_training"
 """The module that needs a GPU. Without a GPU it runs only with ``--name``, and fails."""
@@ -171,6 +172,7 @@ def machine() -> dict[str, Any]:
 
 def main() -> int:
     """Measure all rows, or those of ``--name``; other rows keep their last results."""
+    use_cpu_shims()
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument(
         "--name", choices=sorted(ROWS), help="measure only this row and the others of its function"

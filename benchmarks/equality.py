@@ -43,6 +43,7 @@ from rlinf.interpreters import resolve_interpreter
 from rlinf.models.causal_lm import CausalLM
 from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.trainers import trainers
+from tests.cpu_shims import use_cpu_shims
 
 LR, STEPS = 1e-3, 3
 TOLERANCE = LR / 50
@@ -342,6 +343,7 @@ def updates(cache: ResultCache, keys: dict[tuple[str, BatchSplit], str], root: P
 
 def main() -> int:
     """Print both tables; returns 1 if a difference exceeds its tolerance."""
+    use_cpu_shims()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.equality")
     parser.add_argument("--anew", action="store_true", help="delete cached results first")
     parser.add_argument("--compute", help=argparse.SUPPRESS)

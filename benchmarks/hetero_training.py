@@ -91,7 +91,7 @@ class HeteroStep:
     """Runs optimizer steps of the train stage on a batch that is collected once."""
 
     def __init__(self, root: Path) -> None:
-        from launchers.submitit import SubmititLauncher
+        from launchers.slurm_launcher import SlurmLauncher
         from pipeline.commands.experiment import compose, prepare_run
         from pipeline.graph import Graph, StageNode
         from pipeline.resources import ClusterConfig
@@ -103,7 +103,7 @@ class HeteroStep:
 
         self._run = prepare_run(compose([*SETTINGS, f"++run.root={root}"]))
         self._cluster = validate(ClusterConfig, self._run.config.cluster, "cluster")
-        self._launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.2))
+        self._launcher = SlurmLauncher(SlurmClient(poll_interval_s=0.2))
         graph, folder = Graph(self._run.config), self._run.folder
         worker_state = WorkerState()
         self._norms: list[float] = []

@@ -40,11 +40,11 @@ def start_dev_cluster() -> None:
 def stage_overhead() -> tuple[list[float], list[float]]:
     """Return seconds from submission to the first line of a stage job, and of its imports."""
     from launchers.launcher import JobSpec
-    from launchers.submitit import SubmititLauncher
+    from launchers.slurm_launcher import SlurmLauncher
     from slurm.client import SlurmClient
     from slurm.jobs import JobResources
 
-    launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.1))
+    launcher = SlurmLauncher(SlurmClient(poll_interval_s=0.1))
     overhead, import_s = [], []
     for repeat in range(REPEATS):
         with tempfile.TemporaryDirectory() as name:

@@ -1,18 +1,16 @@
 """The entry point of a Slurm job: set a rank's variables, run the module, exit with its code.
 
-submitit pickles a :class:`ModuleCall`; in a heterogeneous job it is an argument of this module
-(``python -m launchers.job_entrypoint CALL``). A call has only arguments, no state of the work.
-When Slurm restarts the job, the same call runs again and continues from the files that it wrote.
+The batch script starts ``python -m launchers.job_entrypoint CALL``, where the call is JSON. A call
+has only arguments, no state of the work. When Slurm restarts the job, the same call runs again and
+continues from the files that it wrote.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -24,7 +22,9 @@ from typing import Any
 
 from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
 from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
+from slurm.client import run_command
 from slurm.jobs import HET_GROUPS_VARIABLE, STOP_SIGNALS, current_job_id
+from slurm.records import parse_hostnames, parse_node_words
 from slurm.requeue import requeue
 
 REQUEUE_STAGGER_S = 0.005
@@ -37,8 +37,6 @@ class ModuleCall:
 
     module: str
     argv: tuple[str, ...]
-    path: tuple[str, ...]
-    """Folders that are prepended to the module search path."""
     exit_code_dir: str
     """Folder of the file ``JOB.exit`` with the job's exit code, which a driver reads if the cluster
     has no accounting."""
@@ -54,11 +52,9 @@ class ModuleCall:
     def from_json(cls, text: str) -> ModuleCall:
         values = json.loads(text)
         values["speed_weights"] = tuple((kind, speed) for kind, speed in values["speed_weights"])
-        return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})
+        return cls(**values | {"argv": tuple(values["argv"])})
 
     def __call__(self) -> None:
-        sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
         rank = set_torchrun_variables(self.speed_weights)
         # Until the module has loaded, which is slow on a shared filesystem, a stop signal is not a
         # failure, because no work has started.
@@ -75,7 +71,7 @@ class ModuleCall:
                 os._exit(0)
         if rank == 0 or code:
             self._write_exit_code(code, rank)
-        # Skip submitit's epilogue, so that the exit code of the job is that of the module.
+        # Skip exit handlers of libraries, so that the exit code of the job is that of the module.
         os._exit(code)
 
     def _write_exit_code(self, code: int, rank: int) -> None:
@@ -161,26 +157,13 @@ def rank_hosts() -> list[str]:
     return [
         host
         for suffix in suffixes
-        for host in expand_hostlist(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
+        for host in _expand_hostlist(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
         for _ in range(int(os.environ[f"SLURM_NTASKS_PER_NODE{suffix}"]))
     ]
 
 
-def expand_hostlist(nodes: str) -> list[str]:
-    """Expand a list of nodes such as ``a100-[1-3],cpu-1`` with scontrol.
-
-    A wrapper of scontrol may print more text. So only lines that are one word and begin with the
-    prefix of a name in the list count as hosts.
-    """
-    prefixes = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _split_hostlist(nodes)}
-    lines = map(str.strip, _scontrol("hostnames", nodes).splitlines())
-    hosts = [line for line in lines if re.fullmatch(r"[\w.-]+", line)]
-    return [host for host in hosts if re.split(r"\d", host, maxsplit=1)[0] in prefixes]
-
-
-def _split_hostlist(nodes: str) -> list[str]:
-    """Split a list of nodes at commas outside of brackets."""
-    return re.split(r",(?![^\[]*\])", nodes)
+def _expand_hostlist(nodes: str) -> list[str]:
+    return parse_hostnames(run_command(("scontrol", "show", "hostnames", nodes)), nodes)
 
 
 def rank_speeds(
@@ -209,16 +192,7 @@ def rank_speeds(
 
 def node_attributes(host: str) -> set[str]:
     """Return all words that Slurm prints about a node, including its GPU names and features."""
-    lines = _scontrol("node", host, "-o").splitlines()
-    # A wrapper of scontrol may print text around this line.
-    node_lines = [line for line in lines if line.lstrip().startswith("NodeName=")]
-    return set(re.split(r"[\s,:=()]+", " ".join(node_lines)))
-
-
-def _scontrol(*words: str) -> str:
-    return subprocess.run(
-        ["scontrol", "show", *words], capture_output=True, text=True, check=True
-    ).stdout
+    return parse_node_words(run_command(("scontrol", "show", "node", host, "-o")))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
-"""Submission of jobs with one call of sbatch, through submitit or with a script of this module.
+"""Batch scripts of jobs, and their submission with one call of sbatch.
 
-submitit writes the batch script, pickles the callable, and starts it on the nodes. It does not
-support heterogeneous jobs, so this module writes their script, with the same options.
+A script holds everything that a job needs: sbatch's options, the lines of the site file, and for
+each process the call of its module (:mod:`launchers.job_entrypoint`). Jobs that differ only in
+their calls are an array, and jobs that start together are one heterogeneous job.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
 import re
 import secrets
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -24,23 +22,10 @@ from launchers.launcher import JobSpec
 from rlinf import process_tuning
 from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError, SlurmUnresponsiveError
 from rlinf.package_paths import child_python_path
-from slurm.client import (
-    CONTROLLER_ENV,
-    SLURM_ENV_PREFIXES,
-    SlurmClient,
-    UnreadableSubmission,
-    block_stop_signals,
-    classify_failure,
-    parse_submitted_id,
-    run_command,
-)
+from slurm.client import SlurmClient, classify_failure, run_command
 from slurm.jobs import HET_GROUPS_VARIABLE, JobResources, parent_job_id
-from slurm.sbatch_options import (
-    check_log_folder,
-    check_script_options,
-    sbatch_options,
-    srun_options,
-)
+from slurm.records import UnreadableSubmission, parse_submitted_id
+from slurm.sbatch_options import check_log_folder, sbatch_options, srun_options
 from slurm.stop_signals import STOP_MARGIN_VARIABLE
 
 SIGNAL_EARLY_S = 30
@@ -75,8 +60,6 @@ fi
 exit $code
 """
 """Shell code after the process of a restarting job: requeues the job if a signal killed it."""
-_NON_SBATCH_KEYWORDS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
-"""Keywords of submitit that do not become sbatch options."""
 TAG_PREFIX = "rlinf-"
 """Prefix of tags. The tag in the comment of jobs identifies one submission."""
 HEALTHY_RUN_S, MAX_QUICK_RESTARTS = 600, 10
@@ -95,21 +78,8 @@ def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
         SlurmError: the job was refused, with Slurm's message; or the answer contains no readable
             id, and the job was cancelled.
     """
-    from submitit.core.utils import FailedJobError
-
-    first, resources = jobs[0], jobs[0].resources
-    _create_folders(jobs)
-    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(resources))
-    defaults = {"array_parallelism": len(jobs)}
-    executor.update_parameters(
-        **defaults | submitit_parameters(first.name, resources, allow_requeue=first.allow_requeue)
-    )
-    try:
-        with login_environment(), executor.batch():
-            submitted = [executor.submit(_module_call(job)) for job in jobs]
-        return [str(entry.job_id) for entry in submitted]
-    except FailedJobError as error:
-        raise _submission_error(first.name, error) from None
+    job_id = _submit(array_script(jobs), jobs)
+    return [job_id] if len(jobs) == 1 else [f"{job_id}_{number}" for number in range(len(jobs))]
 
 
 def submit_hetjob(jobs: Sequence[JobSpec]) -> list[str]:
@@ -141,8 +111,7 @@ def _submit(script: str, jobs: Sequence[JobSpec]) -> str:
         file.write(script)
         file.flush()
         try:
-            with login_environment():
-                answer = run_command(("sbatch", "--parsable", file.name))
+            answer = run_command(("sbatch", "--parsable", file.name))
         except SlurmError as error:
             raise _submission_error(" and ".join(job.name for job in jobs), error) from None
     try:
@@ -196,112 +165,42 @@ def _cancel_unreadable(name: str, tag: str | None, error: UnreadableSubmission) 
     return SlurmError(f"{name}: {error}; {state}; {advice}")
 
 
-@functools.cache
-def patched_slurm_executor() -> type[Any]:
-    """Return submitit's Slurm executor with this project's srun options and parser of job ids.
-
-    The first call replaces the class in submitit, so that Hydra's sweeps use it too
-    (``hydra/launcher=submitit_slurm``).
-    """
-    from submitit.core import plugins
-    from submitit.slurm import slurm
-
-    class SlurmExecutor(slurm.SlurmExecutor):
-        """The executor of submitit with tagged jobs; see :func:`patched_slurm_executor`."""
-
-        _tag: str | None = None
-        """Tag of the current submission."""
-
-        def _submit_command(self, command: str) -> Any:
-            self._tag = _tag_in(_comment(self.parameters)) or new_tag()
-            try:
-                with login_environment():
-                    return super()._submit_command(command)
-            except UnreadableSubmission as error:
-                name = self.parameters.get("job_name", "submitit")
-                raise _cancel_unreadable(name, self._tag, error) from None
-
-        def _make_submission_file_text(self, command: str, uid: str) -> str:
-            check_script_options({"submitit_folder": self.folder}, "hydra.launcher")
-            keywords = _complete_sweep_keywords(self.parameters, self._tag)
-            return str(slurm._make_sbatch_string(command=command, folder=self.folder, **keywords))
-
-        # submitit calls this method on the executor, whose tag is needed here.
-        def _get_job_id_from_submission_command(  # type: ignore[override]
-            self, string: str | bytes
-        ) -> str:
-            answer = string if isinstance(string, str) else string.decode()
-            return parse_submitted_id(answer, lambda: _tagged_ids(self._tag))
-
-    setattr(slurm, "SlurmExecutor", SlurmExecutor)  # noqa: B010 (to mypy it is a type)
-    plugins._get_plugins.cache_clear()
-    plugins.get_executors.cache_clear()
-    return SlurmExecutor
-
-
-def _comment(keywords: Mapping[str, Any]) -> str:
-    extra_options = keywords.get("additional_parameters") or {}
-    return str(extra_options.get("comment", keywords.get("comment")) or "")
-
-
-def _complete_sweep_keywords(keywords: Mapping[str, Any], tag: str | None) -> dict[str, Any]:
-    """Return submitit's keywords, completed by the options that a sweep's configuration lacks.
-
-    Args:
-        tag: the submission's tag, to be added to the comment; None: the script is not submitted.
-
-    Raises:
-        PlanError: several options set the memory of a job, or an option does not fit into its
-            line of the script.
-    """
-    extra = keywords.get("additional_parameters") or {}
-    check_script_options(
-        {k: v for k, v in keywords.items() if k not in _NON_SBATCH_KEYWORDS}, "hydra.launcher"
-    )
-    check_script_options(extra, "hydra.launcher.additional_parameters")
-    memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if keywords.get(key) is not None]
-    if len(memory) > 1:
-        raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; keep one")
-    srun_args = list(keywords.get("srun_args") or ())
-    resources = JobResources(cpus_per_task=keywords.get("cpus_per_task") or 1)
-    present = {word.partition("=")[0] for word in srun_args}
-    srun_args += [word for word in srun_options(resources) if word.partition("=")[0] not in present]
-    if tag is not None and tag != _tag_in(_comment(keywords)):
-        extra = {**extra, "comment": f"{_comment(keywords)} {tag}".strip()}
-    return {"wckey": None, **keywords, "srun_args": srun_args, "additional_parameters": extra}
-
-
 def batch_script(jobs: Sequence[JobSpec]) -> str:
     """Return the batch script of one job, or of several that start together."""
-    first = jobs[0]
-    if len(jobs) > 1 or first.extra_components:
+    if len(jobs) > 1 or jobs[0].extra_components:
         return hetjob_script(jobs)
-    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(first.resources))
-    executor.update_parameters(
-        **submitit_parameters(first.name, first.resources, allow_requeue=first.allow_requeue)
-    )
-    return str(executor._make_submission_file_text(executor._submitit_command_str, "call"))
+    return array_script(jobs)
+
+
+def array_script(jobs: Sequence[JobSpec]) -> str:
+    """Return the batch script of one job, or of an array with an element for each job."""
+    first, resources = jobs[0], jobs[0].resources
+    job_id = "%j" if len(jobs) == 1 else "%A_%a"
+    # Slurm's own messages about the job, such as a kill, follow the output of the first process.
+    options: dict[str, Any] = {
+        "output": str(first.log_dir / f"{job_id}_0_log.out"),
+        "error": str(first.log_dir / f"{job_id}_0_log.err"),
+    }
+    calls = [shlex.quote(_module_call(job).to_json()) for job in jobs]
+    lines = _setup_lines(resources)
+    if len(jobs) > 1:
+        parallelism = resources.array_parallelism or len(jobs)
+        options["array"] = f"0-{len(jobs) - 1}%{min(parallelism, len(jobs))}"
+        lines += ["calls=(", *calls, ")"]
+        calls = ['"${calls[$SLURM_ARRAY_TASK_ID]}"']
+    log = shlex.quote(str(first.log_dir / f"{job_id}_%t_log"))
+    step = [*srun_options(resources), *_python_call(resources), calls[0]]
+    srun = f"srun --unbuffered --output {log}.out --error {log}.err {' '.join(step)}"
+    return "\n".join(["#!/bin/bash", *_directives(first, resources, options), "", *lines, srun, ""])
 
 
 def restarting_script(job: JobSpec) -> str:
     """Return the batch script of :func:`submit_restarting`."""
-    resources = job.resources
-    keywords = submitit_parameters(job.name, resources, allow_requeue=job.allow_requeue)
-    keywords["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
-    log = shlex.quote(str(job.log_dir / "%j_%t_log"))
-    python = _python(resources)
-    call = [
-        *keywords["srun_args"],
-        python,
-        "-u -m launchers.job_entrypoint",
-        shlex.quote(_module_call(job).to_json()),
-    ]
-    start = f"srun --unbuffered --output {log}.out --error {log}.err {' '.join(call)}"
-    restart_code = _RESTART_CODE.format(
-        long_s=HEALTHY_RUN_S, times=MAX_QUICK_RESTARTS, requeue=f"{python} -m slurm.requeue"
-    )
-    header = [*_directives(keywords), "", *keywords["setup"]]
-    return "\n".join(["#!/bin/bash", *header, start]) + restart_code
+    return array_script([job]) + _RESTART_CODE.format(
+        long_s=HEALTHY_RUN_S,
+        times=MAX_QUICK_RESTARTS,
+        requeue=f"{_python(job.resources)} -m slurm.requeue",
+    ).lstrip("\n")
 
 
 def hetjob_script(jobs: Sequence[JobSpec]) -> str:
@@ -315,23 +214,17 @@ def hetjob_script(jobs: Sequence[JobSpec]) -> str:
         steps = []
         groups = ",".join(str(first + i) for i in range(len(job.components)))
         for number, resources in enumerate(job.components, first):
-            keywords = submitit_parameters(job.name, resources, allow_requeue=job.allow_requeue)
-            keywords["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
-            directives.append(_directives(keywords))
-            call = [
-                _python(resources),
-                "-u",
-                "-m",
-                "launchers.job_entrypoint",
-                shlex.quote(_module_call(job).to_json()),
-            ]
+            output = str(job.log_dir / "%j_batch.log")
+            directives.append(_directives(job, resources, {"output": output}))
+            call = [*_python_call(resources), shlex.quote(_module_call(job).to_json())]
             lines = [
-                *keywords["setup"],
+                *_setup_lines(resources),
                 f"export {HET_GROUPS_VARIABLE}={groups}",
                 f"exec {' '.join(call)}",
             ]
-            step = [f"--het-group={number}", *keywords["srun_args"], "bash", "-c", "\n".join(lines)]
-            steps.append(f"--unbuffered --output {log}.out --error {log}.err {shlex.join(step)}")
+            words = ["bash", "-c", "\n".join(lines)]
+            step = shlex.join([f"--het-group={number}", *srun_options(resources), *words])
+            steps.append(f"--unbuffered --output {log}.out --error {log}.err {step}")
         srun_commands.append(f"srun {' : '.join(steps)} &")
     header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives)
     body = "\n".join(srun_commands)
@@ -354,7 +247,7 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
     """
     key_by_option: dict[str, str] = {}
     for key, resources in components:
-        options = _all_options(submitit_parameters(key, resources))
+        options = _options(key, resources)
         for option, earlier_key in key_by_option.items():
             if option not in options:
                 raise PlanError(
@@ -370,24 +263,41 @@ def _first_components(jobs: Sequence[JobSpec]) -> list[int]:
     return [0, *accumulate(len(job.components) for job in jobs[:-1])]
 
 
-def _all_options(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sbatch's options by name for the keywords of :func:`submitit_parameters`."""
-    values = {
-        # Without this, a component without GPUs would inherit those of an earlier component.
-        "gres": "none",
-        "job-name": keywords["job_name"],
-        "time": keywords["time"],
-        **keywords["additional_parameters"],
-    }
-    return {key: value for key, value in values.items() if value is not None}
+def _options(name: str, resources: JobResources, *, allow_requeue: bool = True) -> dict[str, Any]:
+    """Return sbatch's options of a job or component."""
+    warning_s = _warning_s(resources)
+    options = sbatch_options(name, resources, allow_requeue=allow_requeue, warning_s=warning_s)
+    # Without this, a component without GPUs would inherit those of an earlier component.
+    return {"gres": "none", **options}
 
 
-def _directives(keywords: Mapping[str, Any]) -> list[str]:
-    """Return the options as ``#SBATCH`` lines, as submitit writes them."""
+def _directives(job: JobSpec, resources: JobResources, more: Mapping[str, Any]) -> list[str]:
+    """Return the options of a job or component as ``#SBATCH`` lines."""
+    options = {**_options(job.name, resources, allow_requeue=job.allow_requeue), **more}
     return [
         f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" * (value is not True))
-        for name, value in sorted(_all_options(keywords).items())
+        for name, value in sorted(options.items())
     ]
+
+
+def _setup_lines(resources: JobResources) -> list[str]:
+    """Return the shell lines before a job's processes: variables, then those of the site file."""
+    variables = {
+        **process_tuning.child_environment(),
+        "PYTHONPATH": child_python_path(),
+        STOP_MARGIN_VARIABLE: str(_warning_s(resources)),
+        **resources.env,
+    }
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(variables.items())]
+    return [*exports, *resources.setup]
+
+
+def _warning_s(resources: JobResources) -> int:
+    """Return the seconds between the warning signal and the end of a job."""
+    if resources.time_limit_min is None:
+        return resources.signal_delay_s
+    # Leave a short job half of its time; a signal before Python has started would kill it.
+    return min(resources.signal_delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
 
 
 def _create_folders(jobs: Sequence[JobSpec]) -> None:
@@ -410,65 +320,15 @@ def _python(resources: JobResources) -> str:
     return shlex.join([*resources.command_prefix, *interpreter_words])
 
 
+def _python_call(resources: JobResources) -> list[str]:
+    """Return the shell words that start a process, to be followed by the call of its module."""
+    return [_python(resources), "-u", "-m", "launchers.job_entrypoint"]
+
+
 def _module_call(job: JobSpec) -> ModuleCall:
     speeds = job.resources.speed_weights or ()
     pairs = tuple(speeds.items() if isinstance(speeds, Mapping) else (("", s) for s in speeds))
-    path = tuple(child_python_path().split(os.pathsep))
-    return ModuleCall(job.module, job.argv, path, str(job.log_dir), pairs, job.allow_requeue)
-
-
-@contextlib.contextmanager
-def login_environment() -> Iterator[None]:
-    """Remove the variables that Slurm set in this job from the environment, as on a login node.
-
-    sbatch passes its environment on, so these variables would also affect the new job's srun.
-    """
-    from submitit.helpers import clean_env
-
-    job_variables = [name for name in os.environ if name.startswith(SLURM_ENV_PREFIXES)]
-    controller_variables = {
-        name: value for name, value in os.environ.items() if name in CONTROLLER_ENV
-    }
-    with clean_env(job_variables), block_stop_signals():
-        os.environ.update(controller_variables)
-        yield
-
-
-def submitit_parameters(
-    name: str, resources: JobResources, *, allow_requeue: bool = True
-) -> dict[str, Any]:
-    """Return submitit's keywords for the resources of a job.
-
-    sbatch options are ``additional_parameters`` under their own names
-    (:func:`slurm.sbatch_options.sbatch_options`), except the job's name and time.
-
-    Args:
-        allow_requeue: whether Slurm itself restarts the job after preemption or a node failure.
-    """
-    delay_s = resources.signal_delay_s
-    if resources.time_limit_min is not None:
-        # Leave a short job half of its time; a signal before Python has started would kill it.
-        delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
-    env = {
-        **process_tuning.child_environment(),
-        "PYTHONPATH": child_python_path(),
-        STOP_MARGIN_VARIABLE: str(delay_s),
-        **resources.env,
-    }
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    options = sbatch_options(name, resources, allow_requeue=allow_requeue, warning_s=delay_s)
-    keywords: dict[str, Any] = {
-        "job_name": options.pop("job-name"),
-        # None is the cluster's default; submitit would request five minutes.
-        "time": options.pop("time", None),
-        "signal_delay_s": delay_s,
-        "setup": [*exports, *resources.setup],
-        "srun_args": srun_options(resources),
-        "additional_parameters": options,
-    }
-    if resources.array_parallelism is not None:
-        keywords["array_parallelism"] = resources.array_parallelism
-    return keywords
+    return ModuleCall(job.module, job.argv, str(job.log_dir), pairs, job.allow_requeue)
 
 
 def _submission_error(name: str, error: Exception) -> SlurmError:

@@ -21,9 +21,10 @@ from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_hetjob, submit_jobs, with_tag
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
-from slurm.client import QueuedJob, SlurmClient
+from slurm.client import SlurmClient
 from slurm.job_limits import ClusterLimits, is_queue_full, read_cluster_limits
 from slurm.jobs import JOB_FILE, JobResources, JobStatus, current_job_id, parent_job_id
+from slurm.records import QueuedJob
 
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
 """First and longest pause after Slurm refused a unit for too many jobs; it doubles each time."""
@@ -118,7 +119,7 @@ class SubmissionQueue:
             self._adopt_or_cancel(self._unchecked[0])
             del self._unchecked[0]
         if time.monotonic() >= self._retry_at and self._unanswered_tag is not None:
-            # Its jobs would fail: submitit names files by the job's id, which it did not receive.
+            # Its jobs are submitted again, so that their ids are known.
             self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
             self._unanswered_tag = None
         while self._waiting and time.monotonic() >= self._retry_at:

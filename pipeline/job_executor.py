@@ -46,7 +46,7 @@ def create_launcher(
         from launchers.local import LocalLauncher
 
         return LocalLauncher()
-    from launchers.submitit import SubmititLauncher
+    from launchers.slurm_launcher import SlurmLauncher
     from slurm.client import SlurmClient
     from slurm.job_limits import check_resources, read_cluster_limits
 
@@ -62,7 +62,7 @@ def create_launcher(
             check_resources(resources, partitions, key)
     check_job_limits(plan, jobs, cluster_limits, driver)
     check_hetjobs(plan, cluster)
-    return SubmititLauncher(client, cluster_limits)
+    return SlurmLauncher(client, cluster_limits)
 
 
 def stage_job(node: StageNode, call: StageCall, run: Path, resources: JobResources) -> JobSpec:

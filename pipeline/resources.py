@@ -261,7 +261,7 @@ def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) 
         partitions: the partitions of the cluster by name.
     """
     # Imported lazily: only plans for Slurm need the client.
-    from slurm.client import default_partition
+    from slurm.jobs import default_partition
 
     default = default_partition(partitions)
     unnamed = [stage for stage in plan.flow.all_stages if plan.stage_plan(stage).partition is None]

@@ -17,7 +17,8 @@ from stages.layout import DRIVER_JOB_FOLDER, STOP_FILE
 
 if TYPE_CHECKING:  # a run in one process does not need Slurm
     from launchers.submission_queue import SubmittedJob
-    from slurm.client import QueuedJob, SlurmClient
+    from slurm.client import SlurmClient
+    from slurm.records import QueuedJob
 
 START_LOCK = "start-lock.json"
 """Lock file in the driver's folder, for processes that create or change the run or submit its

@@ -74,9 +74,9 @@ def _compose_and_run(words: Sequence[str], on_mismatch: str) -> int:
                 raise SystemExit(code)
 
     if any(word in ("-m", "--multirun") for word in words):
-        from launchers.sbatch import patched_slurm_executor
+        from launchers.hydra_sweeps import patch_submitit
 
-        patched_slurm_executor()
+        patch_submitit()
     # With this variable Hydra raises its errors, instead of printing them and exiting with 1.
     old_value = os.environ.get(FULL_ERROR_VARIABLE)
     os.environ[FULL_ERROR_VARIABLE] = "1"

@@ -1,7 +1,7 @@
-"""Discovery of the cluster's inventory: a few queries to Slurm and the parsers of its answers.
+"""Discovery of the cluster's inventory with a few queries to Slurm (:mod:`slurm.records`).
 
 Each query runs once for the whole cluster. Parsing takes time linear in the text, so thousands of
-nodes are no problem. Formats are those of Slurm 20.11 to 25.x (docs/howto/slurm.md).
+nodes are no problem.
 """
 
 from __future__ import annotations
@@ -9,44 +9,42 @@ from __future__ import annotations
 import functools
 import os
 import pwd
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlinf.errors import SlurmError
 from slurm import gpus
-from slurm.client import SlurmClient, parse_gpus, parse_minutes
+from slurm.client import SlurmClient
 from slurm.inventory import (
     SCHEMA,
-    AccountingLimits,
-    Association,
     Inventory,
     NodeGroup,
     PartitionInventory,
-    QosLimits,
 )
-
-# sinfo's -o never truncates a value; -O does at its column widths.
-SINFO_NODES = ("sinfo", "-h", "-N", "-o", "%N|%R|%T|%c|%m|%G|%f")
-SCONTROL_PARTITIONS = ("scontrol", "-o", "show", "partition")
-# -d adds GresUsed, which is present even if accounting does not track GPUs.
-SCONTROL_NODE_USAGE = ("scontrol", "-o", "-d", "show", "node")
-# Only -O prints the total resources of a pending job (%b omits --gpus). Its values have no blanks
-# and fit the widths; -r prints each element of an array.
-SQUEUE_PENDING = (
-    *("squeue", "-h", "-r", "-t", "PD", "-O"),
-    "Partition:200,NumNodes:12,tres-alloc:250,tres-per-node:100,Reason:60",
-)
-SACCTMGR_QOS = (
-    *("sacctmgr", "-n", "-P", "show", "qos"),
-    "format=Name,Priority,Preempt,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRESPU,MaxTRES,GrpTRES",
-)
-SACCTMGR_ASSOCIATIONS = (
-    *("sacctmgr", "-n", "-P", "show", "assoc"),
-    "format=Cluster,Account,Partition,QOS,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,DefaultQOS",
+from slurm.records import (
+    SACCTMGR_ASSOCIATIONS,
+    SACCTMGR_QOS,
+    SCONTROL_NODE_USAGE,
+    SCONTROL_PARTITIONS,
+    SINFO_NODES,
+    SQUEUE_PENDING,
+    PartitionNode,
+    PendingDemand,
+    _allowed,
+    _int_or_none,
+    _to_int,
+    _value_or_empty,
+    _words,
+    parse_gpus,
+    parse_limits,
+    parse_minutes,
+    parse_nodes,
+    parse_partition_records,
+    parse_pending,
+    parse_usage,
 )
 
 ENFORCING_WORDS = frozenset({"limits", "safe", "all"})
@@ -61,10 +59,6 @@ DOWN_FLAGS = frozenset("*$^")
 """Suffixes of the states of unusable nodes: not responding, under maintenance, rebooting."""
 BUSY_FLAGS = frozenset("-@!%")
 """Suffixes of nodes that are not idle: reserved for a job, to be rebooted, or powering down."""
-NOT_WAITING_FOR_NODES = re.compile(
-    r"\(?(?:JobHeld|Dependency|BeginTime|JobArrayTaskLimit|BadConstraints)"
-)
-"""Reasons of pending jobs that would not start even if nodes were free."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +80,6 @@ class SlurmOutput:
     """Answer to :data:`SACCTMGR_ASSOCIATIONS`; None as for ``qos``."""
     settings: Mapping[str, str] | None = None
     """Values by the names of slurm.conf; None: not queried, so limits count as enforced."""
-
-
-class PartitionNode(NamedTuple):
-    """A node as a member of one partition."""
-
-    name: str
-    partition: str
-    state: str
-    """Slurm's text, with its flags as a suffix: ``mixed-``."""
-    cpus: int
-    mem_mb: int
-    gres: str
-    """Slurm's text: ``gpu:a100:4``."""
-    features: str
-    """Separated by commas."""
-
-
-class PendingDemand(NamedTuple):
-    """The jobs that wait for a partition, and the GPUs that they request."""
-
-    jobs: int
-    gpus: int
 
 
 NO_DEMAND = PendingDemand(0, 0)
@@ -186,30 +158,6 @@ def enforces_limits(settings: Mapping[str, str]) -> bool:
     return not ENFORCING_WORDS.isdisjoint(words)
 
 
-def parse_nodes(text: str) -> list[PartitionNode]:
-    """Parse ``sinfo -h -N -o "%N|%R|%T|%c|%m|%G|%f"``: a line per node and partition."""
-    nodes = []
-    for line in text.splitlines():
-        cells = line.strip().split("|")
-        if len(cells) >= 7 and _are_numbers(cells[3:5]):
-            name, partition, state, cpus, memory, gres, features = cells[:7]
-            nodes.append(
-                PartitionNode(
-                    name, partition, state, _to_int(cpus), _to_int(memory), gres, features
-                )
-            )
-    return nodes
-
-
-def parse_partition_records(text: str) -> list[dict[str, str]]:
-    """Parse ``scontrol -o show partition``: a line of ``Key=value`` words per partition."""
-    records = []
-    for line in text.splitlines():
-        if line.startswith("PartitionName="):
-            records.append(dict(word.split("=", 1) for word in line.split() if "=" in word))
-    return records
-
-
 def build_partition(
     record: Mapping[str, str],
     groups: tuple[NodeGroup, ...] = (),
@@ -233,116 +181,6 @@ def build_partition(
         denied_accounts=_words(record.get("DenyAccounts", "")),
         max_nodes_per_job=_int_or_none(record.get("MaxNodes", "")),
     )
-
-
-_NAME = re.compile(r"NodeName=(\S+)")
-_GRES_USED = re.compile(r" GresUsed=(\S+)")
-_ALLOCATED = re.compile(r" AllocTRES=(\S+)")
-
-
-def parse_usage(text: str) -> dict[str, dict[str, int]]:
-    """Parse ``scontrol -o -d show node``: each node's GPUs in use, by type.
-
-    The numbers come from GresUsed, or from AllocTRES if a version or plugin omits GresUsed. A node
-    with neither is skipped.
-    """
-    gpus_in_use = {}
-    for line in text.splitlines():
-        name_match = _NAME.match(line)
-        if name_match is None:
-            continue
-        if gres_match := _GRES_USED.search(line):
-            gpus_in_use[name_match[1]] = _gpus(gres_match[1])
-        elif (tres_match := _ALLOCATED.search(line)) and "gres/gpu" in tres_match[1]:
-            gpus_in_use[name_match[1]] = _gpus_of_tres(tres_match[1])
-    return gpus_in_use
-
-
-_PENDING_JOB = re.compile(r"\s*\S+\s+\d\S*\s+(?:\S*=\S*|N/A)\s+\S+\s+\S")
-"""A line of squeue's answer to :data:`SQUEUE_PENDING`."""
-
-
-def parse_pending(text: str) -> dict[str, PendingDemand]:
-    """Parse squeue's answer to :data:`SQUEUE_PENDING`.
-
-    A job that names several partitions waits in each of them. Its number of GPUs comes from its
-    total resources, or from its resources per node if accounting does not track GPUs.
-    """
-    jobs: Counter[str] = Counter()
-    gpus_by_partition: Counter[str] = Counter()
-    for line in text.splitlines():
-        cells = line.split(maxsplit=4)
-        if len(cells) < 5 or not _PENDING_JOB.match(line) or NOT_WAITING_FOR_NODES.match(cells[4]):
-            continue
-        partitions, nodes, total, per_node, _ = cells
-        requested = _gpus_of_tres(total) or _gpus_of_tres(per_node)
-        num_gpus = sum(requested.values()) * (1 if "gres/gpu" in total else max(_to_int(nodes), 1))
-        for partition in partitions.split(","):
-            jobs[partition] += 1
-            gpus_by_partition[partition] += num_gpus
-    return {name: PendingDemand(count, gpus_by_partition[name]) for name, count in jobs.items()}
-
-
-def parse_limits(qos: str, associations: str) -> AccountingLimits:
-    """Parse the answers that :func:`query_accounting` returns."""
-    return AccountingLimits(qos=parse_qos(qos), associations=parse_associations(associations))
-
-
-def parse_qos(text: str) -> dict[str, QosLimits]:
-    """Parse sacctmgr's answer to :data:`SACCTMGR_QOS`."""
-    limits = {}
-    for line in text.splitlines():
-        cells = line.strip().split("|")
-        if len(cells) < 9 or not cells[0] or not _are_numbers([cells[1], *cells[4:6]]):
-            continue
-        name, priority, preempts, wall, jobs, submit, per_user, per_job, total = cells[:9]
-        limits[name] = QosLimits(
-            priority=_to_int(priority),
-            preempts=_words(preempts),
-            max_wall_min=parse_minutes(wall),
-            max_jobs_per_user=_int_or_none(jobs),
-            max_submit_per_user=_int_or_none(submit),
-            max_tres_per_user=parse_tres(per_user),
-            max_tres_per_job=parse_tres(per_job),
-            max_tres_all_jobs=parse_tres(total),
-        )
-    return limits
-
-
-def parse_associations(text: str) -> tuple[Association, ...]:
-    """Parse sacctmgr's answer to :data:`SACCTMGR_ASSOCIATIONS`."""
-    associations = []
-    for line in text.splitlines():
-        cells = line.strip().split("|")
-        if len(cells) < 10 or not all(cells[:2]) or not _are_numbers(cells[4:6]):
-            continue
-        cluster, account, partition, qos, jobs, submit, wall, per_job, total, default = cells[:10]
-        associations.append(
-            Association(
-                cluster=cluster,
-                account=account,
-                partition=partition,
-                qos=_words(qos),
-                max_jobs=_int_or_none(jobs),
-                max_submit=_int_or_none(submit),
-                max_wall_min=parse_minutes(wall),
-                max_tres_per_job=parse_tres(per_job),
-                max_tres_all_jobs=parse_tres(total),
-                default_qos=default,
-            )
-        )
-    return tuple(associations)
-
-
-def parse_tres(text: str) -> dict[str, int]:
-    """Parse ``cpu=8,mem=16G,gres/gpu:a100=2``; memory is in MiB, also without a suffix."""
-    amounts = {}
-    for word in text.split(","):
-        if match := re.fullmatch(r"mem=([\d.]+)([KMGTP]?)", word):
-            amounts["mem"] = round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
-        elif match := re.fullmatch(r"([^=]+)=(\d+)", word):
-            amounts[match[1]] = int(match[2])
-    return amounts
 
 
 def group_nodes(
@@ -396,16 +234,10 @@ def group_nodes(
 @functools.lru_cache(maxsize=4096)
 def _gpu_hardware(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
     """Return the GPU type, the count, and the features that describe the GPU."""
-    gpus_by_type = _gpus(gres)
+    gpus_by_type = parse_gpus(gres)
     gpu_type = min(gpus_by_type, key=lambda name: (-gpus_by_type[name], name), default="")
     gpu_features = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
     return gpu_type, gpus_by_type.get(gpu_type, 0), tuple(gpu_features)
-
-
-@functools.lru_cache(maxsize=4096)
-def _gpus(gres: str) -> dict[str, int]:
-    # An untyped GRES in use is written gpu:(null):2.
-    return parse_gpus(gres)
 
 
 @functools.lru_cache(maxsize=256)
@@ -422,47 +254,8 @@ def _availability(state: str) -> str:
     return "part" if base == "mixed" else "busy"
 
 
-_GPU_AMOUNT = re.compile(r"gpu(?::([^:=,]+))?[:=](\d+)(?=$|,|\()")
-
-
-@functools.lru_cache(maxsize=4096)
-def _gpus_of_tres(text: str) -> dict[str, int]:
-    """Parse GPUs by type of ``gres/gpu=4,gres/gpu:a100=4``, ``gres:gpu:a100:2``, ``gres/gpu:2``.
-
-    An amount without a type is the total of all types, so it becomes the only entry.
-    """
-    gpus_by_type = {gpu_type: int(amount) for gpu_type, amount in _GPU_AMOUNT.findall(text)}
-    return {"": gpus_by_type[""]} if "" in gpus_by_type else gpus_by_type
-
-
 def _user() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
-
-
-def _to_int(text: str) -> int:
-    digits = re.match(r"\d+", text)
-    return int(digits.group()) if digits else 0
-
-
-def _are_numbers(words: Iterable[str]) -> bool:
-    """Return True if all words are numbers or empty, as in Slurm's lines but hardly in a banner."""
-    return all(re.fullmatch(r"(?:\d+\+?)?", word) for word in words)
-
-
-def _int_or_none(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
-def _value_or_empty(text: str) -> str:
-    return "" if text in ("N/A", "(null)", "none") else text
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in _value_or_empty(text).split(",") if word)
-
-
-def _allowed(text: str) -> tuple[str, ...] | None:
-    return None if text == "ALL" else _words(text)

@@ -16,6 +16,7 @@ from rlinf.artifacts import write_user_file
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
 from slurm import gpus
+from slurm.records import AccountingLimits
 from slurm.site import HardwareSettings, SiteConfig
 
 SCHEMA = 1
@@ -137,48 +138,6 @@ class PartitionInventory(Section):
         """The maximum number of GPUs per node, by GPU type."""
         groups = sorted(self.groups, key=lambda group: group.gpus_per_node)
         return {group.gpu_type: group.gpus_per_node for group in groups if group.gpus_per_node}
-
-
-class QosLimits(Section):
-    """The limits of a QOS. A limit that is not set is None, or absent from a mapping."""
-
-    priority: int = 0
-    preempts: tuple[str, ...] = ()
-    """QOS whose jobs this QOS may preempt."""
-    max_wall_min: int | None = Field(default=None, ge=0)
-    max_jobs_per_user: int | None = Field(default=None, ge=0)
-    """Maximum number of running jobs."""
-    max_submit_per_user: int | None = Field(default=None, ge=0)
-    """Maximum number of pending and running jobs."""
-    max_tres_per_user: dict[str, int] = {}
-    """Amounts by Slurm's names: ``{"gres/gpu": 8, "node": 2}``; memory in MiB."""
-    max_tres_per_job: dict[str, int] = {}
-    max_tres_all_jobs: dict[str, int] = {}
-    """Total of the jobs of all users."""
-
-
-class Association(Section):
-    """The limits of this user under one account."""
-
-    cluster: str
-    account: str
-    partition: str = ""
-    """Partition in lower case, as Slurm's database stores it; "": any partition."""
-    qos: tuple[str, ...] = ()
-    default_qos: str = ""
-    max_jobs: int | None = Field(default=None, ge=0)
-    """Maximum number of running jobs; the other limits are as in :class:`QosLimits`."""
-    max_submit: int | None = Field(default=None, ge=0)
-    max_wall_min: int | None = Field(default=None, ge=0)
-    max_tres_per_job: dict[str, int] = {}
-    max_tres_all_jobs: dict[str, int] = {}
-
-
-class AccountingLimits(Section):
-    """The limits of this user in accounting."""
-
-    qos: dict[str, QosLimits] = {}
-    associations: tuple[Association, ...] = ()
 
 
 class Inventory(Section):

@@ -18,24 +18,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlinf.errors import PlanError, did_you_mean
-from slurm.client import (
+from slurm.client import SlurmClient
+from slurm.discovery import build_partition, enforces_limits, query_accounting
+from slurm.inventory import Inventory, PartitionInventory
+from slurm.jobs import JobResources, default_partition, partition_names
+from slurm.records import (
+    SCONTROL_PARTITIONS,
+    AccountingLimits,
+    Association,
     NodeType,
     Partition,
+    QosLimits,
     QueuedJob,
-    SlurmClient,
-    default_partition,
-    partition_names,
-)
-from slurm.discovery import (
-    SCONTROL_PARTITIONS,
-    build_partition,
-    enforces_limits,
     parse_limits,
     parse_partition_records,
-    query_accounting,
 )
-from slurm.inventory import AccountingLimits, Association, Inventory, PartitionInventory, QosLimits
-from slurm.jobs import JobResources
 
 NESTED_ACCOUNTS_SINCE = (23, 11)
 """From about this Slurm version on, an account in a list includes its subaccounts (manual page of

@@ -71,7 +71,7 @@ def check_log_folder(folder: Path) -> None:
     """Check that jobs can write their logs below a folder.
 
     Raises:
-        PlanError: sbatch, srun or submitit would change its path.
+        PlanError: sbatch or srun would change its path.
     """
     try:
         check_option_text(str(folder))

@@ -13,7 +13,7 @@ from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
 from slurm import gpus
-from slurm.client import partition_names
+from slurm.jobs import partition_names
 from slurm.sbatch_options import (
     EnvironmentVariables,
     OptionText,

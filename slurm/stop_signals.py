@@ -21,19 +21,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from types import FrameType, TracebackType
 from typing import Any
 
 from rlinf.errors import SlurmError
 from slurm.jobs import STOP_SIGNALS, current_het_components, current_job_id
+from slurm.records import parse_job, parse_time
 
 DEFAULT_STOP_MARGIN_S = 90.0
 """Seconds before the end at which work stops, unless :data:`STOP_MARGIN_VARIABLE` sets them."""
@@ -41,7 +40,6 @@ STOP_MARGIN_VARIABLE = "RLINF_STOP_MARGIN_S"
 """Environment variable with this margin, in seconds."""
 CLOCK_SKEW_WARNING_S = 30.0
 """Clock skew above which a warning is logged."""
-_FIELD = re.compile(r"\b(StartTime|EndTime)=(\S+)")
 _PROCESS_STARTED_AT = time.monotonic()
 
 
@@ -89,9 +87,9 @@ def current_job_window(
     job_id = current_job_id(environment)
     if job_id is None:
         return JobWindow(None, None)
-    end = _epoch_seconds(environment.get("SLURM_JOB_END_TIME", ""))
+    end = parse_time(environment.get("SLURM_JOB_END_TIME", ""))
     if end is not None:
-        return JobWindow(_epoch_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
+        return JobWindow(parse_time(environment.get("SLURM_JOB_START_TIME", "")), end)
     if environment.get("SLURM_PROCID", "0") != "0":
         return JobWindow(None, None)
     job_ids = current_het_components(environment) or [job_id]
@@ -100,21 +98,13 @@ def current_job_window(
 
         run_command = client.run_command
     try:
-        windows = [
-            parse_job_window(run_command(["scontrol", "show", "job", "-o", i])) for i in job_ids
-        ]
+        jobs = [parse_job(run_command(["scontrol", "show", "job", "-o", i])) for i in job_ids]
+        windows = [JobWindow(job.start, job.end) for job in jobs]
         # If the components of a job have different limits, the earliest end is that of the job.
         return min(windows, key=lambda window: math.inf if window.end is None else window.end)
     except SlurmError as error:
         log.warning("the end of job %s is not known: %s", job_id, error)
         return JobWindow(None, None)
-
-
-def parse_job_window(text: str) -> JobWindow:
-    """Parse StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` becomes None."""
-    job = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("JobId="))
-    times = {key: _epoch_seconds(value) for key, value in _FIELD.findall(job or text)}
-    return JobWindow(times.get("StartTime"), times.get("EndTime"))
 
 
 def seconds_until_stop(environment: Mapping[str, str] = os.environ) -> float | None:
@@ -140,17 +130,6 @@ def seconds_until_stop(environment: Mapping[str, str] = os.environ) -> float | N
 
 def _direction(seconds: float) -> str:
     return "ahead of" if seconds > 0 else "behind"
-
-
-def _epoch_seconds(text: str) -> float | None:
-    """Parse a time that Slurm prints into seconds since the epoch; None for ``Unknown`` etc."""
-    if text.isdigit():
-        return float(text)
-    try:
-        # The text has no time zone; scontrol and this process use the same zone.
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
 
 
 TIME_LIMIT_SHARE = 0.75

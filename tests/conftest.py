@@ -15,9 +15,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from rlinf import package_paths, user_code
+from tests.cpu_shims import use_cpu_shims
 from tests.environments import mark_backends
 
 package_paths.add_to_sys_path()
+use_cpu_shims()
 # How long an example takes depends on what else the machine does.
 settings.register_profile("rlinf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlinf")

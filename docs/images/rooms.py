@@ -89,7 +89,7 @@ ROOMS = {
             "train sync evaluate · context, runner",
         ],
     ),
-    "launchers": (9.5, 2.5, 2.2, 1.5, JOBS, "launchers", ["local, submitit,", "hetjob → slurm"]),
+    "launchers": (9.5, 2.5, 2.2, 1.5, JOBS, "launchers", ["local, sbatch", "→ slurm"]),
     "rlinf": (
         0.3,
         0.3,

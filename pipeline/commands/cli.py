@@ -188,12 +188,7 @@ def scale(
 
 
 @app.command()
-def report(
-    folder: RunFolder,
-    png: Annotated[
-        bool, typer.Option("--png", help="Also write the main charts as PNG files")
-    ] = False,
-) -> None:
+def report(folder: RunFolder) -> None:
     """Write the report of a run, report/report.html."""
     from pipeline.metrics import rewrite_metrics
     from pipeline.report import write_report
@@ -201,7 +196,7 @@ def report(
 
     opened = Run.open(folder)
     rewrite_metrics(opened.folder)
-    typer.echo(f"report: {write_report(opened.folder, pictures=png)}")
+    typer.echo(f"report: {write_report(opened.folder)}")
 
 
 @app.command()

@@ -27,7 +27,8 @@ from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.interpreters import missing_modules, resolve_interpreter
-from slurm.client import Partition, SlurmClient, command_environment
+from slurm.client import SlurmClient, command_environment
+from slurm.records import Partition
 from stages.factory import environment_class
 
 

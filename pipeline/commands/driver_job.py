@@ -47,9 +47,10 @@ from pipeline.run_state import RunState
 from rlinf import process_tuning
 from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError, PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
-from slurm.client import Partition, SlurmClient, default_partition, partition_names
+from slurm.client import SlurmClient
 from slurm.job_limits import check_resources, read_cluster_limits
-from slurm.jobs import JOB_FILE, JobResources
+from slurm.jobs import JOB_FILE, JobResources, default_partition, partition_names
+from slurm.records import Partition
 from slurm.sbatch_options import check_log_folder, portable_options
 from slurm.site import PartitionSettings, load_site
 from stages.layout import CONFIG_FILE, DRIVER_JOB_FOLDER, PLAN_FILE

@@ -32,7 +32,8 @@ from pipeline.pools.rollout_scheduler import count_disk_fallbacks
 from pipeline.run import Run
 from pipeline.run_control import find_driver_job, last_driver_job_id
 from rlinf.errors import RlinfError
-from slurm.client import QueuedJob, SlurmClient
+from slurm.client import SlurmClient
+from slurm.records import QueuedJob
 from stages.flow import EVALUATE, flow_of
 from stages.identity import AcceptedMismatch, read_accepted_mismatches
 from stages.layout import setup_stage_folder, stage_folder

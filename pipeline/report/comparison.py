@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.metrics import read_metrics, stage_manifest
-from pipeline.report.interactive_charts import HEADLINES, TITLES, json_numbers
+from pipeline.report.charts import HEADLINES, TITLES, json_numbers
 from pipeline.report.page import render_interactive
 from rlinf.artifacts import write_atomic
 

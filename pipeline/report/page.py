@@ -14,6 +14,7 @@ import yaml
 from pipeline.console import format_duration, format_number
 from pipeline.health_checks import run_warnings
 from pipeline.metrics import headline_metrics, step_unit
+from pipeline.report.charts import GIB, build_plots, gantt_columns
 from pipeline.report.data import (
     REPORT_FOLDER,
     ReportData,
@@ -21,7 +22,6 @@ from pipeline.report.data import (
     transcript_columns,
     worker_idle_times,
 )
-from pipeline.report.interactive_charts import GIB, build_plots, gantt_columns
 from pipeline.report.theme import TEMPLATE_FOLDER as TEMPLATES
 from pipeline.report.theme import render_template, stage_colours
 from pipeline.run import RunRecord, flatten, provenance_rows, read_run_record
@@ -48,17 +48,12 @@ SCRIPTS = (
 )
 
 
-def write_report(run: Path, *, pictures: bool = False) -> Path:
-    """Write ``report/report.html``, and optionally a PNG of each chart; returns the page's path."""
+def write_report(run: Path) -> Path:
+    """Write ``report/report.html``; returns its path."""
     folder = run / REPORT_FOLDER
     folder.mkdir(exist_ok=True)
-    data = read_report_data(run)
     page = folder / "report.html"
-    write_atomic(page, report_html(data))
-    if pictures:
-        from pipeline.report.static_charts import write_pictures
-
-        write_pictures(data, folder)
+    write_atomic(page, report_html(read_report_data(run)))
     return page
 
 

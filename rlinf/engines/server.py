@@ -199,8 +199,8 @@ class ServerEngine(ExternalEngine):
     """The route that answers when the server is ready."""
     heartbeat_route: ClassVar[str] = "/health"
     """The route that answers as long as the decoding process is alive."""
-    server_package: ClassVar[str]
-    """The package that the server's interpreter must have."""
+    server_packages: ClassVar[tuple[str, ...]]
+    """The packages that the server's interpreter must have."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         super().__init__(config, policy, policy_config)
@@ -218,7 +218,7 @@ class ServerEngine(ExternalEngine):
 
     @classmethod
     def interpreters(cls, config: Any) -> dict[str, tuple[str, tuple[str, ...]]]:
-        return {"server_python": (config.server_python, (cls.server_package,))}
+        return {"server_python": (config.server_python, cls.server_packages)}
 
     @classmethod
     def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:

@@ -1,18 +1,13 @@
 """Engines that use SGLang: as servers (:mod:`rlinf.engines.server`), or in the stage's process.
 
 ``engine_plugins/rlinf_sglang.py`` patches SGLang in its processes so that it fulfils the engine
-contract. On CPUs, ``engine_plugins/sglang_cpu`` has stubs of two packages, because SGLang's kernels
-are published for GPUs only.
+contract.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import logging
-import os
 import socket as sockets
-import sys
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,14 +19,14 @@ from torch import Tensor
 from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.in_process import InProcessEngine, restore_process_state
 from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRequest
-from rlinf.engines.server import PLUGIN_FOLDER, ServerConfig, ServerEngine
+from rlinf.engines.server import ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
 from rlinf.errors import ConfigError, DataError
 
+PACKAGES = ("sglang", "sgl_kernel")
+"""Packages that SGLang's interpreter must have. The kernels are published for GPUs only."""
 MEMORY_TAGS = ["kv_cache", "weights"]
 """SGLang's names of the memory that sleeping frees."""
-CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"
-"""Folder with stubs of packages, for CPUs."""
 CONTEXT_MARGIN = 8
 """Tokens to add to SGLang's context length. SGLang limits prompts to six tokens less than this
 length, and ends responses two tokens before it as if they were complete."""
@@ -86,7 +81,7 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
 
     Config = SGLangConfig
     server_module = "rlinf_sglang"
-    server_package = "sglang"
+    server_packages = PACKAGES
 
     def server_args(self, model: Path, context_length: int, socket: Path) -> list[str]:
         with sockets.socket() as free:
@@ -102,16 +97,12 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
     def server_environment(self, socket: Path) -> Mapping[str, str]:
         # A new file, because an old one may have messages of a dead server, which torch would read.
         rendezvous = socket.with_name(f"rendezvous-{uuid.uuid4().hex}")
-        variables = {
+        return {
             **ENVIRONMENT,
             "RLINF_SOCKET": str(socket),
             # Otherwise a torch store listens on all network interfaces.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
         }
-        if self.device.type != "cpu":
-            return variables
-        cpu_variables = cpu_environment(self.world.layout.tp, self._config.threads)
-        return {**variables, **cpu_variables, "PYTHONPATH": f"{PLUGIN_FOLDER}:{CPU_STUBS}"}
 
     def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
         body = {
@@ -148,7 +139,6 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
         context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
-    on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
     return [
         *("--model-path", str(model)),
         *("--dtype", policy.dtype, "--context-length", str(context_length + CONTEXT_MARGIN)),
@@ -157,7 +147,6 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
         *("--max-total-tokens", str(config.max_total_tokens)),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *(["--enable-memory-saver"] if engine.can_sleep else []),
-        *(on_cpu if engine.device.type == "cpu" else []),
         *(["--trust-remote-code"] if policy.trust_remote_code else []),
     ]
 
@@ -183,25 +172,6 @@ def sglang_sampling_params(
     }
 
 
-def cpu_environment(processes: int, threads: int) -> dict[str, str]:
-    """Return the environment variables of SGLang's processes on CPUs."""
-    return {
-        "SGLANG_CPU_OMP_THREADS_BIND": core_binding(processes, threads),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-
-
-def core_binding(processes: int, threads: int) -> str:
-    """Return the core numbers of each process in SGLang's format.
-
-    Without this setting SGLang allows only as many processes as NUMA nodes.
-    """
-    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
-    core_sets = (itertools.islice(cores, threads) for _ in range(processes))
-    return "|".join(",".join(map(str, sorted(set(core_set)))) for core_set in core_sets)
-
-
 class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
     """An engine that steps an SGLang scheduler in the stage's process."""
 
@@ -209,12 +179,9 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        return ("sglang",)
+        return PACKAGES
 
     def create_backend(self, model: Path) -> None:
-        variables = dict(ENVIRONMENT)
-        if self.device.type == "cpu":
-            variables |= cpu_environment(1, self._config.threads)
         arguments = [
             *sglang_args(self, model, self._max_model_len),
             *("--load-format", "dummy", "--log-level", "error", "--disable-overlap-schedule"),
@@ -222,7 +189,7 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
             *self._config.extra_args,
         ]
         logging.getLogger("sglang").setLevel(logging.ERROR)
-        with restore_process_state(self.device, variables, "SGLANG_"):
+        with restore_process_state(self.device, ENVIRONMENT, "SGLANG_"):
             if self.can_sleep:
                 from torch_memory_saver import torch_memory_saver
 
@@ -299,8 +266,3 @@ def to_segment(request: Any) -> GeneratedSegment | Exception:
     tokens = [*request.output_ids_through_stop]
     logprobs = (request.logprob.output_token_logprobs_val or [])[: len(tokens)]
     return GeneratedSegment(tokens, logprobs, finish["type"])
-
-
-if importlib.util.find_spec("sglang") and not torch.cuda.is_available():
-    # Must precede imports, for example by transformers, of the packages that the stubs replace.
-    sys.path.insert(0, str(CPU_STUBS))

@@ -45,7 +45,7 @@ class VLLMEngine(ServerEngine):
     supported_length_scalings = LENGTH_SCALINGS
 
     Config = VLLMConfig
-    server_package = "vllm"
+    server_packages = ("vllm",)
     server_module = "vllm.entrypoints.openai.api_server"
     heartbeat_route = "/is_sleeping"  # reaches the decoding process, unlike /health
 

@@ -25,7 +25,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.errors import ArtifactError
 from tests.pipeline.helpers import start_driver
 
-STAGES = ("-m stages", "submitit.core._submit")
+STAGES = ("-m stages", "launchers.job_entrypoint")
 """What the processes of stages and workers are called, on this machine and in a job."""
 PAUSE_S = (0.5, 5.0)
 CLOCK_S = (5.0, 60.0)

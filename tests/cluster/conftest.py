@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from rlinf import package_paths
 from slurm.client import SlurmClient
 
@@ -61,6 +61,6 @@ def runs(pid_file: Path) -> bool:
 
 
 @pytest.fixture
-def launcher(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> SubmititLauncher:
+def launcher(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmLauncher:
     monkeypatch.setenv("PYTHONPATH", str(package_paths.ROOT))
-    return SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
+    return SlurmLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)

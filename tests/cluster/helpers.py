@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launchers.launcher import JobSpec
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from slurm.jobs import JobResources, JobStatus
 
 
@@ -24,7 +24,7 @@ def job(folder: Path, what: str, **resources: object) -> JobSpec:
     )
 
 
-def finish(launcher: SubmititLauncher, identity: str, timeout_s: float = 40) -> JobStatus:
+def finish(launcher: SlurmLauncher, identity: str, timeout_s: float = 40) -> JobStatus:
     deadline = time.monotonic() + timeout_s
     while (status := launcher.poll([identity])[identity]).state.is_active:
         assert time.monotonic() < deadline, status
@@ -46,9 +46,7 @@ def several(folder: Path, what: str, count: int, **resources: object) -> list[Jo
     return [replace(first, argv=(what, str(out)), output_dir=out) for out in outs]
 
 
-def finish_all(
-    launcher: SubmititLauncher, ids: list[str], timeout_s: float = 60
-) -> list[JobStatus]:
+def finish_all(launcher: SlurmLauncher, ids: list[str], timeout_s: float = 60) -> list[JobStatus]:
     """Poll all together until none is active."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launchers.sbatch import submit_restarting
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from rlinf import package_paths
 from slurm.client import SlurmClient
 from slurm.jobs import JobState
@@ -50,10 +50,10 @@ def binding(cluster: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def launcher(binding: Path, monkeypatch: pytest.MonkeyPatch) -> SubmititLauncher:
+def launcher(binding: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmLauncher:
     monkeypatch.setenv("SLURM_CONF", str(binding))
     monkeypatch.setenv("PYTHONPATH", str(package_paths.ROOT))
-    return SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
+    return SlurmLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
 
 
 def cpus(out: Path, ranks: int = 1) -> list[set[int]]:
@@ -65,7 +65,7 @@ def cpus(out: Path, ranks: int = 1) -> list[set[int]]:
     return [{int(cpu) for cpu in note["cpus"].split(",")} for note in notes]
 
 
-def test_a_task_without_its_number_of_cpus_would_have_one(launcher: SubmititLauncher) -> None:
+def test_a_task_without_its_number_of_cpus_would_have_one(launcher: SlurmLauncher) -> None:
     """The cluster shows the fault: srun takes nothing over from its job."""
     count = "import os; print(len(os.sched_getaffinity(0)))"
     command = f"srun python3 -c '{count}'; srun --cpus-per-task=2 python3 -c '{count}'"
@@ -76,7 +76,7 @@ def test_a_task_without_its_number_of_cpus_would_have_one(launcher: SubmititLaun
 
 
 def test_every_way_to_start_a_process_gives_it_all_of_its_cpus(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     """A stage's job, those of an array, pools that start together, and a driver's job."""
     stage = job(tmp_path / "stage", "pass", cpus_per_task=2)
@@ -92,7 +92,7 @@ def test_every_way_to_start_a_process_gives_it_all_of_its_cpus(
         assert len(own) == 2, wanted.log_dir
 
 
-def test_ranks_of_a_node_have_cpus_of_their_own(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_ranks_of_a_node_have_cpus_of_their_own(launcher: SlurmLauncher, tmp_path: Path) -> None:
     wanted = job(tmp_path, "pass", tasks_per_node=2)
     assert finish_all(launcher, [launcher.submit(wanted)])[0].state is JobState.DONE
     first, second = cpus(wanted.output_dir, ranks=2)
@@ -101,7 +101,7 @@ def test_ranks_of_a_node_have_cpus_of_their_own(launcher: SubmititLauncher, tmp_
 
 
 def test_an_environment_of_an_interactive_job_changes_nothing(
-    launcher: SubmititLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: SlurmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its variables would break srun, or make another job of this one."""
     foreign = {"MEM_PER_CPU": "77", "MEM_PER_NODE": "99", "NTASKS": "7", "NPROCS": "7"}

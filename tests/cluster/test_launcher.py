@@ -1,4 +1,4 @@
-"""The submitit launcher on a real Slurm: every way a job can end is noticed."""
+"""The launcher on a real Slurm: every way a job can end is noticed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
 from slurm.jobs import JobState
@@ -29,7 +29,7 @@ def notes(folder: Path, ranks: int = 1, restart: int = 0) -> list[dict[str, str]
     return [json.loads(path.read_text()) for path in paths]
 
 
-def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SlurmLauncher, tmp_path: Path) -> None:
     wanted = job(
         tmp_path,
         "pass",
@@ -48,7 +48,7 @@ def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_
 
 
 def test_ranks_on_unlike_nodes_know_the_speeds_of_all(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     wanted = job(
         tmp_path,
@@ -66,15 +66,13 @@ def test_ranks_on_unlike_nodes_know_the_speeds_of_all(
     assert {note["shares"] for note in found} == {",".join(map(str, speeds))}
 
 
-def test_a_failure_brings_its_code_and_its_words(
-    launcher: SubmititLauncher, tmp_path: Path
-) -> None:
+def test_a_failure_brings_its_code_and_its_words(launcher: SlurmLauncher, tmp_path: Path) -> None:
     status = finish(launcher, launcher.submit(job(tmp_path, "fail")))
     assert (status.state, status.exit_code) == (JobState.FAILED, 65)
     assert "the reason of the failure" in status.reason
 
 
-def test_a_cancelled_job_is_noticed(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_a_cancelled_job_is_noticed(launcher: SlurmLauncher, tmp_path: Path) -> None:
     identity = launcher.submit(job(tmp_path, "sleep"))
     wait_until(tmp_path / "out" / "rank-0.0.json")
     subprocess.run(["scancel", identity], check=True)
@@ -82,7 +80,7 @@ def test_a_cancelled_job_is_noticed(launcher: SubmititLauncher, tmp_path: Path) 
 
 
 def test_a_cancelled_stage_that_stops_by_itself_stays_cancelled(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     """The end of a job begins with TERM, which makes stages ask to be started again."""
     identity = launcher.submit(job(tmp_path, "stoppable"))
@@ -94,7 +92,7 @@ def test_a_cancelled_stage_that_stops_by_itself_stays_cancelled(
     assert SlurmClient().queue()[identity].state is JobState.CANCELLED
 
 
-def test_any_rank_may_be_the_first_to_stop(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_any_rank_may_be_the_first_to_stop(launcher: SlurmLauncher, tmp_path: Path) -> None:
     """The others wait for it, so it alone can have the job requeued."""
     identity = launcher.submit(job(tmp_path, "last-stops", nodes=1, tasks_per_node=2))
     assert finish(launcher, identity, 60).state is JobState.DONE
@@ -102,7 +100,7 @@ def test_any_rank_may_be_the_first_to_stop(launcher: SubmititLauncher, tmp_path:
     assert first["RLINF_ATTEMPT"] == second["RLINF_ATTEMPT"] == f"{identity}-1"
 
 
-def test_a_job_nobody_knows_has_vanished(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_a_job_nobody_knows_has_vanished(launcher: SlurmLauncher, tmp_path: Path) -> None:
     identity = launcher.submit(job(tmp_path, "sleep"))
     ghost = "999999"
     launcher._watched[ghost] = replace(launcher._watched[identity], id=ghost)
@@ -110,16 +108,14 @@ def test_a_job_nobody_knows_has_vanished(launcher: SubmititLauncher, tmp_path: P
     launcher.cancel([identity])
 
 
-def test_a_job_that_asks_for_it_is_requeued_once(
-    launcher: SubmititLauncher, tmp_path: Path
-) -> None:
+def test_a_job_that_asks_for_it_is_requeued_once(launcher: SlurmLauncher, tmp_path: Path) -> None:
     identity = launcher.submit(job(tmp_path, "requeue"))
     assert finish(launcher, identity, 60).state is JobState.DONE
     (note,) = notes(tmp_path, restart=1)
     assert note["RLINF_ATTEMPT"] == f"{identity}-1"
 
 
-def test_the_warning_signal_reaches_the_stage(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_the_warning_signal_reaches_the_stage(launcher: SlurmLauncher, tmp_path: Path) -> None:
     identity = launcher.submit(job(tmp_path, "warned"))
     wait_until(tmp_path / "out" / "ready")
     subprocess.run(["scancel", "--signal=USR2", identity], check=True)
@@ -127,7 +123,7 @@ def test_the_warning_signal_reaches_the_stage(launcher: SubmititLauncher, tmp_pa
     assert notes(tmp_path, restart=1)
 
 
-def test_a_preempted_job_runs_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_a_preempted_job_runs_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
     where = {"sbatch": {"nodelist": "a100-1", "exclusive": True}}
     low = launcher.submit(job(tmp_path / "low", "warned", partition="spot", **where))
     # It gets the whole node only when what ran there before has ended.
@@ -138,18 +134,14 @@ def test_a_preempted_job_runs_again(launcher: SubmititLauncher, tmp_path: Path) 
     assert notes(tmp_path / "low", restart=1)
 
 
-def test_what_slurm_refuses_is_said_in_its_words(
-    launcher: SubmititLauncher, tmp_path: Path
-) -> None:
+def test_what_slurm_refuses_is_said_in_its_words(launcher: SlurmLauncher, tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
         launcher.submit(job(tmp_path, "pass", partition="nowhere"))
 
 
-def test_a_new_driver_finds_the_job_of_the_old_one(
-    launcher: SubmititLauncher, tmp_path: Path
-) -> None:
+def test_a_new_driver_finds_the_job_of_the_old_one(launcher: SlurmLauncher, tmp_path: Path) -> None:
     first = launcher.submit(job(tmp_path, "sleep"))
-    again = SubmititLauncher(SlurmClient(poll_interval_s=0.2))
+    again = SlurmLauncher(SlurmClient(poll_interval_s=0.2))
     assert again.submit(job(tmp_path, "sleep")) == first
     again.cancel([first])
     assert finish(again, first).state is JobState.CANCELLED
@@ -158,7 +150,7 @@ def test_a_new_driver_finds_the_job_of_the_old_one(
 
 
 def test_a_submission_to_a_controller_that_stands_still_leaves_one_job(
-    cluster: Path, launcher: SubmititLauncher, tmp_path: Path
+    cluster: Path, launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     """It takes the request when it goes on; nobody waits for its answer any more."""
     launcher._queue.visibility_timeout_s = 5.0

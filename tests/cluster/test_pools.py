@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from pipeline.commands.experiment import prepare_run
 from pipeline.driver import Driver
 from pipeline.plan import Plan
@@ -99,7 +99,7 @@ def test_a_pool_whose_job_is_held_ends_the_run_and_stays_in_the_queue(
     site.write_text(yaml.safe_dump({"defaults": {"sbatch": {"hold": True}}}))
     run = prepare_run({**compose("cluster=slurm", f"cluster.site={site}"), "plan": PLAN})
     settings = ClusterConfig(**run.config.cluster)
-    launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.2), hold_timeout_s=1.0)
+    launcher = SlurmLauncher(SlurmClient(poll_interval_s=0.2), hold_timeout_s=1.0)
     executor = PoolExecutor(run, launcher, Plan.from_run(run.folder), settings)
     try:
         with pytest.raises(InputError, match=r"pool 0: .*left in the queue.*JobHeldUser"):

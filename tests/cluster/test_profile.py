@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launchers.launcher import JobSpec
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from pipeline.commands.experiment import compose, prepare_run, run_sft
 from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
 from rlinf import package_paths
@@ -44,7 +44,7 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
 ) -> None:
     (tmp_path / "busy_of_test.py").write_text(BUSY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{package_paths.ROOT}")
-    launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=5.0)
+    launcher = SlurmLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=5.0)
     needs = JobResources(
         partition="gpu",
         nodes=2,

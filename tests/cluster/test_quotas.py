@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
 from slurm.job_limits import ClusterLimits, read_cluster_limits
@@ -44,7 +44,7 @@ def limited(kind: str, name: str, *limits: str) -> Iterator[None]:
 
 
 def test_jobs_over_max_submit_jobs_wait_and_all_are_run(
-    launcher: SubmititLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    launcher: SlurmLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with limited("user", "root", "MaxSubmitJobs=2"):
         ids = launcher.submit_array(several(tmp_path, "pass", 5))
@@ -58,7 +58,7 @@ def test_jobs_over_max_submit_jobs_wait_and_all_are_run(
 
 
 def test_a_refusal_for_now_is_tried_again(
-    launcher: SubmititLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    launcher: SlurmLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GrpSubmitJobs counts jobs of others too, so only Slurm knows when there is room."""
     launcher.cluster_limits = launcher._queue.cluster_limits = ClusterLimits()
@@ -71,7 +71,7 @@ def test_a_refusal_for_now_is_tried_again(
     assert [status.state for status in found] == [JobState.DONE] * 2
 
 
-def test_what_waits_here_can_be_cancelled(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_what_waits_here_can_be_cancelled(launcher: SlurmLauncher, tmp_path: Path) -> None:
     with limited("user", "root", "MaxSubmitJobs=1"):
         first, waiting = launcher.submit_array(several(tmp_path, "sleep", 2))
         launcher.cancel([waiting])
@@ -81,7 +81,7 @@ def test_what_waits_here_can_be_cancelled(launcher: SubmititLauncher, tmp_path: 
     assert not (tmp_path / "out-1" / "job.json").exists()
 
 
-def test_no_array_is_larger_than_allowed(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_no_array_is_larger_than_allowed(launcher: SlurmLauncher, tmp_path: Path) -> None:
     launcher._queue.cluster_limits = replace(read_cluster_limits(launcher.client), max_array_size=2)
     ids = launcher.submit_array(several(tmp_path, "pass", 3))
     assert [identity.count("_") for identity in ids] == [1, 1, 0]
@@ -120,7 +120,7 @@ def test_the_rules_and_the_unlike_nodes_of_a_partition_are_read(cluster: Path) -
 
 
 def test_a_job_that_can_never_start_is_given_up_with_words(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     launcher.stuck_timeout_s = 0.5
     with limited("qos", "normal", "MaxTRESPerJob=cpu=1"):
@@ -133,7 +133,7 @@ def test_a_job_that_can_never_start_is_given_up_with_words(
 
 
 def test_a_held_job_is_given_up_but_stays_and_is_found_again(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     launcher.hold_timeout_s = 0.5
     wanted = job(tmp_path, "pass", sbatch={"hold": True})
@@ -143,14 +143,12 @@ def test_a_held_job_is_given_up_but_stays_and_is_found_again(
     assert "JobHeldUser: held by you" in status.reason
     assert f"scontrol release {identity}" in status.reason
     subprocess.run(["scontrol", "release", identity], check=True)
-    again = SubmititLauncher(SlurmClient(poll_interval_s=0.2))
+    again = SlurmLauncher(SlurmClient(poll_interval_s=0.2))
     assert again.submit(wanted) == identity
     assert finish(again, identity).state is JobState.DONE
 
 
-def test_cancelling_tolerates_jobs_that_are_gone(
-    launcher: SubmititLauncher, tmp_path: Path
-) -> None:
+def test_cancelling_tolerates_jobs_that_are_gone(launcher: SlurmLauncher, tmp_path: Path) -> None:
     ids = launcher.submit_array(several(tmp_path, "sleep", 3))
     array = ids[0].split("_")[0]
     client = SlurmClient()

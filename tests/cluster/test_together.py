@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launchers.launcher import JobSpec
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from rlinf.errors import EXIT_REQUEUE
 from slurm.client import SlurmClient
 from slurm.jobs import JobState, parent_job_id
@@ -38,7 +38,7 @@ def both(folder: Path, *what: str) -> list[JobSpec]:
 
 
 def test_each_component_has_its_own_ranks_devices_and_way_to_meet(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     ids = launcher.submit_hetjob(both(tmp_path, "pass"))
     leader = parent_job_id(ids[0])
@@ -54,17 +54,17 @@ def test_each_component_has_its_own_ranks_devices_and_way_to_meet(
     assert notes[1]["RLINF_GROUP"] == notes[2]["RLINF_GROUP"] != notes[0]["RLINF_GROUP"]
 
 
-def test_they_are_found_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
+def test_they_are_found_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
     ids = launcher.submit_hetjob(both(tmp_path, "sleep"))
     wait_until(tmp_path / "out-1/rank-1.0.json")
-    again = SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
+    again = SlurmLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
     assert again.submit_hetjob(both(tmp_path, "sleep")) == ids
     again.cancel(ids)
     assert [status.state for status in finish_all(again, ids)] == [JobState.CANCELLED] * 2
 
 
 def test_when_one_fails_the_other_ends_and_both_are_failures(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     jobs = both(tmp_path, "sleep", "fail")
     patient = [replace(one, resources=replace(one.resources, signal_delay_s=2)) for one in jobs]
@@ -76,7 +76,7 @@ def test_when_one_fails_the_other_ends_and_both_are_failures(
 
 
 def test_when_one_fails_the_other_may_end_what_it_does(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     ids = launcher.submit_hetjob(both(tmp_path, "slow", "fail"))
     finish_all(launcher, ids)
@@ -84,7 +84,7 @@ def test_when_one_fails_the_other_may_end_what_it_does(
 
 
 def test_one_that_waits_is_cancelled_with_the_other(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     """Slurm refuses to cancel a component alone while it waits."""
     held = [
@@ -97,7 +97,7 @@ def test_one_that_waits_is_cancelled_with_the_other(
 
 
 def test_one_that_is_asked_to_stop_leaves_the_other_its_time(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     ids = launcher.submit_hetjob(
         [replace(one, allow_requeue=False) for one in both(tmp_path, "requeue", "slow")]
@@ -109,7 +109,7 @@ def test_one_that_is_asked_to_stop_leaves_the_other_its_time(
 
 @pytest.mark.usefixtures("nothing_queued")
 def test_they_wait_until_there_is_room_for_all(
-    launcher: SubmititLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    launcher: SlurmLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with limited("user", "root", "MaxSubmitJobs=2"):
         first = launcher.submit(job(tmp_path / "first", "pass"))
@@ -121,7 +121,7 @@ def test_they_wait_until_there_is_room_for_all(
 
 
 def test_ranks_of_one_job_go_on_in_another_partition(
-    launcher: SubmititLauncher, tmp_path: Path
+    launcher: SlurmLauncher, tmp_path: Path
 ) -> None:
     """Two on an h100 node, then one on an a100, all in one world that knows its speeds."""
     first, second = both(tmp_path, "pass")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launchers.launcher import JobSpec
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from pipeline.commands.experiment import prepare_run
 from slurm.client import SlurmClient
 from slurm.jobs import JobResources
@@ -24,7 +24,7 @@ LOST = {"signal": "CONT@15"}
 
 
 def test_a_stage_at_its_wall_time_limit_is_requeued_and_goes_on(
-    launcher: SubmititLauncher, compose: Compose, tmp_path: Path
+    launcher: SlurmLauncher, compose: Compose, tmp_path: Path
 ) -> None:
     """Side by side: one job is warned by Slurm, the other has only the clock."""
     run = prepare_run(compose("sft.max_steps=1000000", "sft.target_score=1.0"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launchers.sbatch import submit_restarting
-from launchers.submitit import SubmititLauncher
+from launchers.slurm_launcher import SlurmLauncher
 from slurm.client import SlurmClient
 from slurm.discovery import build_inventory, query_slurm
 from slurm.jobs import JobState
@@ -38,7 +38,7 @@ def wrapped(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def test_jobs_are_submitted_watched_and_cancelled(
-    launcher: SubmititLauncher, wrapped: Path, tmp_path: Path
+    launcher: SlurmLauncher, wrapped: Path, tmp_path: Path
 ) -> None:
     one = job(tmp_path / "one", "pass", partition="a100")
     two = job(tmp_path / "two", "pass", partition="h100")

@@ -14,7 +14,7 @@ from pipeline.graph import Graph
 from pipeline.plan import Plan, parse_plan
 from pipeline.resources import ClusterConfig, job_resources, pool_resources, with_default_gpus
 from rlinf.config import RunConfig, validate
-from slurm.client import NodeType, Partition
+from slurm.records import NodeType, Partition
 from tests.docs.figures import handwritten
 
 Compose = Callable[..., dict[str, Any]]

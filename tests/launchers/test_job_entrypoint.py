@@ -12,23 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launchers.job_entrypoint import (
-    ModuleCall,
-    expand_hostlist,
-    node_attributes,
-    set_torchrun_variables,
-)
+from launchers.job_entrypoint import ModuleCall, set_torchrun_variables
 from rlinf import package_paths
 from rlinf.channels.process_group import GROUP_VARIABLE
 from rlinf.errors import EXIT_REQUEUE
-from tests.slurm.wrapped import write_command
 
 
 @given(
     st.builds(
         ModuleCall,
         st.text(),
-        st.lists(st.text()).map(tuple),
         st.lists(st.text()).map(tuple),
         st.text(),
         st.lists(st.tuples(st.text(), st.floats(0.1, 10))).map(tuple),
@@ -66,7 +59,7 @@ time.sleep(20)
 CALL = """
 import sys
 from launchers.job_entrypoint import ModuleCall
-ModuleCall("slow", (), tuple(sys.path), sys.argv[1], allow_requeue=False)()
+ModuleCall("slow", (), sys.argv[1], allow_requeue=False)()
 """
 
 
@@ -83,17 +76,3 @@ def test_a_warning_while_libraries_are_still_read_asks_for_another_start(
     )
     assert done.returncode == EXIT_REQUEUE
     assert json.loads((tmp_path / "7.exit").read_text())["code"] == EXIT_REQUEUE
-
-
-def test_hosts_are_told_from_what_a_wrapper_of_scontrol_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A word of a banner would be a host, and every rank after it have another's speed."""
-    message = "printf 'Welcome\\n-----\\na100-7\\na100-8\\ncpu-1\\nbye-bye\\n'"
-    node = "echo 'new h100 nodes'; echo 'NodeName=a100-7 Gres=gpu:a100:4 Features=fast,x'"
-    write_command(tmp_path, "scontrol", f'[ "$2" = hostnames ] && {message} || {{ {node}; }}')
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert expand_hostlist("a100-[7-8],cpu-1") == ["a100-7", "a100-8", "cpu-1"]
-    words = node_attributes("a100-7")
-    assert {"a100", "fast"} <= words
-    assert "h100" not in words

@@ -10,7 +10,7 @@ import pytest
 
 from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
-from launchers.sbatch import submitit_parameters
+from launchers.sbatch import batch_script
 from slurm.jobs import JobResources, JobState, JobStatus
 
 PROGRAM = """
@@ -81,11 +81,9 @@ def test_closing_ends_what_runs(program: Path) -> None:
 
 
 def test_settings_are_quoted_for_the_batch_script() -> None:
-    found = submitit_parameters(
-        "a/b",
-        JobResources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100"),
-    )
-    assert "export X='a b; rm -rf /'" in found["setup"]
-    assert found["additional_parameters"]["gres"] == "gpu:h100:2"
-    assert found["job_name"] == "a-b"
-    assert found["time"] is None, "the partition's own limit"
+    resources = JobResources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100")
+    lines = batch_script([JobSpec("a/b", (), Path("o"), Path("l"), resources, "m")]).splitlines()
+    assert "export X='a b; rm -rf /'" in lines
+    assert "#SBATCH --gres=gpu:h100:2" in lines
+    assert "#SBATCH --job-name=a-b" in lines
+    assert not any("--time" in line for line in lines), "the partition's own limit"

@@ -10,7 +10,7 @@ import pytest
 from snakemake_executor_plugin_rlinf import Executor, resources
 
 from launchers.launcher import JobSpec
-from slurm.client import Partition
+from slurm.records import Partition
 
 
 class Launcher:

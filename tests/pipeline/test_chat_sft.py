@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipeline.commands.experiment import run_experiment
+from pipeline.report.charts import build_plots
 from pipeline.report.data import read_report_data
-from pipeline.report.interactive_charts import build_plots
 from pipeline.run import Run
 from rlinf.artifacts import Manifest, read_manifest
 from tests.conftest import TINY

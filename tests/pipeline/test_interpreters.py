@@ -100,7 +100,7 @@ def test_a_run_generates_in_an_environment_that_has_the_engine(
     stages = "[rollout, reward, inference, train]"
     pool.write_text(f"pools:\n  - {{stages: {stages}, devices: {{cpu: 1}}}}\n")
     wide = [f"engine={environment}_in_process", "model.hidden=128", "cluster=local"]
-    refused = rf"sft\.scored: .*set trainer\.python={environment}"
+    refused = rf"sft\.eval_generation: .*set trainer\.python={environment}"
     with pytest.raises(ConfigError, match=refused):
         run_experiment(compose(*wide))
     run_experiment(compose(*wide, "run.name=apart", "sft.eval_generation=false"))
@@ -143,7 +143,7 @@ def test_a_process_starts_under_its_interpreter(
         time.sleep(0.05)
     assert launcher.poll([identity])[identity].state is JobState.DONE
     assert values.read_text().split() == [python, "-m", "this"]
-    assert f"{python} -u -m submitit" in batch_script([job])
+    assert f"{python} -u -m launchers.job_entrypoint" in batch_script([job])
 
 
 def test_what_cannot_run_is_refused_before_anything_is_written(

@@ -30,7 +30,6 @@ from pipeline.report.data import (
     transcript_columns,
 )
 from pipeline.report.page import redact_yaml, stage_table, summary_tiles
-from pipeline.report.static_charts import CHARTS
 from pipeline.run import Run
 from rlinf import package_paths
 from rlinf.artifacts import content_digest, prune_output, read_manifest
@@ -138,15 +137,6 @@ def edit_metrics(run: Path, iteration: int, stage: str, values: dict[str, float]
     manifest.metrics.update(values)
     content = content_digest(manifest.files, manifest.metrics)
     (folder / "manifest.json").write_text(replace(manifest, content=content).to_json())
-
-
-def test_pictures_are_drawn_when_asked_for(run: Path) -> None:
-    write_report(run)
-    assert not list((run / "report").glob("*.png"))
-    write_report(run, pictures=True)
-    pictures = {path.stem: path.stat().st_size for path in (run / "report").glob("*.png")}
-    assert pictures.keys() == set(CHARTS)
-    assert min(pictures.values()) > 5000
 
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'><!--"

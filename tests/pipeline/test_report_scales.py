@@ -1,4 +1,4 @@
-"""Charts of constants, tiny ranges and single points can be read: pictures and the page alike."""
+"""Charts of constants, tiny ranges and single points can be read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import shutil
 import subprocess
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.report import page
-from pipeline.report.interactive_charts import bin_edges, json_numbers
-from pipeline.report.static_charts import draw_line, set_axis_range
+from pipeline.report.charts import bin_edges, json_numbers
 
 CASES: dict[str, list[float]] = {
     "one point": [0.5],
@@ -34,38 +32,6 @@ CASES: dict[str, list[float]] = {
     "both signs": [-1e-7, 1e-7],
     "gaps": [0.1, math.nan, 0.3, math.nan, 0.2],
 }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_picture_shows_every_value_and_no_label_twice(name: str) -> None:
-    values = np.array(CASES[name])
-    figure, axis = plt.subplots(figsize=(3.3, 2.3))
-    draw_line(axis, np.arange(1, len(values) + 1), values)
-    set_axis_range(axis)
-    axis.ticklabel_format(axis="y", scilimits=(-3, 4))
-    figure.canvas.draw()
-    low, high = axis.get_ylim()
-    there = values[np.isfinite(values)]
-    assert low < there.min() <= there.max() < high
-    for labels in (axis.get_yticklabels(), axis.get_xticklabels()):
-        texts = [label.get_text() for label in labels if label.get_text()]
-        assert len(set(texts)) == len(texts), texts
-    assert all(float(x.get_text()).is_integer() for x in axis.get_xticklabels())
-    # Ink within the axes, beside grid and frame: the line or its points.
-    (line,) = axis.lines
-    drawn = np.array(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
-    line.set_visible(False)
-    figure.canvas.draw()
-    assert (drawn != np.array(figure.canvas.buffer_rgba())).any()  # type: ignore[attr-defined]
-    plt.close(figure)
-
-
-def test_a_picture_without_a_finite_value_says_so() -> None:
-    figure, axis = plt.subplots()
-    draw_line(axis, np.arange(2), np.array([math.nan, math.inf]))
-    set_axis_range(axis)
-    assert [text.get_text() for text in axis.texts] == ["no finite value"]
-    plt.close(figure)
 
 
 def test_the_page_keeps_small_differences() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import PlanError
-from slurm.discovery import build_partition, parse_partition_records
-from slurm.inventory import AccountingLimits, Association, QosLimits
+from slurm.discovery import build_partition
 from slurm.job_limits import ClusterLimits, PartitionAccess, partition_access
 from slurm.jobs import JobResources
+from slurm.records import AccountingLimits, Association, QosLimits, parse_partition_records
 
 TEXT = Path(__file__).parent / "samples" / "22.05-inventory-partitions.txt"
 RECORDS = {r["PartitionName"]: r for r in parse_partition_records(TEXT.read_text())}

@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import SlurmError
-from slurm.client import (
+from slurm.client import run_command
+from slurm.jobs import JobState, JobStatus, diagnose_pending, parse_job_state
+from slurm.records import (
     parse_accounting,
     parse_gpus,
+    parse_job,
     parse_minutes,
     parse_partitions,
     parse_queue,
     parse_settings,
-    run_command,
 )
-from slurm.jobs import JobState, JobStatus, diagnose_pending, parse_job_state
-from slurm.requeue import RequeueState, parse_requeue_state
-from slurm.stop_signals import parse_job_window
 
 SAMPLES = Path(__file__).parent / "samples"
 VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "25.05")
@@ -94,14 +93,15 @@ def test_the_partitions_of_every_version(version: str) -> None:
 def test_a_job_of_every_version_tells_its_span_and_whether_it_may_be_requeued(
     version: str,
 ) -> None:
-    span = parse_job_window(sections(version)["job"])
+    span = parse_job(sections(version)["job"])
     assert span.start is not None
     assert span.end is not None
     assert span.end - span.start == 3600
     for question in ("job", "element"):
         text = sections(version)[question]
-        assert parse_requeue_state(text) == RequeueState("RUNNING", "None", 0)
-    endless = parse_job_window(sections(version)["element"])
+        job = parse_job(text)
+        assert (job.state, job.reason, job.restarts) == ("RUNNING", "None", 0)
+    endless = parse_job(sections(version)["element"])
     assert endless.start is not None
     assert endless.end is None
 

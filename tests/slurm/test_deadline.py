@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from rlinf.errors import SlurmError
 from slurm import stop_signals
 from slurm.jobs import HET_GROUPS_VARIABLE
+from slurm.records import parse_time
 from slurm.stop_signals import (
     STOP_MARGIN_VARIABLE,
     JobWindow,
     StopFlag,
     current_job_window,
-    parse_job_window,
     seconds_until_stop,
 )
 
@@ -36,12 +36,20 @@ def test_later_versions_state_the_span_in_the_environment() -> None:
     assert current_job_window(stated, fail_on_query) == JobWindow(1000, 4600)
 
 
+def record(hours: int) -> str:
+    """A running job's line of scontrol."""
+    return (
+        "JobId=14 UserId=u(1) JobState=RUNNING Reason=None Restarts=0 "
+        f"StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T0{hours}:00:00 Deadline=N/A"
+    )
+
+
 def test_earlier_versions_are_asked_once_for_the_element_itself() -> None:
     requests = []
 
     def answer(command: list[str]) -> str:
         requests.append(command)
-        return "JobId=14 StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T01:00:00 Deadline=N/A"
+        return record(1)
 
     element = job(SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID="3")
     span = current_job_window(element, answer)
@@ -54,9 +62,7 @@ def test_the_component_that_ends_first_ends_a_job_of_several() -> None:
     hours = {"12+1": 2, "12+2": 1}
 
     def answer(command: list[str]) -> str:
-        return (
-            f"JobId=14 StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T0{hours[command[-1]]}:00:00"
-        )
+        return record(hours[command[-1]])
 
     span = current_job_window(job(**{HET_GROUPS_VARIABLE: "1,2"}), answer)
     assert span.start is not None
@@ -79,9 +85,9 @@ def test_no_answer_is_no_error() -> None:
     assert current_job_window(job(), refuse) == JobWindow(None, None)
 
 
-@pytest.mark.parametrize("text", ["", "EndTime=Unknown", "EndTime=N/A StartTime=soon"])
+@pytest.mark.parametrize("text", ["", "Unknown", "N/A", "soon"])
 def test_unknown_ends(text: str) -> None:
-    assert parse_job_window(text) == JobWindow(None, None)
+    assert parse_time(text) is None
 
 
 @given(

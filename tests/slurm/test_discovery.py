@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import SlurmError
-from slurm import discovery
+from slurm import discovery, records
 from slurm.client import SlurmClient
-from slurm.discovery import PartitionNode, PendingDemand, SlurmOutput, build_inventory, group_nodes
+from slurm.discovery import SlurmOutput, build_inventory, group_nodes
 from slurm.inventory import Inventory
+from slurm.records import PartitionNode, PendingDemand
 from tests.slurm.clusters import large_cluster
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -239,16 +240,16 @@ def test_a_node_of_several_gpu_types_counts_with_the_most_numerous() -> None:
 
 def test_untyped_gpus_in_use() -> None:
     usage = "NodeName=n Gres=gpu:4 GresUsed=gpu:(null):3(IDX:0-2) State=MIXED"
-    assert discovery.parse_usage(usage) == {"n": {"": 3}}
+    assert records.parse_usage(usage) == {"n": {"": 3}}
 
 
 def test_damaged_lines_are_passed_over() -> None:
-    assert discovery.parse_nodes("CLUSTER: x\n\nslurm_load: error|\n") == []
-    assert discovery.parse_partition_records("No partitions\n\n") == []
-    assert discovery.parse_usage("slurm_load_node error\n\n") == {}
-    assert discovery.parse_pending("gpu 2\n\n") == {}
-    assert discovery.parse_qos("a|b\n||||||||\n") == {}
-    assert discovery.parse_associations("a|b\n") == ()
+    assert records.parse_nodes("CLUSTER: x\n\nslurm_load: error|\n") == []
+    assert records.parse_partition_records("No partitions\n\n") == []
+    assert records.parse_usage("slurm_load_node error\n\n") == {}
+    assert records.parse_pending("gpu 2\n\n") == {}
+    assert records.parse_qos("a|b\n||||||||\n") == {}
+    assert records.parse_associations("a|b\n") == ()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_damaged_lines_are_passed_over() -> None:
     ],
 )
 def test_amounts_of_resources(text: str, want: dict[str, int]) -> None:
-    assert discovery.parse_tres(text) == want
+    assert records.parse_tres(text) == want
 
 
 def test_a_cluster_of_5000_nodes() -> None:
@@ -300,11 +301,11 @@ class Scripted(SlurmClient):
         if "config" in command:
             return "AccountingStorageEnforce = associations\nClusterName = dev\n"
         known = {
-            discovery.SINFO_NODES: "sinfo",
-            discovery.SCONTROL_PARTITIONS: "partitions",
-            discovery.SCONTROL_NODE_USAGE: "nodes",
-            discovery.SQUEUE_PENDING: "squeue",
-            discovery.SACCTMGR_QOS: "qos",
+            records.SINFO_NODES: "sinfo",
+            records.SCONTROL_PARTITIONS: "partitions",
+            records.SCONTROL_NODE_USAGE: "nodes",
+            records.SQUEUE_PENDING: "squeue",
+            records.SACCTMGR_QOS: "qos",
         }
         return (SAMPLES / f"22.05-inventory-{known.get(command, 'assoc')}.txt").read_text()
 
@@ -334,4 +335,4 @@ def test_without_accounting_there_are_no_limits() -> None:
 
 def test_a_job_for_two_partitions_waits_in_both() -> None:
     text = pending("gres/gpu:4")
-    assert discovery.parse_pending(text) == {"gpu": PendingDemand(2, 8), "cpu": PendingDemand(1, 0)}
+    assert records.parse_pending(text) == {"gpu": PendingDemand(2, 8), "cpu": PendingDemand(1, 0)}

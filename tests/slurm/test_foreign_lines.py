@@ -12,21 +12,18 @@ from typing import Any
 import pytest
 
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
-from slurm import client, discovery
-from slurm import client as answers
+from slurm import discovery, records
 from slurm.client import SlurmClient, classify_failure, command_environment
-from slurm.requeue import parse_requeue_state
-from slurm.stop_signals import parse_job_window
 from tests.slurm.test_client import VERSIONS, sections
 from tests.slurm.test_discovery import VERSIONS as SURVEYED
 from tests.slurm.wrapped import BANNER, FOOTER, wrap, write_command
 
 READERS: dict[str, Callable[[str], Any]] = {
-    "squeue": answers.parse_queue,
-    "sacct": answers.parse_accounting,
-    "sinfo": answers.parse_partitions,
-    "job": lambda text: (parse_requeue_state(text), parse_job_window(text)),
-    "element": lambda text: (parse_requeue_state(text), parse_job_window(text)),
+    "squeue": records.parse_queue,
+    "sacct": records.parse_accounting,
+    "sinfo": records.parse_partitions,
+    "job": records.parse_job,
+    "element": records.parse_job,
 }
 QOS = "normal|0|||||||cpu=8\nlow|5|normal|01:00:00|3|4|cpu=2||\n"
 ASSOCIATIONS = "dev|team||normal,low|3|5|||gres/gpu=8|normal\ndev|other|gpu|low||||||\n"
@@ -43,8 +40,8 @@ def test_the_answers_of_every_version(version: str, question: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_settings_keep_their_values(version: str) -> None:
     text = sections(version)["config"]
-    found = answers.parse_settings(wrap(text))
-    assert answers.parse_settings(text).items() <= found.items()
+    found = records.parse_settings(wrap(text))
+    assert records.parse_settings(text).items() <= found.items()
 
 
 @pytest.mark.parametrize("version", SURVEYED)
@@ -62,17 +59,17 @@ def test_the_inventory_of_every_version(version: str) -> None:
 
 
 def test_limits_and_waits() -> None:
-    assert discovery.parse_limits(wrap(QOS), wrap(ASSOCIATIONS)) == discovery.parse_limits(
+    assert records.parse_limits(wrap(QOS), wrap(ASSOCIATIONS)) == records.parse_limits(
         QOS, ASSOCIATIONS
     )
-    assert set(discovery.parse_qos(QOS)) == {"normal", "low"}
-    assert len(discovery.parse_associations(ASSOCIATIONS)) == 2
+    assert set(records.parse_qos(QOS)) == {"normal", "low"}
+    assert len(records.parse_associations(ASSOCIATIONS)) == 2
     assert (
-        client.parse_past_waits(wrap(WAITS), "gpu") == client.parse_past_waits(WAITS, "gpu") != []
+        records.parse_past_waits(wrap(WAITS), "gpu") == records.parse_past_waits(WAITS, "gpu") != []
     )
 
 
-@pytest.mark.parametrize("read", [*list(READERS.values())[:3], discovery.parse_pending])
+@pytest.mark.parametrize("read", [*list(READERS.values())[:3], records.parse_pending])
 def test_a_banner_alone_is_nothing(read: Callable[[str], Any]) -> None:
     assert not read(BANNER + FOOTER)
 
@@ -120,3 +117,13 @@ def test_commands_have_nothing_of_the_job_around_them(
     }
     assert "RLINF_OWN" in names
     assert command_environment()["SLURM_CONF"] == "/etc/slurm.conf"
+
+
+def test_hosts_are_told_from_what_a_wrapper_of_scontrol_prints() -> None:
+    """A word of a banner would be a host, and every rank after it have another's speed."""
+    text = "Welcome\n-----\na100-7\na100-8\ncpu-1\nbye-bye\n"
+    assert records.parse_hostnames(text, "a100-[7-8],cpu-1") == ["a100-7", "a100-8", "cpu-1"]
+    node = "new h100 nodes\nNodeName=a100-7 Gres=gpu:a100:4 Features=fast,x\n"
+    words = records.parse_node_words(node)
+    assert {"a100", "fast"} <= words
+    assert "h100" not in words

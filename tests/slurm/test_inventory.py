@@ -15,15 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rlinf.errors import InputError, PlanError
-from slurm.inventory import (
-    AccountingLimits,
-    Association,
-    Inventory,
-    NodeGroup,
-    PartitionInventory,
-    QosLimits,
-    load_inventory,
-)
+from slurm.inventory import Inventory, NodeGroup, PartitionInventory, load_inventory
+from slurm.records import AccountingLimits, Association, QosLimits
 from slurm.site import PartitionSettings, SiteConfig
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlinf.errors import PlanError
-from slurm.client import QueuedJob, SlurmClient
-from slurm.inventory import AccountingLimits, Association, QosLimits
+from slurm.client import SlurmClient
 from slurm.job_limits import (
     MAX_ARRAY_SIZE,
     MAX_JOB_COUNT,
@@ -19,6 +18,7 @@ from slurm.job_limits import (
     read_cluster_limits,
 )
 from slurm.jobs import JobResources, JobState
+from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
 
 SAMPLES = Path(__file__).parent / "samples"
 TEAM = Association(

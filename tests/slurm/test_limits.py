@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlinf.errors import PlanError
-from slurm.client import NodeType, Partition, parse_partitions
 from slurm.job_limits import check_resources
 from slurm.jobs import JobResources
+from slurm.records import NodeType, Partition, parse_partitions
 from slurm.site import load_site
 
 CLUSTER = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlinf.errors import SlurmError
-from slurm.requeue import RequeueState, parse_requeue_state, requeue
+from slurm.records import parse_job
+from slurm.requeue import requeue
 
 JOB = "JobId=1 JobName=Restarts=9 UserId=a(1) JobState={} Reason={} Requeue=1 Restarts={} Command=x"
 
@@ -53,8 +54,7 @@ def test_a_job_that_ran_before_is_not_taken_for_one_that_will() -> None:
 
 
 def test_a_job_of_a_strange_name_is_read() -> None:
-    assert parse_requeue_state(JOB.format("RUNNING", "None", 2)) == RequeueState(
-        "RUNNING", "None", 2
-    )
+    job = parse_job(JOB.format("RUNNING", "None", 2))
+    assert (job.state, job.reason, job.restarts) == ("RUNNING", "None", 2)
     with pytest.raises(SlurmError, match="cannot read"):
-        parse_requeue_state("slurm_load_jobs error")
+        parse_job("slurm_load_jobs error")

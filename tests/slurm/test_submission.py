@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm.client import UnreadableSubmission, parse_submitted_id
+from slurm.records import UnreadableSubmission, parse_submitted_id
 from tests.slurm.wrapped import wrap
 
 SENTENCES = (

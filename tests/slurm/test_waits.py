@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from slurm.client import parse_expected_wait, parse_past_waits
+from slurm.records import parse_expected_wait, parse_past_waits
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 

@@ -22,10 +22,10 @@ from rlinf import package_paths
 package_paths.add_to_sys_path()
 
 from launchers.launcher import JobSpec  # noqa: E402
-from launchers.submitit import SubmititLauncher  # noqa: E402
+from launchers.slurm_launcher import SlurmLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
-from slurm.client import SlurmClient, default_partition  # noqa: E402
-from slurm.jobs import JobResources  # noqa: E402
+from slurm.client import SlurmClient  # noqa: E402
+from slurm.jobs import JobResources, default_partition  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
 
@@ -55,7 +55,7 @@ class Executor(RemoteExecutor):
     """Submits the rules of a workflow as Slurm jobs; see the module's docstring."""
 
     def __post_init__(self) -> None:
-        self._launcher = SubmititLauncher(SlurmClient())
+        self._launcher = SlurmLauncher(SlurmClient())
 
     @cached_property
     def _default_partition(self) -> str | None:

@@ -56,8 +56,8 @@ from rlinf.artifacts import MANIFEST, commit_output, read_manifest, write_atomic
 from rlinf.config import EvaluateSection, RunConfig, RunSection, json_digest, validate
 from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, RequeueRequested, StageError
 from rlinf.trainers import trainers
-from slurm.client import SlurmClient, default_partition, expected_wait_s, past_waits_s
-from slurm.jobs import JobState, JobStatus
+from slurm.client import SlurmClient, expected_wait_s, past_waits_s
+from slurm.jobs import JobState, JobStatus, default_partition
 from slurm.site import SiteConfig, load_site
 from stages.factory import create_algorithm
 from stages.flow import Flow, flow_of

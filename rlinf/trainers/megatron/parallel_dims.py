@@ -99,12 +99,8 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
     """Connect the processes, and create the process groups of their layout unless they exist.
 
     Raises:
-        StageError: this process has the groups of another layout.
+        StageError: this process has the groups of another layout, or no CUDA device.
     """
-    if device_type == "cpu":
-        from rlinf.trainers.megatron import cpu_import_hook
-
-        cpu_import_hook.install_import_hook()
     world.init_process_group(device_type)
     requested = (world.size, str(world.layout))
     if _initialized:
@@ -130,8 +126,14 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
-    with torch.random.fork_rng(devices=[]):  # without a GPU, Megatron seeds the global generator
-        tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
+        except (RuntimeError, AssertionError) as error:  # from torch, which finds no device
+            raise StageError(
+                f"trainer=megatron: Megatron-Core needs a CUDA device ({error}); give the stage "
+                "GPUs in the plan, or set trainer=fsdp"
+            ) from None
     _initialized.append(requested)
 
 

@@ -137,8 +137,19 @@ def names(found: set[str]) -> set[str]:
 
 
 SMALL = {
-    *("account", "comment", "cpus-per-task", "exclude", "gres", "job-name", "mem", "nodes"),
-    *("ntasks-per-node", "open-mode", "output", "partition", "requeue", "signal", "time", "wckey"),
+    *(
+        "account",
+        "comment",
+        "cpus-per-task",
+        "error",
+        "exclude",
+        "gres",
+        "job-name",
+        "mem",
+        "nodes",
+    ),
+    *("nodes", "ntasks-per-node", "open-mode", "output", "partition", "requeue", "signal", "time"),
+    "wckey",
 }
 
 

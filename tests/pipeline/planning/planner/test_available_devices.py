@@ -29,7 +29,8 @@ from pipeline.planning.planner.request import PlanRequest
 from pipeline.resources import ClusterConfig
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
-from slurm.inventory import AccountingLimits, Association, Inventory, QosLimits
+from slurm.inventory import Inventory
+from slurm.records import AccountingLimits, Association, QosLimits
 from slurm.site import PartitionSettings, SiteConfig, load_site
 from tests.pipeline.planning.planner import clusters
 from tests.pipeline.planning.planner.test_overlap import EXECUTIONS, Execution, config

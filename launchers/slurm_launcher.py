@@ -1,8 +1,4 @@
-"""The Slurm launcher: submits jobs through submitit and polls them itself.
-
-submitit writes the batch script and starts the callable. Its watcher, result files and requeueing
-are not used, because they poll rarely, guess time-outs from run times, and restart pickles.
-"""
+"""The Slurm launcher: submits jobs with :mod:`launchers.sbatch`, and polls them all at once."""
 
 from __future__ import annotations
 
@@ -23,16 +19,17 @@ from launchers.submission_queue import (
 )
 from rlinf.artifacts import MANIFEST
 from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmUnresponsiveError
-from slurm.client import QueuedJob, SlurmClient
+from slurm.client import SlurmClient
 from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobState, JobStatus, diagnose_pending
+from slurm.records import QueuedJob
 
 log = logging.getLogger("rlinf")
 
 
 @dataclass
-class SubmititLauncher:
-    """Launches Slurm jobs through submitit.
+class SlurmLauncher:
+    """Launches Slurm jobs.
 
     Jobs over Slurm's limits wait in this process and are submitted in order when limits allow
     (:mod:`launchers.submission_queue`).

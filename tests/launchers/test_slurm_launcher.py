@@ -13,12 +13,13 @@ import pytest
 
 import launchers.submission_queue
 from launchers.launcher import JobSpec
+from launchers.slurm_launcher import SlurmLauncher
 from launchers.submission_queue import TrackedJob, read_submitted_job
-from launchers.submitit import SubmititLauncher
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
-from slurm.client import QueuedJob, SlurmClient, classify_failure
+from slurm.client import SlurmClient, classify_failure
 from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobResources, JobState, JobStatus
+from slurm.records import QueuedJob
 
 
 class Empty(SlurmClient):
@@ -34,7 +35,7 @@ class Empty(SlurmClient):
 def test_a_job_that_is_gone_is_given_up_though_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = SubmititLauncher(Empty(), unknown_job_timeout_s=0.3)
+    launcher = SlurmLauncher(Empty(), unknown_job_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
     launcher._watched["69"] = TrackedJob(job, "69")
     launcher._queue = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
@@ -60,7 +61,7 @@ def test_a_controller_that_restarts_is_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = Restarting()
-    launcher = SubmititLauncher(client, no_answer_timeout_s=0.3)
+    launcher = SlurmLauncher(client, no_answer_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
     launcher._watched["69"] = TrackedJob(job, "69")
     launcher._queue = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
@@ -125,8 +126,8 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     return made
 
 
-def launcher_of(controller: Controller) -> SubmititLauncher:
-    launcher = SubmititLauncher(controller, ClusterLimits(()))
+def launcher_of(controller: Controller) -> SlurmLauncher:
+    launcher = SlurmLauncher(controller, ClusterLimits(()))
     launcher._queue.visibility_timeout_s = 0.2
     return launcher
 

@@ -1,14 +1,15 @@
 """Run Megatron-Core 0.16 without a GPU: an import hook changes its modules when they are imported.
 
 Megatron's source names the CUDA device about a hundred times. The hook rewrites syntax trees before
-they are compiled: ``torch.cuda`` becomes :mod:`rlinf.trainers.megatron.torch_cuda_stub`, the device
+they are compiled: ``torch.cuda`` becomes the module ``torch_cuda_stub`` beside this one, the device
 ``"cuda"`` becomes the CPU, tensors of CUDA types become CPU tensors, and transfers to a GPU do
-nothing. Neither torch nor any file is changed. With a GPU, the hook is not installed.
+nothing. Neither torch nor any file is changed.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 PACKAGE = "megatron.core"
-STUB_MODULE = "rlinf.trainers.megatron.torch_cuda_stub"
+STUB_MODULE = "torch_cuda_stub"
 _STUB_NAME = "_rlinf_no_cuda"
 """Global name of the stub in a rewritten module."""
 
@@ -81,9 +82,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return rewrite_for_cpu(source, path) if "cuda" in source else super().get_code(fullname)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        import rlinf.trainers.megatron.torch_cuda_stub as stub
-
-        module.__dict__[_STUB_NAME] = stub
+        module.__dict__[_STUB_NAME] = importlib.import_module(STUB_MODULE)
         super().exec_module(module)
 
 
@@ -100,13 +99,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_import_hook() -> None:
-    """Make Megatron-Core compute on the CPU, for modules that are imported later.
-
-    Raises:
-        RuntimeError: Megatron-Core was already imported, for a GPU.
-    """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    if PACKAGE in sys.modules:
-        raise RuntimeError(f"{PACKAGE} was imported before it could be changed for the CPU")
+    """Make Megatron-Core compute on the CPU, for modules that are imported later."""
     sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,1 @@
+"""The import hook with which Megatron-Core runs on a CPU."""
