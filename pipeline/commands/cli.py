@@ -360,11 +360,12 @@ def plan(
         typer.Option(help="Assume a number of devices: KIND=NUMBER; may be repeated"),
     ] = None,
     execution: Annotated[
-        ExecutionMode,
+        ExecutionMode | None,
         typer.Option(
-            help="jobs: one Slurm job per stage; pools: resident workers for many iterations"
+            help="pools: resident workers for many iterations; jobs: one Slurm job per stage; "
+            "default: pools, or jobs if they are predicted to be faster"
         ),
-    ] = ExecutionMode.jobs,
+    ] = None,
     check: Annotated[
         Path | None, typer.Option(help="Evaluate this plan instead of searching for one")
     ] = None,
@@ -380,7 +381,15 @@ def plan(
     profile_file = profile or (default_profile if default_profile.exists() else None)
     sources = planning_sources(profile_file, source, site, partition, pin)
     config = load_configuration(run_or_experiment)
-    run_plan(config, sources, out, objective, what_if or (), check, execution.value)
+    run_plan(
+        config,
+        sources,
+        out,
+        objective,
+        what_if or (),
+        check,
+        execution.value if execution else None,
+    )
 
 
 @app.command()

@@ -63,8 +63,30 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
     Raises:
         PlanError: a stage cannot run anywhere, or the request is inconsistent.
     """
-    planners = {"jobs": job_planner.propose_jobs, "pools": pool_planner.propose_pools}
-    return planners[request.execution](request.with_price_note(), what_ifs)
+    request = request.with_price_note()
+    if request.execution == "jobs":
+        return job_planner.propose_jobs(request, what_ifs)
+    if request.execution == "pools":
+        return pool_planner.propose_pools(request, what_ifs)
+    jobs = None
+    with suppress(PlanError):
+        jobs = job_planner.propose_jobs(request, what_ifs)
+    try:
+        pools = pool_planner.propose_pools(request, what_ifs)
+    except PlanError as error:
+        if jobs is None:
+            raise
+        return replace(jobs, notes=(*jobs.notes, f"pools are not possible: {error}"))
+    if jobs is None:
+        return pools
+    best, other, name = (
+        (pools, jobs, "jobs")
+        if pools.forecast.cost <= jobs.forecast.cost
+        else (jobs, pools, "pools")
+    )
+    seconds = format_seconds(other.forecast.iteration_s)
+    note = f"with --execution {name} an iteration would take {seconds}"
+    return replace(best, notes=(*best.notes, note))
 
 
 def assess_plan(
@@ -207,7 +229,7 @@ def build_request(
     config: RunConfig,
     sources: PlanningSources,
     objective: str = "time",
-    execution: Execution = "jobs",
+    execution: Execution | None = "jobs",
     *,
     is_user_plan: bool = False,
 ) -> PlanRequest:
@@ -310,9 +332,7 @@ def describe_optimality(proposal: PlanProposal) -> str:
         return "no plan is better under these predictions"
     if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
         return f"the best plan would take {format_seconds(proposal.alternatives[0].seconds)}"
-    bound = proposal.lower_bound
-    gap = proposal.forecast.cost / bound - 1 if bound > 0 else math.inf
-    return f"no plan costs less than {bound:.4g} {proposal.unit} (gap {gap:.1%})"
+    return "the best plan of a grid of placements"
 
 
 def plan_table(proposal: PlanProposal) -> Table:
@@ -426,9 +446,20 @@ def run_plan(
     objective: str,
     what_ifs: Sequence[str],
     user_plan: Path | None = None,
-    execution: Execution = "jobs",
+    execution: Execution | None = None,
 ) -> None:
-    """Run ``rlinf plan``: make, write and print a plan, or forecast and print a user's plan."""
+    """Run ``rlinf plan``: make, write and print a plan, or forecast and print a user's plan.
+
+    Args:
+        execution: None: pools, or jobs if these are predicted to be better. A run in one process
+            cannot have pools, so its plan has jobs unless an inventory is given.
+    """
+    if (
+        execution is None
+        and config.cluster.get("launcher") == "inprocess"
+        and not sources.inventory
+    ):
+        execution = "jobs"
     request = build_request(
         config, sources, objective, execution, is_user_plan=user_plan is not None
     )

@@ -13,7 +13,6 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,8 @@ from pipeline.planning.planner.available_devices import (
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.planner.stage_options import (
-    DEFAULT_MIXING_EFFICIENCY,
     Correction,
     StageTimes,
-    mixing_efficiency,
     num_work_items,
 )
 from pipeline.planning.profile.schema import MeasuredLink, Profile
@@ -123,6 +120,9 @@ def _elapsed_times(begins: Array, ends: Array, c0: float, c1: float) -> Array:
     return np.concatenate([np.zeros((processes, 1)), cost.cumsum(1)], axis=1)
 
 
+MIXING_EFFICIENCY = 0.95
+"""Speed of several kinds together on one stage, relative to the sum of their speeds: the goal of
+the benchmark ``hetero_efficiency`` (assumed)."""
 CHUNK_CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of chunks that are considered if they divide the number of prompts."""
 
@@ -165,7 +165,6 @@ def build_pool_problem(
                 after,
                 streams=flow.all_stages[name].output_stream is not None or algorithm_streams,
                 divisible=flow.all_stages[name].uses_device,
-                beside=flow.all_stages[name].holds != "trainer",
                 switch_s=_switch_times(devices) if flow.all_stages[name].holds == "trainer" else {},
                 **chunk_parameters,
             )
@@ -190,7 +189,7 @@ def build_pool_problem(
         ],
         chunks=chunks,
         sync_s=_sync_times(devices, request.profile),
-        mixing=_min_mixing_efficiency(generator_times),
+        mixing=MIXING_EFFICIENCY,
         mixes=frozenset({flow.elastic_stage} if flow.elastic_stage and same_type else ()),
         allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in sources},
         shared=shared_capacities(devices),
@@ -267,13 +266,6 @@ def _stage_rates(
     if not result:
         raise PlanError(f"stage {stage!r} fits nowhere: {'; '.join(reasons)}")
     return result
-
-
-def _min_mixing_efficiency(generator_times: Sequence[StageTimes]) -> float:
-    return min(
-        (mixing_efficiency(pair) for pair in combinations(generator_times, 2)),
-        default=DEFAULT_MIXING_EFFICIENCY,
-    )
 
 
 def _chunk_parameters(

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import yaml
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from pipeline.console import create_console
+from pipeline.console import create_console, format_duration
 from pipeline.plan import read_plan
 from pipeline.planning.planner.problem import (
     Placement,
@@ -22,8 +23,7 @@ from pipeline.planning.planner.problem import (
 from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import studies
 from pipeline.planning.simulator.scenario import Scenario
-from pipeline.planning.simulator.simulation import simulate
-from pipeline.planning.simulator.trace import SimulationTrace, pool_table, summary, summary_tiles
+from pipeline.planning.simulator.simulation import SimulationTrace, simulate
 from pipeline.report.chart_style import inline_svg
 from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
 from rlinf.artifacts import write_user_file
@@ -95,19 +95,48 @@ def run_simulate(
     for row in body:
         table.add_row(*row)
     console.print(table)
-    console.print(summary(trace))
-    if png is not None or page is not None:
-        if png is not None:
-            write_png(trace, png)
-        if page is not None:
-            scenario_name = scenario or "none"
-            write_html(trace, page, problem_name, scenario_name, loaded_scenario, seed)
+    for label, value in summary(trace, seed):
+        console.print(f"{label}: {value}", highlight=False)
+    if png is not None:
+        write_png(trace, png)
+    if page is not None:
+        write_html(trace, page, problem_name, scenario or "none", loaded_scenario, seed)
+
+
+def summary(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
+    """Return the statistics and settings of a simulation as labels and values."""
+    seconds = trace.iteration_s
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    mean, predicted = float(seconds.mean()), trace.predicted_s
+    rows = [
+        ("placement", f"{trace.placement.mode}, {trace.placement.num_chunks} chunks"),
+        ("iteration, simulated", f"{mean:.1f} s"),
+        ("80 % of iterations", f"{low:.1f} - {high:.1f} s"),
+        ("iteration, predicted", f"{predicted:.1f} s ({predicted / mean - 1:+.1%})"),
+        (f"cost of {len(seconds)} iterations", f"{trace.cost:,.1f}"),
+        ("GPU-hours", f"{trace.gpu_hours:,.1f}"),
+        ("from submission to end", format_duration(trace.total_s)),
+        ("seed", str(seed)),
+    ]
+    if trace.interruptions:
+        rows.append(("jobs interrupted", str(trace.interruptions)))
+    if trace.renewals:
+        rows.append(("jobs renewed", str(trace.renewals)))
+    return rows
+
+
+def pool_table(trace: SimulationTrace) -> list[tuple[str, ...]]:
+    """Return the table of pools; the first row is the header."""
+    rows: list[tuple[str, ...]] = [("pool", "GPUs", "idle", "without a job")]
+    shares = zip(trace.idle_shares, trace.down_shares, strict=True)
+    for pool, (idle, down) in enumerate(shares):
+        rows.append((*trace.label(pool), f"{idle:.0%}", f"{down:.0%}"))
+    return rows
 
 
 OTHER_COLOURS = {
     "switch": "#b8bfc7",
     "sync": STAGE_COLOURS["sync"],
-    "redone": "#1c1c1c",
     "queue": "#efe3c2",
     "down": "#d8a0a0",
 }
@@ -125,7 +154,7 @@ def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
     for pool in range(pools):
         bars: dict[str, list[tuple[float, float]]] = {}
         for span in trace.spans:
-            if span.pool == pool and span.end > start_s and span.activity != "transfer":
+            if span.pool == pool and span.end > start_s:
                 name = span.stage if span.activity == "work" else span.activity
                 span_start = max(span.start, start_s)
                 bars.setdefault(name, []).append((span_start - start_s, span.end - span_start))
@@ -174,7 +203,7 @@ def write_html(
     page = render_template(
         "simulation.html.jinja",
         name=f"{title}: simulation",
-        tiles=summary_tiles(trace, seed),
+        tiles=summary(trace, seed),
         scenario_name=label,
         scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
         sections=[

@@ -25,14 +25,13 @@ from pipeline.planning.cost.workload import (
 )
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from pipeline.planning.simulator.scenario import (
-    DecodingReplica,
     InterruptionModel,
     LengthDistribution,
     QueueWaitModel,
     Scenario,
     StragglerModel,
 )
-from pipeline.planning.simulator.simulated_pool import relative_lengths
+from pipeline.planning.simulator.simulation import relative_lengths
 
 MODELS = {
     # The published config.json of Qwen2.5-7B; and Llama 3 70B (arXiv 2407.21783, table 3).
@@ -181,25 +180,26 @@ class PlacementStudy:
         return seconds + (ENGINE_SETUP_S if stage == "rollout" else 0.0)
 
     def _lengths(self) -> LengthDistribution:
-        replicas = {}
+        """Return the unequal lengths, with workers as on the first kind that can generate."""
         shape, work = MODELS[self.model], self._work["rollout"]
         assert isinstance(work, GenerationWorkload)
-        for kind, device in self._devices.items():
-            layout = self._tables["rollout", kind].layout(self.gpus[kind])
-            if layout is None:
-                continue
-            slots = max(1, int(running_requests(shape, layout, work, device)))
-            one_request_s, full_step_s = (
-                float(decode_step(shape, layout, n, mean_context(work), device).total)
-                for n in (1, slots)
-            )
-            # A step with n requests takes full_step_s * (fixed + (1 - fixed) * n / slots).
-            fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
-            replicas[kind] = DecodingReplica(
-                gpus=int(layout.tp), slots=slots, fixed_share=float(np.clip(fixed, 0, 1))
-            )
+        kind = next(k for k in self.gpus if self._tables["rollout", k].layout(self.gpus[k]))
+        layout, device = self._tables["rollout", kind].layout(self.gpus[kind]), self._devices[kind]
+        assert layout is not None
+        slots = max(1, int(running_requests(shape, layout, work, device)))
+        one_request_s, full_step_s = (
+            float(decode_step(shape, layout, n, mean_context(work), device).total)
+            for n in (1, slots)
+        )
+        # A step with n requests takes full_step_s * (fixed + (1 - fixed) * n / slots).
+        fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
         return LengthDistribution(
-            samples=self.samples, sigma=SIGMA, longest=MAX_RELATIVE_LENGTH, replicas=replicas
+            samples=self.samples,
+            sigma=SIGMA,
+            longest=MAX_RELATIVE_LENGTH,
+            gpus_per_worker=int(layout.tp),
+            slots=slots,
+            fixed_share=float(np.clip(fixed, 0, 1)),
         )
 
 

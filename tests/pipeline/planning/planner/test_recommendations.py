@@ -68,16 +68,13 @@ def test_staleness_is_offered_with_its_gain_and_never_taken(plan_request: PlanRe
 
 
 @pytest.mark.parametrize("stale", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_time_with_older_weights_is_what_many_iterations_take(seed: int, stale: int) -> None:
     """Stage by stage; a pool begins with the next iteration when it is through with the last."""
     problem = random_problem(seed, (6, 6), 4, smooth=True)
     problem = replace(
         problem,
-        stages=[
-            replace(s, lead={}, again=0.0, chunk_s=0.0, cycle=None, switch_s={})
-            for s in problem.stages
-        ],
+        stages=[replace(s, lead={}, again=0.0, chunk_s=0.0, switch_s={}) for s in problem.stages],
     )
     placement = replace(random_placement(problem, seed), num_chunks=1)
     predicted = Predictor(problem).predict(placement)
