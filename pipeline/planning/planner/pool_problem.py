@@ -303,7 +303,6 @@ def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
         count,
         runnable=times.can_run(counts),
         max_gpus=num_work_items(times.stage, request.config),
-        memory_bytes=times.peak_memory_bytes or math.nan,
         interpolate=times.can_interpolate,
     )
     if not table.rates.any():

@@ -16,18 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.hardware import GIB, GpuDevice, device_from_node_group
-from pipeline.planning.cost.layout import CandidateLayout
-from pipeline.planning.cost.memory import stage_memory
-from pipeline.planning.cost.model_shape import ModelShape, Recompute, from_hf_config
-from pipeline.planning.cost.times import stage_seconds
-from pipeline.planning.cost.workload import (
+from pipeline.planning.cost.data_sheet import (
+    GIB,
+    CandidateLayout,
     GenerationWorkload,
+    GpuDevice,
     InferenceWorkload,
     StateBytes,
     TrainingWorkload,
     Workload,
+    device_from_node_group,
+    stage_memory,
+    stage_seconds,
 )
+from pipeline.planning.cost.model_shape import ModelShape, Recompute, from_hf_config
 from pipeline.planning.profile.device_kinds import list_kinds, node_group_of_kind
 from pipeline.planning.profile.schema import (
     SCHEMA,

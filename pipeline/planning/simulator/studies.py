@@ -12,17 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.planning.cost.hardware import GpuDevice, device_from_data_sheet
-from pipeline.planning.cost.memory import mean_context, running_requests
-from pipeline.planning.cost.model_shape import ModelShape
-from pipeline.planning.cost.rates import RateTable, data_sheet_rates
-from pipeline.planning.cost.times import decode_step, switch_seconds, sync_seconds
-from pipeline.planning.cost.workload import (
+from pipeline.planning.cost.data_sheet import (
+    CandidateLayout,
     GenerationWorkload,
+    GpuDevice,
     InferenceWorkload,
     TrainingWorkload,
     Workload,
+    decode_step,
+    device_from_data_sheet,
+    mean_context,
+    running_requests,
+    switch_seconds,
+    sync_seconds,
 )
+from pipeline.planning.cost.model_shape import ModelShape
+from pipeline.planning.cost.rates import RateTable, data_sheet_rates
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from pipeline.planning.simulator.scenario import (
     InterruptionModel,
@@ -172,24 +177,23 @@ class PlacementStudy:
         }
 
     def _switch_s(self, stage: str, kind: str) -> float:
-        layout = self._tables[stage, kind].layout(self.gpus[kind])
-        if layout is None:
+        """Return the seconds to load and offload a stage with the layout on all GPUs of a kind."""
+        tp = int(self._tables[stage, kind].tp[-1])
+        if not tp:
             return 0.0
-        work, device = self._work[stage], self._devices[kind]
-        seconds = float(switch_seconds(MODELS[self.model], layout, work, device))
+        layout, work = CandidateLayout(tp, self.gpus[kind] // tp), self._work[stage]
+        seconds = float(switch_seconds(MODELS[self.model], layout, work, self._devices[kind]))
         return seconds + (ENGINE_SETUP_S if stage == "rollout" else 0.0)
 
     def _lengths(self) -> LengthDistribution:
         """Return the unequal lengths, with workers as on the first kind that can generate."""
         shape, work = MODELS[self.model], self._work["rollout"]
         assert isinstance(work, GenerationWorkload)
-        kind = next(k for k in self.gpus if self._tables["rollout", k].layout(self.gpus[k]))
-        layout, device = self._tables["rollout", kind].layout(self.gpus[kind]), self._devices[kind]
-        assert layout is not None
-        slots = max(1, int(running_requests(shape, layout, work, device)))
+        kind = next(k for k in self.gpus if self._tables["rollout", k].tp[-1])
+        tp, device = int(self._tables["rollout", kind].tp[-1]), self._devices[kind]
+        slots = max(1, running_requests(shape, CandidateLayout(tp), work, device))
         one_request_s, full_step_s = (
-            float(decode_step(shape, layout, n, mean_context(work), device).total)
-            for n in (1, slots)
+            float(decode_step(shape, tp, n, mean_context(work), device).total) for n in (1, slots)
         )
         # A step with n requests takes full_step_s * (fixed + (1 - fixed) * n / slots).
         fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
@@ -197,7 +201,7 @@ class PlacementStudy:
             samples=self.samples,
             sigma=SIGMA,
             longest=MAX_RELATIVE_LENGTH,
-            gpus_per_worker=int(layout.tp),
+            gpus_per_worker=tp,
             slots=slots,
             fixed_share=float(np.clip(fixed, 0, 1)),
         )

@@ -31,9 +31,7 @@ def table(rates, spread: float, source="fitted") -> RateTable:
         spread=np.full(count, spread),
         used=np.arange(count),
         source_codes=np.full(count, SOURCES.index(source)),
-        bound_codes=np.zeros(count, dtype=int),
-        memory_bytes=np.zeros(count),
-        layout_indices=np.full((count, 2), -1),
+        tp=np.zeros(count, dtype=int),
     )
 
 
