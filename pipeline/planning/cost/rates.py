@@ -6,7 +6,7 @@ Rates come from measured points if there are any, else from data sheets. Every r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,7 +22,6 @@ from pipeline.planning.cost.data_sheet import (
     stage_seconds,
 )
 from pipeline.planning.cost.model_shape import RECOMPUTE, ModelShape
-from pipeline.planning.cost.regression import MIN_POINTS, TimingPoint, fit_times
 
 Array = np.ndarray
 Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
@@ -30,7 +29,7 @@ SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet
 """Sources of a rate; ``cannot``: the stage cannot run, so the rate is 0."""
 DATA_SHEET_SPREAD = 0.25
 """Relative standard deviation of a time from data sheets. The interval that follows from this
-contains 90 % of the published runs (docs/explanation/cost-model.md)."""
+contains 90 % of the published runs (docs/howto/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ it reduces the work of the slowest replica, because further sharding of states s
 def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:
     """Return rates from data sheets: the fastest layout that fits, for each number of GPUs; 0 if
     none fits. ``tp`` divides the heads and a node's GPUs; other parallelism is not considered."""
-    best_s, table = np.full(gpus + 1, np.inf), _empty_table(gpus, "data sheet")
+    best_s, table = np.full(gpus + 1, np.inf), empty_table(gpus, "data sheet")
     replicas = np.arange(1, work.samples + 1)
     share = -(-work.samples // replicas)
     reduces_work = share < np.append(work.samples + 1, share[:-1])
@@ -93,56 +92,11 @@ def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus:
     with np.errstate(divide="ignore"):
         rates = 1.0 / best_s
     spread = np.full(gpus + 1, DATA_SHEET_SPREAD)
-    return _clear_unrunnable(replace(table, rates=rates, spread=spread))
+    return clear_unrunnable(replace(table, rates=rates, spread=spread))
 
 
-def measured_rates(
-    points: Sequence[TimingPoint],
-    size: float,
-    gpus: int,
-    *,
-    runnable: Array | None = None,
-    max_gpus: int | None = None,
-    interpolate: bool = True,
-) -> RateTable:
-    """Return rates from a fit to measured points; extrapolated rates are flagged and have a wider
-    spread.
-
-    If there are too few points for a fit, only the points with this ``size`` are used, unchanged.
-    Each process of a point counts as a GPU.
-
-    Args:
-        size: work of one iteration, in the unit of the points.
-        runnable: bool ``[gpus + 1]``, False if the stage is known not to run; None: unknown.
-        max_gpus: maximum number of GPUs that have work; further GPUs are idle. None: no limit.
-        interpolate: False: never fit; use only the points with this ``size``.
-
-    Raises:
-        PlanError: a point is invalid (:func:`pipeline.planning.cost.regression.fit_times`).
-    """
-    counts = np.arange(gpus + 1)
-    is_runnable = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
-    table = _empty_table(gpus, "measured")
-    if not interpolate or len({(point.processes, point.size) for point in points}) < MIN_POINTS:
-        for point in points:
-            if point.size == size and point.processes <= gpus and is_runnable[point.processes]:
-                table.rates[point.processes] = 1 / point.seconds
-                table.spread[point.processes] = point.spread_s / point.seconds
-        return _clear_unrunnable(table, max_gpus)
-    prediction = fit_times(points).predict(np.maximum(counts, 1), size)
-    codes = np.full(gpus + 1, SOURCES.index("fitted"))
-    codes[prediction.extrapolated] = SOURCES.index("extrapolated")
-    codes[prediction.measured] = SOURCES.index("measured")
-    table = replace(
-        table,
-        rates=np.where(is_runnable, 1.0 / prediction.seconds, 0.0),
-        spread=prediction.spread_s / prediction.seconds,
-        source_codes=codes,
-    )
-    return _clear_unrunnable(table, max_gpus)
-
-
-def _empty_table(gpus: int, source: Source) -> RateTable:
+def empty_table(gpus: int, source: Source) -> RateTable:
+    """Return a table without rates."""
     count = gpus + 1
     return RateTable(
         rates=np.zeros(count),
@@ -153,7 +107,7 @@ def _empty_table(gpus: int, source: Source) -> RateTable:
     )
 
 
-def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
+def clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
     """Clear entries with rate 0. Entries beyond ``max_gpus`` repeat the entry of ``max_gpus``."""
     count = len(table.rates)
     rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)

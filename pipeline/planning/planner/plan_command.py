@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import yaml
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -42,8 +41,8 @@ from pipeline.pools.measured_times import (
     compare_with_forecast,
     measure_times,
 )
-from pipeline.report.chart_style import GRID_COLOUR, finish_chart, inline_svg
-from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
+from pipeline.report.chart_style import finish_chart, inline_svg
+from pipeline.report.theme import render_template, stage_colours
 from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf.artifacts import write_user_file
@@ -111,9 +110,6 @@ PART_OPACITIES = (0.3, 0.42, 0.54, 0.66, 1.0)
 def render_page(proposal: PlanProposal, title: str) -> str:
     """Render the plan's page as HTML."""
     forecast = proposal.forecast
-    sections = [("gantt", "Predicted iteration", gantt_chart(proposal))]
-    if proposal.what_ifs:
-        sections.append(("what-if", "What if", what_if_chart(proposal)))
     return render_template(
         "plan.html.jinja",
         name=f"{title}: plan",
@@ -124,9 +120,11 @@ def render_page(proposal: PlanProposal, title: str) -> str:
             ("mode", proposal.mode),
             ("objective", proposal.objective),
         ],
-        sections=[
-            {"name": name, "title": heading, "svg": inline_svg(figure, name)}
-            for name, heading, figure in sections
+        gantt=inline_svg(gantt_chart(proposal), "gantt"),
+        what_ifs=[
+            (what_if.case, what_if.seconds, what_if.seconds / forecast.iteration_s - 1)
+            for what_if in proposal.what_ifs
+            if math.isfinite(what_if.seconds)
         ],
         rows=proposal.rows,
         alternatives=[
@@ -193,32 +191,6 @@ def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     return lanes
 
 
-def what_if_chart(proposal: PlanProposal) -> Figure:
-    """Draw the iteration times of the best plans for different clusters."""
-    cases = [what_if for what_if in proposal.what_ifs if math.isfinite(what_if.seconds)]
-    names = ["as it is", *(what_if.case for what_if in cases)]
-    values = np.array([proposal.forecast.iteration_s, *(what_if.seconds for what_if in cases)])
-    figure, axis = plt.subplots(figsize=(10, 0.34 * len(names) + 0.9))
-    colours = ["#24292f" if i == 0 else STAGE_COLOURS["rollout"] for i in range(len(names))]
-    axis.barh(range(len(names)), values, 0.62, color=colours)
-    for i, value in enumerate(values):
-        change = "" if i == 0 else f"  {value / values[0] - 1:+.0%}"
-        axis.annotate(
-            f"{value:.3g} s{change}",
-            (value, i),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-    axis.axvline(values[0], color=GRID_COLOUR, zorder=0)
-    axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="seconds of an iteration", xlim=(0, 1.15 * values.max()))
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.grid(axis="y", visible=False)
-    return finish_chart(figure)
-
-
 UNMEASURED_NOTE = (
     "nothing was measured: times are from data sheets and may be wrong by a factor of two; measure "
     "with rlinf profile, or run this plan and then rlinf replan"
@@ -249,7 +221,7 @@ def build_request(
     profile, validator = None, None
     if sources.profile:
         profile = load_profile(Path(sources.profile))
-        profile.check_identity(ProfileIdentity.of(config), (), sources.profile)
+        profile.check_identity(ProfileIdentity.of(config), sources.profile)
         profile.check_stages(flow_of(config).all_stages, sources.profile)
     if cluster.launcher == "slurm" or inventory_file is not None:
         site_config = load_site(site_file) if site_file else SiteConfig()
@@ -335,21 +307,26 @@ def describe_optimality(proposal: PlanProposal) -> str:
     return "the best plan of a grid of placements"
 
 
+def create_table(title: str, *columns: str) -> Table:
+    """Return a table; the text of columns whose heading begins with ``>`` is aligned right."""
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for column in columns:
+        is_number = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number or column in ("stage", "cluster", "bound by", "chosen"),
+        )
+    return table
+
+
 def plan_table(proposal: PlanProposal) -> Table:
     """Return the table of stages; the size is nodes x devices per node."""
-    table = Table(
-        title=f"plan: {proposal.mode}, for the least {proposal.objective}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("stage", no_wrap=True)
-    table.add_column("where")
-    table.add_column("size")
-    for heading in ("start", "duration", "10 - 90 %"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    title = f"plan: {proposal.mode}, for the least {proposal.objective}"
+    headings = ("stage", "where", "size", ">start", ">duration", ">10 - 90 %", "bound by")
+    table = create_table(title, *headings)
     for row in proposal.rows:
         share = row.breakdown_s[row.bound_by] / row.seconds if row.seconds else 0.0
         table.add_row(
@@ -366,17 +343,7 @@ def plan_table(proposal: PlanProposal) -> Table:
 
 def alternatives_table(proposal: PlanProposal) -> Table:
     """Return the table of the best other plans, with the reason why each is worse."""
-    table = Table(
-        title="alternatives",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("difference")
-    table.add_column("iteration", justify="right", no_wrap=True)
-    table.add_column("cost", justify="right", no_wrap=True)
-    table.add_column("reason")
+    table = create_table("alternatives", "difference", ">iteration", ">cost", "reason")
     for other in proposal.alternatives:
         added = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
         seconds = format_seconds(other.seconds)
@@ -386,13 +353,7 @@ def alternatives_table(proposal: PlanProposal) -> Table:
 
 def recommendations_table(proposal: PlanProposal) -> Table:
     """Return the table of recommended and rejected features, and the time that they save."""
-    table = Table(
-        title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column("option")
-    table.add_column("chosen", no_wrap=True)
-    table.add_column("time saved", justify="right", no_wrap=True)
-    table.add_column("reason")
+    table = create_table("choices", "option", "chosen", ">time saved", "reason")
     for choice in proposal.forecast.recommendations:
         saved = "" if choice.saved_s is None else format_seconds(choice.saved_s)
         table.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)
@@ -401,12 +362,7 @@ def recommendations_table(proposal: PlanProposal) -> Table:
 
 def what_if_table(proposal: PlanProposal) -> Table:
     """Return the table of the best plans for different clusters."""
-    table = Table(
-        title="what if", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column("cluster", no_wrap=True)
-    table.add_column("iteration", justify="right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
+    table = create_table("what if", "cluster", ">iteration", ">change")
     planned_s = proposal.forecast.iteration_s
     for what_if in proposal.what_ifs:
         possible = math.isfinite(what_if.seconds)
@@ -593,16 +549,8 @@ def job_corrections(
 
 def comparison_table(comparisons: Sequence[ForecastComparison]) -> Table:
     """Return the table that compares forecast and measurements."""
-    table = Table(
-        title="predicted against actual",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("stage", no_wrap=True)
-    for heading in ("predicted", "actual (median)", "off by", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("stage", ">predicted", ">actual (median)", ">off by", ">n")
+    table = create_table("predicted against actual", *headings)
     for comparison in comparisons:
         table.add_row(
             comparison.name,

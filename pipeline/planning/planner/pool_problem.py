@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.rates import RateTable, RateTables, measured_rates
+from pipeline.planning.cost.rates import RateTable, RateTables
 from pipeline.planning.planner.available_devices import (
     PartitionDevices,
     job_count_limits,
@@ -279,7 +279,7 @@ def _chunk_parameters(
     max_processes = min(config.rollout.batch_size, sum(t.devices.count for t in stage_times))
     counts = [1 << i for i in range(max_processes.bit_length())]
     shares = first_chunk_shares(
-        profile.lengths.samples, profile.samples, engine_max_batch(config), counts, chunks, fixed
+        profile.lengths, profile.samples, engine_max_batch(config), counts, chunks, fixed
     )
     return {"again": fixed, "lead": shares}
 
@@ -297,14 +297,7 @@ def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
     """Return the rates of a stage on 0 to all devices of a kind, without the time to load."""
     count = times.devices.count
     counts = np.arange(count + 1)
-    table = measured_rates(
-        times.measured,
-        request.profile.samples,
-        count,
-        runnable=times.can_run(counts),
-        max_gpus=num_work_items(times.stage, request.config),
-        interpolate=times.can_interpolate,
-    )
+    table = times.rate_table(count, num_work_items(times.stage, request.config))
     if not table.rates.any():
         raise PlanError(times.refusal_for(count) or "no available number of devices was measured")
     correction = request.corrections.get((times.stage, times.devices.name), Correction())
@@ -361,7 +354,7 @@ def transfer_seconds(
     file_s = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
     seconds = {"file": file_s}
     for link in measured_links(profile, a, b):
-        duration_s = _link_seconds(link, profile.weights_bytes)
+        duration_s = link.transfer_s(profile.weights_bytes)
         seconds[link.backend] = min(duration_s, seconds.get(link.backend, duration_s))
     return seconds
 
@@ -371,12 +364,4 @@ def measured_links(
 ) -> list[MeasuredLink]:
     """Return the measured links between nodes of two kinds."""
     kinds = {a.kind.name, b.kind.name}
-    return [
-        link
-        for link in (*profile.links, *a.profile.links)
-        if link.path in ("inter_node", "inter_partition") and set(link.between) == kinds
-    ]
-
-
-def _link_seconds(link: MeasuredLink, size: int) -> float:
-    return link.latency_s.value + size / link.bandwidth_bytes_per_s.value
+    return [link for link in (*profile.links, *a.profile.links) if set(link.between) == kinds]

@@ -9,7 +9,6 @@ in proportion to its speed.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,7 +138,6 @@ class PlacementProblem:
             raise PlanError(f"mixing: {self.mixing} is not above 0 and at most 1")
         names = [kind.name for kind in self.kinds]
         stages = [stage.name for stage in self.stages]
-        self._check_numbers()
         for key, referenced, known, noun in (
             *((f"stage {s.name!r}: switch_s", s.switch_s, names, "kind") for s in self.stages),
             *((f"stage {s.name!r}: after", s.after, stages, "stage") for s in self.stages),
@@ -181,30 +179,6 @@ class PlacementProblem:
                     raise PlanError(f"{key}: a measured speed is negative or not a number")
                 if len(rates) != self.kinds[names.index(kind)].gpus + 1 or rates[0]:
                     raise PlanError(f"{key}: speeds must be given for 0 (none) to all GPUs")
-
-    def _check_numbers(self) -> None:
-        """Check that every number is finite and not too small.
-
-        Raises:
-            PlanError: a number is too small or not finite; the message names it.
-        """
-        numbers: dict[str, float] = {f"micro_batches[{i}]": n for i, n in enumerate(self.chunks)}
-        minimums = dict.fromkeys(numbers, 1)
-        for kind in self.kinds:
-            fields = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
-            fields |= {f"waits_s.{nodes}": wait for nodes, wait in kind.waits_s}
-            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in fields.items()}
-        for stage in self.stages:
-            numbers[f"stages.{stage.name}.chunk_s"] = stage.chunk_s
-            numbers[f"stages.{stage.name}.again"] = stage.again
-            for kind_name, seconds in stage.switch_s.items():
-                numbers[f"stages.{stage.name}.switch_s.{kind_name}"] = seconds
-        numbers |= {f"sync_s.{a}.{b}": s for (a, b), s in self.sync_s.items()}
-        for key, value in numbers.items():
-            if not (math.isfinite(value) and value >= minimums.get(key, 0)):
-                raise PlanError(
-                    f"{key}: {value} is not a finite number of at least {minimums.get(key, 0)}"
-                )
 
     def may_mix(self, pool: Sequence[int]) -> bool:
         """Return True if a pool with these stages may have several kinds and any number of GPUs."""
@@ -271,15 +245,18 @@ class Placement:
         return next(n for n, pool in zip(self.gpus, self.pools, strict=True) if stage in pool)
 
 
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class KindSection(Section):
     """A :class:`GpuKind` in a problem file."""
 
     gpus: PositiveInt
-    price: float = Field(default=1.0, ge=0)
-    wait_s: float = Field(default=0.0, ge=0)
-    interruptions_per_hour: float = Field(default=0.0, ge=0)
+    price: NotNegative = 1.0
+    wait_s: NotNegative = 0.0
+    interruptions_per_hour: NotNegative = 0.0
     per_node: int = Field(default=0, ge=0)
-    waits_s: dict[PositiveInt, Annotated[float, Field(ge=0)]] = {}
+    waits_s: dict[PositiveInt, NotNegative] = {}
     """Waits by number of nodes; ``wait_s`` by default."""
     job_gpus: int = Field(default=0, ge=0)
 
@@ -298,10 +275,10 @@ class StageSection(Section):
     after: tuple[str, ...] = ()
     streams: bool = True
     divisible: bool = True
-    chunk_s: float = Field(default=0.0, ge=0)
+    chunk_s: NotNegative = 0.0
     lead: dict[PositiveInt, dict[PositiveInt, float]] = {}
-    again: float = Field(default=0.0, ge=0)
-    switch_s: dict[str, float] = {}
+    again: NotNegative = 0.0
+    switch_s: dict[str, NotNegative] = {}
 
 
 class SharedGpusSection(Section):
@@ -329,7 +306,7 @@ class ProblemFile(Section):
     micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
     """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
-    sync_s: dict[str, dict[str, float]] = {}
+    sync_s: dict[str, dict[str, NotNegative]] = {}
     """Seconds by kind of the source, then of the target."""
     mixing: float = 1.0
     allowed: dict[str, frozenset[str]] = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.plan import StagePlan
+from pipeline.planning.cost.rates import SOURCES, RateTable, clear_unrunnable, empty_table
 from pipeline.planning.cost.regression import MIN_POINTS, TimeModel, TimingPoint, fit_times
 from pipeline.planning.planner.available_devices import (
     PartitionDevices,
@@ -142,6 +143,20 @@ class StageTimes:
         seconds = np.array([share * p.seconds if p else np.inf for p in points])
         spread = np.array([p.spread_s if p else 0.0 for p in points])
         return seconds, spread, np.full(len(counts), share != 1)
+
+    def rate_table(self, count: int, max_gpus: int) -> RateTable:
+        """Return the rates on 0 to ``count`` devices; more than ``max_gpus`` are idle."""
+        counts = np.arange(count + 1)
+        seconds, spread_s, extrapolated = self.times(np.maximum(counts, 1))
+        is_measured = np.isin(counts, list(self._whole_batch))
+        codes = np.where(extrapolated, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
+        table = replace(
+            empty_table(count, "measured"),
+            rates=np.where((counts > 0) & self.can_run(counts), 1 / seconds, 0.0),
+            spread=np.where(np.isfinite(seconds), spread_s / seconds, 0.0),
+            source_codes=np.where(is_measured, SOURCES.index("measured"), codes),
+        )
+        return clear_unrunnable(table, max_gpus)
 
     def time_line(self, count: int) -> tuple[float, float]:
         """Return the seconds of work on ``count`` processes as a linear function of the share of

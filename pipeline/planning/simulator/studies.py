@@ -19,10 +19,7 @@ from pipeline.planning.cost.data_sheet import (
     InferenceWorkload,
     TrainingWorkload,
     Workload,
-    decode_step,
     device_from_data_sheet,
-    mean_context,
-    running_requests,
     switch_seconds,
     sync_seconds,
 )
@@ -53,6 +50,8 @@ the mean length (all assumed)."""
 MIXING = 0.95
 """Speed of several kinds together on one stage, relative to the sum of their speeds (assumed)."""
 GPUS_PER_NODE = 8
+WORKER_GPUS = 4
+"""GPUs of a generator in the scenarios with unequal lengths (assumed)."""
 CHUNK_S = 0.1
 """Seconds to pass a chunk from one pool to another, besides the work (assumed)."""
 ENGINE_SETUP_S = 3.0
@@ -126,10 +125,6 @@ class PlacementStudy:
             mixes=frozenset({"rollout"}),
         )
 
-    def only(self, kind: str) -> PlacementStudy:
-        """Return the study with GPUs of only one kind."""
-        return PlacementStudy(self.model, {kind: self.gpus[kind]}, self.samples)
-
     def scenario(self, name: str) -> Scenario:
         """Return a scenario; see :data:`SCENARIOS`.
 
@@ -138,9 +133,15 @@ class PlacementStudy:
         """
         disturbances = SCENARIOS[name]
         rates = {kind.name: kind.interruptions_per_hour for kind in self.problem.kinds}
+        lengths = LengthDistribution(
+            samples=self.samples,
+            sigma=SIGMA,
+            longest=MAX_RELATIVE_LENGTH,
+            gpus_per_worker=WORKER_GPUS,
+        )
         return Scenario(
             startup_s=STARTUP_S if "preemption" in disturbances else 0.0,
-            lengths=self._lengths() if "tails" in disturbances else None,
+            lengths=lengths if "tails" in disturbances else None,
             stragglers=STRAGGLERS if "stragglers" in disturbances else None,
             queue=QueueWaitModel() if "preemption" in disturbances else None,
             losses=InterruptionModel(per_hour=rates) if "preemption" in disturbances else None,
@@ -184,27 +185,6 @@ class PlacementStudy:
         layout, work = CandidateLayout(tp, self.gpus[kind] // tp), self._work[stage]
         seconds = float(switch_seconds(MODELS[self.model], layout, work, self._devices[kind]))
         return seconds + (ENGINE_SETUP_S if stage == "rollout" else 0.0)
-
-    def _lengths(self) -> LengthDistribution:
-        """Return the unequal lengths, with workers as on the first kind that can generate."""
-        shape, work = MODELS[self.model], self._work["rollout"]
-        assert isinstance(work, GenerationWorkload)
-        kind = next(k for k in self.gpus if self._tables["rollout", k].tp[-1])
-        tp, device = int(self._tables["rollout", kind].tp[-1]), self._devices[kind]
-        slots = max(1, running_requests(shape, CandidateLayout(tp), work, device))
-        one_request_s, full_step_s = (
-            float(decode_step(shape, tp, n, mean_context(work), device).total) for n in (1, slots)
-        )
-        # A step with n requests takes full_step_s * (fixed + (1 - fixed) * n / slots).
-        fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
-        return LengthDistribution(
-            samples=self.samples,
-            sigma=SIGMA,
-            longest=MAX_RELATIVE_LENGTH,
-            gpus_per_worker=tp,
-            slots=slots,
-            fixed_share=float(np.clip(fixed, 0, 1)),
-        )
 
 
 SCENARIOS: Mapping[str, frozenset[str]] = {

@@ -19,9 +19,7 @@ from pipeline.planning.cost.data_sheet import (
 from pipeline.planning.cost.rates import (
     DATA_SHEET_SPREAD,
     data_sheet_rates,
-    measured_rates,
 )
-from pipeline.planning.cost.regression import TimingPoint
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from tests.pipeline.planning.cost.shapes import (
     A100,
@@ -66,55 +64,6 @@ def test_the_table_is_what_trying_each_layout_finds(work, shape):
     assert np.all((table.tp > 0) == (table.rates > 0))
     assert np.all(table.spread[table.rates > 0] == DATA_SHEET_SPREAD)
     assert table.source(0) == "cannot"
-
-
-def points(counts, seconds_at) -> list[TimingPoint]:
-    return [TimingPoint(n, 1000.0, seconds_at(n), 0.01 * seconds_at(n), 5) for n in counts]
-
-
-def amdahl(n: int) -> float:
-    return 5.0 + 100.0 / n
-
-
-def test_measured_numbers_are_told_from_fitted_and_extrapolated_ones():
-    table = measured_rates(points((1, 2, 4, 8), amdahl), 1000.0, 32)
-    assert [table.source(n) for n in (0, 1, 3, 8, 9)] == [
-        "cannot",
-        "measured",
-        "fitted",
-        "measured",
-        "extrapolated",
-    ]
-    assert table.rates[6] == pytest.approx(1 / amdahl(6), rel=0.02)
-    assert table.spread[32] > table.spread[16] > table.spread[8]
-
-
-def test_memory_that_does_not_suffice_is_respected():
-    able = np.arange(17)
-    table = measured_rates(
-        points((2, 4, 8), amdahl),
-        1000.0,
-        16,
-        runnable=(able >= 4) & (able <= 10),
-    )
-    assert np.all(table.rates[:4] == 0)
-    assert table.source(10) == "extrapolated"
-    assert np.all(table.rates[11:] == 0)
-
-
-def test_gpus_that_there_is_no_work_for_stand_idle():
-    table = measured_rates(points((1, 2, 4, 8), amdahl), 1000.0, 32, max_gpus=16)
-    assert np.all(table.rates[16:] == table.rates[16])
-    assert list(table.used[15:18]) == [15, 16, 16]
-
-
-def test_points_too_few_for_a_fit_stand_for_themselves():
-    table = measured_rates(points((2, 4), amdahl), 1000.0, 8)
-    assert list(np.flatnonzero(table.rates)) == [2, 4]
-    assert 1 / table.rates[[2, 4]] == pytest.approx([amdahl(2), amdahl(4)])
-    assert (table.source(4), table.source(8)) == ("measured", "cannot")
-    assert table.spread[2] == pytest.approx(0.01)
-    assert not measured_rates(points((2, 4), amdahl), 999.0, 8).rates.any()
 
 
 def test_the_planner_takes_the_tables_as_they_are():
