@@ -16,7 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def write_points(points: list[PredictionPoint], path: Path) -> None:
 def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     """Yield the plans to run: the best plan of jobs, others drawn at random, and pools."""
     flow, rng = flow_of(request.config), random.Random(seed)
-    yield "jobs, the best", propose_plan(request).plan
+    yield "jobs, the best", propose_plan(replace(request, execution="jobs")).plan
     options_by_stage = {
         s: [o for o in options if o.num_processes <= CORES]
         for s, options in request.stage_options().items()

@@ -355,11 +355,12 @@ def plan(
         typer.Option(help="Assume a number of devices: KIND=NUMBER; may be repeated"),
     ] = None,
     execution: Annotated[
-        ExecutionMode,
+        ExecutionMode | None,
         typer.Option(
-            help="jobs: one Slurm job per stage; pools: resident workers for many iterations"
+            help="pools: resident workers for many iterations; jobs: one Slurm job per stage; "
+            "default: pools, or jobs if they are predicted to be faster"
         ),
-    ] = ExecutionMode.jobs,
+    ] = None,
     check: Annotated[
         Path | None, typer.Option(help="Evaluate this plan instead of searching for one")
     ] = None,
@@ -375,7 +376,15 @@ def plan(
     profile_file = profile or (default_profile if default_profile.exists() else None)
     sources = planning_sources(profile_file, source, site, partition, pin)
     config = load_configuration(run_or_experiment)
-    run_plan(config, sources, out, objective, what_if or (), check, execution.value)
+    run_plan(
+        config,
+        sources,
+        out,
+        objective,
+        what_if or (),
+        check,
+        execution.value if execution else None,
+    )
 
 
 @app.command()
@@ -486,15 +495,11 @@ def simulate(
     iterations: Annotated[int, typer.Option(help="Iterations to simulate", min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Random seed", min=0)] = 0,
     png: Annotated[Path | None, typer.Option(help="Write a Gantt chart to this file")] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write the page, with chart and table, to this file"),
-    ] = None,
 ) -> None:
     """Simulate a placement with stragglers, queues and losses."""
     from pipeline.planning.simulator.simulate_command import run_simulate
 
-    run_simulate(problem, plan, scenario, iterations, seed, png, page)
+    run_simulate(problem, plan, scenario, iterations, seed, png)
 
 
 def main(argv: list[str] | None = None) -> Any:

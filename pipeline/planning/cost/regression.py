@@ -62,16 +62,13 @@ class TimePrediction:
 
     seconds: Array
     spread_s: Array
-    """Standard deviation of the normal distribution with the interval ``low_s`` to ``high_s``. With
-    few points it exceeds the standard deviation of the regression, because of Student's t."""
-    low_s: Array
-    high_s: Array
-    """Interval that contains the share :data:`LEVEL` of measurements."""
+    """Standard deviation of a normal distribution of which the share :data:`LEVEL` of measurements
+    is in the central interval. With few points it exceeds the standard deviation of the regression,
+    because of Student's t."""
     measured: Array
     """True if this number of processes and size was measured; the value is then the measurement."""
     extrapolated: Array
     """True outside the measured range."""
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -127,16 +124,7 @@ class TimeModel:
         # With few points the spread itself is uncertain.
         t_ratio = float(student.ppf((1 + LEVEL) / 2, max(self.degrees_of_freedom, 1))) / Z
         spread = t_ratio * spread
-        is_extrapolated = (doublings > 0) & ~measured
-        return TimePrediction(
-            value,
-            spread,
-            np.maximum(value - Z * spread, 0.0),
-            value + Z * spread,
-            measured,
-            is_extrapolated,
-            self._warnings(count, amount, is_extrapolated),
-        )
+        return TimePrediction(value, spread, measured, (doublings > 0) & ~measured)
 
     def _points_by_setting(self) -> dict[tuple[int, float], list[TimingPoint]]:
         settings: dict[tuple[int, float], list[TimingPoint]] = {}
@@ -145,24 +133,16 @@ class TimeModel:
         return settings
 
     def _extrapolation_doublings(self, processes: Array, size: Array) -> Array:
-        """Return the distance to the convex hull of the points, in doublings; 0 inside."""
-        measured = np.unique(
-            [(math.log2(p.processes), math.log2(p.size)) for p in self.points], axis=0
-        )
-        queried = np.stack([np.log2(processes), np.log2(size)], axis=-1)
-        return _distance_to_polygon(queried, _convex_hull(measured))
-
-    def _warnings(self, processes: Array, size: Array, is_extrapolated: Array) -> tuple[str, ...]:
-        if not is_extrapolated.any():
-            return ()
-        counts, sizes = processes[is_extrapolated], size[is_extrapolated]
-        min_count, max_count = _min_max(point.processes for point in self.points)
-        min_size, max_size = _min_max(point.size for point in self.points)
-        return (
-            f"{_format_range(counts)} processes on size {_format_range(sizes)} are outside the "
-            f"measured range ({min_count:g} to {max_count:g} processes, size {min_size:g} to "
-            f"{max_size:g}): extrapolated, with a wider interval; profile there to be sure",
-        )
+        """Return the distance to the measured ranges of processes and size, in doublings."""
+        beyond = []
+        for queried, values in (
+            (processes, [point.processes for point in self.points]),
+            (size, [point.size for point in self.points]),
+        ):
+            low, high = np.log2(min(values)), np.log2(max(values))
+            beyond.append(np.maximum(low - np.log2(queried), np.log2(queried) - high).clip(0))
+        distance = np.hypot(*beyond)
+        return np.where(distance < 1e-9, 0.0, distance)
 
 
 def fit_times(points: Sequence[TimingPoint]) -> TimeModel:
@@ -246,47 +226,3 @@ def _leave_one_out(design: Array, times: Array, weights: Array, terms: Sequence[
         coefficients = _solve(design[others], times[others], weights[others], terms)
         errors.append(float(design[i] @ coefficients) / times[i] - 1)
     return math.sqrt(float(np.mean(np.square(errors))))
-
-
-def _convex_hull(points: Array) -> Array:
-    """Return the corners of the convex hull of points ``[n, 2]``, in order (Andrew's algorithm)."""
-    if len(points) < 3:
-        return points
-    ordered = points[np.lexsort((points[:, 1], points[:, 0]))]
-    chains: list[list[Array]] = []
-    for sequence in (ordered, ordered[::-1]):
-        chain: list[Array] = []
-        for point in sequence:
-            while len(chain) > 1 and _cross(chain[-2], chain[-1], point) <= 1e-12:
-                chain.pop()
-            chain.append(point)
-        chains.append(chain[:-1])
-    return np.array(chains[0] + chains[1])
-
-
-def _cross(a: Array, b: Array, c: Array) -> float:
-    return float((b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]))
-
-
-def _distance_to_polygon(points: Array, hull: Array) -> Array:
-    """Return the distance of points ``[..., 2]`` from a convex polygon, line or point; 0 inside."""
-    starts, ends = hull, np.roll(hull, -1, axis=0)
-    edges = ends - starts
-    offset = points[..., None, :] - starts
-    length = np.maximum((edges**2).sum(-1), 1e-300)
-    along = np.clip((offset * edges).sum(-1) / length, 0, 1)
-    nearest = np.linalg.norm(offset - along[..., None] * edges, axis=-1).min(-1)
-    if len(hull) > 2:
-        cross = edges[:, 0] * offset[..., 1] - edges[:, 1] * offset[..., 0]
-        nearest = np.where(np.all(cross >= 0, axis=-1), 0.0, nearest)
-    return np.where(nearest < 1e-9, 0.0, nearest)
-
-
-def _min_max(values: Any) -> tuple[float, float]:
-    items = list(values)
-    return min(items), max(items)
-
-
-def _format_range(values: Array) -> str:
-    low, high = float(values.min()), float(values.max())
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

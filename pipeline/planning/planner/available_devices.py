@@ -256,11 +256,7 @@ class PartitionDevices:
     @property
     def waits_s(self) -> dict[int, float]:
         """The expected queue waits in the profile, by number of nodes."""
-        waits: dict[int, float] = {}
-        for wait in self.profile.waits:
-            past_s = wait.history.q50_s if wait.history else 0.0
-            waits.setdefault(wait.nodes, past_s if wait.test_only_s is None else wait.test_only_s)
-        return waits
+        return {wait.nodes: wait.expected_s for wait in self.profile.waits}
 
 
 def select_devices(

@@ -23,8 +23,6 @@ from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.planner.stage_options import (
     StageOption,
     StageTimes,
-    can_share_job,
-    mixed_kind_option,
     num_work_items,
     q10_q90_interval,
     request_for_option,
@@ -50,37 +48,29 @@ def evaluate_stage_plan(
         PlanError: the option is impossible; the message names the key and the limit.
     """
     request, key = plan.stage_plan(stage), f"{plan_name}: stages.{stage}"
-    selected = _select_devices(request, devices, key)
-    nodes = _nodes_by_kind(request, selected, key)
-    for entry, node_count in zip(selected, nodes, strict=True):
-        if node_count > entry.kind.nodes:
-            raise PlanError(
-                f"{key}.nodes: {node_count} requested of {entry.name}, which has {entry.kind.nodes}"
-            )
-        if entry.max_nodes_per_job is not None and sum(nodes) > entry.max_nodes_per_job:
-            raise PlanError(
-                f"{key}.nodes: {sum(nodes)} requested of {entry.name}, where a job has at most "
-                f"{entry.max_nodes_per_job} (MaxNodes of the partition)"
-            )
-        if request.processes > entry.per_node:
-            raise PlanError(
-                f"{key}.processes: {request.processes} a node, nodes of {entry.name} have "
-                f"{entry.per_node} devices"
-            )
-    count = sum(nodes) * request.processes
-    stage_times, spec = [], flow_of(config).all_stages[stage]
-    for entry in selected:
-        job_entry = replace(entry, allowance=entry.allowance.for_job(request, count))
-        stage_times.append(StageTimes(job_entry, stage, spec, profile))
-    for times in stage_times:
-        _check_memory(times, request, key)
-    limit = num_work_items(stage, config)
-    if count > limit:
-        raise PlanError(f"{key}.processes: {count} in all, but there is work for only {limit}")
-    if len(stage_times) == 1:
-        option = single_kind_option(stage_times[0], nodes[0], request.processes)
-    else:
-        option = mixed_kind_option((stage_times[0], stage_times[1]), nodes, request.processes)
+    entry = _select_devices(request, devices, key)
+    count = request.nodes * request.processes
+    spec, num_items = flow_of(config).all_stages[stage], num_work_items(stage, config)
+    if request.nodes > entry.kind.nodes:
+        raise PlanError(
+            f"{key}.nodes: {request.nodes} requested of {entry.name}, which has {entry.kind.nodes}"
+        )
+    if entry.max_nodes_per_job is not None and request.nodes > entry.max_nodes_per_job:
+        raise PlanError(
+            f"{key}.nodes: {request.nodes} requested of {entry.name}, where a job has at most "
+            f"{entry.max_nodes_per_job} (MaxNodes of the partition)"
+        )
+    if request.processes > entry.per_node:
+        raise PlanError(
+            f"{key}.processes: {request.processes} a node, nodes of {entry.name} have "
+            f"{entry.per_node} devices"
+        )
+    job_entry = replace(entry, allowance=entry.allowance.for_job(request, count))
+    times = StageTimes(job_entry, stage, spec, profile)
+    _check_memory(times, request, key)
+    if count > num_items:
+        raise PlanError(f"{key}.processes: {count} in all, but there is work for only {num_items}")
+    option = single_kind_option(times, request.nodes, request.processes)
     if not math.isfinite(option.seconds):
         raise PlanError(
             f"{key}.processes: {count} processes on {option.place} were not measured; "
@@ -92,7 +82,7 @@ def evaluate_stage_plan(
 
 def _select_devices(
     request: StagePlan, devices: Mapping[str, PartitionDevices], key: str
-) -> tuple[PartitionDevices, ...]:
+) -> PartitionDevices:
     partition = request.partition or ""
     in_partition = [entry for entry in devices.values() if entry.kind.partition == partition]
     if request.partition is None and not in_partition:
@@ -104,42 +94,17 @@ def _select_devices(
             f"{did_you_mean(partition, partitions)}; there are {', '.join(partitions)}"
         )
     if isinstance(request.speed_weights, dict):
-        weights = set(request.speed_weights)
-        weighted = [e for e in in_partition if {e.feature, e.kind.gpu_type} & weights]
-        if len(weighted) == 2 and can_share_job(*weighted):
-            return tuple(weighted)
         raise PlanError(
-            f"{key}.speed_weights: {', '.join(request.speed_weights)} are not two kinds of nodes "
-            f"of {partition}"
+            f"{key}.speed_weights: the plan can be run, but the time of a job on several kinds of "
+            "nodes is not predicted"
         )
     matching = [entry for entry in in_partition if request.gpu_type in (None, entry.kind.gpu_type)]
+    kinds = ", ".join(entry.kind.gpu_type or "none" for entry in matching or in_partition)
     if not matching:
-        kinds = ", ".join(entry.kind.gpu_type or "none" for entry in in_partition)
         raise PlanError(f"{key}.gpu_type: {partition} has no {request.gpu_type!r} (it has {kinds})")
     if len(matching) > 1:
-        kinds = ", ".join(entry.kind.gpu_type for entry in matching)
-        raise PlanError(
-            f"{key}.gpu_type: {partition} has {kinds}, which differ in speed; name "
-            "one, or give speed_weights and a constraint"
-        )
-    return (matching[0],)
-
-
-def _nodes_by_kind(
-    request: StagePlan, selected: tuple[PartitionDevices, ...], key: str
-) -> tuple[int, ...]:
-    if len(selected) == 1:
-        return (request.nodes,)
-    text = (request.constraint or "").strip("[]")
-    counts = dict(part.split("*") for part in text.split("&") if part.count("*") == 1)
-    nodes = tuple(int(counts.get(str(entry.feature), 0)) for entry in selected)
-    if sum(nodes) != request.nodes or not all(nodes):
-        features = "&".join(f"{entry.feature}*N" for entry in selected)
-        raise PlanError(
-            f"{key}.constraint: {request.constraint!r} does not say how many of the "
-            f"{request.nodes} nodes are of which kind; write [{features}]"
-        )
-    return nodes
+        raise PlanError(f"{key}.gpu_type: {partition} has {kinds}, which differ in speed; name one")
+    return matching[0]
 
 
 def _check_memory(times: StageTimes, request: StagePlan, key: str) -> None:
@@ -163,12 +128,11 @@ def _check_memory(times: StageTimes, request: StagePlan, key: str) -> None:
 
 
 def _check_time(option: StageOption, request: StagePlan, key: str) -> None:
-    strictest = min(option.devices, key=lambda entry: entry.limit_s)
-    limit_min = strictest.limit_s / 60
+    limit_min = option.devices.limit_s / 60
     if request.time_limit_min and request.time_limit_min > limit_min:
         raise PlanError(
             f"{key}.time_limit_min: {request.time_limit_min} requested, "
-            f"{strictest.time_limit_of} allows {limit_min:g}"
+            f"{option.devices.time_limit_of} allows {limit_min:g}"
         )
     minutes = min(request.time_limit_min or math.inf, limit_min)
     if option.seconds > 60 * minutes:
@@ -246,7 +210,6 @@ def _proposal(
         rows=rows,
         objective=request.objective,
         unit=objective.unit,
-        lower_bound=lowest_cost,
         is_optimal=best.cost <= lowest_cost,
         alternatives=tuple(_alternative(best, other) for other in others),
         what_ifs=tuple(evaluate_what_ifs(request, what_ifs, _best_time_and_cost)),
@@ -332,10 +295,11 @@ def _explain(best: StageOption, other: StageOption) -> str:
         other_s, best_s = _part_seconds(other, part), _part_seconds(best, part)
         return f"{other.stage}: {part} takes {other_s:.2f} s instead of {best_s:.2f} s"
     if other.price_per_hour > best.price_per_hour:
-        counts = f"{sum(other.num_devices)} devices instead of {sum(best.num_devices)}"
+        counts = f"{other.num_devices} devices instead of {best.num_devices}"
         return f"{other.stage} uses {counts}"
-    if other.wait_s > best.wait_s:
-        return f"{other.stage} waits for {other.wait_s:.0f} s instead of {best.wait_s:.0f} s"
+    other_wait_s, best_wait_s = (o.devices.wait_s(o.nodes) for o in (other, best))
+    if other_wait_s > best_wait_s:
+        return f"{other.stage} waits for {other_wait_s:.0f} s instead of {best_wait_s:.0f} s"
     return f"better: {other.stage} takes {other.seconds:.2f} s instead of {best.seconds:.2f} s"
 
 
@@ -398,15 +362,17 @@ class StageAssignment:
     @property
     def gpu_hours(self) -> float:
         """Device-hours of an iteration."""
-        return sum(option.seconds * sum(option.num_devices) for option in self.options) / 3600
+        return sum(option.seconds * option.num_devices for option in self.options) / 3600
 
 
 def option_cost(option: StageOption, objective: Objective, seconds: float | None = None) -> float:
     """Return the cost of a stage that takes ``seconds``; None: its expected time."""
     seconds = option.seconds if seconds is None else seconds
-    return objective.job_cost(
-        seconds, option.price_per_hour, option.wait_s, option.interruptions_per_hour
+    wait_s, interruptions = (
+        option.devices.wait_s(option.nodes),
+        option.devices.interruptions_per_hour,
     )
+    return objective.job_cost(seconds, option.price_per_hour, wait_s, interruptions)
 
 
 def choose_assignments(
@@ -461,11 +427,11 @@ def _schedule_stages(
     options: Sequence[StageOption], after: Mapping[str, tuple[str, ...]], durations: Sequence[float]
 ) -> dict[str, _StageSlot]:
     """Schedule each stage, in order, as soon as its inputs exist and its devices are free."""
-    shared = shared_capacities({e.name: e for option in options for e in option.devices})
+    shared = shared_capacities({option.place: option.devices for option in options})
     device_counts: dict[str, Counter[str]] = {}
     slots: dict[str, _StageSlot] = {}
     for option, seconds in zip(options, durations, strict=True):
-        needed, available = _device_counts(option), {e.name: e.count for e in option.devices}
+        needed = +Counter({option.place: option.num_devices})
         limits = [(names, limit) for names, limit in shared if needed.keys() & set(names)]
         ready = max((slots[source].end for source in after[option.stage]), default=0.0)
         ends = {slot.end for slot in slots.values() if slot.end > ready}
@@ -474,7 +440,7 @@ def _schedule_stages(
             end = start + seconds
             overlapping = [s for s, slot in slots.items() if slot.start < end and slot.end > start]
             total = sum((device_counts[other] for other in overlapping), needed)
-            if all(total[name] <= available[name] for name in needed) and all(
+            if total[option.place] <= option.devices.count and all(
                 sum(total[name] for name in names) <= limit for names, limit in limits
             ):
                 break
@@ -484,11 +450,6 @@ def _schedule_stages(
         ]
         slots[option.stage] = _StageSlot(start, end, predecessors[0] if predecessors else None)
     return slots
-
-
-def _device_counts(option: StageOption) -> Counter[str]:
-    names = [entry.name for entry in option.devices]
-    return +Counter(dict(zip(names, option.num_devices, strict=True)))
 
 
 def _assignment(
@@ -523,15 +484,14 @@ def _variants(
 
 
 def _sort_key(objective: Objective) -> Callable[[StageOption], tuple[float, ...]]:
-    """Return the sort key of options: cost, preemptible or not, price, number of kinds. Options
+    """Return the sort key of options: cost, preemptible or not, price. Options
     with cost 0 are also sorted by the price of a device and by their time."""
 
     def key(option: StageOption) -> tuple[float, ...]:
-        is_preemptible = any(entry.is_preemptible for entry in option.devices)
         # Costs that differ only by rounding errors are equal.
         rounded = float(f"{option_cost(option, objective, option.conservative_s):.9g}")
-        key_values = rounded, is_preemptible, option.price_per_hour, len(option.devices)
-        return key_values if rounded else (*key_values, option.devices[0].price, option.seconds)
+        key_values = rounded, option.devices.is_preemptible, option.price_per_hour
+        return key_values if rounded else (*key_values, option.devices.price, option.seconds)
 
     return key
 

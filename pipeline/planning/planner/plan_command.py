@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import yaml
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -42,8 +41,8 @@ from pipeline.pools.measured_times import (
     compare_with_forecast,
     measure_times,
 )
-from pipeline.report.chart_style import GRID_COLOUR, finish_chart, inline_svg
-from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
+from pipeline.report.chart_style import finish_chart, inline_svg
+from pipeline.report.theme import render_template, stage_colours
 from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf.artifacts import write_user_file
@@ -63,8 +62,30 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
     Raises:
         PlanError: a stage cannot run anywhere, or the request is inconsistent.
     """
-    planners = {"jobs": job_planner.propose_jobs, "pools": pool_planner.propose_pools}
-    return planners[request.execution](request.with_price_note(), what_ifs)
+    request = request.with_price_note()
+    if request.execution == "jobs":
+        return job_planner.propose_jobs(request, what_ifs)
+    if request.execution == "pools":
+        return pool_planner.propose_pools(request, what_ifs)
+    jobs = None
+    with suppress(PlanError):
+        jobs = job_planner.propose_jobs(request, what_ifs)
+    try:
+        pools = pool_planner.propose_pools(request, what_ifs)
+    except PlanError as error:
+        if jobs is None:
+            raise
+        return replace(jobs, notes=(*jobs.notes, f"pools are not possible: {error}"))
+    if jobs is None:
+        return pools
+    best, other, name = (
+        (pools, jobs, "jobs")
+        if pools.forecast.cost <= jobs.forecast.cost
+        else (jobs, pools, "pools")
+    )
+    seconds = format_seconds(other.forecast.iteration_s)
+    note = f"with --execution {name} an iteration would take {seconds}"
+    return replace(best, notes=(*best.notes, note))
 
 
 def assess_plan(
@@ -89,9 +110,6 @@ PART_OPACITIES = (0.3, 0.42, 0.54, 0.66, 1.0)
 def render_page(proposal: PlanProposal, title: str) -> str:
     """Render the plan's page as HTML."""
     forecast = proposal.forecast
-    sections = [("gantt", "Predicted iteration", gantt_chart(proposal))]
-    if proposal.what_ifs:
-        sections.append(("what-if", "What if", what_if_chart(proposal)))
     return render_template(
         "plan.html.jinja",
         name=f"{title}: plan",
@@ -102,9 +120,11 @@ def render_page(proposal: PlanProposal, title: str) -> str:
             ("mode", proposal.mode),
             ("objective", proposal.objective),
         ],
-        sections=[
-            {"name": name, "title": heading, "svg": inline_svg(figure, name)}
-            for name, heading, figure in sections
+        gantt=inline_svg(gantt_chart(proposal), "gantt"),
+        what_ifs=[
+            (what_if.case, what_if.seconds, what_if.seconds / forecast.iteration_s - 1)
+            for what_if in proposal.what_ifs
+            if math.isfinite(what_if.seconds)
         ],
         rows=proposal.rows,
         alternatives=[
@@ -171,32 +191,6 @@ def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     return lanes
 
 
-def what_if_chart(proposal: PlanProposal) -> Figure:
-    """Draw the iteration times of the best plans for different clusters."""
-    cases = [what_if for what_if in proposal.what_ifs if math.isfinite(what_if.seconds)]
-    names = ["as it is", *(what_if.case for what_if in cases)]
-    values = np.array([proposal.forecast.iteration_s, *(what_if.seconds for what_if in cases)])
-    figure, axis = plt.subplots(figsize=(10, 0.34 * len(names) + 0.9))
-    colours = ["#24292f" if i == 0 else STAGE_COLOURS["rollout"] for i in range(len(names))]
-    axis.barh(range(len(names)), values, 0.62, color=colours)
-    for i, value in enumerate(values):
-        change = "" if i == 0 else f"  {value / values[0] - 1:+.0%}"
-        axis.annotate(
-            f"{value:.3g} s{change}",
-            (value, i),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-    axis.axvline(values[0], color=GRID_COLOUR, zorder=0)
-    axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="seconds of an iteration", xlim=(0, 1.15 * values.max()))
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.grid(axis="y", visible=False)
-    return finish_chart(figure)
-
-
 UNMEASURED_NOTE = (
     "nothing was measured: times are from data sheets and may be wrong by a factor of two; measure "
     "with rlinf profile, or run this plan and then rlinf replan"
@@ -207,7 +201,7 @@ def build_request(
     config: RunConfig,
     sources: PlanningSources,
     objective: str = "time",
-    execution: Execution = "jobs",
+    execution: Execution | None = "jobs",
     *,
     is_user_plan: bool = False,
 ) -> PlanRequest:
@@ -227,7 +221,7 @@ def build_request(
     profile, validator = None, None
     if sources.profile:
         profile = load_profile(Path(sources.profile))
-        profile.check_identity(ProfileIdentity.of(config), (), sources.profile)
+        profile.check_identity(ProfileIdentity.of(config), sources.profile)
         profile.check_stages(flow_of(config).all_stages, sources.profile)
     if cluster.launcher == "slurm" or inventory_file is not None:
         site_config = load_site(site_file) if site_file else SiteConfig()
@@ -310,26 +304,29 @@ def describe_optimality(proposal: PlanProposal) -> str:
         return "no plan is better under these predictions"
     if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
         return f"the best plan would take {format_seconds(proposal.alternatives[0].seconds)}"
-    bound = proposal.lower_bound
-    gap = proposal.forecast.cost / bound - 1 if bound > 0 else math.inf
-    return f"no plan costs less than {bound:.4g} {proposal.unit} (gap {gap:.1%})"
+    return "the best plan of a grid of placements"
+
+
+def create_table(title: str, *columns: str) -> Table:
+    """Return a table; the text of columns whose heading begins with ``>`` is aligned right."""
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for column in columns:
+        is_number = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number or column in ("stage", "cluster", "bound by", "chosen"),
+        )
+    return table
 
 
 def plan_table(proposal: PlanProposal) -> Table:
     """Return the table of stages; the size is nodes x devices per node."""
-    table = Table(
-        title=f"plan: {proposal.mode}, for the least {proposal.objective}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("stage", no_wrap=True)
-    table.add_column("where")
-    table.add_column("size")
-    for heading in ("start", "duration", "10 - 90 %"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    title = f"plan: {proposal.mode}, for the least {proposal.objective}"
+    headings = ("stage", "where", "size", ">start", ">duration", ">10 - 90 %", "bound by")
+    table = create_table(title, *headings)
     for row in proposal.rows:
         share = row.breakdown_s[row.bound_by] / row.seconds if row.seconds else 0.0
         table.add_row(
@@ -346,17 +343,7 @@ def plan_table(proposal: PlanProposal) -> Table:
 
 def alternatives_table(proposal: PlanProposal) -> Table:
     """Return the table of the best other plans, with the reason why each is worse."""
-    table = Table(
-        title="alternatives",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("difference")
-    table.add_column("iteration", justify="right", no_wrap=True)
-    table.add_column("cost", justify="right", no_wrap=True)
-    table.add_column("reason")
+    table = create_table("alternatives", "difference", ">iteration", ">cost", "reason")
     for other in proposal.alternatives:
         added = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
         seconds = format_seconds(other.seconds)
@@ -366,13 +353,7 @@ def alternatives_table(proposal: PlanProposal) -> Table:
 
 def recommendations_table(proposal: PlanProposal) -> Table:
     """Return the table of recommended and rejected features, and the time that they save."""
-    table = Table(
-        title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column("option")
-    table.add_column("chosen", no_wrap=True)
-    table.add_column("time saved", justify="right", no_wrap=True)
-    table.add_column("reason")
+    table = create_table("choices", "option", "chosen", ">time saved", "reason")
     for choice in proposal.forecast.recommendations:
         saved = "" if choice.saved_s is None else format_seconds(choice.saved_s)
         table.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)
@@ -381,12 +362,7 @@ def recommendations_table(proposal: PlanProposal) -> Table:
 
 def what_if_table(proposal: PlanProposal) -> Table:
     """Return the table of the best plans for different clusters."""
-    table = Table(
-        title="what if", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column("cluster", no_wrap=True)
-    table.add_column("iteration", justify="right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
+    table = create_table("what if", "cluster", ">iteration", ">change")
     planned_s = proposal.forecast.iteration_s
     for what_if in proposal.what_ifs:
         possible = math.isfinite(what_if.seconds)
@@ -426,9 +402,20 @@ def run_plan(
     objective: str,
     what_ifs: Sequence[str],
     user_plan: Path | None = None,
-    execution: Execution = "jobs",
+    execution: Execution | None = None,
 ) -> None:
-    """Run ``rlinf plan``: make, write and print a plan, or forecast and print a user's plan."""
+    """Run ``rlinf plan``: make, write and print a plan, or forecast and print a user's plan.
+
+    Args:
+        execution: None: pools, or jobs if these are predicted to be better. A run in one process
+            cannot have pools, so its plan has jobs unless an inventory is given.
+    """
+    if (
+        execution is None
+        and config.cluster.get("launcher") == "inprocess"
+        and not sources.inventory
+    ):
+        execution = "jobs"
     request = build_request(
         config, sources, objective, execution, is_user_plan=user_plan is not None
     )
@@ -562,16 +549,8 @@ def job_corrections(
 
 def comparison_table(comparisons: Sequence[ForecastComparison]) -> Table:
     """Return the table that compares forecast and measurements."""
-    table = Table(
-        title="predicted against actual",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("stage", no_wrap=True)
-    for heading in ("predicted", "actual (median)", "off by", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("stage", ">predicted", ">actual (median)", ">off by", ">n")
+    table = create_table("predicted against actual", *headings)
     for comparison in comparisons:
         table.add_row(
             comparison.name,

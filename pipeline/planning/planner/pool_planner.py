@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,7 +19,6 @@ from pipeline.planning.planner.problem import (
     PlacementProblem,
     dump_problem,
     placement_from_pools,
-    pools_of_stages,
 )
 from pipeline.planning.planner.recommendations import (
     AlternativePlan,
@@ -31,7 +30,7 @@ from pipeline.planning.planner.recommendations import (
     stage_forecasts,
 )
 from pipeline.planning.planner.request import PlanRequest
-from pipeline.planning.planner.search import PlacementSolution, gpus_by_job, solve
+from pipeline.planning.planner.search import PlacementSolution, solve
 from pipeline.planning.planner.stage_options import q10_q90_interval
 from pipeline.planning.planner.uncertainty import PlacementForecast, forecast_placement
 from pipeline.pools.measured_times import WORK_PART
@@ -77,17 +76,16 @@ def assess_pools(
     )
     placement = _user_placement(problem, plan, plan_name)
     predicted = Predictor(problem).predict(placement)
-    job_gpus = gpus_by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
+    pool_gpus = [np.array(pool)[:, None] for pool in placement.gpus]
     total = np.array([float(predicted.total_s)])
-    cost = float(request.get_objective().cost(problem, total, job_gpus)[0])
-    solution = PlacementSolution(placement, predicted, cost, cost, True)
+    cost = float(request.get_objective().cost(problem, total, pool_gpus)[0])
+    solution = PlacementSolution(placement, predicted, cost, is_optimal=False)
     alternatives: list[AlternativePlan] = []
     with suppress(PlanError):  # jobs as the planner requests them may not be allowed
         planner_problem, _ = build_pool_problem(planner_request)
         best = _solve(planner_request, planner_problem)[0]
         is_optimal = best.is_optimal and cost <= best.cost
-        lower_bound = min(cost, best.lower_bound)
-        solution = replace(solution, lower_bound=lower_bound, is_optimal=is_optimal)
+        solution = replace(solution, is_optimal=is_optimal)
         if best.cost < cost / NOTABLE_COST_FACTOR:
             alternatives.append(_alternative(planner_problem, solution, best))
     cases = evaluate_what_ifs(planner_request, what_ifs, _best_time_and_cost)
@@ -149,22 +147,17 @@ def _user_placement(problem: PlacementProblem, plan: Plan, plan_name: str) -> Pl
                 "together (they share nodes)"
             )
     predictor = Predictor(problem)
-    for job in placement.jobs:
-        members = placement.stages_of(job)
-        kinds = np.array(placement.gpus)[list(job)].any(0).sum()
-        if kinds > 1 and not problem.may_mix(members):
-            names = ", ".join(stages[s] for s in members)
+    for pool_stages, gpus in zip(placement.pools, placement.gpus, strict=True):
+        if sum(n > 0 for n in gpus) > 1 and not problem.may_mix(pool_stages):
+            names = ", ".join(stages[s] for s in pool_stages)
             raise PlanError(
                 f"{plan_name}: pools: {names} on several kinds at once is not predicted"
             )
-        for s in members:
-            gpus = placement.gpus_of(s)
+        for s in pool_stages:
             if not np.isfinite(predictor.duration(s, np.array(gpus)[:, None])[0]):
-                counts = zip(gpus, problem.kinds, strict=True)
-                gpu_list = " ".join(f"{n} {kind.name}" for n, kind in counts if n)
                 raise PlanError(
-                    f"{plan_name}: pools: {stages[s]} cannot run on {gpu_list}, or was not "
-                    "measured there; measure with: rlinf profile"
+                    f"{plan_name}: pools: {stages[s]} cannot run on {_gpu_list(problem, gpus)}, or "
+                    "was not measured there; measure with: rlinf profile"
                 )
     return placement
 
@@ -199,7 +192,6 @@ def _proposal(
         rows=rows,
         objective=request.objective,
         unit=request.get_objective().unit,
-        lower_bound=best.lower_bound,
         is_optimal=best.is_optimal,
         alternatives=tuple(others),
         what_ifs=tuple(what_ifs),
@@ -259,18 +251,18 @@ def _rows(
 
 
 def _location(problem: PlacementProblem, placement: Placement, stage: int) -> tuple[str, str, int]:
-    """Return kinds, pool (``pool 1: 4 of 8``) and number of devices of a stage."""
-    number, job = next(
-        (n, job) for n, job in enumerate(placement.jobs, 1) if stage in placement.stages_of(job)
-    )
-    gpus, total = placement.gpus_of(stage), np.array(placement.gpus)[list(job)].sum()
+    """Return kinds, pool (``pool 1: 4``) and number of devices of a stage."""
+    number = next(n for n, pool in enumerate(placement.pools, 1) if stage in pool)
+    gpus = placement.gpus_of(stage)
     kinds = "+".join(kind.name for kind, n in zip(problem.kinds, gpus, strict=True) if n)
-    part = f" of {total}" if sum(gpus) < total else ""
-    return kinds, f"pool {number}: {sum(gpus)}{part}", sum(gpus)
+    return kinds, f"pool {number}: {sum(gpus)}", sum(gpus)
 
 
 def _build_plan(request: PlanRequest, problem: PlacementProblem, placement: Placement) -> Plan:
-    pools = tuple(_build_pool(problem, placement, job) for job in placement.jobs)
+    pools = tuple(
+        _build_pool(problem, members, np.array(gpus))
+        for members, gpus in zip(placement.pools, placement.gpus, strict=True)
+    )
     stages = {stage: _job_request(pool, request) for pool in pools for stage in pool.stages}
     flow = flow_of(request.config)
     colocated_with = flow.stages[flow.publish_stage].colocate_with
@@ -280,24 +272,14 @@ def _build_plan(request: PlanRequest, problem: PlacementProblem, placement: Plac
     return Plan(stages=stages, pools=pools, num_chunks=placement.num_chunks)
 
 
-def _build_pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
-    """Return the plan's pool for the placement's pools of one ``job``. If their GPUs cannot form
-    one job (only for generators), each device gets a job."""
-    stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
-    job_gpus = np.array(placement.gpus)[list(job)].sum(0)
-    devices = {kind.name: int(n) for kind, n in zip(problem.kinds, job_gpus, strict=True) if n}
-    if not problem.is_single_job(job_gpus):
+def _build_pool(problem: PlacementProblem, members: Sequence[int], gpus: np.ndarray) -> PoolPlan:
+    """Return the plan's pool. If its GPUs cannot form one job (only for generators), each device
+    gets a job."""
+    stages = tuple(problem.stages[s].name for s in members)
+    devices = {kind.name: int(n) for kind, n in zip(problem.kinds, gpus, strict=True) if n}
+    if not problem.is_single_job(gpus):
         return PoolPlan(stages=stages, devices=devices, workers=sum(devices.values()))
-    if len(job) == 1:
-        return PoolPlan(stages=stages, devices=devices)
-    first_rank, stage_pools = 0, pools_of_stages(placement.pools)
-    ranks: dict[str, tuple[int, ...]] = {}
-    for p in job:
-        size = sum(placement.gpus[p])
-        members = [problem.stages[s].name for s in placement.pools[p] if len(stage_pools[s]) == 1]
-        ranks |= dict.fromkeys(members, tuple(range(first_rank, first_rank + size)))
-        first_rank += size
-    return PoolPlan(stages=stages, devices=devices, stage_ranks=ranks)
+    return PoolPlan(stages=stages, devices=devices)
 
 
 def _job_request(pool: PoolPlan, request: PlanRequest) -> StagePlan:
@@ -309,7 +291,10 @@ def _job_request(pool: PoolPlan, request: PlanRequest) -> StagePlan:
 def _alternative(
     problem: PlacementProblem, best: PlacementSolution, other: PlacementSolution
 ) -> AlternativePlan:
-    pools = [_describe_pool(problem, other.placement, job) for job in other.placement.jobs]
+    pools = [
+        f"{'+'.join(problem.stages[s].name for s in members)} on {_gpu_list(problem, gpus)}"
+        for members, gpus in zip(other.placement.pools, other.placement.gpus, strict=True)
+    ]
     return AlternativePlan(
         f"{other.placement.mode}: {' | '.join(pools)}",
         float(other.prediction.total_s),
@@ -318,23 +303,10 @@ def _alternative(
     )
 
 
-def _describe_pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> str:
-    """Describe a pool: ``rollout on 3 + reward on 1, then train, of 4 a100``."""
-    stage_pools = pools_of_stages(placement.pools)
-
-    def names(stages: Iterable[int]) -> str:
-        return "+".join(problem.stages[s].name for s in stages)
-
-    counts = zip(problem.kinds, np.array(placement.gpus)[list(job)].sum(0), strict=True)
-    gpu_list = " ".join(f"{n} {kind.name}" for kind, n in counts if n)
-    if len(job) == 1:
-        return f"{names(placement.pools[job[0]])} on {gpu_list}"
-    parts = []
-    for p in job:
-        members = names(s for s in placement.pools[p] if len(stage_pools[s]) == 1)
-        parts.append(f"{members} on {sum(placement.gpus[p])}")
-    last_stages = names(s for s in placement.stages_of(job) if stage_pools[s] == job)
-    return f"{' + '.join(parts)}, then {last_stages}, of {gpu_list}"
+def _gpu_list(problem: PlacementProblem, gpus: Sequence[int]) -> str:
+    """Describe GPUs: ``4 a100 2 h100``."""
+    counts = zip(gpus, problem.kinds, strict=True)
+    return " ".join(f"{n} {kind.name}" for n, kind in counts if n)
 
 
 def _explain(
@@ -356,10 +328,8 @@ def _explain(
 def _forecast_notes(forecast: PlacementForecast, tables: RateTables) -> list[str]:
     notes = []
     if forecast.sensitivities:
-        largest = forecast.sensitivities[0]
-        notes.append(
-            f"what matters most: {largest.quantity}; 10 % less saves {largest.saved_s:.3g} s"
-        )
+        name, saved_s = forecast.sensitivities[0]
+        notes.append(f"what matters most: seconds of {name}; 10 % less saves {saved_s:.3g} s")
     for pool, share in enumerate(forecast.idle_shares):
         notes.append(f"pool {pool + 1} is idle for {share:.0%} of an iteration")
     if forecast.interruption_s:

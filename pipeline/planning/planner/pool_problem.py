@@ -13,12 +13,11 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.rates import RateTable, RateTables, measured_rates
+from pipeline.planning.cost.rates import RateTable, RateTables
 from pipeline.planning.planner.available_devices import (
     PartitionDevices,
     job_count_limits,
@@ -27,10 +26,8 @@ from pipeline.planning.planner.available_devices import (
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.planner.stage_options import (
-    DEFAULT_MIXING_EFFICIENCY,
     Correction,
     StageTimes,
-    mixing_efficiency,
     num_work_items,
 )
 from pipeline.planning.profile.schema import MeasuredLink, Profile
@@ -123,6 +120,9 @@ def _elapsed_times(begins: Array, ends: Array, c0: float, c1: float) -> Array:
     return np.concatenate([np.zeros((processes, 1)), cost.cumsum(1)], axis=1)
 
 
+MIXING_EFFICIENCY = 0.95
+"""Speed of several kinds together on one stage, relative to the sum of their speeds: the goal of
+the benchmark ``hetero_efficiency`` (assumed)."""
 CHUNK_CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of chunks that are considered if they divide the number of prompts."""
 
@@ -165,7 +165,6 @@ def build_pool_problem(
                 after,
                 streams=flow.all_stages[name].output_stream is not None or algorithm_streams,
                 divisible=flow.all_stages[name].uses_device,
-                beside=flow.all_stages[name].holds != "trainer",
                 switch_s=_switch_times(devices) if flow.all_stages[name].holds == "trainer" else {},
                 **chunk_parameters,
             )
@@ -190,7 +189,7 @@ def build_pool_problem(
         ],
         chunks=chunks,
         sync_s=_sync_times(devices, request.profile),
-        mixing=_min_mixing_efficiency(generator_times),
+        mixing=MIXING_EFFICIENCY,
         mixes=frozenset({flow.elastic_stage} if flow.elastic_stage and same_type else ()),
         allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in sources},
         shared=shared_capacities(devices),
@@ -269,13 +268,6 @@ def _stage_rates(
     return result
 
 
-def _min_mixing_efficiency(generator_times: Sequence[StageTimes]) -> float:
-    return min(
-        (mixing_efficiency(pair) for pair in combinations(generator_times, 2)),
-        default=DEFAULT_MIXING_EFFICIENCY,
-    )
-
-
 def _chunk_parameters(
     request: PlanRequest, stage_times: Sequence[StageTimes], chunks: Sequence[int]
 ) -> dict[str, Any]:
@@ -287,7 +279,7 @@ def _chunk_parameters(
     max_processes = min(config.rollout.batch_size, sum(t.devices.count for t in stage_times))
     counts = [1 << i for i in range(max_processes.bit_length())]
     shares = first_chunk_shares(
-        profile.lengths.samples, profile.samples, engine_max_batch(config), counts, chunks, fixed
+        profile.lengths, profile.samples, engine_max_batch(config), counts, chunks, fixed
     )
     return {"again": fixed, "lead": shares}
 
@@ -305,15 +297,7 @@ def _rate_table(times: StageTimes, request: PlanRequest) -> RateTable:
     """Return the rates of a stage on 0 to all devices of a kind, without the time to load."""
     count = times.devices.count
     counts = np.arange(count + 1)
-    table = measured_rates(
-        times.measured,
-        request.profile.samples,
-        count,
-        runnable=times.can_run(counts),
-        max_gpus=num_work_items(times.stage, request.config),
-        memory_bytes=times.peak_memory_bytes or math.nan,
-        interpolate=times.can_interpolate,
-    )
+    table = times.rate_table(count, num_work_items(times.stage, request.config))
     if not table.rates.any():
         raise PlanError(times.refusal_for(count) or "no available number of devices was measured")
     correction = request.corrections.get((times.stage, times.devices.name), Correction())
@@ -370,7 +354,7 @@ def transfer_seconds(
     file_s = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
     seconds = {"file": file_s}
     for link in measured_links(profile, a, b):
-        duration_s = _link_seconds(link, profile.weights_bytes)
+        duration_s = link.transfer_s(profile.weights_bytes)
         seconds[link.backend] = min(duration_s, seconds.get(link.backend, duration_s))
     return seconds
 
@@ -380,12 +364,4 @@ def measured_links(
 ) -> list[MeasuredLink]:
     """Return the measured links between nodes of two kinds."""
     kinds = {a.kind.name, b.kind.name}
-    return [
-        link
-        for link in (*profile.links, *a.profile.links)
-        if link.path in ("inter_node", "inter_partition") and set(link.between) == kinds
-    ]
-
-
-def _link_seconds(link: MeasuredLink, size: int) -> float:
-    return link.latency_s.value + size / link.bandwidth_bytes_per_s.value
+    return [link for link in (*profile.links, *a.profile.links) if set(link.between) == kinds]

@@ -5,16 +5,10 @@ A placement divides the GPU stages over *pools*. The stages of a pool take turns
 A placement with one pool is collocated, one with a pool for each stage is disaggregated, and all
 others are hybrid. If a pool has GPUs of several kinds, each kind processes a share of the samples
 in proportion to its speed.
-
-Pools may overlap: a stage in several pools works on the GPUs of all of them. Such pools are one job
-(``pools[].stage_ranks`` of a plan); stages in only one of the pools run first, at the same time.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,11 +95,6 @@ class PlacementStage:
     switch_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds to load and offload the stage by kind, if it shares a pool; 0 if all stages of the
     pool fit in memory together."""
-    cycle: str | None = None
-    """Name of a cycle whose adjacent stages run in lockstep, such as simulation and generation;
-    None: the stage is in no cycle."""
-    beside: bool = False
-    """True if the stage may use some GPUs of its job while other stages use the rest."""
 
     def first_chunk_share(self, chunks: int | np.ndarray, gpus: np.ndarray) -> np.ndarray:
         """Return the share of the stage's duration after which the first of ``chunks`` is ready,
@@ -134,8 +123,6 @@ class PlacementProblem:
     pool."""
     mixing: float = 1.0
     """Speed of different kinds together on one stage, relative to the sum of their speeds."""
-    cycle_steps: int = 1
-    """Steps of a cycle per iteration."""
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use (pins), by stage."""
     mixes: frozenset[str] | None = None
@@ -151,7 +138,6 @@ class PlacementProblem:
             raise PlanError(f"mixing: {self.mixing} is not above 0 and at most 1")
         names = [kind.name for kind in self.kinds]
         stages = [stage.name for stage in self.stages]
-        self._check_numbers()
         for key, referenced, known, noun in (
             *((f"stage {s.name!r}: switch_s", s.switch_s, names, "kind") for s in self.stages),
             *((f"stage {s.name!r}: after", s.after, stages, "stage") for s in self.stages),
@@ -176,11 +162,8 @@ class PlacementProblem:
                     f"stage {stage.name!r}: after: {sorted(unknown)[0]!r} must be an earlier stage"
                 )
             earlier.add(stage.name)
-            if (stage.after or stage.cycle) and (stage.lead or stage.again):
-                raise PlanError(
-                    f"stage {stage.name!r}: lead and again need a stage without inputs that is in "
-                    "no cycle"
-                )
+            if stage.after and (stage.lead or stage.again):
+                raise PlanError(f"stage {stage.name!r}: lead and again need a stage without inputs")
             for num_chunks, shares in stage.lead.items():
                 for gpus, share in shares.items():
                     if not 1 - 1e-9 <= num_chunks * share <= num_chunks:
@@ -197,31 +180,6 @@ class PlacementProblem:
                 if len(rates) != self.kinds[names.index(kind)].gpus + 1 or rates[0]:
                     raise PlanError(f"{key}: speeds must be given for 0 (none) to all GPUs")
 
-    def _check_numbers(self) -> None:
-        """Check that every number is finite and not too small.
-
-        Raises:
-            PlanError: a number is too small or not finite; the message names it.
-        """
-        numbers: dict[str, float] = {"cycle_steps": self.cycle_steps}
-        numbers |= {f"micro_batches[{i}]": n for i, n in enumerate(self.chunks)}
-        minimums = dict.fromkeys(numbers, 1)
-        for kind in self.kinds:
-            fields = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
-            fields |= {f"waits_s.{nodes}": wait for nodes, wait in kind.waits_s}
-            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in fields.items()}
-        for stage in self.stages:
-            numbers[f"stages.{stage.name}.chunk_s"] = stage.chunk_s
-            numbers[f"stages.{stage.name}.again"] = stage.again
-            for kind_name, seconds in stage.switch_s.items():
-                numbers[f"stages.{stage.name}.switch_s.{kind_name}"] = seconds
-        numbers |= {f"sync_s.{a}.{b}": s for (a, b), s in self.sync_s.items()}
-        for key, value in numbers.items():
-            if not (math.isfinite(value) and value >= minimums.get(key, 0)):
-                raise PlanError(
-                    f"{key}: {value} is not a finite number of at least {minimums.get(key, 0)}"
-                )
-
     def may_mix(self, pool: Sequence[int]) -> bool:
         """Return True if a pool with these stages may have several kinds and any number of GPUs."""
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
@@ -232,27 +190,22 @@ class PlacementProblem:
         whole = [kind.round_to_job_size(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
         return ((gpus > 0).sum(0) <= 1) & np.all(whole, axis=0)
 
-    def exceeds_shared_gpus(self, gpus: np.ndarray) -> np.ndarray:
-        """Return True where GPUs ``[kinds, ...]`` exceed the GPUs that kinds share."""
-        exceeded = np.zeros(gpus.shape[1:], dtype=bool)
-        for names, limit in self.shared:
+    def is_allowed(self, pools: PoolStages, gpus: Sequence[np.ndarray]) -> np.ndarray:
+        """Return True where pools with GPUs ``[kinds, n]`` can be jobs, and respect the GPUs that
+        kinds share and the limits of running jobs. A pool that is not one job has a job for each
+        GPU."""
+        allowed = np.ones(gpus[0].shape[1], dtype=bool)
+        for pool, counts in zip(pools, gpus, strict=True):
+            if not self.may_mix(pool):
+                allowed &= self.is_single_job(counts)
+        limits = [(names, limit, gpus) for names, limit in self.shared]
+        if self.most_jobs:
+            jobs = [np.where(self.is_single_job(counts), counts > 0, counts) for counts in gpus]
+            limits += [(names, limit, jobs) for names, limit in self.most_jobs]
+        for names, limit, used in limits:
             indices = [k for k, kind in enumerate(self.kinds) if kind.name in names]
-            exceeded |= gpus[indices].sum(0) > limit
-        return exceeded
-
-    def exceeds_job_limits(self, pools: PoolStages, gpus: Sequence[np.ndarray]) -> np.ndarray:
-        """Return True where pools with GPUs ``[kinds, n]`` exceed the maximum number of running
-        jobs; a pool that is not one job has a job for each GPU."""
-        exceeded = np.zeros(gpus[0].shape[1], dtype=bool)
-        for names, limit in self.most_jobs:
-            indices = [k for k, kind in enumerate(self.kinds) if kind.name in names]
-            count = np.zeros(len(exceeded), dtype=np.int64)
-            for job in pools_of_jobs(pools):
-                job_gpus = np.sum([gpus[p] for p in job], axis=0)
-                num_gpus = job_gpus[indices].sum(0)
-                count = count + np.where(self.is_single_job(job_gpus), num_gpus > 0, num_gpus)
-            exceeded |= count > limit
-        return exceeded
+            allowed &= np.sum([counts[indices].sum(0) for counts in used], axis=0) <= limit
+        return allowed
 
     def rate_table(self, stage: PlacementStage, kind: int) -> np.ndarray:
         """Return the rates ``[gpus + 1]`` of a stage on a kind, with pins applied.
@@ -287,47 +240,23 @@ class Placement:
         is_disaggregated = all(len(pool) == 1 for pool in self.pools)
         return "disaggregated" if is_disaggregated else "hybrid"
 
-    @property
-    def jobs(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the pools of each job."""
-        return pools_of_jobs(self.pools)
-
-    def stages_of(self, job: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of a job's stages, ascending."""
-        return tuple(sorted({s for p in job for s in self.pools[p]}))
-
     def gpus_of(self, stage: int) -> tuple[int, ...]:
         """Return the number of GPUs of each kind that a stage works on."""
-        counts = [gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool]
-        return tuple(map(sum, zip(*counts, strict=True)))
+        return next(n for n, pool in zip(self.gpus, self.pools, strict=True) if stage in pool)
 
 
-@functools.lru_cache(4096)
-def pools_of_stages(pools: PoolStages) -> Mapping[int, tuple[int, ...]]:
-    """Return the indices of the pools of each stage, by stage."""
-    stages = sorted({s for pool in pools for s in pool})
-    return {s: tuple(p for p, pool in enumerate(pools) if s in pool) for s in stages}
-
-
-@functools.lru_cache(4096)
-def pools_of_jobs(pools: PoolStages) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the pools of each job; pools that share a stage are one job."""
-    jobs: list[tuple[int, ...]] = []
-    for job in sorted(set(pools_of_stages(pools).values()), key=len, reverse=True):
-        if not any(set(job) & set(other) for other in jobs):
-            jobs.append(job)
-    return tuple(sorted(jobs))
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class KindSection(Section):
     """A :class:`GpuKind` in a problem file."""
 
     gpus: PositiveInt
-    price: float = Field(default=1.0, ge=0)
-    wait_s: float = Field(default=0.0, ge=0)
-    interruptions_per_hour: float = Field(default=0.0, ge=0)
+    price: NotNegative = 1.0
+    wait_s: NotNegative = 0.0
+    interruptions_per_hour: NotNegative = 0.0
     per_node: int = Field(default=0, ge=0)
-    waits_s: dict[PositiveInt, Annotated[float, Field(ge=0)]] = {}
+    waits_s: dict[PositiveInt, NotNegative] = {}
     """Waits by number of nodes; ``wait_s`` by default."""
     job_gpus: int = Field(default=0, ge=0)
 
@@ -346,12 +275,10 @@ class StageSection(Section):
     after: tuple[str, ...] = ()
     streams: bool = True
     divisible: bool = True
-    chunk_s: float = Field(default=0.0, ge=0)
+    chunk_s: NotNegative = 0.0
     lead: dict[PositiveInt, dict[PositiveInt, float]] = {}
-    again: float = Field(default=0.0, ge=0)
-    switch_s: dict[str, float] = {}
-    cycle: str | None = None
-    beside: bool = False
+    again: NotNegative = 0.0
+    switch_s: dict[str, NotNegative] = {}
 
 
 class SharedGpusSection(Section):
@@ -379,10 +306,9 @@ class ProblemFile(Section):
     micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
     """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
-    sync_s: dict[str, dict[str, float]] = {}
+    sync_s: dict[str, dict[str, NotNegative]] = {}
     """Seconds by kind of the source, then of the target."""
     mixing: float = 1.0
-    cycle_steps: PositiveInt = 1
     allowed: dict[str, frozenset[str]] = {}
     mixes: frozenset[str] | None = None
     shared: tuple[SharedGpusSection, ...] = ()
@@ -403,7 +329,6 @@ class ProblemFile(Section):
             sync=self.sync,
             sync_s={(a, b): s for a, row in self.sync_s.items() for b, s in row.items()},
             mixing=self.mixing,
-            cycle_steps=self.cycle_steps,
             allowed=self.allowed,
             mixes=self.mixes,
             shared=[(section.kinds, section.gpus) for section in self.shared],
@@ -460,8 +385,6 @@ def dump_problem(
             "lead": {chunks: dict(shares) for chunks, shares in stage.lead.items()},
             "again": stage.again,
             "switch_s": dict(stage.switch_s),
-            "cycle": stage.cycle,
-            "beside": stage.beside,
         }
     sync_s: dict[str, dict[str, float]] = {}
     for (source, target), value in problem.sync_s.items():
@@ -473,7 +396,6 @@ def dump_problem(
         "sync": [*problem.sync] if problem.sync and set(problem.sync) <= stages.keys() else None,
         "sync_s": sync_s,
         "mixing": problem.mixing,
-        "cycle_steps": problem.cycle_steps,
         "mixes": None if problem.mixes is None else sorted(problem.mixes),
         "pools": [pool.model_dump(mode="json") for pool in pools],
         "num_chunks": num_chunks,
@@ -524,69 +446,33 @@ def placement_from_pools(
             and pools without other stages are ignored.
 
     Raises:
-        PlanError: a stage or kind is unknown, a stage is in no pool or in several, or the division
-            of a pool's processes between stages cannot be predicted.
+        PlanError: a stage or kind is unknown, a stage is in no pool or in several, or only some
+            processes of a pool compute a stage.
     """
     stages = [stage.name for stage in problem.stages]
     kinds = [kind.name for kind in problem.kinds]
-    placed = [stages.index(name) for pool in pools for name in pool.stages if name in stages]
     parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for i, pool in enumerate(pools):
-        pool_stages = tuple(name for name in pool.stages if name not in occasional)
-        if not pool_stages:
+        names = tuple(name for name in pool.stages if name not in occasional)
+        if not names:
             continue
-        for known, names, noun in ((stages, pool_stages, "stage"), (kinds, pool.devices, "kind")):
-            unknown: Any = next((name for name in names if name not in known), None)
+        for known, used, noun in ((stages, names, "stage"), (kinds, pool.devices, "kind")):
+            unknown: Any = next((name for name in used if name not in known), None)
             if unknown is not None:
                 raise PlanError(f"pools[{i}]: no {noun} {unknown!r}{did_you_mean(unknown, known)}")
-        parts += _split_pool(problem, pool, f"pools[{i}]")
+        if partial := sorted(pool.stage_ranks.keys() & set(names)):
+            raise PlanError(
+                f"pools[{i}].stage_ranks.{partial[0]}: the plan can be run, but stages on some of "
+                "a pool's processes are not predicted"
+            )
+        members = tuple(sorted(map(stages.index, names)))
+        parts.append((members, tuple(pool.devices.get(kind, 0) for kind in kinds)))
+    placed = [s for members, _ in parts for s in members]
     for s, name in enumerate(stages):
         if placed.count(s) != 1:
             raise PlanError(f"pools: stage {name!r} must be in one pool (is in {placed.count(s)})")
     parts.sort()
     return Placement(tuple(part for part, _ in parts), tuple(gpus for _, gpus in parts), num_chunks)
-
-
-def _split_pool(
-    problem: PlacementProblem, pool: PoolPlan, key: str
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return pairs of stage indices and GPUs by kind: of a pool, or of each part that stages use.
-
-    Raises:
-        PlanError: parts overlap, or a stage on all processes precedes a stage on some of them.
-    """
-    indices = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
-    kinds = [kind.name for kind in problem.kinds]
-    # Process numbers continue from one kind to the next.
-    kind_by_rank = [kinds.index(kind) for kind, count in pool.devices.items() for _ in range(count)]
-    all_ranks = tuple(range(len(kind_by_rank)))
-    ranks = {s: pool.stage_ranks.get(name, all_ranks) for name, s in indices.items()}
-    whole_stages = [s for s, subset in ranks.items() if subset == all_ranks]
-    rank_sets = sorted({subset for subset in ranks.values() if subset != all_ranks})
-    for a, b in itertools.combinations(rank_sets, 2):
-        if set(a) & set(b):
-            raise PlanError(
-                f"{key}.stage_ranks: {list(a)} and {list(b)} overlap, which the planner "
-                "cannot predict; give the stages the same processes or disjoint ones"
-            )
-    for name, s in indices.items():
-        if ranks[s] != all_ranks and whole_stages and s > min(whole_stages):
-            raise PlanError(
-                f"{key}.stage_ranks.{name}: {problem.stages[min(whole_stages)].name} has all "
-                "processes and runs before it, which the planner cannot predict"
-            )
-    if not rank_sets:
-        return [
-            (tuple(sorted(indices.values())), tuple(pool.devices.get(kind, 0) for kind in kinds))
-        ]
-    idle = tuple(sorted(set(all_ranks) - {rank for subset in rank_sets for rank in subset}))
-    return [
-        (
-            tuple(sorted(s for s, used in ranks.items() if used in (subset, all_ranks))),
-            tuple(sum(kind_by_rank[rank] == k for rank in subset) for k in range(len(kinds))),
-        )
-        for subset in (*rank_sets, *([idle] if idle and whole_stages else []))
-    ]
 
 
 Array = np.ndarray
@@ -614,10 +500,6 @@ class Objective(ABC):
     ) -> float:
         """Return the cost of a stage that runs for ``seconds`` as its own job."""
 
-    @abstractmethod
-    def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        """Return a lower bound of the cost if an iteration takes at least ``total_s`` seconds."""
-
 
 @dataclass(frozen=True)
 class IterationTime(Objective):
@@ -630,9 +512,6 @@ class IterationTime(Objective):
         self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
         return seconds
-
-    def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        return total_s
 
 
 @dataclass(frozen=True)
@@ -652,19 +531,6 @@ class MonetaryCost(Objective):
         self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
     ) -> float:
         return seconds * price_per_hour / 3600
-
-    def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        """Return the cost if each stage had its best rate per GPU, on the cheapest kind for it."""
-        total = 0.0
-        for stage in problem.stages:
-            costs = [np.inf]
-            for k, kind in enumerate(problem.kinds):
-                rates = problem.rate_table(stage, k)
-                best_rate = float(np.max(rates[1:] / np.arange(1, len(rates)), initial=0.0))
-                if best_rate > 0:
-                    costs.append(kind.price / best_rate)
-            total += min(costs)
-        return total / 3600
 
 
 @dataclass(frozen=True)
@@ -690,9 +556,6 @@ class TimeToFinish(Objective):
         repeats half of its work on average."""
         lost_s = interruptions_per_hour / 3600 * seconds * (wait_s + seconds / 2)
         return self.iterations * (wait_s + seconds + lost_s)
-
-    def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        return self.iterations * total_s
 
 
 def interruption_overhead(

@@ -15,12 +15,11 @@ import numpy as np
 from pipeline.plan import Forecast, Plan, PoolPlan, Recommendation, StageForecast
 from pipeline.planning.planner.available_devices import with_counts
 from pipeline.planning.planner.pool_problem import transfer_seconds
-from pipeline.planning.planner.predictor import Predictor, in_separate_pools
+from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import (
     Objective,
     Placement,
     PlacementProblem,
-    pools_of_stages,
 )
 from pipeline.planning.planner.request import PlanRequest, parse_counts
 from pipeline.planning.planner.search import PlacementSolution, solve
@@ -155,7 +154,7 @@ def recommend_transports(
     source, target = (names.index(name) for name in problem.sync)
     feature = f"weights, {problem.sync[0]} to {problem.sync[1]}"
     size = request.profile.weights_bytes
-    if not in_separate_pools(pools_of_stages(placement.pools), source, target):
+    if any({source, target} <= set(pool) for pool in placement.pools):
         yield _advice(feature, True, "they stay in the pool's memory", 0.0)
         return
     kinds = [kind.name for kind in problem.kinds]
@@ -241,10 +240,8 @@ class PlanProposal:
     objective: str
     unit: str
     """Unit of the objective: ``s`` or ``price``."""
-    lower_bound: float
-    """No plan can cost less than this, in the unit of the objective."""
     is_optimal: bool
-    """True if it is proven that no plan costs less under these predictions."""
+    """True if no other plan costs less under these predictions: all of them were compared."""
     alternatives: tuple[AlternativePlan, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     notes: tuple[str, ...] = ()

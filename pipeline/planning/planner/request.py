@@ -25,7 +25,8 @@ class PlanRequest:
     profile: Profile
     devices: Mapping[str, PartitionDevices]
     objective: str = "time"
-    execution: Execution = "jobs"
+    execution: Execution | None = "jobs"
+    """None: pools, or jobs if these are predicted to be better."""
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.plan import StagePlan
+from pipeline.planning.cost.rates import SOURCES, RateTable, clear_unrunnable, empty_table
 from pipeline.planning.cost.regression import MIN_POINTS, TimeModel, TimingPoint, fit_times
 from pipeline.planning.planner.available_devices import (
     PartitionDevices,
@@ -66,22 +66,6 @@ class StageTimes:
     ) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
         self.uses_device = spec.uses_device
-        kind_profile = devices.profile
-        names = [
-            name
-            for name, kind in profile.kinds.items()
-            if (kind.partition, kind.gpu_type) == (kind_profile.partition, kind_profile.gpu_type)
-        ]
-        self.mixtures = {
-            other: (mixture, mixture.kinds.index(name))
-            for mixture in profile.mixtures
-            for name, other in (mixture.kinds, mixture.kinds[::-1])
-            if mixture.stage == stage and name in names
-        }
-        """For each other kind with which this kind was measured in one job, by its name in the
-        profile: the mixture, and the index of this kind in the mixture."""
-        self.profile_names = frozenset(names)
-        """Names of this kind of device in the profile."""
         self._holds, self._single_spread = (
             spec.holds,
             DATA_SHEET_PROFILE_SPREAD if profile.estimated else SINGLE_MEASUREMENT_SPREAD,
@@ -159,6 +143,20 @@ class StageTimes:
         seconds = np.array([share * p.seconds if p else np.inf for p in points])
         spread = np.array([p.spread_s if p else 0.0 for p in points])
         return seconds, spread, np.full(len(counts), share != 1)
+
+    def rate_table(self, count: int, max_gpus: int) -> RateTable:
+        """Return the rates on 0 to ``count`` devices; more than ``max_gpus`` are idle."""
+        counts = np.arange(count + 1)
+        seconds, spread_s, extrapolated = self.times(np.maximum(counts, 1))
+        is_measured = np.isin(counts, list(self._whole_batch))
+        codes = np.where(extrapolated, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
+        table = replace(
+            empty_table(count, "measured"),
+            rates=np.where((counts > 0) & self.can_run(counts), 1 / seconds, 0.0),
+            spread=np.where(np.isfinite(seconds), spread_s / seconds, 0.0),
+            source_codes=np.where(is_measured, SOURCES.index("measured"), codes),
+        )
+        return clear_unrunnable(table, max_gpus)
 
     def time_line(self, count: int) -> tuple[float, float]:
         """Return the seconds of work on ``count`` processes as a linear function of the share of
@@ -251,9 +249,6 @@ def _add_estimates(*parts: TimeEstimate) -> TimeEstimate:
     )
 
 
-DEFAULT_MIXING_EFFICIENCY = 0.95
-"""Speed of several kinds together on one stage, relative to the sum of their speeds, if it was not
-measured: the goal of the benchmark ``hetero_efficiency``."""
 TIME_LIMIT_FACTOR = 10
 """Requested time limit relative to the predicted time; only jobs that hang should reach it."""
 MIN_TIME_LIMIT_MIN = 10
@@ -262,8 +257,6 @@ MEMORY_FACTOR = 1.5
 """Requested memory relative to the measured peak."""
 MEMORY_STEP_MB = 256
 """Requested memory is a multiple of this number."""
-MIN_BATCH_SHARE = 0.02
-"""Minimum share of the batch for the slower of two kinds in one job."""
 
 
 @dataclass(frozen=True)
@@ -281,19 +274,15 @@ class Correction:
 
 @dataclass(frozen=True)
 class StageOption:
-    """One way to run a stage as a job."""
+    """One way to run a stage as a job on devices of one kind."""
 
     stage: str
-    devices: tuple[PartitionDevices, ...]
-    """One kind, or two kinds between which the batch is divided in proportion to their speeds."""
-    nodes: tuple[int, ...]
-    """Number of nodes of each kind in ``devices``."""
+    devices: PartitionDevices
+    nodes: int
     processes: int
     """Processes per node; each has a device."""
     parts: Mapping[str, TimeEstimate]
     """Expected times of the job's parts, in order: start, imports, load, work."""
-    speeds: tuple[float, ...] = ()
-    """Relative speed of a process on each kind, if there are several."""
     peak_memory_bytes: int = 0
     """Peak memory of a process."""
     extrapolated: bool = False
@@ -322,19 +311,17 @@ class StageOption:
         return math.sqrt(sum(part.spread**2 for part in self.parts.values()))
 
     def with_corrections(self, corrections: Mapping[tuple[str, str], Correction]) -> StageOption:
-        """Return the option with the corrections of its stage and kinds. With several kinds, the
-        largest factors apply."""
-        keys = [(self.stage, entry.name) for entry in self.devices]
-        matching = [corrections[key] for key in keys if key in corrections]
-        if not matching:
+        """Return the option with the correction of its stage and kind."""
+        correction = corrections.get((self.stage, self.devices.name))
+        if correction is None:
             return self
-        startup = max(c.startup_factor for c in matching)
-        work = max(c.work_factor for c in matching)
-        factors = dict.fromkeys(self.parts, work) | {"start": startup, "imports": startup}
+        startup = correction.startup_factor
+        factors = dict.fromkeys(self.parts, correction.work_factor)
+        factors |= {"start": startup, "imports": startup}
         parts = {}
         for name, part in self.parts.items():
             mean = part.mean * factors[name]
-            max_spread = max(c.spread for c in matching) * mean if mean else 0.0
+            max_spread = correction.spread * mean if mean else 0.0
             parts[name] = TimeEstimate(mean, min(part.spread * factors[name], max_spread))
         return replace(self, parts=parts)
 
@@ -346,89 +333,62 @@ class StageOption:
     @property
     def num_processes(self) -> int:
         """The number of processes on all nodes."""
-        return sum(self.nodes) * self.processes
+        return self.nodes * self.processes
 
     @property
-    def num_devices(self) -> tuple[int, ...]:
-        """The number of devices of each kind; 0 if the kind is a GPU and the stage needs none."""
-        return tuple(
-            nodes * self.processes if self.needs_device or not entry.kind.gpus_per_node else 0
-            for entry, nodes in zip(self.devices, self.nodes, strict=True)
-        )
+    def num_devices(self) -> int:
+        """The number of devices; 0 if the kind is a GPU and the stage needs none."""
+        uses_devices = self.needs_device or not self.devices.kind.gpus_per_node
+        return self.num_processes if uses_devices else 0
 
     @property
     def price_per_hour(self) -> float:
         """The price of all devices for one hour."""
-        return sum(entry.price * n for entry, n in zip(self.devices, self.num_devices, strict=True))
-
-    @property
-    def wait_s(self) -> float:
-        """The expected time in the queue."""
-        return max(entry.wait_s(sum(self.nodes)) for entry in self.devices)
-
-    @property
-    def interruptions_per_hour(self) -> float:
-        """Expected preemptions and failures per hour."""
-        return max(entry.interruptions_per_hour for entry in self.devices)
-
-    @property
-    def limit_s(self) -> float:
-        """The maximum seconds of a job on these devices."""
-        return min(entry.limit_s for entry in self.devices)
+        return self.devices.price * self.num_devices
 
     @property
     def fits_time_limit(self) -> bool:
-        """True if the time is known and within the time limit."""
-        return math.isfinite(self.seconds) and self.seconds <= self.limit_s
+        """True if the time is known and within the time limit of a job."""
+        return math.isfinite(self.seconds) and self.seconds <= self.devices.limit_s
 
     @property
     def place(self) -> str:
-        """The kinds of device as text: ``h100``, or ``gpu: a100+h100`` in the partition ``gpu``."""
-        if len(self.devices) == 1:
-            return self.devices[0].name
-        kinds = "+".join(entry.kind.gpu_type for entry in self.devices)
-        return f"{self.devices[0].kind.partition}: {kinds}"
+        """The kind of device."""
+        return self.devices.name
 
     @property
     def size(self) -> str:
         """The size, nodes x devices per node: ``2x4``."""
-        nodes = "+".join(map(str, self.nodes))
-        return f"{nodes}x{self.processes}"
+        return f"{self.nodes}x{self.processes}"
 
 
 def request_for_option(option: StageOption) -> StagePlan:
     """Return the request of a stage that runs as its own job."""
-    first = option.devices[0].kind
+    kind = option.devices.kind
     values: dict[str, object] = {
-        "partition": first.partition or None,
-        "nodes": sum(option.nodes),
+        "partition": kind.partition or None,
+        "nodes": option.nodes,
         "processes": option.processes,
         "time_limit_min": _time_limit_min(option),
     }
-    if first.gpus_per_node:
+    if kind.gpus_per_node:
         values |= {
             "gpus": option.processes if option.needs_device else 0,
-            "cpus": cpus_per_process(first),
+            "cpus": cpus_per_process(kind),
+            "constraint": kind.constraint or None,
         }
-    if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
-        values["gpu_type"] = first.gpu_type
-    if first.constraint and len(option.devices) == 1:
-        values["constraint"] = first.constraint
-    if len(option.devices) > 1:
-        features = [str(entry.feature) for entry in option.devices]
-        nodes = zip(features, option.nodes, strict=True)
-        values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
-        values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
-    if option.peak_memory_bytes and not option.devices[0].has_device_memory:
+        if option.needs_device:
+            values["gpu_type"] = kind.gpu_type or None
+    if option.peak_memory_bytes and not option.devices.has_device_memory:
         memory_mb = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
         rounded = math.ceil(memory_mb / MEMORY_STEP_MB) * MEMORY_STEP_MB
-        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
+        values["mem_mb"] = min(rounded, kind.mem_mb_per_node) if kind.partition else rounded
     return build_stage_plan(values)
 
 
 def _time_limit_min(option: StageOption) -> int:
     minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
-    return int(min(minutes, option.limit_s / 60))
+    return int(min(minutes, option.devices.limit_s / 60))
 
 
 def stage_options(
@@ -449,12 +409,11 @@ def stage_options(
     usable = {n: entry for n, entry in devices.items() if allowed is None or n in allowed}
     options: list[StageOption] = []
     reasons = []
-    stage_times: dict[str, StageTimes] = {}
     options_by_kind: dict[str, dict[tuple[object, ...], StageOption]] = {}
     max_processes, spec = num_work_items(stage, config), flow_of(config).all_stages[stage]
     for name, entry in usable.items():
         try:
-            times = stage_times[name] = StageTimes(entry, stage, spec, profile)
+            times = StageTimes(entry, stage, spec, profile)
             kind_options = [single_kind_option(times, *s) for s in _shapes(times, max_processes)]
             permitted = _permitted_options(kind_options)
             options_by_kind[name] = {(o.nodes, o.processes): o for o in permitted}
@@ -468,23 +427,17 @@ def stage_options(
         for shape, option in by_shape.items():
             if shape not in better_options or option.seconds > better_limit_s:
                 options.append(option)
-    if spec.uses_device:  # two kinds may share a job
-        for a, b in itertools.combinations(stage_times.values(), 2):
-            if can_share_job(a.devices, b.devices):
-                pairs = _shared_shapes((a, b), max_processes)
-                mixed = [mixed_kind_option((a, b), *shape) for shape in pairs]
-                options += _permitted_options(mixed, required=False)
     options = [option for option in options if math.isfinite(option.seconds)]
-    if options and not any(option.seconds <= option.limit_s for option in options):
+    if options and not any(option.fits_time_limit for option in options):
         fastest = min(options, key=lambda option: option.seconds)
-        limit = min(fastest.devices, key=lambda entry: entry.limit_s)
+        limit = fastest.devices
         reasons.append(
             f"{fastest.place} {fastest.size} is the quickest and takes "
             f"{fastest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
             f"{limit.limit_s / 60:g}"
         )
     # A job that exceeds its time limit would be requeued forever.
-    options = [option for option in options if option.seconds <= option.limit_s]
+    options = [option for option in options if option.fits_time_limit]
     if not options:
         raise PlanError(
             f"stage {stage!r} fits nowhere: {'; '.join(reasons) or 'no device is allowed'}"
@@ -492,23 +445,19 @@ def stage_options(
     return options
 
 
-def _permitted_options(
-    options: Sequence[StageOption], *, required: bool = True
-) -> list[StageOption]:
+def _permitted_options(options: Sequence[StageOption]) -> list[StageOption]:
     """Return the options that exceed the time limit, unchecked, then those that accounting allows.
 
     Raises:
-        PlanError: ``required``, but no job is allowed; the message has the smallest job's limit.
+        PlanError: no job is allowed; the message has the smallest job's limit.
     """
     too_long = [option for option in options if not option.fits_time_limit]
     in_time = [option for option in options if option.fits_time_limit]
     reasons = [
-        option.devices[0].allowance.refusal_for(
-            request_for_option(option), f"stages.{option.stage}"
-        )
+        option.devices.allowance.refusal_for(request_for_option(option), f"stages.{option.stage}")
         for option in in_time
     ]
-    if required and in_time and all(reasons):
+    if in_time and all(reasons):
         _, reason = min(zip(in_time, reasons, strict=True), key=lambda pair: pair[0].num_processes)
         raise PlanError(reason)
     return [*too_long, *(o for o, reason in zip(in_time, reasons, strict=True) if not reason)]
@@ -519,8 +468,8 @@ def single_kind_option(times: StageTimes, nodes: int, processes: int) -> StageOp
     seconds, spread, extrapolated = times.times(np.array([nodes * processes]))
     return StageOption(
         times.stage,
-        (times.devices,),
-        (nodes,),
+        times.devices,
+        nodes,
         processes,
         {
             **times.overheads(nodes * processes),
@@ -530,74 +479,6 @@ def single_kind_option(times: StageTimes, nodes: int, processes: int) -> StageOp
         extrapolated=bool(extrapolated[0]),
         needs_device=times.uses_device,
     )
-
-
-def mixed_kind_option(
-    stage_times: tuple[StageTimes, StageTimes], nodes: tuple[int, ...], processes: int
-) -> StageOption:
-    """Return a stage's option on nodes of two kinds in one job, with equal processes per node.
-
-    The batch is divided so that both kinds end together, if times are linear in the share.
-    """
-    counts = [count * processes for count in nodes]
-    lines = [times.time_line(count) for times, count in zip(stage_times, counts, strict=True)]
-    (fixed_a, slope_a), (fixed_b, slope_b) = lines
-    total_slope = slope_a + slope_b
-    share_a = (fixed_b + slope_b - fixed_a) / total_slope if total_slope > 0 else math.nan
-    # If times are unknown or independent of the share, divide the batch equally over processes.
-    share_a = share_a if math.isfinite(share_a) else counts[0] / sum(counts)
-    share_a = min(max(share_a, MIN_BATCH_SHARE), 1 - MIN_BATCH_SHARE)
-    work_times = [
-        times.times(np.array([count]), share)
-        for times, count, share in zip(stage_times, counts, (share_a, 1 - share_a), strict=True)
-    ]
-    slowest = max(range(2), key=lambda i: float(work_times[i][0][0]))
-    efficiency = mixing_efficiency(stage_times)
-    seconds, spread, _ = (float(value[0]) / efficiency for value in work_times[slowest])
-    speeds = [share_a / counts[0], (1 - share_a) / counts[1]]
-    overheads = [times.overheads(sum(nodes) * processes) for times in stage_times]
-    return StageOption(
-        stage_times[0].stage,
-        tuple(times.devices for times in stage_times),
-        nodes,
-        processes,
-        {
-            # A job starts with its slowest process.
-            **{
-                name: max((o[name] for o in overheads), key=lambda s: s.mean)
-                for name in overheads[0]
-            },
-            "work": TimeEstimate(seconds, spread),
-        },
-        tuple(round(speed / min(speeds), 3) for speed in speeds),
-        max(times.peak_memory_bytes for times in stage_times),
-        any(bool(part[2][0]) for part in work_times),
-    )
-
-
-def mixing_efficiency(stage_times: tuple[StageTimes, StageTimes]) -> float:
-    """Return a stage's speed on two kinds together, relative to the sum of their speeds.
-
-    If a mixture was measured, this is the time of the slower kind alone for its part of the batch,
-    divided by the time of both kinds for the whole batch.
-    """
-    for name, (mixture, index) in stage_times[0].mixtures.items():
-        if name not in stage_times[1].profile_names:
-            continue
-        first_share = mixture.batch_share[index]
-        parts = zip(stage_times, (first_share, 1 - first_share), strict=True)
-        slowest = max(float(times.times(np.array([1]), share)[0][0]) for times, share in parts)
-        if math.isfinite(slowest):
-            return min(1.0, slowest / mixture.median_s)
-    return DEFAULT_MIXING_EFFICIENCY
-
-
-def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
-    """Return True if a job can have nodes of both kinds: one partition and distinct features."""
-    are_distinct = a.feature is not None and b.feature is not None and a.feature != b.feature
-    # The feature with the GPU's name selects GPUs of all memory sizes.
-    are_selectable = not (a.kind.constraint or b.kind.constraint)
-    return a.kind.partition == b.kind.partition and are_distinct and are_selectable
 
 
 def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
@@ -615,23 +496,3 @@ def _shapes(times: StageTimes, max_processes: int) -> Iterator[tuple[int, int]]:
             if count <= max_processes and count not in seen and not times.refusal_for(count):
                 seen.add(count)
                 yield nodes, processes
-
-
-def _shared_shapes(
-    pair: tuple[StageTimes, StageTimes], max_processes: int
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the nodes of each kind, and the processes per node, of jobs on two kinds."""
-    for processes in range(1, min(times.max_per_node() for times in pair) + 1):
-        for nodes in itertools.product(*(_node_counts(t.devices.max_job_nodes) for t in pair)):
-            count = sum(nodes) * processes
-            # Both kinds are in one partition, whose limit applies to the job.
-            if any(sum(nodes) > (t.devices.max_nodes_per_job or sum(nodes)) for t in pair):
-                continue
-            if count <= max_processes and not any(times.refusal_for(count) for times in pair):
-                yield nodes, processes
-
-
-def _node_counts(count: int) -> Sequence[int]:
-    """Return numbers of nodes to try: small numbers, powers of two, and ``count``."""
-    powers = {2**i for i in range(3, count.bit_length())}
-    return sorted({*range(1, min(count, 8) + 1), *powers, count})

@@ -16,18 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.hardware import GIB, GpuDevice, device_from_node_group
-from pipeline.planning.cost.layout import CandidateLayout
-from pipeline.planning.cost.memory import stage_memory
-from pipeline.planning.cost.model_shape import ModelShape, Recompute, from_hf_config
-from pipeline.planning.cost.times import stage_seconds
-from pipeline.planning.cost.workload import (
+from pipeline.planning.cost.data_sheet import (
+    GIB,
+    CandidateLayout,
     GenerationWorkload,
+    GpuDevice,
     InferenceWorkload,
     StateBytes,
     TrainingWorkload,
     Workload,
+    device_from_node_group,
+    stage_memory,
+    stage_seconds,
 )
+from pipeline.planning.cost.model_shape import ModelShape, Recompute, from_hf_config
 from pipeline.planning.profile.device_kinds import list_kinds, node_group_of_kind
 from pipeline.planning.profile.schema import (
     SCHEMA,
@@ -37,7 +39,6 @@ from pipeline.planning.profile.schema import (
     Profile,
     ProfileIdentity,
     ProfilePoint,
-    ResponseLengths,
 )
 from rlinf.config import RunConfig
 from rlinf.errors import DataError, PlanError
@@ -95,21 +96,15 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
             f"nothing is measured, and data sheets do not help: {reason}; measure with: "
             "rlinf profile"
         )
-    horizon = config.rollout.horizon
     return Profile(
         schema_version=SCHEMA,
         created_at=datetime.now(UTC),
         estimated=True,
         identity=ProfileIdentity.of(config),
-        samples=run.samples,
+        samples=run.generation.samples,
         token_budget=run.token_budget,
         weights_bytes=int(run.weights_bytes),
-        lengths=ResponseLengths(
-            samples=tuple(int(n) for n in run.lengths),
-            count=len(run.lengths),
-            truncated_share=0.0,
-            horizon=horizon,
-        ),
+        lengths=tuple(int(n) for n in run.generation.lengths),
         kinds=kinds,
     )
 
@@ -121,33 +116,20 @@ class _RunWork:
     shape: ModelShape
     trainer_shape: ModelShape
     """The trainer's networks, including a separate critic."""
-    samples: int
-    prompt_tokens: int
-    lengths: np.ndarray
-    """Response lengths, uniform up to the horizon (assumed)."""
-    horizon: int
-    steps: int
-    """Optimizer steps per iteration."""
+    generation: GenerationWorkload
+    """Generation of the whole batch; lengths are uniform up to the horizon (assumed)."""
+    training: TrainingWorkload
+    """Training on the whole batch."""
     token_budget: int | None
     engine_dtype_bytes: int
     """Bytes per weight in the engine."""
     trainer_dtype_bytes: int
     """Bytes per weight in the trainer."""
-    max_running: int
-    """Maximum number of concurrent requests of an engine."""
-    group_size: int
     components: Mapping[str, str | None]
     """The component that each stage keeps in memory: ``engine``, ``trainer`` or None."""
     train_stage: str
     publish_stage: str
     recompute: Recompute
-    zero: int
-    """ZeRO stage of the trainer; see :class:`TrainingWorkload`."""
-    state: StateBytes
-    copies: int
-    """Complete copies of the states; see :class:`TrainingWorkload`."""
-    optimizer_limit_bytes: float | None
-    """Maximum optimizer bytes on the device; see :class:`TrainingWorkload`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> _RunWork:
@@ -168,65 +150,56 @@ class _RunWork:
         components = {name: stage.holds for name, stage in flow.stages.items()}
         trainer_stages = [name for name, component in components.items() if component == "trainer"]
         dtype_sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+        samples, trainer_name = rollout.batch_size * rollout.group_size, config.trainer.name
+        lengths = np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64))
+        prompt_tokens = max(1, task_size.max_prompt_tokens)
         return cls(
             shape=shape,
             trainer_shape=trainer_shape,
-            samples=rollout.batch_size * rollout.group_size,
-            prompt_tokens=max(1, task_size.max_prompt_tokens),
-            lengths=np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)),
-            horizon=rollout.horizon,
-            steps=algorithm.minibatches * int(getattr(algorithm.config, "epochs", 1)),
+            generation=GenerationWorkload(
+                lengths,
+                samples,
+                prompt_tokens,
+                rollout.group_size,
+                engine_max_batch(config) or samples,
+            ),
+            training=TrainingWorkload(
+                samples,
+                prompt_tokens + round(float(lengths.mean())),
+                prompt_tokens + rollout.horizon,
+                algorithm.minibatches * int(getattr(algorithm.config, "epochs", 1)),
+                _zero_stage(trainer_name, trainer),
+                _state_bytes(shape, trainer.get("lora")),
+                int(trainer.get("dp_replicate", 1)) if trainer_name == "fsdp" else 1,
+                _optimizer_limit_bytes(trainer_name, trainer),
+            ),
             token_budget=trainer.get("max_tokens_per_microbatch"),
             engine_dtype_bytes=dtype_sizes.get(str(engine.get("dtype")), shape.dtype_bytes),
             trainer_dtype_bytes=dtype_sizes.get(str(trainer.get("param_dtype", "float32")), 4),
-            max_running=engine_max_batch(config) or rollout.batch_size * rollout.group_size,
-            group_size=rollout.group_size,
             components=components,
             train_stage=[name for name in trainer_stages if name != flow.publish_stage][-1],
             publish_stage=flow.publish_stage,
             recompute="full" if trainer.get("gradient_checkpointing") else "selective",
-            zero=_zero_stage(config.trainer.name, trainer),
-            state=_state_bytes(shape, trainer.get("lora")),
-            copies=int(trainer.get("dp_replicate", 1)) if config.trainer.name == "fsdp" else 1,
-            optimizer_limit_bytes=_optimizer_limit_bytes(config.trainer.name, trainer),
         )
 
     @property
     def weights_bytes(self) -> float:
         return self.shape.parameters * self.shape.dtype_bytes
 
-    @property
-    def max_tokens(self) -> int:
-        return self.prompt_tokens + self.horizon
-
     def workload(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
         """Return a stage's workload for ``samples`` samples, the shape of its model, and the peak
         rate of its precision as a share of the GPU's bfloat16 rate."""
-        mean_tokens = self.prompt_tokens + round(float(self.lengths.mean()))
         is_engine = self.components[stage] == "engine"
         dtype_bytes = self.engine_dtype_bytes if is_engine else self.trainer_dtype_bytes
         shape = replace(self.shape if is_engine else self.trainer_shape, dtype_bytes=dtype_bytes)
-        rate_share = FLOAT32_SHARE if dtype_bytes == 4 else 1.0
+        rate_share, training = FLOAT32_SHARE if dtype_bytes == 4 else 1.0, self.training
         if is_engine:
-            lengths = self.lengths.astype(np.float64)
-            settings = self.prompt_tokens, self.group_size, self.max_running
-            return GenerationWorkload(lengths, samples, *settings), shape, rate_share
+            return replace(self.generation, samples=samples), shape, rate_share
         if stage == self.train_stage:
-            step_samples = max(1, samples // self.steps)
-            return self._training(step_samples, mean_tokens), shape, rate_share
-        return InferenceWorkload(samples, mean_tokens, self.max_tokens), shape, rate_share
-
-    def _training(self, samples: int, mean: int) -> TrainingWorkload:
-        return TrainingWorkload(
-            samples,
-            mean,
-            self.max_tokens,
-            self.steps,
-            self.zero,
-            self.state,
-            self.copies,
-            self.optimizer_limit_bytes,
-        )
+            step_samples = max(1, samples // training.steps)
+            return replace(training, samples=step_samples), shape, rate_share
+        work = InferenceWorkload(samples, training.tokens, training.longest)
+        return work, shape, rate_share
 
 
 def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
@@ -305,17 +278,19 @@ def _points(run: _RunWork, device: GpuDevice, nodes: int, per_node: int) -> Iter
     of a node and on whole nodes."""
     counts_in_node = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
     counts = sorted({*counts_in_node, *(per_node * n for n in _node_counts(nodes))})
-    sizes = sorted({run.samples, max(run.group_size, run.samples // 2)})
+    sizes = sorted(
+        {run.generation.samples, max(run.generation.group_size, run.generation.samples // 2)}
+    )
     for stage, component in run.components.items():
         if component is None or stage == run.publish_stage:
-            reward_s = REWARD_S * run.samples
+            reward_s = REWARD_S * run.generation.samples
             publish_s = run.weights_bytes / READ_BYTES_PER_S
             duration_s = publish_s if stage == run.publish_stage else reward_s
-            yield _point(stage, 1, 1, run.samples, 0, duration_s)
+            yield _point(stage, 1, 1, run.generation.samples, duration_s)
             continue
         for count in counts:
             for samples in sizes:
-                if count <= samples // (run.group_size if component == "engine" else 1):
+                if count <= samples // (run.generation.group_size if component == "engine" else 1):
                     yield _estimate_point(run, device, stage, -(-count // per_node), count, samples)
 
 
@@ -332,17 +307,14 @@ def _estimate_point(
     device = replace(device, flops=device.flops * rate_share)
     budget = run.token_budget or 8192
     layout = CandidateLayout(
-        dp=count, micro_batch=max(1, budget // run.max_tokens), recompute=run.recompute
+        dp=count, micro_batch=max(1, budget // run.training.longest), recompute=run.recompute
     )
     memory_bytes = float(np.max(stage_memory(shape, layout, work).total))
-    tokens = round(float(run.lengths.mean())) + (
-        0 if isinstance(work, GenerationWorkload) else run.prompt_tokens
-    )
-    point = partial(_point, stage, nodes, count, samples, tokens)
+    point = partial(_point, stage, nodes, count, samples)
     token_budget = None if isinstance(work, GenerationWorkload) else run.token_budget
     duration_s = float(np.max(stage_seconds(shape, layout, work, device).total))
-    if stage == run.train_stage and count > 1 and count % run.copies:
-        reason = f"trainer.dp_replicate: {run.copies} does not divide {count} processes"
+    if stage == run.train_stage and count > 1 and count % run.training.copies:
+        reason = f"trainer.dp_replicate: {run.training.copies} does not divide {count} processes"
         return point(None, token_budget=token_budget, failure=reason)
     if memory_bytes > device.usable_bytes or not np.isfinite(duration_s):
         sizes = f"{memory_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable"
@@ -356,7 +328,6 @@ def _point(
     nodes: int,
     count: int,
     samples: int,
-    tokens: int,
     duration_s: float | None,
     **fields: Any,
 ) -> ProfilePoint:
@@ -365,7 +336,6 @@ def _point(
         nodes=nodes,
         processes=count,
         samples=samples,
-        tokens=tokens,
         time=None if duration_s is None else Measurement.of([duration_s]),
         **fields,
     )
@@ -374,8 +344,10 @@ def _point(
 def _overheads(run: _RunWork, device: GpuDevice) -> Iterator[Overhead]:
     read_s = run.weights_bytes / READ_BYTES_PER_S
     trainer_read_s = run.trainer_shape.parameters * run.trainer_shape.dtype_bytes / READ_BYTES_PER_S
-    optimizer_bytes = run.state.optimizer if run.optimizer_limit_bytes is None else 0.0
-    parameter_bytes = run.state.weights + optimizer_bytes
+    optimizer_bytes = (
+        run.training.state.optimizer if run.training.optimizer_limit_bytes is None else 0.0
+    )
+    parameter_bytes = run.training.state.weights + optimizer_bytes
     offload_s = run.trainer_shape.parameters * parameter_bytes / device.host.bytes_per_s
     for name, duration_s in (
         ("startup", START_S),

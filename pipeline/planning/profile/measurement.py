@@ -5,16 +5,18 @@ A job updates the trial after every iteration, so that the next job with this ta
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
+from scipy.stats import t as student
 
 from pipeline.planning.profile.schema import (
     SCHEMA,
     MeasuredLink,
-    Measurement,
     MemoryLocation,
     Seconds,
     read_json,
@@ -27,6 +29,8 @@ MIN_REPEATS = 3
 """Minimum number of repeats, without the first iteration of each process."""
 RUN_SIZE_TURNS = 3
 """Number of repeats of the case with the run's own size, per repeat of another case."""
+CONFIDENCE = 0.95
+"""Confidence level of the interval of a case's time."""
 CONVERGED_SHARE = 0.05
 """A case has converged if half the width of the confidence interval is below this share of the
 median."""
@@ -58,7 +62,7 @@ class ProfileTask(Section):
     key: str
     """Digest of the measured work, under which the trial is cached."""
     kinds: tuple[str, ...]
-    """The kind of device of the job; both kinds for a link or a mixture."""
+    """The kind of device of the job; both kinds for a link."""
     folder: Path
     """Folder of the task file, the trial, and the output of the measured stages."""
     nodes: int = Field(gt=0)
@@ -90,8 +94,6 @@ class StageTiming(Section):
     cold: bool = False
     """True for the first run of the stage in its process."""
     seconds: Seconds = 0.0
-    tokens: int = Field(default=0, ge=0)
-    parts_s: dict[str, Seconds] = {}
     peak_memory_bytes: int = Field(default=0, ge=0)
     failure: str = ""
     """Why the stage failed; "" if it succeeded."""
@@ -118,22 +120,21 @@ class CaseRepeats(Section):
         """True if the case failed, or its confidence interval is narrow enough."""
         if self.failed or len(self.seconds) < MIN_REPEATS:
             return self.failed
-        measured = Measurement.of(self.seconds)
-        assert measured.low_s is not None
-        assert measured.high_s is not None
-        width = (measured.high_s - measured.low_s) / 2
-        return width <= max(CONVERGED_SHARE * measured.median_s, CONVERGED_S)
+        # Student's interval of the mean (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2).
+        n, median_s = len(self.seconds), statistics.median(self.seconds)
+        quantile = float(student.ppf((1 + CONFIDENCE) / 2, n - 1))
+        half_width = quantile * statistics.stdev(self.seconds) / math.sqrt(n)
+        return half_width <= max(CONVERGED_SHARE * median_s, CONVERGED_S)
 
 
 class Trial(Section):
     """The measurements so far of all jobs with the same work, nodes, processes and kind."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[2] = SCHEMA
     key: str
     """Digest of the measured work; see :func:`pipeline.planning.profile.schema.kind_key`."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
-    hosts: tuple[str, ...] = ()
     iterations: int = Field(default=0, ge=0)
     """Number of iterations so far, over all jobs."""
     running: RunningCase | None = None
@@ -145,8 +146,6 @@ class Trial(Section):
     links: tuple[MeasuredLink, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
     """Response lengths of each of a few rollouts of the full batch, in steps."""
-    truncated: int = Field(default=0, ge=0)
-    """Number of these responses that were truncated at the horizon."""
     weights_bytes: int = Field(default=0, ge=0)
     """Bytes that ``sync`` published; 0: not measured yet."""
     memory: MemoryLocation | None = None

@@ -4,7 +4,7 @@ Jobs never run at the same time, because they would slow each other down. The me
 are its *trial*, a file that is cached in the folder of the runs. So an interrupted pass can
 continue, and a second pass for the same work ends at once. For the execution ``jobs``, stages are
 also measured as separate jobs. A *case* is a batch size with a token budget; a job measures several
-cases. A *mixture* is one job with a node of each of two kinds.
+cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,13 +30,11 @@ from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.metrics import stage_manifest
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import build_profile
-from pipeline.planning.profile.build_profile import KindPair
 from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local_kind, select_kinds
 from pipeline.planning.profile.measurement import ProfileCase, ProfileTask, load_trial
 from pipeline.planning.profile.schema import (
     SCHEMA,
     MeasuredLink,
-    Mixture,
     Overhead,
     Profile,
     ProfileIdentity,
@@ -137,8 +134,8 @@ CACHE_DIR = ".profiles"
 """Folder of the cache beside the runs."""
 STAGE_JOB_LIMIT_MIN = 5
 """Time limit of each separate stage job, minutes."""
-STAGE_JOBS_SHARE, LINKS_SHARE, MIXTURE_SHARE = 0.5, 0.1, 0.15
-"""Shares of the time: for separate stage jobs, for links between kinds, and for each mixture."""
+STAGE_JOBS_SHARE, LINKS_SHARE = 0.5, 0.1
+"""Shares of the time: for separate stage jobs, and for links between kinds."""
 MIN_STAGE_JOBS_S = 60.0
 """Minimum time for separate stage jobs, seconds; with less time they are not measured."""
 MIN_MEASURING_S = 1.0
@@ -192,23 +189,17 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
         launcher = create_launcher(cluster, plan)
         try:
             end = time.time() + 60 * options.minutes
-            pairs = (
-                build_profile.mixable_pairs(kinds, load_or_survey(None, cluster.site))
-                if on_slurm
-                else []
-            )
-            share = LINKS_SHARE * (on_slurm and len(kinds) > 1) + MIXTURE_SHARE * len(pairs)
-            reserved_s = 60 * options.minutes * min(0.5, share)
+            share = LINKS_SHARE * (on_slurm and len(kinds) > 1)
+            reserved_s = 60 * options.minutes * share
             profile_pass = ProfilePass(run, cluster, plan, launcher, identity, options)
             for index, kind in enumerate(kinds):
                 kind_s = (end - reserved_s - time.time()) / (len(kinds) - index)
                 profile_pass.measure_kind(kind, kind_s)
             links = profile_pass.measure_links(kinds, end) if on_slurm else []
-            mixtures = [m for pair in pairs for m in profile_pass.measure_mixture(pair, end)]
         finally:
             launcher.close()
     return profile_pass.build_profile(
-        kinds, links, mixtures, SlurmClient(cluster.poll_interval_s) if on_slurm else None
+        kinds, links, SlurmClient(cluster.poll_interval_s) if on_slurm else None
     )
 
 
@@ -340,22 +331,14 @@ class ProfilePass:
         )
 
     def submit(
-        self,
-        kind: DeviceKind,
-        group: list[ProfileTask],
-        seconds: float,
-        adapt: Callable[[StagePlan], StagePlan] = lambda stage_plan: stage_plan,
+        self, kind: DeviceKind, group: list[ProfileTask], seconds: float
     ) -> dict[str, ProfileTask]:
-        """Submit a job for each task, as an array if there are several. Returns tasks by job id.
-
-        Args:
-            adapt: changes the request of the jobs.
-        """
+        """Submit a job for each task, as an array if there are several. Returns tasks by job id."""
         # All jobs of an array have the request of the largest.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
         stage_plan = self.job_request(kind, group[0].nodes, per_node, time_limit_min=minutes)
-        resources = job_resources(adapt(stage_plan), self.cluster)
+        resources = job_resources(stage_plan, self.cluster)
         record_start = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
         resources = replace(resources, setup=(record_start, *resources.setup), array_parallelism=1)
         jobs = []
@@ -443,59 +426,6 @@ class ProfilePass:
             links += trial.links if trial is not None else ()
         return links
 
-    def measure_mixture(self, pair: KindPair, end: float) -> list[Mixture]:
-        """Measure iterations of one job with a node of each kind of a pair, and return a mixture
-        per stage; none if there is no time, or if training was not measured on both kinds."""
-        times = [self.train_s(kind) for kind in pair.kinds]
-        if None in times:
-            return []
-        speeds = build_profile.relative_speeds(
-            [seconds for seconds in times if seconds is not None]
-        )
-        keys = [kind_key(self.identity, kind) for kind in pair.kinds]
-        key = json_digest([*keys, *pair.features, *speeds])
-        folder = self.cache_folder(f"mixed-{key}")
-        if self.options.fresh:
-            shutil.rmtree(folder, ignore_errors=True)
-        kind = pair.kinds[0]
-        full_case = ProfileCase(
-            starts=self.run.config.rollout.batch_size,
-            token_budget=trainer_token_budget(self.run.config),
-        )
-        task = self.task(kind, folder, 2, 2).model_copy(
-            update={"kinds": tuple(kind.name for kind in pair.kinds), "cases": (full_case,)}
-        )
-        share_s = 60 * self.options.minutes * MIXTURE_SHARE
-        limit_s = min(end - time.time(), share_s) - DEFAULT_START_S
-        if not is_finished(task) and limit_s > MIN_MEASURING_S:
-            log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), limit_s)
-            jobs = self.submit(
-                kind, [task], limit_s, lambda request: pair.request_resources(request, speeds)
-            )
-            try:
-                self.wait_for_jobs(jobs, end)
-            except StageError as error:
-                log.warning("%s in one job: %s", " and ".join(task.kinds), error)
-        trial = load_trial(task.trial_path)
-        samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
-        return (
-            build_profile.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
-        )
-
-    def train_s(self, kind: DeviceKind) -> float | None:
-        """Return the seconds to train on the whole batch with one process of a kind."""
-        samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
-        tasks = [task for task in self.tasks[kind.name] if task.processes == 1]
-        trials = [trial for task in tasks if (trial := load_trial(task.trial_path)) is not None]
-        timings = [
-            timing
-            for trial in trials
-            for timing in trial.samples
-            if timing.stage == self.flow.train_stage and not timing.failure
-        ]
-        seconds = [t.seconds for t in timings if t.samples == samples and t.seconds > 0]
-        return statistics.median(seconds) if seconds else None
-
     def link_task(
         self, pair: Sequence[DeviceKind], key: str, folder: Path, rank: int
     ) -> ProfileTask:
@@ -513,7 +443,6 @@ class ProfilePass:
         self,
         kinds: Sequence[DeviceKind],
         links: Sequence[MeasuredLink],
-        mixtures: Sequence[Mixture],
         client: SlurmClient | None,
     ) -> Profile:
         """Return the profile of all measurements.
@@ -536,9 +465,9 @@ class ProfilePass:
             profile = build_profile.build_kind_profile(kind, trials, waits, overheads, flow)
             kind_profiles[kind.name] = profile
             measured += trials
-        lengths = build_profile.lengths(measured, config.rollout.horizon)
+        lengths = build_profile.lengths(measured)
         weights_bytes = max(trial.weights_bytes for trial in measured)
-        if lengths is None or not weights_bytes:
+        if not lengths or not weights_bytes:
             failures = (s.failure for t in measured for s in t.samples if s.failure)
             reason = next(failures, "out of time")
             raise InputError(f"no kind could run a whole iteration of this run: {reason}")
@@ -552,7 +481,6 @@ class ProfilePass:
             lengths=lengths,
             kinds=kind_profiles,
             links=tuple(links),
-            mixtures=tuple(mixtures),
         )
 
     def queue_waits(self, kind: DeviceKind, client: SlurmClient) -> list[QueueWait]:

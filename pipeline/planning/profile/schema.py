@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AwareDatetime, Field, model_validator
-from scipy.stats import t as student
 
 from pipeline.planning.profile.device_kinds import DeviceKind
 from rlinf.artifacts import write_user_file
@@ -21,10 +20,8 @@ from rlinf.config import RunConfig, Section, json_digest, validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from stages.identity import program_version
 
-SCHEMA: Literal[1] = 1
+SCHEMA: Literal[2] = 2
 """Version of the file format."""
-CONFIDENCE = 0.95
-"""Confidence level of the intervals."""
 Seconds = Annotated[float, Field(ge=0)]
 MemoryLocation = Literal["device", "host"]
 """Where a memory peak was measured: in the GPU or on the host."""
@@ -32,48 +29,24 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Measurement(Section):
-    """Repeats of one measurement, with the confidence interval of their mean by Student's t."""
+    """Repeats of one measurement."""
 
     seconds: tuple[Seconds, ...] = Field(min_length=1)
-    median_s: Seconds
-    low_s: float | None
-    """95 % confidence interval of the mean; None for a single measurement."""
-    high_s: float | None
-
-    @model_validator(mode="after")
-    def _check_summary(self) -> Measurement:
-        expected = _summary(self.seconds)
-        for name, value in expected.items():
-            stored = getattr(self, name)
-            if (stored is None) != (value is None) or not math.isclose(
-                stored or 0.0, value or 0.0, rel_tol=1e-6, abs_tol=1e-9
-            ):
-                raise ValueError(f"{name} {stored} does not follow from seconds (that is {value})")
-        return self
 
     @classmethod
     def of(cls, seconds: Sequence[float], **more: Any) -> Self:
         """Create a measurement from its repeats and the additional fields of a subclass."""
-        return cls(seconds=tuple(seconds), **_summary(seconds), **more)
+        return cls(seconds=tuple(seconds), **more)
+
+    @property
+    def median_s(self) -> float:
+        """The median of the repeats."""
+        return statistics.median(self.seconds)
 
     @property
     def spread_s(self) -> float:
         """The standard deviation of the repeats; 0 for a single repeat."""
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
-
-
-def _summary(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return the median, and the interval ``mean ± t(0.975, n - 1) s / sqrt(n)`` of the mean.
-
-    Source: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2.
-    """
-    median, n = statistics.median(seconds), len(seconds)
-    if n < 2:
-        return {"median_s": median, "low_s": None, "high_s": None}
-    mean = statistics.fmean(seconds)
-    quantile = float(student.ppf((1 + CONFIDENCE) / 2, n - 1))
-    half_width = quantile * statistics.stdev(seconds) / math.sqrt(n)
-    return {"median_s": median, "low_s": mean - half_width, "high_s": mean + half_width}
 
 
 class ProfilePoint(Section):
@@ -85,17 +58,12 @@ class ProfilePoint(Section):
     """Total number of processes, which is the number of devices and the data-parallel size."""
     samples: int = Field(gt=0)
     """Samples of the stage over all processes; for ``sync`` those of the iteration."""
-    tokens: int = Field(ge=0)
-    """Mean number of tokens per repeat. Rollout and reward: in responses. Inference and train: in
-    prompts and responses, for train only of samples that are included. ``sync``: 0."""
     token_budget: int | None = Field(default=None, gt=0)
     """Maximum positions of a micro-batch; None if the stage or trainer has no limit."""
     time: Measurement | None = None
     """Time of one iteration, without job start, imports and loading; None: the stage failed."""
     cold: Measurement | None = None
     """``time``, but of the first iteration of a process, which is longer; None: not measured."""
-    parts_s: dict[str, Seconds] = {}
-    """Median seconds of the timed parts of the stage, without loading."""
     peak_memory_bytes: int | None = Field(default=None, ge=0)
     """Maximum over repeats and processes: GPU memory, or resident memory without a GPU."""
     failure: str = ""
@@ -147,93 +115,26 @@ class Overhead(Measurement):
     processes: int = Field(gt=0)
 
 
-class Mixture(Measurement):
-    """The time of a stage on the whole batch, in a job with one process on each of two kinds."""
-
-    kinds: tuple[str, str]
-    stage: str
-    batch_share: tuple[float, float]
-    """Share of the batch that each kind processed."""
-
-
-class ConfidenceInterval(Section):
-    """An estimate with its 95 % confidence interval."""
-
-    value: float = Field(ge=0)
-    low: float
-    high: float
-
-    @model_validator(mode="after")
-    def _check_order(self) -> ConfidenceInterval:
-        if not self.low <= self.value <= self.high:
-            raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
-        return self
-
-
 class MeasuredLink(Section):
-    """The time to transfer ``n`` bytes, ``latency_s + n / bandwidth``, fitted to several sizes."""
+    """The time to transfer ``n`` bytes between two nodes: ``latency_s + n / bandwidth``."""
 
-    path: Literal["intra_node", "inter_node", "inter_partition", "write", "read"]
-    """``write`` (synced) and ``read`` (without page cache) use the shared filesystem."""
-    backend: Literal["gloo", "nccl", "file"]
+    backend: Literal["gloo", "nccl"]
     between: tuple[str, ...]
     """Kinds at both ends; a single kind if both ends have the same."""
-    sizes_bytes: tuple[int, ...] = Field(min_length=2)
-    median_s: tuple[Seconds, ...]
-    """Median seconds for each of ``sizes_bytes``."""
-    repeats: int = Field(gt=0)
-    """Number of measurements, of all sizes together."""
-    latency_s: ConfidenceInterval
-    bandwidth_bytes_per_s: ConfidenceInterval
+    latency_s: Seconds
+    bandwidth_bytes_per_s: float = Field(gt=0)
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> MeasuredLink:
-        if len(self.sizes_bytes) != len(self.median_s):
-            raise ValueError(f"{len(self.sizes_bytes)} sizes but {len(self.median_s)} times")
-        if self.bandwidth_bytes_per_s.value == 0:
-            raise ValueError("bandwidth_bytes_per_s is 0")
-        return self
-
-
-class WaitHistory(Section):
-    """Quantiles of the queue waits of past jobs, seconds."""
-
-    jobs: int = Field(gt=0)
-    """Number of past jobs."""
-    q10_s: Seconds
-    q50_s: Seconds
-    q90_s: Seconds
+    def transfer_s(self, size: float) -> float:
+        """Return the seconds to transfer ``size`` bytes."""
+        return self.latency_s + size / self.bandwidth_bytes_per_s
 
 
 class QueueWait(Section):
     """The expected queue wait of a job with this many nodes."""
 
     nodes: int = Field(gt=0)
-    test_only_s: Seconds | None = None
-    """Wait that Slurm's scheduler expects (``sbatch --test-only``); None: unknown."""
-    history: WaitHistory | None = None
-    """Waits of the jobs that this user can see in accounting; None: there are none."""
-
-
-class ResponseLengths(Section):
-    """Response lengths in steps, sampled by rollouts of the run's full batch."""
-
-    samples: tuple[int, ...] = Field(min_length=1)
-    """Lengths, ascending. If there are many, a subset in equal steps, with both extremes."""
-    count: int = Field(gt=0)
-    """Number of measured lengths."""
-    truncated_share: float = Field(ge=0, le=1)
-    """Share of responses that were truncated at the horizon."""
-    horizon: int = Field(gt=0)
-    """Maximum number of steps of a response."""
-
-    @model_validator(mode="after")
-    def _check_ascending(self) -> ResponseLengths:
-        if any(a > b for a, b in zip(self.samples, self.samples[1:], strict=False)):
-            raise ValueError("samples are not ascending")
-        if self.samples[0] < 0:
-            raise ValueError("samples hold a negative length")
-        return self
+    expected_s: Seconds
+    """As Slurm's scheduler expects (``sbatch --test-only``), else the median of past jobs."""
 
 
 class KindProfile(Section):
@@ -246,8 +147,6 @@ class KindProfile(Section):
     devices_per_node: int = Field(gt=0)
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
     """Share of the time that processes may run; below 1 only on dev clusters."""
-    hosts: tuple[str, ...] = ()
-    """Hosts of rank 0 of the jobs."""
     memory: MemoryLocation | None = None
     """Where memory peaks were measured; None: unknown."""
     points: tuple[ProfilePoint, ...] = Field(min_length=1)
@@ -268,7 +167,7 @@ class KindProfile(Section):
 class Profile(Section):
     """The measured costs of an experiment: times, memory and queue waits on each kind of device."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     created_at: AwareDatetime
     estimated: bool = False
     """True if nothing was measured: the numbers are derived from data sheets, by
@@ -280,19 +179,19 @@ class Profile(Section):
     """Token budget of the run's trainer."""
     weights_bytes: int = Field(gt=0)
     """Bytes that ``sync`` publishes."""
-    lengths: ResponseLengths
+    lengths: tuple[int, ...] = Field(min_length=1)
+    """Response lengths in steps, ascending, of rollouts of the full batch. If there are many, a
+    subset in equal steps, with both extremes."""
     kinds: dict[str, KindProfile] = Field(min_length=1)
     """Measurements by ``partition``, or ``partition:gpu_type`` if a partition has several types."""
     links: tuple[MeasuredLink, ...] = ()
     """Links between kinds of different partitions."""
-    mixtures: tuple[Mixture, ...] = ()
-    """Measurements of jobs with nodes of two kinds."""
 
-    def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], file: str) -> None:
-        """Check that this profile is valid for a run on some kinds.
+    def check_identity(self, identity: ProfileIdentity, file: str) -> None:
+        """Check that this profile is valid for a run.
 
         Raises:
-            PlanError: the model, configuration or code differs, or a kind is missing.
+            PlanError: the model, configuration or code differs.
         """
         for name, value in identity:
             if (measured := getattr(self.identity, name)) != value:
@@ -300,9 +199,6 @@ class Profile(Section):
                     f"{file}: identity.{name}: this profile is of another {_IDENTITY_NAMES[name]} "
                     f"({measured}, the run has {value}); measure again with: rlinf profile"
                 )
-        for kind in kinds:
-            if kind not in self.kinds:
-                raise PlanError(f"{file}: {_missing_kind_message(kind, self.kinds)}")
 
     def check_stages(self, stages: Collection[str], file: str) -> None:
         """Check that the profile contains only stages of a flow.
@@ -321,24 +217,13 @@ class Profile(Section):
                         f"{did_you_mean(stage, stages)}"
                     )
 
-    def to_json(self) -> str:
-        """Return the profile as JSON for :func:`load_profile`."""
-        return self.model_dump_json(indent=1) + "\n"
-
     def save(self, path: Path) -> None:
         """Write the profile as JSON, atomically.
 
         Raises:
             InputError: the file cannot be written.
         """
-        write_user_file(path, self.to_json())
-
-
-def _missing_kind_message(kind: str, kinds: Mapping[str, KindProfile]) -> str:
-    return (
-        f"kinds: nothing measured on {kind!r}{did_you_mean(kind, kinds)}; "
-        f"measure it with: rlinf profile --partition {kind.partition(':')[0]}"
-    )
+        write_user_file(path, self.model_dump_json(indent=1) + "\n")
 
 
 _IDENTITY_NAMES = {"model": "model", "config": "configuration", "code": "version of the code"}
@@ -436,4 +321,4 @@ def _files(model: dict[str, Any]) -> list[tuple[str, int]]:
 def kind_key(identity: ProfileIdentity, kind: DeviceKind) -> str:
     """Return the digest under which the measurements of a kind are cached."""
     hardware = [kind.name, kind.gpu_type, kind.gpu_model, kind.duty_cycle]
-    return json_digest([identity.model_dump(), hardware])
+    return json_digest([SCHEMA, identity.model_dump(), hardware])

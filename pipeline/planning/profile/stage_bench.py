@@ -1,7 +1,7 @@
 """The measurements of a profiling job, which runs the stages of a run for several iterations.
 
 The learning rate is too small to change a weight, so all repeats and all numbers of processes do
-the same work. Links between two processes and through the shared filesystem are measured too.
+the same work. The link between two nodes is measured too.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.stats import t as student
 
 from pipeline.graph import Graph, StageNode
 from pipeline.planning.profile.measurement import (
@@ -33,18 +31,12 @@ from pipeline.planning.profile.measurement import (
     Trial,
     load_trial,
 )
-from pipeline.planning.profile.schema import (
-    CONFIDENCE,
-    ConfidenceInterval,
-    MeasuredLink,
-    read_json,
-    validate_section,
-)
+from pipeline.planning.profile.schema import MeasuredLink, read_json, validate_section
 from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
-from rlinf.data.trajectory import StepRewards, Trajectory, loss_mask
+from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import RequeueRequested
 from rlinf.models.base import local_device
@@ -120,10 +112,6 @@ class StageBench:
     """Seconds to load the weights for the first time, including imports on first use."""
     num_iterations: int = 0
     """Number of iterations that this process has run."""
-    trajectories: list[Trajectory] = field(default_factory=list)
-    """Trajectories of the last rollout."""
-    trainable_keys: set[tuple[int, int]] = field(default_factory=set)
-    """Keys of the last rollout's samples that are included in training."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.config)
@@ -153,11 +141,9 @@ class StageBench:
         if weights is not None:
             policy.load(self.task.initial / weights.data / "weights", options)
         self.first_load_s = time.perf_counter() - start
-        hosts = (*self.trial.hosts, socket.gethostname())
-        self.update_trial(hosts=tuple(sorted(set(hosts))))
 
     def run(self, deadline: float) -> None:
-        """Measure links once, then iterations until all cases have converged or time is up.
+        """Measure the link once, then iterations until all cases have converged or time is up.
 
         Every process runs at least two iterations, a cold and a warm one, even if time is up.
         """
@@ -165,7 +151,7 @@ class StageBench:
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch.mkdir(parents=True)
         if not self.trial.links:
-            self.measure_links()
+            self.measure_link()
         longest_s = 0.0
         with StopFlag() as stop, contextlib.suppress(RequeueRequested):
             while True:
@@ -253,15 +239,10 @@ class StageBench:
         elif load_s:
             self.add_overhead("trainer_load", load_s + self.connect_s)
             self.connect_s = 0.0
-        if stage == flow.producer_of("trajectories"):
+        is_full = samples == self.config.rollout.batch_size * self.config.rollout.group_size
+        if stage == flow.producer_of("trajectories") and is_full:
             files = (folder / manifest.data).glob("trajectories-*.h5")
-            self.trajectories = list(map(Trajectory.from_record, RecordFileReader(files)))
-            if samples == self.config.rollout.batch_size * self.config.rollout.group_size:
-                self.record_lengths()
-        if stage == flow.producer_of("rewards"):
-            files = (folder / manifest.data).glob("rewards-*.h5")
-            rewards = map(StepRewards.from_record, RecordFileReader(files))
-            self.trainable_keys = {each.identity.key for each in rewards if each.is_included}
+            self.record_lengths(map(Trajectory.from_record, RecordFileReader(files)))
         if stage == flow.publish_stage:
             self.add_overhead("publish", part_seconds["publish"])
             self.update_trial(weights_bytes=int(manifest.metrics["bytes"]))
@@ -271,8 +252,6 @@ class StageBench:
             token_budget=budget,
             cold=stage not in self.stages_run,
             seconds=seconds,
-            tokens=self.num_tokens(stage),
-            parts_s=part_seconds,
             peak_memory_bytes=peak_bytes,
         )
         self.update_trial(samples=(*self.trial.samples, timing))
@@ -283,48 +262,18 @@ class StageBench:
         spec = self.graph.flow.all_stages[stage]
         return spec.uses_device and spec.holds == "trainer"
 
-    def num_tokens(self, stage: str) -> int:
-        """Return the number of tokens of a stage, as in ``ProfilePoint.tokens``."""
-        flow = self.graph.flow
-        if stage in (flow.producer_of("trajectories"), flow.producer_of("rewards")):
-            return sum(self.lengths())
-        trainer = self._trainer()
-        if not self.has_token_budget(stage) or trainer is None:
-            return 0
-        policy = trainer.policy
-        used = [
-            trajectory
-            for trajectory in self.trajectories
-            if stage != flow.train_stage or trajectory.identity.key in self.trainable_keys
-        ]
-        return sum(map(policy.num_tokens, used))
-
-    def lengths(self) -> list[int]:
-        """Return the length of each response of the last rollout, in steps without tool outputs."""
-        return [int(loss_mask(trajectory).sum()) for trajectory in self.trajectories]
-
-    def record_lengths(self) -> None:
-        """Record the response lengths of the last rollout."""
+    def record_lengths(self, trajectories: Iterable[Trajectory]) -> None:
+        """Record the length of each response of a rollout, in steps without tool outputs."""
         if len(self.trial.lengths) < MAX_LENGTH_ROLLOUTS:
-            truncated = sum(trajectory.stop_reason == "length" for trajectory in self.trajectories)
-            lengths = tuple(sorted(self.lengths()))
-            truncated += self.trial.truncated
-            self.update_trial(lengths=(*self.trial.lengths, lengths), truncated=truncated)
+            lengths = tuple(sorted(int(loss_mask(each).sum()) for each in trajectories))
+            self.update_trial(lengths=(*self.trial.lengths, lengths))
 
-    def measure_links(self) -> None:
-        """Measure links to a rank on the same node and on the next node, and to the filesystem."""
-        links: list[MeasuredLink | None] = []
-        kinds = self.task.kinds
-        per_node = self.world.size // self.task.nodes
-        paths_by_rank = {1: "intra_node"} if per_node > 1 else {}
-        if self.task.nodes > 1:
-            paths_by_rank[per_node] = "inter_node"
-        for peer, path in paths_by_rank.items():
-            if self.world.rank in (0, peer):
-                links.append(measure_peer_link(path, kinds, self.world.rank, peer, self.device))
-        if self.world.size == 1:
-            links += measure_storage_links(self.scratch, kinds[0])
-        self.update_trial(links=tuple(link for link in links if link is not None))
+    def measure_link(self) -> None:
+        """Measure the link to a rank on the next node, if there is one."""
+        peer = self.world.size // self.task.nodes
+        if self.task.nodes > 1 and self.world.rank in (0, peer):
+            link = measure_peer_link(self.task.kinds, self.world.rank, peer, self.device)
+            self.update_trial(links=(link,) if link is not None else ())
 
     def record_imports(self) -> None:
         """Record the time of imports. Imports on first use count too: their time is the first load
@@ -420,7 +369,7 @@ def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
     ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous_file).init_process_group(
         device.type, RENDEZVOUS_TIMEOUT_S
     )
-    link = measure_peer_link("inter_partition", task.kinds, task.rank, 1 - task.rank, device)
+    link = measure_peer_link(task.kinds, task.rank, 1 - task.rank, device)
     if link is not None:
         trial = Trial(key=task.key, nodes=1, processes=1, links=(link,))
         trial.save(task.trial_path)
@@ -452,20 +401,18 @@ def _peak_memory_bytes() -> int:
 
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Sizes of the messages and files with which links are measured."""
+"""Sizes of the messages with which links are measured."""
 REPEATS = 4
 """Number of transfers per size; the first is discarded."""
-MAX_BANDWIDTH_FACTOR = 100.0
-"""Maximum ratio of the bandwidth's upper confidence limit to its estimate."""
 
 
 def fit_link(
     seconds: Sequence[Sequence[float]], sizes: Sequence[int], **fields: Any
 ) -> MeasuredLink:
-    """Fit ``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
+    """Fit ``latency + n / bandwidth`` by least squares on relative errors.
 
     Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
-    2003, section 3.10). The intervals of both coefficients use Student's t.
+    2003, section 3.10).
 
     Args:
         seconds: repeats of each size.
@@ -475,36 +422,15 @@ def fit_link(
     design = np.stack([1 / time_s, size / time_s], axis=1)
     # Scale the columns to the same magnitude, because sizes are large numbers.
     scale = np.linalg.norm(design, axis=0)
-    coefficients, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
-    coefficients = coefficients / scale
-    if coefficients[0] < 0:
-        coefficients = np.array([0.0, 1 / np.mean(size / time_s)])
-    residuals = 1 - design @ coefficients
-    variance = residuals @ residuals / max(1, len(rows) - 2)
-    inverse = np.linalg.pinv((design / scale).T @ (design / scale)) / np.outer(scale, scale)
-    half_widths = float(student.ppf((1 + CONFIDENCE) / 2, max(1, len(rows) - 2))) * np.sqrt(
-        variance * np.diag(inverse)
-    )
-    latency, slope = (float(coefficient) for coefficient in coefficients)
-    slope = max(slope, 1e-15)
-    return MeasuredLink(
-        sizes_bytes=tuple(sizes),
-        median_s=tuple(float(np.median(times)) for times in seconds),
-        repeats=len(rows),
-        latency_s=ConfidenceInterval(
-            value=latency, low=max(0.0, latency - half_widths[0]), high=latency + half_widths[0]
-        ),
-        bandwidth_bytes_per_s=ConfidenceInterval(
-            value=1 / slope,
-            low=1 / (slope + half_widths[1]),
-            high=1 / max(slope - half_widths[1], slope / MAX_BANDWIDTH_FACTOR),
-        ),
-        **fields,
-    )
+    latency, slope = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)[0] / scale
+    if latency < 0:
+        latency, slope = 0.0, 1 / np.mean(size / time_s)
+    bandwidth = 1 / max(float(slope), 1e-15)
+    return MeasuredLink(latency_s=float(latency), bandwidth_bytes_per_s=bandwidth, **fields)
 
 
 def measure_peer_link(
-    path: str, between: tuple[str, ...], rank: int, other: int, device: Any
+    between: tuple[str, ...], rank: int, other: int, device: Any
 ) -> MeasuredLink | None:
     """Measure the link between ranks 0 and ``other`` of the default process group by messages.
 
@@ -532,48 +458,7 @@ def measure_peer_link(
     if rank:
         return None
     backend = "nccl" if device.type == "cuda" else "gloo"
-    return fit_link(seconds, SIZES_BYTES, path=path, backend=backend, between=between)
-
-
-def measure_storage_links(folder: Path, kind: str) -> list[MeasuredLink]:
-    """Measure writing (synced) and reading (without page cache) in the filesystem of ``folder``."""
-    path = folder / "bandwidth"
-
-    def write(data: bytes) -> None:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read(data: bytes) -> None:
-        with path.open("rb") as file:
-            assert len(file.read()) == len(data)
-
-    def drop_page_cache() -> None:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    writes, reads = [], []
-    for size in SIZES_BYTES:
-        data = os.urandom(size)
-        writes.append([_seconds(write, data) for _ in range(REPEATS)][1:])
-        times = []
-        for _ in range(REPEATS):
-            drop_page_cache()
-            times.append(_seconds(read, data))
-        reads.append(times[1:])
-    path.unlink()
-    fields: dict[str, Any] = {"backend": "file", "between": (kind,)}
-    return [
-        fit_link(writes, SIZES_BYTES, path="write", **fields),
-        fit_link(reads, SIZES_BYTES, path="read", **fields),
-    ]
-
-
-def _seconds(action: Callable[[bytes], None], data: bytes) -> float:
-    start = time.perf_counter()
-    action(data)
-    return time.perf_counter() - start
+    return fit_link(seconds, SIZES_BYTES, backend=backend, between=between)
 
 
 def _synchronize(device: Any) -> None:

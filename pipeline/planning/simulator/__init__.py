@@ -1,11 +1,10 @@
-"""A discrete-event simulator of placements on any GPUs, with queues, failures and stragglers.
+"""A simulator of placements on any GPUs, with queues, failures, slow GPUs and unequal lengths.
 
 ``simulate`` (``simulation.py``) runs a ``Placement`` of a ``PlacementProblem`` under a ``Scenario``
 and returns a ``SimulationTrace``.
 """
 
 from pipeline.planning.simulator.scenario import Scenario
-from pipeline.planning.simulator.simulation import simulate
-from pipeline.planning.simulator.trace import SimulationTrace
+from pipeline.planning.simulator.simulation import SimulationTrace, simulate
 
 __all__ = ["Scenario", "SimulationTrace", "simulate"]

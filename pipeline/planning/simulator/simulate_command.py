@@ -1,4 +1,4 @@
-"""The command ``rlinf simulate``: simulate a placement problem; print a table, draw charts."""
+"""The command ``rlinf simulate``: simulate a placement problem; print a table, draw a chart."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import yaml
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from pipeline.console import create_console
+from pipeline.console import create_console, format_duration
 from pipeline.plan import read_plan
 from pipeline.planning.planner.problem import (
     Placement,
@@ -22,11 +22,8 @@ from pipeline.planning.planner.problem import (
 from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import studies
 from pipeline.planning.simulator.scenario import Scenario
-from pipeline.planning.simulator.simulation import simulate
-from pipeline.planning.simulator.trace import SimulationTrace, pool_table, summary, summary_tiles
-from pipeline.report.chart_style import inline_svg
-from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
-from rlinf.artifacts import write_user_file
+from pipeline.planning.simulator.simulation import SimulationTrace, simulate
+from pipeline.report.theme import STAGE_COLOURS, stage_colours
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
@@ -83,31 +80,56 @@ def run_simulate(
     iterations: int,
     seed: int,
     png: Path | None,
-    page: Path | None,
 ) -> None:
-    """Simulate, print the table, and write the requested charts."""
+    """Simulate, print the table, and write the chart if requested."""
     problem, placement = load_problem(problem_name, plan)
-    loaded_scenario = load_scenario(problem_name, scenario)
-    trace = simulate(problem, placement, loaded_scenario, iterations, seed)
+    trace = simulate(problem, placement, load_scenario(problem_name, scenario), iterations, seed)
     console = create_console()
     header, *body = pool_table(trace)
     table = Table(*header)
     for row in body:
         table.add_row(*row)
     console.print(table)
-    console.print(summary(trace))
-    if png is not None or page is not None:
-        if png is not None:
-            write_png(trace, png)
-        if page is not None:
-            scenario_name = scenario or "none"
-            write_html(trace, page, problem_name, scenario_name, loaded_scenario, seed)
+    for label, value in summary(trace, seed):
+        console.print(f"{label}: {value}", highlight=False)
+    if png is not None:
+        write_png(trace, png)
+
+
+def summary(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
+    """Return the statistics and settings of a simulation as labels and values."""
+    seconds = trace.iteration_s
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    mean, predicted = float(seconds.mean()), trace.predicted_s
+    rows = [
+        ("placement", f"{trace.placement.mode}, {trace.placement.num_chunks} chunks"),
+        ("iteration, simulated", f"{mean:.1f} s"),
+        ("80 % of iterations", f"{low:.1f} - {high:.1f} s"),
+        ("iteration, predicted", f"{predicted:.1f} s ({predicted / mean - 1:+.1%})"),
+        (f"cost of {len(seconds)} iterations", f"{trace.cost:,.1f}"),
+        ("GPU-hours", f"{trace.gpu_hours:,.1f}"),
+        ("from submission to end", format_duration(trace.total_s)),
+        ("seed", str(seed)),
+    ]
+    if trace.interruptions:
+        rows.append(("jobs interrupted", str(trace.interruptions)))
+    if trace.renewals:
+        rows.append(("jobs renewed", str(trace.renewals)))
+    return rows
+
+
+def pool_table(trace: SimulationTrace) -> list[tuple[str, ...]]:
+    """Return the table of pools; the first row is the header."""
+    rows: list[tuple[str, ...]] = [("pool", "GPUs", "idle", "without a job")]
+    shares = zip(trace.idle_shares, trace.down_shares, strict=True)
+    for pool, (idle, down) in enumerate(shares):
+        rows.append((*trace.label(pool), f"{idle:.0%}", f"{down:.0%}"))
+    return rows
 
 
 OTHER_COLOURS = {
     "switch": "#b8bfc7",
     "sync": STAGE_COLOURS["sync"],
-    "redone": "#1c1c1c",
     "queue": "#efe3c2",
     "down": "#d8a0a0",
 }
@@ -118,14 +140,15 @@ def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
     """Draw the spans of the last ``num_iterations``, with one row per pool."""
     pools = len(trace.placement.pools)
     start_s = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - num_iterations)]
-    colours = _stage_colours(trace)
+    names = [stage.name for stage in trace.problem.stages]
+    colours = {**stage_colours(names), **OTHER_COLOURS}
     height = 0.55 * pools + 1.3
     figure, axis = plt.subplots(figsize=(10, height))
     drawn: set[str] = set()
     for pool in range(pools):
         bars: dict[str, list[tuple[float, float]]] = {}
         for span in trace.spans:
-            if span.pool == pool and span.end > start_s and span.activity != "transfer":
+            if span.pool == pool and span.end > start_s:
                 name = span.stage if span.activity == "work" else span.activity
                 span_start = max(span.start, start_s)
                 bars.setdefault(name, []).append((span_start - start_s, span.end - span_start))
@@ -138,17 +161,19 @@ def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
     for boundary in trace.iteration_starts:
         if boundary >= start_s:
             axis.axvline(boundary - start_s, color="#9aa4af", lw=0.8, ls=":")
-    axis.set_yticks(range(pools), [_label(trace, pool) for pool in range(pools)], fontsize=8)
+    axis.set_yticks(
+        range(pools), ["\n".join(trace.label(pool)) for pool in range(pools)], fontsize=8
+    )
     axis.set(
         xlim=(0, trace.iteration_starts[-1] - start_s),
         ylim=(pools - 0.45, -0.55),
         xlabel="seconds",
     )
     axis.grid(axis="y", visible=False)
-    names = [name for name in colours if name in drawn]
-    handles = [Patch(color=colours[name], label=name) for name in names]
+    shown = [name for name in colours if name in drawn]
+    handles = [Patch(color=colours[name], label=name) for name in shown]
     axis.legend(
-        handles=handles, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8
+        handles=handles, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8
     )
     figure.tight_layout()
     return figure
@@ -159,42 +184,3 @@ def write_png(trace: SimulationTrace, path: Path) -> None:
     figure = gantt_chart(trace)
     figure.savefig(path, format="png", dpi=110)
     plt.close(figure)
-
-
-def write_html(
-    trace: SimulationTrace, path: Path, title: str, label: str, scenario: Scenario, seed: int
-) -> None:
-    """Write an HTML page with the scenario, the statistics, the chart and the table.
-
-    Args:
-        label: the name or the file of the scenario.
-    """
-    header, *body = pool_table(trace)
-    config = scenario.model_dump(mode="json", exclude_defaults=True)
-    page = render_template(
-        "simulation.html.jinja",
-        name=f"{title}: simulation",
-        tiles=summary_tiles(trace, seed),
-        scenario_name=label,
-        scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
-        sections=[
-            {
-                "name": "gantt",
-                "title": "Last iterations",
-                "svg": inline_svg(gantt_chart(trace), "g"),
-            }
-        ],
-        header=header,
-        rows=body,
-    )
-    write_user_file(path, page)
-
-
-def _label(trace: SimulationTrace, pool: int) -> str:
-    stages, gpus = trace.label(pool)
-    return f"{stages}\n{gpus}"
-
-
-def _stage_colours(trace: SimulationTrace) -> dict[str, str]:
-    names = [stage.name for stage in trace.problem.stages]
-    return {**stage_colours(names), **OTHER_COLOURS}

@@ -1,331 +1,116 @@
-"""The simulation: processes of pools that work, wait, transfer and are interrupted.
+"""The simulation of a placement under a scenario: iterations, jobs, and what they cost.
 
-In every iteration a pool runs its stages in the order of the problem, one after the other. Loading
-the next stage takes ``switch_s``. A stage is divided into chunks if it streams to or from another
-pool. A stage starts with its first input, and each chunk costs ``chunk_s``. The stages of a cycle
-(such as simulation and generation) run in lockstep: over several pools they send one chunk after
-the other through all steps, in two halves that alternate. A stage in several pools begins when the
-last of the pools reaches the stage. New weights are sent as soon as they are trained. The next
-iteration begins when all stages are done and the weights have arrived.
-
-The predictor evaluates a placement by formulas. The simulation uses none of these formulas, only
-``lockstep_groups``, so that predictor and simulation can verify each other.
-
-Transfers share the network at max-min fair rates, computed by progressive filling (Bertsekas and
-Gallager, Data Networks, section 6.5.2): all rates grow until a link is full, the transfers on this
-link keep their rates, and the others grow further. Rates change when a transfer starts or ends.
+The simulator shares :class:`pipeline.planning.planner.predictor.Predictor` with the planner.
+Unequal lengths and slow GPUs become factors of the stages' times, one per iteration. Interrupted
+and expired jobs delay the stage that their pool runs at that moment. The predictor then decides
+which of these delays lengthen the iteration, and which are hidden by waits.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 import numpy as np
-import simpy
 
-from pipeline.planning.planner.predictor import lockstep_groups
-from pipeline.planning.planner.problem import (
-    Placement,
-    PlacementProblem,
-    PlacementStage,
-    pools_of_stages,
-)
+from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
+from pipeline.planning.planner.problem import GpuKind, Placement, PlacementProblem
 from pipeline.planning.simulator.scenario import (
-    DecodingReplica,
     LengthDistribution,
-    NetworkModel,
     Scenario,
+    StragglerModel,
     check_scenario,
     random_generator,
 )
-from pipeline.planning.simulator.simulated_pool import DecodingStage, DecodingWorkers, SimulatedPool
-from pipeline.planning.simulator.trace import SimulationTrace, TraceSpan
 from rlinf.errors import PlanError
 
-
-class _Transfer:
-    """A transfer of ``size`` bytes over some links; ``done`` is triggered at its end."""
-
-    def __init__(self, size: float, links: frozenset[Hashable], done: simpy.Event) -> None:
-        self.bytes_left, self.links, self.done, self.rate = size, links, done, 0.0
-
-
-class SharedNetwork:
-    """Links with capacities in bytes/s, and the transfers on them."""
-
-    def __init__(
-        self, env: simpy.Environment, capacities: Mapping[Hashable, float], latency_s: float = 0.0
-    ) -> None:
-        self._env, self._capacities, self._latency = env, capacities, latency_s
-        self._transfers: list[_Transfer] = []
-        self._last_update = env.now
-        self._revision = 0
-        """Number of changes of the rates; every change makes expected ends of transfers invalid."""
-
-    def send(self, size: float, links: Iterable[Hashable]) -> Generator[Any, Any, None]:
-        """Wait for the latency, and then until ``size`` bytes have crossed all ``links``.
-
-        Links without a known capacity are unlimited.
-        """
-        yield self._env.timeout(self._latency)
-        limited_links = frozenset(link for link in links if link in self._capacities)
-        if size <= 0 or not limited_links:
-            return
-        transfer = _Transfer(size, limited_links, self._env.event())
-        self._advance()
-        self._transfers.append(transfer)
-        self._update_rates()
-        yield transfer.done
-
-    def _advance(self) -> None:
-        elapsed = self._env.now - self._last_update
-        for transfer in self._transfers:
-            transfer.bytes_left -= transfer.rate * elapsed
-        self._last_update = self._env.now
-
-    def _update_rates(self) -> None:
-        rates = fair_rates([t.links for t in self._transfers], self._capacities)
-        for transfer, rate in zip(self._transfers, rates, strict=True):
-            transfer.rate = rate
-        self._revision += 1
-        if self._transfers:
-            self._env.process(self._end_first_transfer(self._revision))
-
-    def _end_first_transfer(self, revision: int) -> Generator[Any, Any, None]:
-        first = min(self._transfers, key=lambda transfer: transfer.bytes_left / transfer.rate)
-        yield self._env.timeout(max(0.0, first.bytes_left / first.rate))
-        if revision != self._revision:
-            return
-        self._advance()
-        # Equal transfers end at the same time; rounding errors must not cause another event.
-        ended = [t for t in self._transfers if t is first or t.bytes_left <= 1e-9 * t.rate]
-        self._transfers = [t for t in self._transfers if t not in ended]
-        for transfer in ended:
-            transfer.done.succeed()
-        self._update_rates()
-
-
-def fair_rates(
-    transfers: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
-) -> list[float]:
-    """Return max-min fair rates of transfers, each of which is the set of links that it crosses."""
-    rates = [0.0] * len(transfers)
-    free = dict(capacities)
-    growing = set(range(len(transfers)))
-    while growing:
-        users: dict[Hashable, int] = {}
-        for i in growing:
-            for link in transfers[i]:
-                users[link] = users.get(link, 0) + 1
-        step = min((free[link] / count for link, count in users.items()), default=math.inf)
-        if math.isinf(step):
-            raise ValueError("a transfer crosses no link with a capacity")
-        full = {link for link, count in users.items() if free[link] <= step * count * (1 + 1e-12)}
-        for i in growing:
-            rates[i] += step
-        for link, count in users.items():
-            free[link] -= step * count
-        growing = {i for i in growing if not transfers[i] & full}
-    return rates
-
-
 Array = np.ndarray
-Edge = tuple[int, int]
-"""Indices of two stages in different pools; the second consumes the output of the first."""
+Activity = Literal["work", "switch", "sync", "queue", "down"]
+MAX_OUTAGES = 1000
+"""Maximum number of interruptions and renewals of a job in one iteration."""
 
 
 @dataclass(frozen=True)
-class StageSpeed:
-    """The speed of a stage on its pool."""
+class TraceSpan:
+    """An activity or wait of a pool; times are in seconds since the submission of the first job."""
 
-    seconds: float
-    """Duration of the stage in one iteration."""
-    shares: Array
-    """Share of the work that each kind does, ``[kinds]``."""
-    used: Array
-    """Number of working GPUs, int ``[kinds]``."""
-
-
-@dataclass(frozen=True)
-class StageGroup:
-    """A single stage, or the stages of a cycle, which run in lockstep."""
-
-    stages: tuple[int, ...]
-    pools: tuple[int, ...]
-    """Pool numbers, ascending; several if a cycle is in several pools, or if pools overlap."""
-    inputs: tuple[Edge, ...]
-    outputs: tuple[Edge, ...]
-    """Edges from other pools (``inputs``) and to other pools (``outputs``)."""
-    num_chunks: int
-    """Number of chunks: 1 unless the group streams to or from other pools."""
-    overhead_s: float
-    """Seconds of overhead per chunk; 0 without exchange with other pools."""
-    shares: tuple[float, ...]
-    """Duration of each chunk relative to the whole batch. The sum is 1, or more if every chunk
-    repeats a part of the work."""
+    pool: int
+    stage: str
+    iteration: int
+    activity: Activity
+    """``work``; ``switch``: loading a stage; ``sync``: sending weights; ``queue``: waiting for the
+    first start of a job; ``down``: waiting for a job to start again, and repeating work."""
+    start: float
+    end: float
 
 
-class PlacementWork:
-    """The work of each pool of a placement in an iteration, from measured rates.
+@dataclass
+class SimulationTrace:
+    """The record of one simulation."""
 
-    Raises:
-        PlanError: the placement does not fit the problem, or a stage cannot run on its pool.
-    """
+    problem: PlacementProblem
+    placement: Placement
+    predicted_s: float
+    """Seconds of an iteration without disturbances."""
+    iteration_starts: list[float] = field(default_factory=list)
+    """Start of each iteration, then the end of the last iteration; times as in ``TraceSpan``."""
+    busy_s: Array = field(default_factory=lambda: np.zeros(0))
+    """Seconds of work of each pool, ``[pools]``."""
+    down_s: Array = field(default_factory=lambda: np.zeros(0))
+    """Seconds after its first start in which each pool had no job, ``[pools]``."""
+    started_at: Array = field(default_factory=lambda: np.zeros(0))
+    """First start of each pool's jobs, ``[pools]``."""
+    spans: list[TraceSpan] = field(default_factory=list)
+    interruptions: int = 0
+    """Number of preemptions and failures of jobs."""
+    renewals: int = 0
+    """Number of jobs that replaced a job at its time limit."""
 
-    def __init__(self, problem: PlacementProblem, placement: Placement) -> None:
-        _check(problem, placement)
-        self.problem, self.placement = problem, placement
-        stages = problem.stages
-        index = {stage.name: s for s, stage in enumerate(stages)}
-        self.stage_pools = pools_of_stages(placement.pools)
-        """Indices of the pools of each stage."""
-        self.speeds = [
-            stage_speed(problem, stage, placement.gpus_of(s)) for s, stage in enumerate(stages)
-        ]
-        edges = [(index[name], s) for s, stage in enumerate(stages) for name in stage.after]
-        self.groups = [self._group(members, edges) for members in lockstep_groups(problem)]
-        self.stage_chunks = {s: group.num_chunks for group in self.groups for s in group.stages}
-        """Number of chunks of each stage."""
-        self.pool_groups = [
-            [g for g, group in enumerate(self.groups) if p in group.pools]
-            for p in range(len(placement.pools))
-        ]
-        """Indices in ``groups`` of each pool's groups, in the order in which they run."""
-        self.sync: Edge | None = None
-        """Source and target stage of the weights; None if both are in the same pool."""
-        if problem.sync is not None and all(name in index for name in problem.sync):
-            source, target = (index[name] for name in problem.sync)
-            if not set(self.stage_pools[source]) & set(self.stage_pools[target]):
-                self.sync = (source, target)
+    @property
+    def iteration_s(self) -> Array:
+        """Seconds of each iteration, ``[iterations]``."""
+        return np.diff(self.iteration_starts)
 
-    def switch_s(self, pool: int, group: int) -> float:
-        """Return the seconds in which a pool loads a group's stages; 0 if the pool has no others.
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds per iteration."""
+        return float(self.iteration_s.mean())
 
-        A kind of GPU loads one stage after the other; all kinds load at the same time.
-        """
-        if len(self.pool_groups[pool]) == 1:
-            return 0.0
-        stages = [s for s in self.groups[group].stages if pool in self.stage_pools[s]]
-        return max(
-            sum(self.problem.stages[s].switch_s.get(kind, 0.0) for s in stages)
-            for kind in self.kinds(pool)
-        )
+    @property
+    def total_s(self) -> float:
+        """Seconds from submission to the end, queue waits included."""
+        return self.iteration_starts[-1]
 
-    def sync_s(self) -> float:
-        """Return the seconds of the weight transfer; 0 within a pool."""
-        if self.sync is None:
-            return 0.0
-        source, target = (
-            {kind for pool in self.stage_pools[s] for kind in self.kinds(pool)} for s in self.sync
-        )
-        return max(self.problem.sync_s.get((a, b), 0.0) for a in source for b in target)
+    @property
+    def idle_shares(self) -> Array:
+        """Share of the time of all iterations in which each pool did no work, ``[pools]``."""
+        return 1 - self.busy_s / (self.iteration_starts[-1] - self.iteration_starts[0])
 
-    def kinds(self, pool: int) -> list[str]:
-        """Return the names of the kinds of GPUs of a pool."""
+    @property
+    def down_shares(self) -> Array:
+        """Share of the time of all iterations in which each pool had no job, ``[pools]``."""
+        return self.down_s / (self.iteration_starts[-1] - self.iteration_starts[0])
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of all jobs, including idle time."""
+        return float(self._allocated_hours() @ np.array(self.placement.gpus).sum(1))
+
+    @property
+    def cost(self) -> float:
+        """Cost of all GPU-hours at the prices of their kinds."""
+        prices = np.array([kind.price for kind in self.problem.kinds])
+        return float(self._allocated_hours() @ (np.array(self.placement.gpus) @ prices))
+
+    def _allocated_hours(self) -> Array:
+        return (self.total_s - self.started_at - self.down_s) / 3600
+
+    def label(self, pool: int) -> tuple[str, str]:
+        """Return the stages and GPUs of a pool: ``rollout, reward`` and ``16 h100 + 8 a100``."""
+        stages = ", ".join(self.problem.stages[s].name for s in self.placement.pools[pool])
         counts = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
-        return [kind.name for n, kind in counts if n]
-
-    def active_gpus(
-        self, stage: int, used: Sequence[int] | Array | None = None
-    ) -> dict[int, Array]:
-        """Return masks of the GPUs that a stage uses, bool ``[gpus]`` by pool, ordered by kind.
-
-        Args:
-            used: number of GPUs of each kind; None: as many as the stage's speed assumes.
-        """
-        remaining = np.array(self.speeds[stage].used if used is None else used)
-        masks = {}
-        for pool in self.stage_pools[stage]:
-            counts = np.array(self.placement.gpus[pool])
-            active = np.minimum(counts, remaining)
-            remaining -= active
-            parts = [np.arange(n) < m for n, m in zip(counts, active, strict=True)]
-            masks[pool] = np.concatenate(parts)
-        return masks
-
-    def _group(self, members: tuple[int, ...], edges: list[Edge]) -> StageGroup:
-        stages, pools = self.problem.stages, self.stage_pools
-        crossing = [(a, b) for a, b in edges if not set(pools[a]) & set(pools[b])]
-        inputs = tuple((a, b) for a, b in crossing if b in members and a not in members)
-        outputs = tuple((a, b) for a, b in crossing if a in members and b not in members)
-        streamed = any(stages[b].streams for _, b in inputs + outputs)
-        num_chunks = self.placement.num_chunks if streamed else 1
-        return StageGroup(
-            members,
-            tuple(sorted({pool for s in members for pool in pools[s]})),
-            inputs,
-            outputs,
-            num_chunks,
-            max(stages[s].chunk_s for s in members) if inputs or outputs else 0.0,
-            self._shares(members, num_chunks),
-        )
-
-    def _shares(self, members: tuple[int, ...], num_chunks: int) -> tuple[float, ...]:
-        stage, plan_chunks = self.problem.stages[members[0]], self.placement.num_chunks
-        # Stages on all pools of a job run after all chunks, so chunks do not alternate with these.
-        pools = self.stage_pools
-        used_pools = {pool for s in members for pool in pools[s]}
-        other_stages = {s for p in used_pools for s in self.placement.pools[p]} - set(members)
-        if any(len(pools[s]) == 1 or pools[s] == pools[members[0]] for s in other_stages):
-            return ((1 + (plan_chunks - 1) * stage.again) / num_chunks,) * num_chunks
-        num_gpus = sum(self.placement.gpus_of(members[0]))
-        first = 1 / num_chunks
-        if stage.lead:
-            first = float(stage.first_chunk_share(num_chunks, np.array(num_gpus)))
-        return (first, *((1 - first) / max(1, num_chunks - 1) for _ in range(num_chunks - 1)))
-
-
-def stage_speed(
-    problem: PlacementProblem, stage: PlacementStage, gpus: tuple[int, ...]
-) -> StageSpeed:
-    """Return the speed of a stage on all kinds together, or on the fastest kind if it cannot be
-    divided between kinds.
-
-    Raises:
-        PlanError: the stage cannot run on these GPUs.
-    """
-    tables = [problem.rate_table(stage, k) for k in range(len(gpus))]
-    rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
-    # Only the smallest number of GPUs with this rate works; further GPUs are idle.
-    used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
-    if not stage.divisible:
-        rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
-    elif np.any((rates == 0) & (np.array(gpus) > 0)):
-        rates = 0 * rates
-    speed = rates.sum() * (problem.mixing if (rates > 0).sum() > 1 else 1.0)
-    if not speed > 0:
-        gpu_list = ", ".join(f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n)
-        raise PlanError(f"stage {stage.name!r}: cannot run on {gpu_list or 'a pool without GPUs'}")
-    return StageSpeed(float(1 / speed), rates / rates.sum(), np.where(rates > 0, used, 0))
-
-
-def _check(problem: PlacementProblem, placement: Placement) -> None:
-    stage_pools = pools_of_stages(placement.pools)
-    if list(stage_pools) != list(range(len(problem.stages))):
-        raise PlanError("placement: every stage must be in a pool")
-    if any(len(pools) > 1 and pools not in placement.jobs for pools in stage_pools.values()):
-        raise PlanError("placement: pools that overlap must do so in the same stages")
-    if len(placement.gpus) != len(placement.pools):
-        raise PlanError(
-            f"placement: {len(placement.pools)} pools, but GPUs for {len(placement.gpus)}"
-        )
-    if placement.num_chunks < 1:
-        raise PlanError(f"placement: chunks must be at least 1 (got {placement.num_chunks})")
-    for k, kind in enumerate(problem.kinds):
-        counts = [pool[k] if k < len(pool) else -1 for pool in placement.gpus]
-        if min(counts) < 0 or any(len(pool) != len(problem.kinds) for pool in placement.gpus):
-            raise PlanError("placement: each pool needs a number of GPUs of each kind, 0 or more")
-        if sum(counts) > kind.gpus:
-            raise PlanError(f"placement: {sum(counts)} {kind.name} are requested, of {kind.gpus}")
-
-
-Process = Generator[Any, Any, Any]
-MAX_REPEATS = 1000
-"""Maximum number of consecutive repeats of an iteration."""
+        return stages, " + ".join(f"{n} {kind.name}" for n, kind in counts if n)
 
 
 def simulate(
@@ -335,403 +120,312 @@ def simulate(
     iterations: int = 20,
     seed: int = 0,
 ) -> SimulationTrace:
-    """Simulate ``iterations`` of a placement; the same seed gives the same trace.
+    """Simulate some iterations.
+
+    Args:
+        seed: seed of all random numbers; the same seed gives the same result.
 
     Raises:
-        PlanError: the placement does not fit the problem, a stage cannot run on its pool, channels
-            are so small that pools deadlock, a chunk takes longer than a job, or the scenario names
-            an unknown stage or kind.
+        PlanError: the placement cannot run, the scenario does not fit the problem, or interruptions
+            are so frequent that hardly any work is done.
     """
-    if iterations < 1:
-        raise PlanError(f"iterations: must be at least 1 (got {iterations})")
     scenario = scenario or Scenario()
-    check_scenario(
-        scenario, [stage.name for stage in problem.stages], [kind.name for kind in problem.kinds]
-    )
-    work = PlacementWork(problem, placement)
-    if scenario.capacity is not None and scenario.losses is not None:
-        # Interruptions go on during a deadlock and would hide it, so search for one without them.
-        _Simulation(work, Scenario(capacity=scenario.capacity), 1, seed).run()
-    return _Simulation(work, scenario, iterations, seed).run()
+    names = [stage.name for stage in problem.stages]
+    check_scenario(scenario, names, [kind.name for kind in problem.kinds])
+    _check_placement(problem, placement)
+    predictor = Predictor(problem)
+    nominal = predictor.predict(placement)
+    if not np.isfinite(nominal.total_s):
+        raise PlanError("placement: a stage cannot run on its pool, or the GPUs cannot be a job")
+    factors = np.ones((len(names), len(problem.kinds), iterations))
+    if scenario.lengths is not None:
+        s = names.index(scenario.lengths.stage)
+        num_gpus = sum(placement.gpus_of(s))
+        factors[s] *= _length_factors(scenario.lengths, num_gpus, iterations, seed)
+    if scenario.stragglers is not None:
+        for s, name in enumerate(names):
+            factors[s] *= _straggler_factors(
+                scenario.stragglers, placement, nominal, s, name, iterations, seed
+            )
+    jobs = [
+        _Job(p, kind, n, scenario, random_generator(seed, "losses", p, k))
+        for p, gpus in enumerate(placement.gpus)
+        for k, (kind, n) in enumerate(zip(problem.kinds, gpus, strict=True))
+        if n
+    ]
+    simulation = _Simulation(predictor, placement, scenario, jobs, factors)
+    return simulation.run(float(nominal.total_s))
 
 
-class _Channel:
-    """The queue of chunks between stages: arrived chunks, and room for more (None: unlimited)."""
+class _Job:
+    """The job that has a pool's GPUs of one kind, and the later jobs that replace it."""
 
-    def __init__(self, env: simpy.Environment, capacity: int | None) -> None:
-        self.arrived = simpy.Container(env)
-        self.room = None if capacity is None else simpy.Container(env, init=capacity)
+    def __init__(
+        self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, rng: np.random.Generator
+    ) -> None:
+        self.pool, self._scenario, self._rng = pool, scenario, rng
+        self._expected_wait_s = float(kind.queue_wait_s(np.array(gpus)))
+        losses, walltime = scenario.losses, scenario.walltime
+        per_hour = losses.per_hour.get(kind.name, kind.interruptions_per_hour) if losses else 0.0
+        self._mean_uptime_s = 3600 / per_hour if per_hour else math.inf
+        self._lease_s = walltime.limit_s - scenario.startup_s if walltime else math.inf
+        if self._lease_s <= 0:
+            raise PlanError("walltime.limit_s: jobs end before startup_s; use longer jobs")
+        self._lease_left_s = self._lease_s
+        self.ready_at = self._draw_start_s()
+        """Time from which the first job works."""
 
+    def _draw_start_s(self) -> float:
+        """Draw the seconds from the submission of a job to its first work."""
+        queue, wait_s = self._scenario.queue, 0.0
+        if queue is not None:
+            wait_s = self._expected_wait_s
+            if queue.spread == "exponential" and wait_s:
+                wait_s = float(self._rng.exponential(wait_s))
+        return wait_s + self._scenario.startup_s
 
-@dataclass
-class _Rendezvous:
-    """The meeting of the pools that run a group together; triggers its begin and its end."""
+    def next_outage(self, progress_s: float, end_s: float) -> tuple[float, float, bool] | None:
+        """Draw the next outage while the job works from ``progress_s`` to ``end_s``.
 
-    begin: simpy.Event
-    end: simpy.Event
-    joined: int = 0
-    """Number of pools that have arrived."""
-
-
-@dataclass
-class _Iteration:
-    """The state of an iteration, which all pools share."""
-
-    number: int
-    channels: dict[Edge, _Channel]
-    trained: simpy.Event
-    """Triggered when the new weights exist in the pool that produces them."""
-    finish_times: dict[int, float] = field(default_factory=dict)
-    """Time at which each pool finished its stages."""
-    rendezvous: dict[int, _Rendezvous] = field(default_factory=dict)
-    """Rendezvous of each group that runs on several pools."""
+        Returns:
+            When it happens, the seconds without a job, and whether work is lost; None: no outage.
+        """
+        loss_s = progress_s + (
+            float(self._rng.exponential(self._mean_uptime_s))
+            if math.isfinite(self._mean_uptime_s)
+            else math.inf
+        )
+        expiry_s = progress_s + self._lease_left_s
+        if min(loss_s, expiry_s) >= end_s:
+            self._lease_left_s -= end_s - progress_s
+            return None
+        self._lease_left_s = self._lease_s
+        if loss_s < expiry_s:
+            return loss_s, self._draw_start_s(), True
+        walltime = self._scenario.walltime
+        assert walltime is not None
+        return expiry_s, max(0.0, self._draw_start_s() - walltime.lead_s), False
 
 
 class _Simulation:
-    """One simulation. Indices: ``p`` of a pool, ``g`` of a group, ``s`` of a stage."""
+    """The state of a simulation: one iteration after the other."""
 
-    def __init__(self, work: PlacementWork, scenario: Scenario, iterations: int, seed: int) -> None:
-        self.work, self.scenario, self.iterations, self.seed = work, scenario, iterations, seed
-        self.problem, self.placement = work.problem, work.placement
-        self.stage_pools = work.stage_pools
-        self.names = [stage.name for stage in self.problem.stages]
-        self.env = simpy.Environment()
-        self.trace = SimulationTrace(self.problem, self.placement)
-        self.masks = [work.active_gpus(s) for s in range(len(self.names))]
-        """For each stage: masks of the GPUs that it uses, by pool."""
-        self.network = _network(self.env, work, scenario.network)
-        self.decoding = self._decoding()
-        self.repeat = self.env.event()
-        """Triggered when the iteration must be repeated."""
-        self.pools = [
-            SimulatedPool(
-                self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._end_attempt
-            )
-            for p, gpus in enumerate(self.placement.gpus)
-        ]
-        self.processes: list[simpy.Process] = []
-        """Processes of the current iteration."""
-        self.blocked_senders: dict[Edge, int] = {}
-        """Number of senders that wait for room in the channel, by edge."""
+    def __init__(
+        self,
+        predictor: Predictor,
+        placement: Placement,
+        scenario: Scenario,
+        jobs: list[_Job],
+        factors: Array,
+    ) -> None:
+        self.predictor, self.placement, self.scenario = predictor, placement, scenario
+        self.jobs, self.factors = jobs, factors
+        self.names = [stage.name for stage in predictor.problem.stages]
 
-    def run(self) -> SimulationTrace:
-        main = self.env.process(self._main())
-        try:
-            self.env.run(until=main)
-        except RuntimeError:
-            # simpy: no event is left that could end the wait.
-            if main.triggered or not any(self.blocked_senders.values()):
-                raise
-            raise PlanError(self._deadlock_message()) from None
-        for pool in self.pools:
-            self.trace.allocations += pool.close()
-        return self.trace
-
-    def _main(self) -> Process:
-        yield self.env.all_of([self.env.process(pool.start()) for pool in self.pools])
-        self.trace.iteration_starts.append(self.env.now)
-        for i in range(self.iterations):
-            repeats_before = self.trace.repeated_iterations
-            while not (yield from self._attempt(i)):
-                self.trace.repeated_iterations += 1
-                if self.trace.repeated_iterations - repeats_before == MAX_REPEATS:
-                    raise PlanError(
-                        f"losses: iteration {i} was lost {MAX_REPEATS} times in a row and would "
-                        "never end; lower losses.per_hour, or set losses.redo: micro-batch"
-                    )
-            self.trace.iteration_starts.append(self.env.now)
-
-    def _attempt(self, i: int) -> Process:
-        """Run one iteration; return False if it must be repeated after an interruption."""
-        busy_before = [busy.copy() for busy in self.trace.gpu_busy]
-        first_span = len(self.trace.spans)
-        self.repeat, self.processes, self.blocked_senders = self.env.event(), [], {}
-        state = _Iteration(
-            i,
-            {edge: self._channel(edge) for group in self.work.groups for edge in group.outputs},
-            self.env.event(),
-        )
-        branches = [self._start_process(self._run_pool(p, state)) for p in range(len(self.pools))]
-        if self.work.sync:
-            branches.append(self._start_process(self._send_weights(state)))
-        yield self.env.all_of(branches) | self.repeat
-        if self.repeat.triggered:
-            for process in self.processes:
-                if process.is_alive:
-                    process.interrupt()
-            self.trace.gpu_busy = busy_before
-            self.trace.mark_repeated(first_span)
-            return False
-        last = max(state.finish_times, key=lambda p: state.finish_times[p])
-        last_stage = self.names[self.work.groups[self.work.pool_groups[last][-1]].stages[-1]]
-        for p, finish_s in state.finish_times.items():
-            self.trace.add_wait(p, last_stage, state.finish_times[last] - finish_s)
-            self.trace.add_wait(p, "weights", self.env.now - state.finish_times[last])
-        return True
-
-    def _start_process(self, work: Process) -> simpy.Process:
-        """Start a process that ends without an error when the iteration is repeated."""
-
-        def run_until_repeat() -> Process:
-            try:
-                yield from work
-            except simpy.Interrupt:
-                return
-
-        process = self.env.process(run_until_repeat())
-        self.processes.append(process)
-        return process
-
-    def _end_attempt(self) -> None:
-        """End the iteration after an interruption if the whole iteration must be repeated."""
-        losses = self.scenario.losses
-        if losses is not None and losses.redo == "iteration" and not self.repeat.triggered:
-            self.repeat.succeed()
-
-    def _run_pool(self, p: int, state: _Iteration) -> Process:
-        for g in self.work.pool_groups[p]:
-            group = self.work.groups[g]
-            switch_s, name = self.work.switch_s(p, g), self.names[group.stages[0]]
-            yield from self.pools[p].work(switch_s, name, state.number, activity="switch")
-            if len(group.pools) == 1:
-                yield from self._run_group(p, group, state)
-            else:
-                yield from self._run_together(p, g, state)
-        state.finish_times[p] = self.env.now
-
-    def _run_group(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Run the stages of a group one after the other, chunk by chunk, in the same pools."""
-        pool, i = self.pools[p], state.number
-        partners = [self.pools[q] for q in group.pools if q != p]
-        yield from self._get_whole_inputs(p, group, state)
-        decoding = self.decoding.get(group.stages[0])
-        if decoding:
-            chunk_seconds, gpu_seconds = decoding.draw_iteration(
-                random_generator(self.seed, "lengths", i), group.num_chunks
-            )
-            nominal_s, elapsed_s = chunk_seconds.sum(), 0.0
-        for k in range(group.num_chunks):
-            yield from self._get_next_chunk(p, group, state)
-            for s in group.stages:
-                seconds = group.shares[k] * self.work.speeds[s].seconds
-                if decoding:
-                    seconds = chunk_seconds[k]
-                if s == group.stages[-1]:
-                    seconds += group.overhead_s
-                spent_s = yield from pool.work(seconds, self.names[s], i, k, other_pools=partners)
-                if decoding:
-                    elapsed_s += spent_s
-                else:
-                    self._add_busy(s, spent_s)
-            yield from self._send_outputs(p, group, k, state)
-        if decoding:
-            busy_s = gpu_seconds if len(group.pools) == 1 else gpu_seconds.mean()
-            for q, mask in self.masks[group.stages[0]].items():
-                self.trace.gpu_busy[q][mask] += busy_s * (elapsed_s / nominal_s)
-        self._trigger_sync(group, state)
-
-    def _get_whole_inputs(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Wait for all chunks of the inputs that the group needs as a whole."""
-        for edge in group.inputs:
-            if not self.problem.stages[edge[1]].streams:
-                for _ in range(self.work.stage_chunks[edge[0]]):
-                    yield from self._receive(p, edge, state)
-
-    def _get_next_chunk(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """Wait for the next chunk of the inputs that the group streams."""
-        for edge in group.inputs:
-            if self.problem.stages[edge[1]].streams:
-                yield from self._receive(p, edge, state)
-
-    def _receive(self, p: int, edge: Edge, state: _Iteration) -> Process:
-        """Wait for the next chunk of an edge, and make room in the channel."""
-        start, channel = self.env.now, state.channels[edge]
-        yield channel.arrived.get(1)
-        if channel.room is not None:
-            yield channel.room.put(1)
-        self.trace.add_wait(p, self.names[edge[0]], self.env.now - start)
-
-    def _send_outputs(self, p: int, group: StageGroup, chunk: int, state: _Iteration) -> Process:
-        """Send a chunk to other pools, as soon as their channels have room."""
-        for edge in group.outputs:
-            start, channel = self.env.now, state.channels[edge]
-            if channel.room is not None:
-                self.blocked_senders[edge] = self.blocked_senders.get(edge, 0) + 1
-                yield channel.room.get(1)
-                self.blocked_senders[edge] -= 1
-            self.trace.add_wait(p, f"room in {self.names[edge[1]]}", self.env.now - start)
-            if self.network is None:
-                channel.arrived.put(1)
-            else:
-                self._start_process(self._send(edge, chunk, state))
-
-    def _trigger_sync(self, group: StageGroup, state: _Iteration) -> None:
-        """Trigger the transfer of the weights if the group has trained them."""
-        if self.work.sync and self.work.sync[0] in group.stages:
-            state.trained.succeed()
-
-    def _add_busy(self, s: int, seconds: float) -> None:
-        for pool, mask in self.masks[s].items():
-            self.trace.gpu_busy[pool][mask] += seconds
-
-    def _channel(self, edge: Edge) -> _Channel:
-        streams = self.problem.stages[edge[1]].streams
-        return _Channel(self.env, self.scenario.capacity if streams else None)
-
-    def _send(self, edge: Edge, chunk: int, state: _Iteration) -> Process:
-        assert self.network is not None
-        assert self.scenario.network is not None
-        source, target = (self.names[s] for s in edge)
-        payload = self.scenario.network.payload.get(source, {}).get(target, 0.0)
-        start = self.env.now
-        yield from self._transfer(edge, payload / self.work.stage_chunks[edge[0]])
-        self.trace.spans.append(
-            TraceSpan(
-                self.stage_pools[edge[1]][0],
-                source,
-                state.number,
-                chunk,
-                "transfer",
-                start,
-                self.env.now,
-            )
-        )
-        state.channels[edge].arrived.put(1)
-
-    def _send_weights(self, state: _Iteration) -> Process:
-        assert self.work.sync is not None
-        yield state.trained
-        source, start = self.work.sync[0], self.env.now
-        network = self.scenario.network
-        if network is not None and network.weights_bytes is not None:
-            yield from self._transfer(self.work.sync, network.weights_bytes)
-        else:
-            yield self.env.timeout(self.work.sync_s())
-        pool = self.pools[self.stage_pools[source][0]]
-        pool.add_span(self.names[source], state.number, 0, "sync", start, self.env.now)
-
-    def _transfer(self, edge: Edge, size: float) -> Process:
-        assert self.network is not None
-        links = (("out", self.stage_pools[edge[0]]), ("in", self.stage_pools[edge[1]]), "fabric")
-        yield from self.network.send(size, links)
-
-    def _run_together(self, p: int, g: int, state: _Iteration) -> Process:
-        """Run a group on several pools: the pool that arrives last runs the group, the others wait
-        until its end."""
-        group = self.work.groups[g]
-        rendezvous = state.rendezvous.setdefault(g, _Rendezvous(self.env.event(), self.env.event()))
-        rendezvous.joined += 1
-        if rendezvous.joined < len(group.pools):
-            wait_start = self.env.now
-            yield rendezvous.begin
-            partners = [self.names[s] for s in group.stages if p not in self.stage_pools[s]]
-            self.trace.add_wait(p, (partners or ["the others"])[0], self.env.now - wait_start)
-            yield rendezvous.end
-            return
-        rendezvous.begin.succeed()
-        if len({self.stage_pools[s] for s in group.stages}) == 1:
-            yield from self._run_group(p, group, state)
-            rendezvous.end.succeed()
-            return
-        yield from self._get_whole_inputs(p, group, state)
-        for k in range(group.num_chunks):
-            yield from self._get_next_chunk(p, group, state)
-            start = self.env.now
-            halves = [self._run_half(group, state) for _ in range(2)]
-            yield self.env.all_of([self._start_process(half) for half in halves])
-            if group.overhead_s:
-                overheads = [self._pay_overhead(q, group, state) for q in group.pools]
-                yield self.env.all_of([self._start_process(overhead) for overhead in overheads])
-            for q in group.pools:
-                stage = next(s for s in group.stages if q in self.stage_pools[s])
-                self.pools[q].add_span(
-                    self.names[stage], state.number, k, "work", start, self.env.now
+    def run(self, predicted_s: float) -> SimulationTrace:
+        pools = range(len(self.placement.pools))
+        trace = SimulationTrace(self.predictor.problem, self.placement, predicted_s)
+        ready = [max(job.ready_at for job in self.jobs if job.pool == p) for p in pools]
+        trace.started_at = np.array(ready) - self.scenario.startup_s
+        trace.busy_s, trace.down_s = np.zeros(len(ready)), np.zeros(len(ready))
+        trace.spans = [TraceSpan(p, "", 0, "queue", 0.0, ready[p]) for p in pools if ready[p]]
+        now = max(ready)
+        calm = self._predict(self.factors, None)
+        for i in range(self.factors.shape[-1]):
+            trace.iteration_starts.append(now)
+            prediction = PlacementPrediction(*(value[..., i] for value in vars(calm).values()))
+            delays_s, extra_s = self._delays(prediction, i, now, trace)
+            if delays_s.any():
+                delayed = self._predict(self.factors[..., i : i + 1], delays_s[:, None])
+                prediction = PlacementPrediction(
+                    *(value[..., 0] for value in vars(delayed).values())
                 )
-            yield from self._send_outputs(p, group, k, state)
-        self._trigger_sync(group, state)
-        rendezvous.end.succeed()
+            self._record(prediction, i, now, trace)
+            now += float(prediction.total_s) + extra_s
+        trace.iteration_starts.append(now)
+        return trace
 
-    def _run_half(self, group: StageGroup, state: _Iteration) -> Process:
-        """Run half of a chunk through all steps."""
-        steps = self.problem.cycle_steps
-        # Keep the lock of a pool as long as the next stage is in the same pool.
-        by_pools = itertools.groupby(group.stages * steps, lambda s: self.stage_pools[s])
-        for pools, members in by_pools:
-            pool, *partners = (self.pools[p] for p in pools)
-            with pool.lock.request() as request:
-                yield request
-                for s in members:
-                    seconds = self.work.speeds[s].seconds / (2 * steps * group.num_chunks)
-                    duration_s = yield from pool.work(
-                        seconds, self.names[s], state.number, activity=None, other_pools=partners
+    def _predict(self, factors: Array, delays_s: Array | None) -> PlacementPrediction:
+        count = factors.shape[-1]
+        gpus = [np.tile(np.array(pool)[:, None], count) for pool in self.placement.gpus]
+        return self.predictor.predict_batch(
+            self.placement.pools,
+            gpus,
+            self.placement.num_chunks,
+            factors=factors,
+            delays_s=delays_s,
+        )
+
+    def _delays(
+        self, calm: PlacementPrediction, i: int, now: float, trace: SimulationTrace
+    ) -> tuple[Array, float]:
+        """Draw the outages of an iteration.
+
+        Returns:
+            Seconds by which each stage is delayed ``[stages]``, and seconds that all pools lose.
+        """
+        delays_s, all_pools_s = np.zeros(len(self.names)), 0.0
+        duration_s, losses = float(calm.total_s), self.scenario.losses
+        for job in self.jobs:
+            progress_s = 0.0
+            for _ in range(MAX_OUTAGES):
+                outage = job.next_outage(progress_s, duration_s)
+                if outage is None:
+                    break
+                at, down_s, is_loss = outage
+                stage, delay_s, redone_s = self._delay(calm, job.pool, at, down_s)
+                progress_s = at
+                if not is_loss:
+                    trace.renewals += 1
+                    delays_s[stage] += delay_s
+                elif losses is not None and losses.redo == "iteration":
+                    trace.interruptions += 1
+                    all_pools_s, progress_s = all_pools_s + down_s + at, 0.0
+                else:
+                    trace.interruptions += 1
+                    delays_s[stage] += delay_s + redone_s
+                    progress_s = at - redone_s
+                trace.down_s[job.pool] += down_s
+                trace.spans.append(TraceSpan(job.pool, "", i, "down", now + at, now + at + down_s))
+            else:
+                raise PlanError(
+                    f"jobs of pool {job.pool + 1} end {MAX_OUTAGES} times during an iteration of "
+                    f"{duration_s:.3g} s; lower losses.per_hour, or use longer jobs"
+                )
+        return delays_s, all_pools_s
+
+    def _delay(
+        self, calm: PlacementPrediction, pool: int, at: float, down_s: float
+    ) -> tuple[int, float, float]:
+        """Return the stage that is delayed if a pool is down from ``at``, the seconds of delay, and
+        the seconds of work since its last chunk."""
+        for s in self.placement.pools[pool]:
+            start, finish = float(calm.start_s[s]), float(calm.finish_s[s])
+            if at < start:  # the pool is idle, and only a long outage delays its next stage
+                return s, max(0.0, at + down_s - start), 0.0
+            if at < finish:
+                chunk_s = float(calm.busy_s[s]) / self.placement.num_chunks
+                return s, down_s, (at - start) % chunk_s
+        # After its last stage: only a long outage delays the next iteration.
+        return s, max(0.0, at + down_s - float(calm.total_s)), 0.0
+
+    def _record(
+        self, prediction: PlacementPrediction, i: int, now: float, trace: SimulationTrace
+    ) -> None:
+        for p, stages in enumerate(self.placement.pools):
+            gpus = np.array(self.placement.gpus[p])[:, None]
+            for s in stages:
+                start, finish = (float(v[s]) for v in (prediction.start_s, prediction.finish_s))
+                name = self.names[s]
+                trace.busy_s[p] += float(prediction.busy_s[s])
+                trace.spans.append(TraceSpan(p, name, i, "work", now + start, now + finish))
+                if len(stages) > 1 and (switch_s := float(self.predictor.switch_time(s, gpus)[0])):
+                    trace.spans.append(
+                        TraceSpan(p, name, i, "switch", now + start - switch_s, now + start)
                     )
-                    self._add_busy(s, duration_s)
+        if (edge := self.predictor.sync_edge) is not None and float(prediction.sync_s):
+            pool = next(p for p, stages in enumerate(self.placement.pools) if edge[0] in stages)
+            trained = now + float(prediction.finish_s[edge[0]])
+            end = trained + float(prediction.sync_s)
+            trace.spans.append(TraceSpan(pool, self.names[edge[0]], i, "sync", trained, end))
 
-    def _pay_overhead(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        name = self.names[group.stages[0]]
-        yield from self.pools[p].work(group.overhead_s, name, state.number, activity=None)
 
-    def _deadlock_message(self) -> str:
-        full = [edge for edge, senders in self.blocked_senders.items() if senders]
-        edges = ", ".join(f"{self.names[a]} to {self.names[b]}" for a, b in full)
-        return (
-            f"channels of {self.scenario.capacity} chunks are too small for this placement: "
-            f"pools wait for each other for ever ({edges} is full); allow "
-            f"{self.placement.num_chunks}, or separate a stage from the stage after the next"
+def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> Array:
+    """Return random lengths ``[count]``, float64, with an expected value of 1."""
+    if lengths.empirical:
+        measured = np.asarray(lengths.empirical, dtype=np.float64)
+        return rng.choice(measured, count) / measured.mean()
+    if not lengths.sigma:
+        return np.ones(count)
+    # The mean of min(exp(mu + sigma z), longest) grows with mu, so bisection finds mean 1.
+    quantiles = np.random.default_rng(0).standard_normal(4096)
+    low, high = -0.5 * lengths.sigma**2 - 1, math.log(lengths.longest)
+    for _ in range(40):
+        mu = (low + high) / 2
+        mean = np.minimum(np.exp(mu + lengths.sigma * quantiles), lengths.longest).mean()
+        low, high = (mu, high) if mean < 1 else (low, mu)
+    return np.minimum(np.exp(mu + lengths.sigma * rng.standard_normal(count)), lengths.longest)
+
+
+def completion_s(lengths: Array, slots: int, fixed: float, per_sample: float) -> Array:
+    """Return the times ``[workers]`` at which workers with continuous batching have finished.
+
+    Args:
+        lengths: steps of each sample ``[workers, n]`` in the order of their start.
+        slots: maximum number of samples that a worker runs at the same time.
+        fixed: part of a step's time that is independent of the number of running samples.
+        per_sample: further time of a step for each running sample.
+    """
+    workers, count = lengths.shape
+    ends = lengths.astype(np.float64)
+    if count > slots:
+        rows, slot_ends = np.arange(workers), ends[:, :slots].copy()
+        for j in range(slots, count):
+            slot = slot_ends.argmin(1)
+            slot_ends[rows, slot] += ends[:, j]
+            ends[:, j] = slot_ends[rows, slot]
+    ends.sort(axis=1)
+    running = np.minimum(slots, count - np.arange(count))
+    steps = np.diff(ends, axis=1, prepend=0.0)
+    return np.asarray((steps * (fixed + running * per_sample)).sum(1))
+
+
+def _length_factors(lengths: LengthDistribution, gpus: int, iterations: int, seed: int) -> Array:
+    """Return the factors of the stage's time ``[iterations]`` that unequal lengths cause."""
+    workers = min(gpus // lengths.gpus_per_worker, lengths.samples)
+    if not workers:
+        raise PlanError(
+            f"lengths.gpus_per_worker: a worker has {lengths.gpus_per_worker} GPUs, the pool {gpus}"
         )
-
-    def _decoding(self) -> dict[int, DecodingStage]:
-        """Return the stage whose samples differ in length, by its index; {} if there is none."""
-        lengths = self.scenario.lengths
-        if lengths is None:
-            return {}
-        s = self.names.index(lengths.stage)
-        if self.problem.stages[s].cycle is not None:
-            raise PlanError(f"lengths.stage: {lengths.stage!r} is part of a cycle, which has steps")
-        speed = self.work.speeds[s]
-        workers = _decoding_workers(lengths, speed, [kind.name for kind in self.problem.kinds])
-        # Only complete workers work; the remaining GPUs are idle.
-        self.masks[s] = self.work.active_gpus(s, [w.workers * w.gpus for w in workers])
-        return {s: DecodingStage(lengths, workers, speed.seconds, self.seed)}
-
-
-def _network(
-    env: simpy.Environment, work: PlacementWork, network: NetworkModel | None
-) -> SharedNetwork | None:
-    """Return a network whose links are out of each pool, into each pool, and the fabric."""
-    if network is None:
-        return None
-    bandwidths = network.gpu_bytes_per_s
-    capacities: dict[Any, float] = {}
-    for s, pools in work.stage_pools.items():
-        bandwidth = 0.0
-        for n, kind in zip(work.placement.gpus_of(s), work.problem.kinds, strict=True):
-            if n and kind.name not in bandwidths:
-                raise PlanError(f"network.gpu_bytes_per_s: missing kind {kind.name!r}")
-            bandwidth += n * bandwidths.get(kind.name, 0.0)
-        capacities["out", pools] = capacities["in", pools] = bandwidth
-    if network.fabric_bytes_per_s is not None:
-        capacities["fabric"] = network.fabric_bytes_per_s
-    return SharedNetwork(env, capacities, network.latency_s)
-
-
-def _decoding_workers(
-    lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
-) -> list[DecodingWorkers]:
-    """Return the workers of each kind. Samples are in proportion to the kind's share of work."""
-    all_workers, remaining_samples, remaining_share = [], lengths.samples, 1.0
-    for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
-        replica = lengths.replicas.get(kind, DecodingReplica())
-        num_workers = int(used) // replica.gpus
-        if used and not num_workers:
-            raise PlanError(
-                f"lengths.replicas.{kind}: a worker has {replica.gpus} GPUs, but the pool {used}"
-            )
-        samples = (
-            round(remaining_samples * share / remaining_share) if remaining_share > 1e-12 else 0
+    step = lengths.slots, lengths.fixed_share, (1 - lengths.fixed_share) / lengths.slots
+    per_worker = -(-lengths.samples // workers)
+    durations = []
+    for i in range(iterations):
+        drawn = relative_lengths(
+            lengths, workers * per_worker, random_generator(seed, "lengths", i)
         )
-        remaining_samples, remaining_share = remaining_samples - samples, remaining_share - share
-        all_workers.append(
-            DecodingWorkers(num_workers, replica.gpus, replica.slots, replica.fixed_share, samples)
-        )
-    return all_workers
+        durations.append(completion_s(drawn.reshape(workers, per_worker), *step).max())
+    equal_s = completion_s(np.ones((1, per_worker)), *step)[0]
+    return np.array(durations) / (np.mean(durations) if lengths.profiled else equal_s)
+
+
+def _straggler_factors(
+    model: StragglerModel,
+    placement: Placement,
+    nominal: PlacementPrediction,
+    stage: int,
+    name: str,
+    iterations: int,
+    seed: int,
+) -> Array:
+    """Return the factors of a stage's time ``[iterations]`` that slow GPUs of its pool cause."""
+    pool = next(p for p, stages in enumerate(placement.pools) if stage in stages)
+    gpus, total_s = sum(placement.gpus[pool]), float(nominal.total_s)
+    rng = random_generator(seed, "stragglers", pool)
+    # Phases that began before the first iteration count too.
+    begin_s, end_s = -5 * model.mean_s, iterations * total_s
+    count = rng.poisson(model.per_gpu_hour * gpus * (end_s - begin_s) / 3600)
+    slow_from = rng.uniform(begin_s, end_s, count)
+    slow_to = slow_from + rng.exponential(model.mean_s, count)
+    start = np.arange(iterations) * total_s + float(nominal.start_s[stage])
+    seconds = max(float(nominal.finish_s[stage] - nominal.start_s[stage]), 1e-9)
+    slow_s = np.array(
+        [
+            np.clip(np.minimum(slow_to, a + seconds) - np.maximum(slow_from, a), 0, None).sum()
+            for a in start
+        ]
+    )
+    if name in model.balanced:
+        return np.asarray(1 / (1 - np.minimum(1, slow_s / seconds / gpus) * (1 - 1 / model.factor)))
+    return np.asarray(1 + np.minimum(1, slow_s / seconds) * (model.factor - 1))
+
+
+def _check_placement(problem: PlacementProblem, placement: Placement) -> None:
+    if sorted(s for pool in placement.pools for s in pool) != list(range(len(problem.stages))):
+        raise PlanError("placement: every stage must be in one pool")
+    if placement.num_chunks < 1:
+        raise PlanError(f"placement: chunks must be at least 1 (got {placement.num_chunks})")
+    for k, kind in enumerate(problem.kinds):
+        used = sum(pool[k] for pool in placement.gpus)
+        if used > kind.gpus:
+            raise PlanError(f"placement: {used} {kind.name} are requested, of {kind.gpus}")

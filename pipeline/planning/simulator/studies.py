@@ -12,27 +12,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.planning.cost.hardware import GpuDevice, device_from_data_sheet
-from pipeline.planning.cost.memory import mean_context, running_requests
-from pipeline.planning.cost.model_shape import ModelShape
-from pipeline.planning.cost.rates import RateTable, data_sheet_rates
-from pipeline.planning.cost.times import decode_step, switch_seconds, sync_seconds
-from pipeline.planning.cost.workload import (
+from pipeline.planning.cost.data_sheet import (
+    CandidateLayout,
     GenerationWorkload,
+    GpuDevice,
     InferenceWorkload,
     TrainingWorkload,
     Workload,
+    device_from_data_sheet,
+    switch_seconds,
+    sync_seconds,
 )
+from pipeline.planning.cost.model_shape import ModelShape
+from pipeline.planning.cost.rates import RateTable, data_sheet_rates
 from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from pipeline.planning.simulator.scenario import (
-    DecodingReplica,
     InterruptionModel,
     LengthDistribution,
     QueueWaitModel,
     Scenario,
     StragglerModel,
 )
-from pipeline.planning.simulator.simulated_pool import relative_lengths
+from pipeline.planning.simulator.simulation import relative_lengths
 
 MODELS = {
     # The published config.json of Qwen2.5-7B; and Llama 3 70B (arXiv 2407.21783, table 3).
@@ -49,6 +50,8 @@ the mean length (all assumed)."""
 MIXING = 0.95
 """Speed of several kinds together on one stage, relative to the sum of their speeds (assumed)."""
 GPUS_PER_NODE = 8
+WORKER_GPUS = 4
+"""GPUs of a generator in the scenarios with unequal lengths (assumed)."""
 CHUNK_S = 0.1
 """Seconds to pass a chunk from one pool to another, besides the work (assumed)."""
 ENGINE_SETUP_S = 3.0
@@ -122,10 +125,6 @@ class PlacementStudy:
             mixes=frozenset({"rollout"}),
         )
 
-    def only(self, kind: str) -> PlacementStudy:
-        """Return the study with GPUs of only one kind."""
-        return PlacementStudy(self.model, {kind: self.gpus[kind]}, self.samples)
-
     def scenario(self, name: str) -> Scenario:
         """Return a scenario; see :data:`SCENARIOS`.
 
@@ -134,9 +133,15 @@ class PlacementStudy:
         """
         disturbances = SCENARIOS[name]
         rates = {kind.name: kind.interruptions_per_hour for kind in self.problem.kinds}
+        lengths = LengthDistribution(
+            samples=self.samples,
+            sigma=SIGMA,
+            longest=MAX_RELATIVE_LENGTH,
+            gpus_per_worker=WORKER_GPUS,
+        )
         return Scenario(
             startup_s=STARTUP_S if "preemption" in disturbances else 0.0,
-            lengths=self._lengths() if "tails" in disturbances else None,
+            lengths=lengths if "tails" in disturbances else None,
             stragglers=STRAGGLERS if "stragglers" in disturbances else None,
             queue=QueueWaitModel() if "preemption" in disturbances else None,
             losses=InterruptionModel(per_hour=rates) if "preemption" in disturbances else None,
@@ -173,34 +178,13 @@ class PlacementStudy:
         }
 
     def _switch_s(self, stage: str, kind: str) -> float:
-        layout = self._tables[stage, kind].layout(self.gpus[kind])
-        if layout is None:
+        """Return the seconds to load and offload a stage with the layout on all GPUs of a kind."""
+        tp = int(self._tables[stage, kind].tp[-1])
+        if not tp:
             return 0.0
-        work, device = self._work[stage], self._devices[kind]
-        seconds = float(switch_seconds(MODELS[self.model], layout, work, device))
+        layout, work = CandidateLayout(tp, self.gpus[kind] // tp), self._work[stage]
+        seconds = float(switch_seconds(MODELS[self.model], layout, work, self._devices[kind]))
         return seconds + (ENGINE_SETUP_S if stage == "rollout" else 0.0)
-
-    def _lengths(self) -> LengthDistribution:
-        replicas = {}
-        shape, work = MODELS[self.model], self._work["rollout"]
-        assert isinstance(work, GenerationWorkload)
-        for kind, device in self._devices.items():
-            layout = self._tables["rollout", kind].layout(self.gpus[kind])
-            if layout is None:
-                continue
-            slots = max(1, int(running_requests(shape, layout, work, device)))
-            one_request_s, full_step_s = (
-                float(decode_step(shape, layout, n, mean_context(work), device).total)
-                for n in (1, slots)
-            )
-            # A step with n requests takes full_step_s * (fixed + (1 - fixed) * n / slots).
-            fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
-            replicas[kind] = DecodingReplica(
-                gpus=int(layout.tp), slots=slots, fixed_share=float(np.clip(fixed, 0, 1))
-            )
-        return LengthDistribution(
-            samples=self.samples, sigma=SIGMA, longest=MAX_RELATIVE_LENGTH, replicas=replicas
-        )
 
 
 SCENARIOS: Mapping[str, frozenset[str]] = {

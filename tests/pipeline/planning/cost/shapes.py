@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.planning.cost.hardware import GpuDevice, device_from_data_sheet
+from pipeline.planning.cost.data_sheet import (
+    GenerationWorkload,
+    GpuDevice,
+    InferenceWorkload,
+    TrainingWorkload,
+    device_from_data_sheet,
+)
 from pipeline.planning.cost.model_shape import ModelShape
 from pipeline.planning.cost.rates import RateTable, data_sheet_rates
-from pipeline.planning.cost.workload import GenerationWorkload, InferenceWorkload, TrainingWorkload
 
 LLAMA_2_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 32000)
 LLAMA_2_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 32000)

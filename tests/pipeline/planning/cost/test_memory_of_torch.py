@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.planning.cost.layout import CandidateLayout
-from pipeline.planning.cost.memory import stage_memory
+from pipeline.planning.cost.data_sheet import CandidateLayout, TrainingWorkload, stage_memory
 from pipeline.planning.cost.model_shape import from_hf_config
-from pipeline.planning.cost.workload import TrainingWorkload
 from pipeline.planning.profile.data_sheet_profile import TRAINER_STATE
 
 PROCESSES, TOKENS = 4, 128

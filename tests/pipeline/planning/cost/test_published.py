@@ -2,8 +2,8 @@
 
 ``python -m tests.pipeline.planning.cost.test_published`` prints them all.
 
-The efficiencies of :mod:`pipeline.planning.cost.hardware` were chosen with :data:`FOUNDRY` in view;
-the other tables were not used for them.
+The efficiencies of :mod:`pipeline.planning.cost.data_sheet` were chosen with :data:`FOUNDRY` in
+view; the other tables were not used for them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pipeline.planning.cost.hardware import GpuDevice
-from pipeline.planning.cost.layout import CandidateLayout
+from pipeline.planning.cost.data_sheet import (
+    CandidateLayout,
+    GenerationWorkload,
+    GpuDevice,
+    StateBytes,
+    TrainingWorkload,
+    decode_step,
+    stage_seconds,
+)
 from pipeline.planning.cost.model_shape import ModelShape
 from pipeline.planning.cost.rates import DATA_SHEET_SPREAD
 from pipeline.planning.cost.regression import Z
-from pipeline.planning.cost.times import decode_step, stage_seconds
-from pipeline.planning.cost.workload import GenerationWorkload, StateBytes, TrainingWorkload
 from tests.pipeline.planning.cost.shapes import A100, H100, LLAMA_2_7B, LLAMA_2_70B, gpt
 
 
@@ -38,31 +43,19 @@ class Row(NamedTuple):
 
 
 MEGATRON = (
-    # heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s per GPU
-    (24, 2304, 24, 1, 1, 32, 512, 137),
-    (32, 3072, 30, 2, 1, 64, 512, 138),
-    (32, 4096, 36, 4, 1, 128, 512, 142),
-    (48, 6144, 40, 8, 1, 256, 1024, 135),
-    (64, 8192, 48, 8, 2, 512, 1536, 138),
-    (80, 10240, 60, 8, 4, 1024, 1792, 140),
-    (96, 12288, 80, 8, 8, 1536, 2304, 148),
-    (128, 16384, 96, 8, 16, 1920, 2160, 155),
-    (128, 20480, 105, 8, 35, 2520, 2520, 163),
-    (160, 25600, 128, 8, 64, 3072, 3072, 163),
+    # heads, hidden, layers, tp, GPUs, batch, TFLOP/s per GPU
+    (24, 2304, 24, 1, 32, 512, 137),
+    (32, 3072, 30, 2, 64, 512, 138),
+    (32, 4096, 36, 4, 128, 512, 142),
+    (48, 6144, 40, 8, 256, 1024, 135),
 )
-"""Narayanan et al. 2021, arXiv 2104.04473, table 1; sequences of 2048, vocabulary 51,200."""
+"""Narayanan et al. 2021, arXiv 2104.04473, table 1, rows without pipeline parallelism; sequences of
+2048, vocabulary 51,200."""
 
-RECOMPUTATION = (
-    # heads, hidden, layers, pp, batch, micro-batch, seconds with full and selective recomputation
-    (64, 6144, 48, 1, 4, 4, 1.42, 1.10),
-    (96, 12288, 96, 8, 64, 1, 18.13, 13.75),
-    (128, 20480, 105, 35, 280, 1, 49.05, 37.83),
-    (160, 25600, 128, 64, 512, 1, 94.42, 71.49),
-)
-"""Korthikanti et al. 2022, arXiv 2205.05198, tables 3 and 5; tp 8, one replica."""
-
-TURING = ((2240, 60.1), (2800, 50.2), (3360, 44.4))
-"""Smith et al. 2022, arXiv 2201.11990, section 2.4: GPUs and seconds; 530 B, batch 1920."""
+RECOMPUTATION = ((64, 6144, 48, 4, 4, 1.42, 1.10),)
+"""Korthikanti et al. 2022, arXiv 2205.05198, tables 3 and 5, row without pipeline parallelism;
+tp 8, one replica: heads, hidden, layers, batch, micro-batch, seconds with full and selective
+recomputation."""
 
 FOUNDRY_SHAPES = {
     "1b": (24, 2048, 16),
@@ -154,38 +147,26 @@ def train_s(
 
 def megatron() -> list[Row]:
     rows = []
-    for heads, hidden, layers, tp, pp, gpus, batch, tflops in MEGATRON:
+    for heads, hidden, layers, tp, gpus, batch, tflops in MEGATRON:
         # Their equation 3, with everything recomputed.
         flops = 96 * batch * 2048 * layers * hidden**2
         flops *= 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
-        layout = CandidateLayout(tp, pp, gpus // tp // pp, recompute="full")
+        layout = CandidateLayout(tp, gpus // tp, recompute="full")
         ours = train_s(gpt(layers, hidden, heads), layout, TrainingWorkload(batch, 2048, zero=0))
-        rows.append(Row(f"{tp} x {pp}, hidden {hidden}", flops / (gpus * tflops * 1e12), ours))
+        rows.append(Row(f"tp {tp}, hidden {hidden}", flops / (gpus * tflops * 1e12), ours))
     return rows
 
 
 def recomputation() -> list[Row]:
     rows = []
-    for heads, hidden, layers, pp, batch, micro, full, selective in RECOMPUTATION:
+    for heads, hidden, layers, batch, micro, full, selective in RECOMPUTATION:
         for how, published in (("full", full), ("selective", selective)):
-            layout = CandidateLayout(8, pp, 1, 1, micro, how)
+            layout = CandidateLayout(8, 1, micro, how)
             ours = train_s(
                 gpt(layers, hidden, heads), layout, TrainingWorkload(batch, 2048, zero=0)
             )
             rows.append(Row(f"hidden {hidden}, {how}", published, ours))
     return rows
-
-
-def turing() -> list[Row]:
-    shape, work = gpt(105, 20480, 128), TrainingWorkload(1920, 2048, zero=0)
-    return [
-        Row(
-            f"{gpus} GPUs",
-            published,
-            train_s(shape, CandidateLayout(8, 35, gpus // 280, recompute="full"), work),
-        )
-        for gpus, published in TURING
-    ]
 
 
 def foundry(shortest: int = 0, longest: int = 4096) -> list[Row]:
@@ -237,14 +218,13 @@ def one_request() -> list[Row]:
     return [
         Row(f"{shape.layers} layers, tp {tp}", 1 / rate, ours)
         for shape, tp, rate in ONE_REQUEST
-        for ours in [float(decode_step(shape, CandidateLayout(tp), 1, 100, A100).total)]
+        for ours in [float(decode_step(shape, tp, 1, 100, A100).total)]
     ]
 
 
 TABLES = {
     "megatron": megatron,
     "recomputation": recomputation,
-    "turing": turing,
     "foundry": foundry,
     "foundry, long": lambda: foundry(8192, 16384),
     "engine": engine,
@@ -261,7 +241,6 @@ TABLES = {
         # models most; ours is for fused attention.
         ("megatron", 0.68, 1.05),
         ("recomputation", 0.78, 1.1),
-        ("turing", 0.68, 1.05),
         ("foundry", 0.84, 1.2),
         # Attention kernels of 2023 were far from the peak, most of all on the H100.
         ("foundry, long", 0.7, 1.05),

@@ -12,7 +12,6 @@ from pipeline.planning.profile.schema import (
     ProfileIdentity,
     ProfilePoint,
     QueueWait,
-    ResponseLengths,
 )
 from rlinf.config import RunConfig
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
@@ -78,7 +77,6 @@ def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
             nodes=1,
             processes=processes,
             samples=samples,
-            tokens=100,
             token_budget=64 if stage in ("inference", "train") else None,
             time=Measurement.of([seconds * f for f in (0.99, 1.0, 1.01)]),
             peak_memory_bytes=400 << 20,
@@ -98,19 +96,19 @@ def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
         devices_per_node=8 if kind == "cpu" else 2,
         points=tuple(points),
         overheads=tuple(overheads),
-        waits=(QueueWait(nodes=1, test_only_s=wait_s),) if wait_s else (),
+        waits=(QueueWait(nodes=1, expected_s=wait_s),) if wait_s else (),
     )
 
 
 def profile(config: RunConfig, *kinds: str, **waits: float) -> Profile:
     """Measurements of some kinds; all by default."""
     return Profile(
-        schema_version=1,
+        schema_version=2,
         created_at=TAKEN,
         identity=ProfileIdentity.of(config),
         samples=32,
         token_budget=64,
         weights_bytes=4_000_000,
-        lengths=ResponseLengths(samples=(2, 3, 9), count=3, truncated_share=0.0, horizon=12),
+        lengths=(2, 3, 9),
         kinds={kind: kind_profile(kind, waits.get(kind, 0.0)) for kind in kinds or SPEED},
     )

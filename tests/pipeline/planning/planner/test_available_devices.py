@@ -319,7 +319,6 @@ def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
     free = ask(config, inventory(None, ME, "h100"), execution)
     expected = assess_plan(free, by_hand(execution, 1), "plan.yaml").forecast
     assert found.forecast.iteration_s == expected.iteration_s
-    assert found.lower_bound <= found.forecast.cost
     with pytest.raises(PlanError, match=rf"8 requested in all, QOS small allows .* {most} \(cpu\)"):
         assess_plan(request, by_hand(execution, 4), "plan.yaml")
 

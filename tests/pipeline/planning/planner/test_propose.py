@@ -23,8 +23,6 @@ from pipeline.planning.planner.plan_command import (
 from pipeline.planning.planner.pool_problem import build_pool_problem
 from pipeline.planning.planner.recommendations import PlanProposal
 from pipeline.planning.planner.request import PlanRequest, parse_pins
-from pipeline.planning.planner.stage_options import DEFAULT_MIXING_EFFICIENCY
-from pipeline.planning.profile.schema import Measurement
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
@@ -135,39 +133,6 @@ def test_no_combination_of_options_costs_less(config: RunConfig, objective: str)
             ends[stage] = own + max((ends[s] for s in after[stage]), default=0.0)
         best = min(best, max(ends.values()))
     assert propose_plan(request).forecast.cost <= best * (1 + 1e-9)
-
-
-def test_unlike_nodes_of_one_partition_share_a_stage_by_their_speed(config: RunConfig) -> None:
-    proposal = propose_plan(ask(config, "gpu"))
-    assert rows(proposal)["train"] == ("gpu: a100+h100", "2+2x2")
-    plan = proposal.plan.stage_plan("train")
-    assert plan.partition == "gpu"
-    assert plan.constraint == "[a100*2&h100*2]"
-    assert plan.gpu_type is None
-    assert isinstance(plan.speed_weights, dict)
-    assert plan.speed_weights["h100"] / plan.speed_weights["a100"] == pytest.approx(2.0, rel=0.05)
-    # Four processes of each kind: what does not shrink is paid once, the rest goes at the sum.
-    rate = sum(4 * clusters.SPEED[kind] for kind in ("a100", "h100"))
-    seconds = (clusters.FIXED + clusters.WORK["train"] / rate) / DEFAULT_MIXING_EFFICIENCY
-    assert proposal.forecast.stages["train"].breakdown_s["work"] == pytest.approx(seconds, rel=0.03)
-
-
-def test_stages_whose_time_does_not_depend_on_the_batch_are_divided_evenly(
-    config: RunConfig,
-) -> None:
-    request = ask(config, "gpu")
-
-    def flat(kind: str) -> object:
-        own = request.devices[kind]
-        points = [
-            p.model_copy(update={"time": Measurement.of([1.0, 1.0])}) for p in own.profile.points
-        ]
-        return replace(own, profile=own.profile.model_copy(update={"points": tuple(points)}))
-
-    devices = {kind: flat(kind) for kind in request.devices}
-    for option in replace(request, devices=devices).stage_options()["train"]:
-        assert option.speeds in ((), (1.0, 1.0))
-        assert option.seconds > 1
 
 
 def test_gpu_hours_are_saved_where_more_devices_bring_little(config: RunConfig) -> None:
@@ -379,3 +344,20 @@ def test_a_gpu_of_unknown_model_has_memory_of_its_own(
         else:
             with pytest.raises(PlanError, match=r"processes: 2 a node need"):
                 assess_plan(request, edited, "plan.yaml")
+
+
+def test_by_default_pools_are_proposed_unless_jobs_are_better(config: RunConfig) -> None:
+    by_default, jobs, pools = (
+        propose_plan(ask(config, "a100", "h100", execution=execution))
+        for execution in (None, "jobs", "pools")
+    )
+    assert pools.forecast.cost < jobs.forecast.cost
+    assert by_default.plan == pools.plan
+    assert any("with --execution jobs an iteration would take" in n for n in by_default.notes)
+    # Pools hold devices that jobs need only for a part of the time.
+    costs = [
+        propose_plan(ask(config, "h100", execution=execution, objective="gpu-hours"))
+        for execution in (None, "jobs", "pools")
+    ]
+    best = min(costs[1:], key=lambda proposal: proposal.forecast.cost)
+    assert costs[0].plan.execution == best.plan.execution

@@ -20,7 +20,7 @@ from pipeline.planning.planner.pool_problem import build_pool_problem, measured_
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.planner.search import solve
-from pipeline.planning.profile.schema import ConfidenceInterval, MeasuredLink
+from pipeline.planning.profile.schema import MeasuredLink
 from rlinf.config import RunConfig, validate
 from tests.pipeline.planning.planner.problems import random_placement, random_problem
 from tests.pipeline.planning.planner.test_propose import ask
@@ -68,16 +68,13 @@ def test_staleness_is_offered_with_its_gain_and_never_taken(plan_request: PlanRe
 
 
 @pytest.mark.parametrize("stale", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_time_with_older_weights_is_what_many_iterations_take(seed: int, stale: int) -> None:
     """Stage by stage; a pool begins with the next iteration when it is through with the last."""
     problem = random_problem(seed, (6, 6), 4, smooth=True)
     problem = replace(
         problem,
-        stages=[
-            replace(s, lead={}, again=0.0, chunk_s=0.0, cycle=None, switch_s={})
-            for s in problem.stages
-        ],
+        stages=[replace(s, lead={}, again=0.0, chunk_s=0.0, switch_s={}) for s in problem.stages],
     )
     placement = replace(random_placement(problem, seed), num_chunks=1)
     predicted = Predictor(problem).predict(placement)
@@ -138,14 +135,10 @@ def test_links_are_measured_between_kinds_which_may_share_a_partition(
         if name in ("a100", "h100")
     )
     link = MeasuredLink(
-        path="inter_partition",
         backend="gloo",
         between=(a.kind.name, b.kind.name),
-        sizes_bytes=(1 << 20, 1 << 24),
-        median_s=(0.01, 0.1),
-        repeats=6,
-        latency_s=ConfidenceInterval(value=0.001, low=0.001, high=0.001),
-        bandwidth_bytes_per_s=ConfidenceInterval(value=1e9, low=1e9, high=1e9),
+        latency_s=0.001,
+        bandwidth_bytes_per_s=1e9,
     )
     profile = plan_request.profile.model_copy(update={"links": (link,)})
     assert measured_links(profile, a, b) == measured_links(profile, b, a) == [link]
@@ -160,18 +153,12 @@ def test_the_way_of_the_weights_is_the_quickest_that_was_measured(
         {"stages": WHOLE[1:], "devices": {"a100": 2}},
     )
     link = MeasuredLink(
-        path="inter_partition",
         backend="gloo",
         between=("a100", "h100"),
-        sizes_bytes=(1 << 20, 1 << 24),
-        median_s=(0.01, 0.1),
-        repeats=6,
-        latency_s=ConfidenceInterval(value=0.001, low=0.001, high=0.001),
-        bandwidth_bytes_per_s=ConfidenceInterval(value=1e9, low=1e9, high=1e9),
+        latency_s=0.001,
+        bandwidth_bytes_per_s=1e9,
     )
-    slow = link.model_copy(
-        update={"bandwidth_bytes_per_s": ConfidenceInterval(value=1e5, low=1e5, high=1e5)}
-    )
+    slow = link.model_copy(update={"bandwidth_bytes_per_s": 1e5})
     for given, way in ((link, "socket"), (slow, "file")):
         profile = plan_request.profile.model_copy(update={"links": (given,)})
         kinds = {

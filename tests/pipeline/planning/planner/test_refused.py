@@ -80,7 +80,7 @@ def config() -> RunConfig:
 
 
 def test_a_stage_of_a_profile_that_no_flow_has(config: RunConfig) -> None:
-    made = json.loads(clusters.profile(config).to_json().replace('"train"', '"trian"'))
+    made = json.loads(clusters.profile(config).model_dump_json().replace('"train"', '"trian"'))
     profile = type(clusters.profile(config)).model_validate(made)
     words = r"p\.json: kinds\.a100\.points\[\d+\]\.stage: no stage 'trian'.*'train'"
     with pytest.raises(PlanError, match=words):

@@ -19,21 +19,19 @@ from pipeline.planning.planner.problem import (
     TimeToFinish,
 )
 from pipeline.planning.planner.search import solve
-from pipeline.planning.planner.uncertainty import PlacementForecast, forecast_placement
+from pipeline.planning.planner.uncertainty import forecast_placement
 from rlinf.errors import PlanError
 from tests.pipeline.planning.planner.problems import random_problem
 
 
-def table(rates, spread: float, source="fitted", memory_bytes: float = 1e9) -> RateTable:
+def table(rates, spread: float, source="fitted") -> RateTable:
     count = len(rates)
     return RateTable(
         rates=np.asarray(rates, dtype=float),
         spread=np.full(count, spread),
         used=np.arange(count),
         source_codes=np.full(count, SOURCES.index(source)),
-        bound_codes=np.zeros(count, dtype=int),
-        memory_bytes=np.full(count, memory_bytes),
-        layout_indices=np.full((count, 2), -1),
+        tp=np.zeros(count, dtype=int),
     )
 
 
@@ -71,13 +69,13 @@ def test_expectations_of_any_problem_hold_together(seed, stages, spread):
     got = forecast_placement(problem, placement, tables_of(problem, spread), draws=256)
     exact = float(Predictor(problem).predict(placement).total_s)
     assert got.nominal_s == exact
-    assert got.q10_s <= got.q50_s <= got.q90_s
+    assert got.q10_s <= got.q90_s
     assert all(-1e-9 <= share <= 1 for share in got.idle_shares)
     held = sum(sum(pool) for pool in placement.gpus)
     assert got.gpu_hours == pytest.approx(held * exact / 3600)
     assert got.interruption_s >= 0
-    assert all(influence.saved_s >= -1e-9 for influence in got.sensitivities)
-    saved = [influence.saved_s for influence in got.sensitivities]
+    saved = [saved_s for _, saved_s in got.sensitivities]
+    assert min(saved) >= -1e-9
     assert saved == sorted(saved, reverse=True)
     # One number better by a tenth cannot bring more than a tenth.
     assert saved[0] <= 0.1 * exact + 1e-9
@@ -94,22 +92,12 @@ def test_a_sum_of_stages_has_the_mean_and_spread_of_the_sum():
     problem, tables = two_stages()
     got = forecast_placement(problem, TOGETHER, tables, draws=4096)
     assert got.nominal_s == pytest.approx(10.0)
-    assert got.mean_s == pytest.approx(10.0, rel=0.005)
     rng = np.random.default_rng(5)
     sigma = np.sqrt(np.log1p(0.2**2))
     factors = np.exp(sigma * rng.standard_normal((2, 400_000)) - sigma**2 / 2)
     total = 8 * factors[0] + 2 * factors[1]
-    for ours, true in zip(
-        (got.q10_s, got.q50_s, got.q90_s), np.quantile(total, (0.1, 0.5, 0.9)), strict=True
-    ):
+    for ours, true in zip((got.q10_s, got.q90_s), np.quantile(total, (0.1, 0.9)), strict=True):
         assert ours == pytest.approx(true, rel=0.01)
-
-
-def test_pipelined_stages_are_slower_on_average_than_their_average_speeds_say():
-    """The slower of two stages counts, and which it is changes from draw to draw."""
-    problem, tables = two_stages()
-    got = forecast_placement(problem, APART, tables)
-    assert got.mean_s > got.nominal_s * 1.01
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
@@ -152,33 +140,11 @@ def test_gpus_that_a_stage_cannot_use_are_idle_too():
     assert forecast_placement(problem, TOGETHER, tables).idle_shares == pytest.approx((0.1,))
 
 
-def test_the_number_that_dominates_comes_first():
-    problem, tables = two_stages(switch_s={"a100": 0.5}, chunk_s=0.01)
-    first: PlacementForecast = forecast_placement(problem, TOGETHER, tables)
-    assert first.sensitivities[0].quantity == "rollout on a100: seconds"
-    assert first.sensitivities[0].saved_s == pytest.approx(0.8)
-    slow = [replace(problem.stages[0], switch_s={"a100": 90.0}), problem.stages[1]]
-    now = forecast_placement(replace(problem, stages=slow), TOGETHER, tables)
-    assert now.sensitivities[0].quantity == "rollout on a100: switching"
-    assert now.sensitivities[0].saved_s == pytest.approx(9.0)
-
-
-def test_sending_weights_can_dominate():
+def test_the_stage_that_dominates_comes_first():
     problem, tables = two_stages()
-    problem = replace(problem, sync_s={("a100", "a100"): 500.0})
-    got = forecast_placement(problem, APART, tables)
-    assert got.sensitivities[0].quantity == "weights from a100 to a100"
-    assert got.sensitivities[0].saved_s == pytest.approx(50.0)
-
-
-def test_stages_that_stay_share_memory_and_those_that_switch_take_turns():
-    problem, tables = two_stages()
-    assert forecast_placement(problem, TOGETHER, tables).memory_bytes == ({"a100": 2e9},)
-    switching, _ = two_stages(switch_s={"a100": 1.0})
-    assert forecast_placement(switching, TOGETHER, tables).memory_bytes == ({"a100": 1e9},)
-    assert forecast_placement(problem, APART, tables).memory_bytes == ({"a100": 1e9}, {"a100": 1e9})
-    tables["train"]["a100"] = table(problem.stages[1].rates["a100"], 0.1, memory_bytes=np.nan)
-    assert np.isnan(forecast_placement(switching, TOGETHER, tables).memory_bytes[0]["a100"])
+    first = forecast_placement(problem, TOGETHER, tables)
+    assert first.sensitivities[0] == ("rollout on a100", pytest.approx(0.8))
+    assert first.sensitivities[1] == ("train on a100", pytest.approx(0.2))
 
 
 def test_expected_losses_are_those_of_the_objective():
@@ -198,13 +164,7 @@ def test_guesses_are_named():
     assert forecast_placement(problem, APART, tables).unmeasured == ("train on a100: extrapolated",)
 
 
-def test_placements_that_do_not_go_with_the_problem_are_refused():
+def test_a_placement_that_cannot_run_is_refused():
     problem, tables = two_stages()
-    with pytest.raises(PlanError, match="every stage"):
-        forecast_placement(problem, Placement(((0,),), ((1,),), 1), tables)
-    with pytest.raises(PlanError, match="holds 11 GPUs of 'a100'; there are 10"):
-        forecast_placement(problem, Placement(((0, 1),), ((11,),), 1), tables)
     with pytest.raises(PlanError, match="cannot run"):
         forecast_placement(problem, Placement(((0,), (1,)), ((10,), (0,)), 1), tables)
-    with pytest.raises(PlanError, match=r"train on a100.*rate table"):
-        forecast_placement(problem, TOGETHER, {"rollout": tables["rollout"]})

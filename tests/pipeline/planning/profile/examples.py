@@ -13,7 +13,6 @@ from pipeline.planning.profile.schema import (
     Profile,
     ProfileIdentity,
     ProfilePoint,
-    ResponseLengths,
 )
 from pipeline.run import Run
 from stages.layout import CONFIG_FILE, setup_stage_folder
@@ -22,7 +21,7 @@ IDENTITY = ProfileIdentity(model="m", config="c", code="0.1+1")
 
 
 def point(stage: str, processes: int, seconds: float, **more: object) -> ProfilePoint:
-    values = {"nodes": 1, "samples": 8, "tokens": 80, **more}
+    values = {"nodes": 1, "samples": 8, **more}
     return ProfilePoint(
         stage=stage,
         processes=processes,
@@ -54,13 +53,13 @@ def kind(*points: ProfilePoint, **more: object) -> KindProfile:
 
 def profile(**kinds: KindProfile) -> Profile:
     return Profile(
-        schema_version=1,
+        schema_version=2,
         created_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         identity=IDENTITY,
         samples=8,
         token_budget=64,
         weights_bytes=1000,
-        lengths=ResponseLengths(samples=(2, 3, 9), count=3, truncated_share=0.1, horizon=12),
+        lengths=(2, 3, 9),
         kinds=kinds or {"a100": kind()},
     )
 

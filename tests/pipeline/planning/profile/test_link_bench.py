@@ -1,4 +1,4 @@
-"""Links: the fit finds what made the times, and the real filesystem can be timed."""
+"""Links: the fit finds what made the times, and two jobs can measure theirs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pipeline.planning.profile.measurement import load_trial
 from pipeline.planning.profile.schema import MeasuredLink
-from pipeline.planning.profile.stage_bench import SIZES_BYTES, fit_link, measure_storage_links
+from pipeline.planning.profile.stage_bench import SIZES_BYTES, fit_link
 
-WHICH = {"path": "intra_node", "backend": "gloo", "between": ("a",)}
+WHICH = {"backend": "gloo", "between": ("a",)}
 
 JOB = """
 import sys
@@ -43,18 +43,10 @@ def times(
 @given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e12))
 def test_exact_times_give_back_latency_and_bandwidth(latency_s: float, bandwidth: float) -> None:
     link = fit_link(times(latency_s, bandwidth), SIZES_BYTES, **WHICH)
-    assert link.latency_s.value == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
+    assert link.latency_s == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
     # Where latency is all there is, the bandwidth cannot be seen.
     if SIZES_BYTES[-1] / bandwidth > 0.01 * latency_s:
-        assert link.bandwidth_bytes_per_s.value == pytest.approx(bandwidth, rel=1e-3)
-
-
-@given(st.floats(1e-5, 1e-3), st.floats(1e8, 1e11))
-def test_intervals_hold_the_truth_under_even_noise(latency_s: float, bandwidth: float) -> None:
-    noisy = times(latency_s, bandwidth, noise=(0.95, 1.0, 1.05))
-    link = fit_link(noisy, SIZES_BYTES, **WHICH)
-    assert link.latency_s.low <= latency_s <= link.latency_s.high
-    assert link.bandwidth_bytes_per_s.low <= bandwidth <= link.bandwidth_bytes_per_s.high
+        assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
 
 
 @given(st.lists(st.lists(st.floats(0, 10), min_size=2, max_size=4), min_size=4, max_size=4))
@@ -63,17 +55,9 @@ def test_any_times_make_a_valid_link(seconds: list[list[float]]) -> None:
     assert MeasuredLink.model_validate_json(link.model_dump_json()) == link
 
 
-def test_this_filesystem_can_be_timed_and_is_left_clean(tmp_path: Path) -> None:
-    written, read = measure_storage_links(tmp_path, "local")
-    assert (written.path, read.path) == ("write", "read")
-    assert all(seconds > 0 for seconds in (*written.median_s, *read.median_s))
-    assert 1e5 < written.bandwidth_bytes_per_s.value < 1e12
-    assert not list(tmp_path.iterdir())
-
-
 def test_two_jobs_meet_and_measure_the_link_between_them(tmp_path: Path) -> None:
     jobs = [subprocess.Popen([sys.executable, "-c", JOB, tmp_path, str(r)]) for r in range(2)]
     assert [job.wait(200) for job in jobs] == [0, 0]
     trial = load_trial(tmp_path / "0" / "trial.json")
     assert trial is not None
-    assert [link.path for link in trial.links] == ["inter_partition"]
+    assert [link.between for link in trial.links] == [("a", "b")]
