@@ -2,7 +2,7 @@
 
 submitit pickles a :class:`ModuleCall`; in a heterogeneous job it is an argument of this module
 (``python -m launchers.job_entrypoint CALL``). A call has only arguments, no state of the work.
-When Slurm restarts the job, the same call runs again and continues from files.
+When Slurm restarts the job, the same call runs again and continues from the files that it wrote.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
 def rank_hosts() -> list[str]:
     """Return the node of each rank; sbatch fills one node after another with ranks.
 
-    Slurm's list of nodes is sorted; the components of a heterogeneous job keep their order.
+    Ranks follow Slurm's list of nodes, which is sorted within each component of the job.
     """
     groups = os.environ.get(HET_GROUPS_VARIABLE)
     suffixes = [f"_HET_GROUP_{group}" for group in groups.split(",")] if groups else [""]

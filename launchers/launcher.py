@@ -24,11 +24,11 @@ class JobSpec:
     extra_components: tuple[JobResources, ...] = ()
     """More processes of the job on other devices; their ranks follow those of ``resources``."""
     content_key: str = ""
-    """Digest of the job's content. A job of an earlier driver with another key is cancelled; one
-    with this key is used."""
+    """Digest of the job's content. An earlier driver's active job for the same output is adopted if
+    it has the same key, and cancelled otherwise."""
     allow_requeue: bool = True
-    """Whether Slurm runs the job again after a stop signal, a preemption or a node failure, which
-    takes Slurm some minutes."""
+    """Whether Slurm runs the job again after a stop signal, a preemption or a node failure. Such a
+    restart takes some minutes."""
 
     @property
     def components(self) -> tuple[JobResources, ...]:
@@ -87,8 +87,8 @@ MAX_MESSAGE_LINES = 80
 def failure_reason(path: Path, code: int | None) -> str:
     """Return the reason of a process's failure from its log.
 
-    With the exit codes of bad input and damaged artifacts, the last output is an error message: the
-    reason. A traceback may precede it. Otherwise the reason is the end of the log.
+    If the exit code means bad input or a damaged artifact, the process printed an error message
+    last, maybe after a traceback: the reason. Otherwise the reason is the end of the log.
     """
     if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
         return log_tail(path)

@@ -309,7 +309,7 @@ def restarting_script(job: JobSpec) -> str:
 def hetjob_script(jobs: Sequence[JobSpec]) -> str:
     """Return the batch script of a heterogeneous job: options by component, then an srun per job.
 
-    The script runs on the first node of the first component, and the job ends with it.
+    The script runs on the first node of the first component; the job ends when the script ends.
     """
     directives, srun_commands = [], []
     for first, job in zip(_first_components(jobs), jobs, strict=True):
@@ -449,7 +449,7 @@ def submitit_parameters(
     """
     delay_s = resources.signal_delay_s
     if resources.time_limit_min is not None:
-        # A short job must make progress, and a signal would kill a job whose Python is starting.
+        # Leave a short job half of its time; a signal before Python has started would kill it.
         delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
         **process_tuning.child_environment(),

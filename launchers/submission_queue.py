@@ -79,7 +79,7 @@ class SubmissionQueue:
     _cancelled_tags: set[str] = field(default_factory=set)
     """Tags of unfinished submissions of an earlier process, which were cancelled."""
     _pause_s: float = MIN_RETRY_PAUSE_S
-    """The next pause."""
+    """Seconds of the next pause after a refusal for too many jobs."""
     _retry_at: float = 0.0
     """Time (monotonic) before which nothing is submitted."""
 
@@ -205,7 +205,7 @@ class SubmissionQueue:
         return free_places
 
     def _submit(self, units: Sequence[list[TrackedJob]]) -> bool:
-        """Submit these units, the first that wait. Returns False if there are too many jobs now.
+        """Submit the first waiting units. Returns False if there are too many jobs now.
 
         Raises:
             SlurmUnresponsiveError: Slurm does not answer.

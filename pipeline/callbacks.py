@@ -70,6 +70,7 @@ class ProgressCallback:
         self._run = run
         self._launcher_description = LAUNCHER_DESCRIPTIONS[launcher]
         self._logged_at = time.monotonic()
+        """Monotonic time of the last progress line."""
         self._terminal = create_console(stderr=True)
         self._bars: Progress | None = None
         self._score_text = ""
@@ -224,7 +225,7 @@ class ProgressCallback:
             f"{name} {format_number(value)}"
             for name, value in headline_metrics(config, metrics).items()
         ]
-        # Pools may start a rollout early: count from the end of the previous iteration.
+        # Pools may start a rollout early: count from the publication of the previous weights.
         start = self._rollout_started_at.pop(iteration, None)
         steps = metrics.get(f"{flow_of(config).rollout_stage}/steps")
         if start is not None and steps is not None:

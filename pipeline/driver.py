@@ -265,7 +265,7 @@ class Driver:
         return damaged
 
     def _missing_inputs(self, node: StageNode) -> list[StageNode]:
-        """Return the nodes whose missing or damaged output ``node`` reads, now unfinished."""
+        """Mark the inputs of ``node`` that are missing or damaged as unfinished; returns them."""
         missing = []
         for source in self.graph.inputs(node).values():
             if source in self._done and self._state.lookup(source) is None:

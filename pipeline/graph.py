@@ -1,5 +1,5 @@
 """The stage graph: a flow (:mod:`stages.flow`) unrolled over the iterations of a run. The driver
-and the Snakemake workflow follow it. Offline stages run once, before the first iteration."""
+and the Snakemake workflow follow it. Setup stages run once, before the first iteration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Graph:
         self._staleness = config.rollout.staleness
 
     def inputs(self, node: StageNode) -> dict[str, StageNode]:
-        """Return the nodes whose outputs a node reads, by input name."""
+        """Return the nodes whose outputs a node reads, by input name (:mod:`stages.flow`)."""
         nodes = {}
         for name, source in self.flow.all_stages[node.stage].inputs.items():
             staleness = self._staleness if source.stale else 0

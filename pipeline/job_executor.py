@@ -77,7 +77,7 @@ class QueueLog:
     is_enabled: bool = True
     """Whether to log at all; False for a launcher without a queue."""
     _submitted_at: dict[str, float] = field(default_factory=dict)
-    """Monotonic time by name of the job."""
+    """Monotonic time of the submission, by name of the job."""
     _reasons: dict[str, str] = field(default_factory=dict)
     """Last logged reason to wait, by name of the waiting job."""
 

@@ -61,8 +61,8 @@ class LockOwner:
     def current(cls) -> LockOwner:
         """Return the description of this process."""
         token = secrets.token_hex(8)
-        process_identity = (boot_id(), pid_namespace(), own_start_time(), current_job_id() or "")
-        return cls(socket.gethostname(), os.getpid(), token, *process_identity)
+        process_fields = (boot_id(), pid_namespace(), own_start_time(), current_job_id() or "")
+        return cls(socket.gethostname(), os.getpid(), token, *process_fields)
 
     @classmethod
     def read(cls, path: Path) -> LockOwner:

@@ -73,7 +73,7 @@ def device_keys(kind: str, stage_plan: StagePlan) -> dict[str, str | None]:
 
     Args:
         kind: ``partition`` or ``partition:gpu_type``.
-        stage_plan: a stage plan. Its GPU type is the default if it names no other partition.
+        stage_plan: a stage plan. Unless it names another partition, its GPU type is the default.
     """
     partition, _, gpu_type = kind.partition(":")
     default_type = stage_plan.gpu_type if stage_plan.partition in (None, partition) else None
@@ -408,7 +408,7 @@ def check_pools(plan: Plan) -> None:
     flow = plan.flow
     _check_separate_policy(plan)
     elastic_stage = flow.elastic_stage
-    may_be_elastic = {n for n, stage in flow.all_stages.items() if stage.elastic}
+    elastic_capable = {n for n, stage in flow.all_stages.items() if stage.elastic}
     pool_by_stage = plan.stage_pools() if plan.pools else {}
     for i, pool in enumerate(plan.pools):
         if pool.stage_ranks and pool.workers:
@@ -435,8 +435,8 @@ def check_pools(plan: Plan) -> None:
                 f"pools[{i}].workers: these rollouts need more than the weights "
                 "(rollout.max_resamples, task.carry_over_episodes); remove the key"
             )
-        if not {elastic_stage} <= set(pool.stages) <= may_be_elastic:
-            names = ", and ".join(sorted(may_be_elastic - {elastic_stage}))
+        if not {elastic_stage} <= set(pool.stages) <= elastic_capable:
+            names = ", and ".join(sorted(elastic_capable - {elastic_stage}))
             raise ValueError(
                 f"pools[{i}].workers: only a pool of {elastic_stage}, and {names}, can be elastic"
             )

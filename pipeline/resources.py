@@ -47,8 +47,8 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
 
     Args:
         number: index of the pool in the plan.
-        slot: index of a worker of an elastic pool. Workers cycle through the kinds of devices,
-            weighted by their number.
+        slot: index of a worker of an elastic pool. Workers cycle through the kinds of devices, in
+            proportion to the devices of each kind.
 
     Raises:
         PlanError: the devices do not fill whole nodes or do not match the processes, or the stages
@@ -135,9 +135,9 @@ def _max_of_stages(
         PlanError: two stages contradict each other.
     """
     size = max(stage.nodes * stage.processes for stage in stages.values())
-    largest = {k: stage for k, stage in stages.items() if stage.nodes * stage.processes == size}
+    full_size = {k: stage for k, stage in stages.items() if stage.nodes * stage.processes == size}
     update = {
-        **{name: _agreed_value(name, largest) for name in ("nodes", "processes")},
+        **{name: _agreed_value(name, full_size) for name in ("nodes", "processes")},
         "gpus": _largest("gpus", stages),
         **{
             name: _largest(name, {**stages, **colocated})
@@ -147,7 +147,7 @@ def _max_of_stages(
         # A layout belongs to a stage, not to the job: it is in the StageOrder.
         "layout": DATA_PARALLEL_ONLY,
     }
-    return next(iter(largest.values())).model_copy(update=update)
+    return next(iter(full_size.values())).model_copy(update=update)
 
 
 def _largest(name: str, stages: Mapping[str, StagePlan]) -> int | None:
@@ -347,7 +347,7 @@ def check_hetjobs(plan: Plan, cluster: ClusterConfig) -> None:
 def job_resources(
     plan: StagePlan, cluster: ClusterConfig, interpreter: str | None = None
 ) -> JobResources:
-    """Return the resources of a stage job: the plan's numbers and the settings of the site file.
+    """Return the resources of a stage job, from its stage plan and the settings of the site file.
 
     Args:
         interpreter: Python of the job; see :func:`stage_interpreter`.
@@ -368,7 +368,7 @@ def job_resources(
 
 
 def base_resources(plan: StagePlan, **further: Any) -> JobResources:
-    """Return the resources of a job from the plan alone, without the site file.
+    """Return the resources of a job from a stage plan alone, without the site file.
 
     Args:
         further: other fields, such as settings from the site file.

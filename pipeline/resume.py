@@ -315,7 +315,7 @@ def _create(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
     folder.chmod(0o700)
     values = config.model_dump(mode="json")
     write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
-    # Do not inherit the identity from a command that was killed before it wrote its configuration.
+    # Do not inherit the run id of a command that was killed before it wrote its configuration.
     (folder / RUN_FILE).unlink(missing_ok=True)
     write_run_record(folder, values, derived_keys=(*derived, *config.environment_keys))
     write_atomic(folder / CONFIG_FILE, yaml.safe_dump(values, sort_keys=False))
@@ -360,9 +360,10 @@ def _reopen(
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))
     is_unchanged = not changes and updated_values == frozen_values
     if replaces_config:
-        # The run gets a new identity and date.
+        # The run gets a new id and date.
         (folder / RUN_FILE).unlink(missing_ok=True)
     if not is_unchanged:
+        # Until ``config.yaml`` is replaced, the record accepts the digests of both configurations.
         write_run_record(
             folder, updated_values, json_digest(select_semantic(frozen_values)), derived
         )

@@ -94,14 +94,14 @@ class RunRecord(BaseModel):
 
     name: str
     id: str
-    """Digest of the semantic configuration with which the run was created. It never changes."""
+    """Digest of the keys that change results, with which the run was created. It never changes."""
     created: str
     """Local time, ISO 8601."""
     version: str
     """Version of rlinf that created the run."""
     config: dict[str, Any] | None = None
-    """The part of ``config.yaml`` that changes results, as frozen. Old runs have only the
-    digest."""
+    """The part of ``config.yaml`` that changes results, as frozen. None in old runs, which have
+    only :attr:`id`."""
     config_digest: str | None = None
     """Digest of ``config``."""
     host: str = ""
@@ -122,7 +122,7 @@ class RunRecord(BaseModel):
     derived: tuple[str, ...] | None = None
     """Keys of ``config`` whose values the program chose, not the user."""
     previous_digest: str | None = None
-    """Digest of the old ``config.yaml``, which is valid too while the file is being replaced."""
+    """Digest of the replaced configuration, which ``config.yaml`` has until it is rewritten."""
 
 
 def read_run_record(folder: Path) -> RunRecord | None:
@@ -163,7 +163,7 @@ def write_run_record(
 
     Args:
         config: all values of ``config.yaml``, which is written or about to be written.
-        previous_digest: digest of the current ``config.yaml``, if it is replaced next.
+        previous_digest: digest of the present ``config.yaml``, if the caller replaces it next.
         derived_keys: keys whose values the program chose. None keeps those of the previous record.
 
     Raises:
@@ -352,7 +352,7 @@ def provenance_rows(
         "started": str(record.get("created", "")),
         "started on": str(record.get("host", "")),
         "seed": str(seed),
-        "identity": str(record.get("id", "")),
+        "run id": str(record.get("id", "")),
         "rlinf": str(record.get("version", "")),
         "commit": str(record.get("commit", "")),
         "accepted mismatches": "; ".join(record.get("accepted_mismatches", ())),

@@ -75,7 +75,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.code = CodeSnapshot.current(self.run.config)
-        self._digests = {stage: self.code.digest(stage) for stage in self.code.stages}
+        self._code_digests = {stage: self.code.digest(stage) for stage in self.code.stages}
         self.accepted = read_accepted_mismatches(self.run.folder)
         self.archive_folder = self.run.folder / ARCHIVE / time.strftime("%Y-%m-%dT%H-%M-%S")
 
@@ -232,7 +232,7 @@ class RunState:
         return self.graph.output_folder(self.run.folder, node)
 
     def _key(self, node: StageNode, inputs: dict[str, str]) -> str:
-        code = self._digests[node.stage]
+        code = self._code_digests[node.stage]
         return stage_key(self.run.config, node.stage, node.iteration, inputs, code)
 
 

@@ -296,15 +296,15 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         ConfigError: a layout is not supported, or a pool would need one component in two layouts.
     """
     pools = plan.stage_pools() if plan.pools else {}
-    pool_parts = [pool_resources(plan, number) for number in range(len(plan.pools))]
-    sizes = [sum(part.nodes * part.processes for part in parts) for parts in pool_parts]
+    pool_components = [pool_resources(plan, number) for number in range(len(plan.pools))]
+    pool_sizes = [sum(c.nodes * c.processes for c in components) for components in pool_components]
     elastic_stages = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
         key, stage_plan = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
         layout, num_processes = stage_plan.layout, stage_plan.nodes * stage_plan.processes
         pool = pools.get(stage)
-        size = num_processes if pool is None else sizes[pool]
+        size = num_processes if pool is None else pool_sizes[pool]
         size = 1 if stage in elastic_stages else size
         component = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
         if component is not None and pools and not spec.single_process:
@@ -794,7 +794,8 @@ def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, option
         options: options of the trainer.
 
     Raises:
-        ConfigError: only adapters are trained, or no algorithm uses action-level values.
+        ConfigError: the algorithm needs the value head, but only adapters are trained; or it needs
+            none, but ``model.value_level`` is ``action``.
     """
     if (
         getattr(model, "value_level", "chunk") == "action"

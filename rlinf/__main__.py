@@ -7,7 +7,6 @@ from rlinf import package_paths
 
 
 def cli() -> Any:
-    """Run the ``rlinf`` command."""
     package_paths.add_to_sys_path()
     from pipeline.commands.cli import main
 

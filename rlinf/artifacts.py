@@ -1,4 +1,4 @@
-"""Commit of a stage's output: write, sync, one atomic link; the manifest is the commit.
+"""Commits of stage outputs: a hard link creates the manifest after all files are on disk.
 
 An output folder holds ``manifest.json`` and one data folder per attempt that reached the end::
 
@@ -40,8 +40,8 @@ PRUNED_MARKER = "pruned"
 DATA_PREFIX = "data-"
 """Prefix of the names of data folders."""
 DERIVED_PREFIX = "derived/"
-"""Prefix of files that are derived from other files of the output. They do not enter ``content``,
-and an output without them is complete. Readers verify them like other files."""
+"""Prefix of files that are derived from other files of the output. :attr:`Manifest.content` leaves
+them out, and an output without them is complete. Readers verify them like other files."""
 _BLOCK_BYTES = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -116,7 +116,7 @@ class Manifest:
     """The commit of a stage's output, with its origin.
 
     ``key`` is the identity of the work (configuration, inputs, code); ``content`` is the digest of
-    the result. Only ``timing``, ``host`` and ``job`` may differ between equal runs.
+    files and metrics. Both are equal in equal runs. Other fields, such as ``data``, may differ.
     """
 
     __pydantic_config__ = _STRICT
@@ -252,7 +252,7 @@ class CommittedFile:
 
 
 def committed_file(path: Path) -> CommittedFile | None:
-    """Return the committed entry of ``path``. None: no manifest of this program covers it.
+    """Return the committed entry of ``path``. None: no manifest of rlinf covers it.
 
     Raises:
         ArtifactError: the output was withdrawn, or the file is not part of it.
@@ -279,7 +279,7 @@ _MAX_CACHED_FOLDERS = 64
 
 
 def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
-    """Return the entries of a data folder; None: no manifest of this program names it.
+    """Return the entries of a data folder; None: no manifest of rlinf names it.
 
     Raises:
         ArtifactError: the output was withdrawn, or its manifest is damaged.
@@ -306,7 +306,7 @@ def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
 
 
 def _is_own_manifest(manifest: Path) -> bool:
-    """Return whether an unreadable manifest is a damaged one of this program.
+    """Return whether an unreadable manifest is a damaged one of rlinf.
 
     Other programs also use this file name, possibly beside a user's folders whose names begin with
     ``data-``. Their files must never be withdrawn.

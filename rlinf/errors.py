@@ -96,7 +96,7 @@ class RunLockedError(InputError):
 
 
 class MissingPackageError(InputError):
-    """An optional package is required; names the extra to install."""
+    """An optional package is not installed; the message names the extra to install."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(

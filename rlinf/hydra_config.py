@@ -12,11 +12,7 @@ from rlinf.errors import ConfigError, did_you_mean
 
 
 def to_config_error(error: Exception) -> ConfigError:
-    """Return the error to show for an error that Hydra raised while composing a configuration.
-
-    Args:
-        error: error of Hydra or OmegaConf.
-    """
+    """Return the error to show for an error of Hydra or OmegaConf in composing a configuration."""
     from hydra.errors import MissingConfigException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 

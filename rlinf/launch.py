@@ -134,8 +134,8 @@ def sweep_suffix_override(words: Sequence[str]) -> list[str]:
     """Return, for a sweep, the override that names each run after the keys that vary."""
     if not any(word in ("-m", "--multirun") for word in words):
         return []
-    names = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
-    if any("run.suffix=" in word or "${" in word or _varies(word) for word in names):
+    naming = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
+    if any("run.suffix=" in word or "${" in word or _varies(word) for word in naming):
         return []
     varying = [word.lstrip("+").split("=")[0] for word in words if _varies(word)]
     parts = [
@@ -146,8 +146,8 @@ def sweep_suffix_override(words: Sequence[str]) -> list[str]:
 
 def _interpolation(key: str) -> str:
     """Return Hydra's interpolation for the value of a key; for a group, the chosen file's name."""
-    group = "." not in key and (package_paths.ROOT / "configs" / key).is_dir()
-    return f"hydra:runtime.choices.{key}" if group else key
+    is_group = "." not in key and (package_paths.ROOT / "configs" / key).is_dir()
+    return f"hydra:runtime.choices.{key}" if is_group else key
 
 
 def _is_override(word: str) -> bool:
@@ -205,9 +205,9 @@ def reject_launcher_without_multirun(words: Sequence[str]) -> None:
     Raises:
         ConfigError: a launcher is set; the message suggests the intended command.
     """
-    sweep = any(word in ("-m", "--multirun") for word in words)
+    is_multirun = any(word in ("-m", "--multirun") for word in words)
     launchers = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]
-    if launchers and not sweep and not launchers[0].endswith("=basic"):
+    if launchers and not is_multirun and not launchers[0].endswith("=basic"):
         raise ConfigError(
             f"{launchers[0]} only works for sweeps, and Hydra would ignore it here. Either add -m:"
             f"\n  python -m rlinf.launch -m {' '.join(words)}\n"

@@ -27,8 +27,8 @@ from rlinf.verified_io import is_owner_only
 SHM_FOLDER = Path("/dev/shm")
 SEGMENT_PREFIX = "rlinf-"
 SEGMENT_NAME = re.compile(SEGMENT_PREFIX + r"(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{8,16}(-[01])?")
-"""Parts of a name: user, PID namespace, process, the process's start time, a random suffix, and for
-one of two copies of weights its number."""
+"""Parts of a name: user, PID namespace, process, the process's start time, a random suffix, and (if
+the segment is one of two copies of weights) the number of the copy."""
 
 
 def new_segment_name() -> str:
@@ -118,7 +118,6 @@ def orphaned_segments() -> Iterator[Path]:
 
 
 def remove_orphaned_segments() -> None:
-    """Remove orphaned segments."""
     for path in orphaned_segments():
         with contextlib.suppress(OSError):
             remove_orphan(path)

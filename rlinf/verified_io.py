@@ -3,8 +3,8 @@
 A file is read once, front to back, into memory of this process, and its checksum is computed from
 these bytes. Later changes on disk are not used, and nothing is memory-mapped. The expected checksum
 follows from the path: a file in ``OUT/data-ATTEMPT/`` belongs to the manifest in ``OUT``
-(:mod:`rlinf.artifacts`). Files without a manifest (a user's model, an attempt's own work) are read
-the same way and not compared.
+(:mod:`rlinf.artifacts`). Files without a manifest (a user's model, uncommitted output) are read the
+same way and not compared.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """The data sheet values of one variant of a GPU; Slurm counts the variant as one GPU."""
+    """Data sheet values of a variant of what Slurm counts as a GPU: of an MI250X, one die."""
 
     name: str
     family: str
@@ -53,8 +53,8 @@ _V100 = "NVIDIA V100 Tensor Core GPU data sheet (125 TFLOP/s in float16)"
 GPUS: dict[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
-        # A family's name without details stands for its first variant: the most common one with
-        # the least memory, so that a plan never assumes too much memory.
+        # A name without details means the first variant of its family: the most common one of the
+        # variants with the least memory, so that a plan never assumes too much memory.
         _gpu("a100-40gb", "a100", 40, 312, 1555, _A100),
         _gpu("a100-80gb-sxm", "a100", 80, 312, 2039, _A100, "sxm"),
         _gpu("a100-80gb-pcie", "a100", 80, 312, 1935, _A100, "pcie"),

@@ -205,8 +205,8 @@ class Inventory(Section):
     def is_preemptible(self, name: str) -> bool:
         """Return True if other jobs may preempt the jobs of a partition.
 
-        They may if the mode allows it and another partition has a higher priority tier or any QOS
-        preempts others. Without accounting the QOS are unknown, so the mode alone decides.
+        They may if the mode allows preemption, and either another partition has a higher priority
+        tier or any QOS preempts others. Without accounting the QOS are unknown: the mode suffices.
         """
         partition = self.partitions[name]
         if set(partition.preempt_mode.split(",")) <= NEVER_PREEMPTED:

@@ -221,7 +221,7 @@ class ClusterLimits:
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, alternatives in jobs.items():
             amounts_by_partition = [a for r in alternatives for a in self.shared_limits(r)]
-            # A limit applies to a job only if it applies to every alternative.
+            # A limit applies to a job only if it applies in every partition of every alternative.
             for limit in set(amounts_by_partition[0]).intersection(*amounts_by_partition[1:]):
                 requested[limit][key] = min(amounts[limit] for amounts in amounts_by_partition)
         for limit, amounts in requested.items():
@@ -234,8 +234,8 @@ class ClusterLimits:
                 )
 
     def shared_limits(self, resources: JobResources) -> list[dict[SharedLimit, int]]:
-        """Return, for each partition that a job names, the shared limits to which it is subject and
-        the amount that it uses of each."""
+        """Return the shared limits of a job, with the amount that it uses of each: one mapping for
+        each partition that the job names."""
         return [
             dict(_shared_limits(resources, tuple(self._hierarchy(resources, partition))))
             for partition in self._partitions(resources)
@@ -340,8 +340,8 @@ def _qos_level(name: str, qos: QosLimits, partitions: frozenset[str] | None) -> 
     """Return the limits of a QOS.
 
     Args:
-        partitions: the partitions whose QOS it is, so that all of their jobs count; None: jobs
-            with this QOS count.
+        partitions: the partitions that have this QOS: all of their jobs count. None: the jobs
+            that have this QOS count.
     """
     max_jobs = -1 if qos.max_submit_per_user is None else qos.max_submit_per_user
     description = f"MaxSubmitJobsPerUser of QOS {name}"

@@ -30,7 +30,8 @@ JOB_FILE = "job.json"
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """Signals by which Slurm announces the end of a job."""
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"
-"""Environment variable: comma-separated numbers of the heterogeneous components of these ranks."""
+"""Environment variable with the numbers of the components of a heterogeneous job on which this
+process's ranks run, separated by commas."""
 _ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")
 _ARRAY_IDS = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")

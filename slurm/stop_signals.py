@@ -154,8 +154,8 @@ def _epoch_seconds(text: str) -> float | None:
 
 
 TIME_LIMIT_SHARE = 0.75
-"""Share of the time until the expected stop after which a stop is attributed to the time limit,
-because a signal may come early."""
+"""A stop is attributed to the time limit after more than this share of the time until the expected
+stop, because the warning signal may come early."""
 log = logging.getLogger("rlinf")
 
 
@@ -195,9 +195,9 @@ class StopFlag:
         return time.monotonic() - self._entered_at > TIME_LIMIT_SHARE * available_s
 
     def __enter__(self) -> StopFlag:
-        remaining_s = seconds_until_stop()
+        until_stop_s = seconds_until_stop()
         self._entered_at = time.monotonic()
-        self._stop_at = None if remaining_s is None else self._entered_at + remaining_s
+        self._stop_at = None if until_stop_s is None else self._entered_at + until_stop_s
 
         def handle(number: int, frame: FrameType | None) -> None:
             self._is_set = True

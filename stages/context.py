@@ -162,7 +162,7 @@ class _NullWriter:
 
 
 class _TeeWriter:
-    """A writer that streams records at once, and writes their file when the stage commits."""
+    """A writer that streams records to readers at once, and writes their file at the commit."""
 
     def __init__(
         self, file: RecordFileWriter, live: LiveContext, channel: str, world: ProcessGroupInfo
@@ -250,7 +250,7 @@ class StageContext:
 
         A chunk consists of complete groups with fixed indices, so the result does not depend on
         arrival order. Other stages of the pool use the device between chunks. After the last chunk
-        the stage keeps the device until it has computed; it commits while later stages compute.
+        the stage keeps the device until it has computed; later stages compute while it commits.
         """
         num_starts, size = self.config.rollout.batch_size, self.config.rollout.group_size
         num_chunks = 1 if self.live is None else min(self.live.num_chunks, num_starts)
@@ -366,7 +366,7 @@ class StageContext:
         Args:
             weight: weight of this rank in the mean; 0: the values of the ranks are added.
             reduction: over ranks: mean, maximum, or the standard deviation of all ranks' values
-                (``std``), which needs the metric ``mean``.
+                (``std``), for which the stage must also log the metric named ``mean``.
         """
         if self.world.is_primary:
             self.metrics[name] = (float(value), float(weight), reduction)

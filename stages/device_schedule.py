@@ -44,7 +44,7 @@ class DeviceSchedule:
             self._changed.notify_all()
 
     def add(self, position: Position) -> DeviceSlot:
-        """Add a stage; return its slot, a context manager that removes it at exit."""
+        """Add a stage; return its slot, a context manager that removes the stage at exit."""
         slot = DeviceSlot(self)
         self.move(slot, position)
         return slot

@@ -171,7 +171,7 @@ def get_engine(
 
     Args:
         name: the input with the weights.
-        max_version: newest version that may stay loaded in place of ``version``; None: none may.
+        max_version: a newer version up to this one may stay loaded; None: only ``version`` may.
     """
     weights = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state

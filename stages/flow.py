@@ -25,7 +25,7 @@ POLICY_SUFFIX = ".generate"
 
 @dataclass(frozen=True)
 class InputSource:
-    """The source of an input: a stage of the same iteration or of an earlier one."""
+    """The source of an input: a stage of the same or of an earlier iteration, or a setup stage."""
 
     stage: str
     lag: int = 0

@@ -217,7 +217,7 @@ _ADAPTER = TypeAdapter(CodeSnapshot)
 
 @cache
 def product_digests() -> dict[str, str]:
-    """Return the digest of each source file in a checkout, by path; the version of a wheel."""
+    """Return the digest of each source file, by path; if installed from a wheel, its version."""
     if package_paths.IS_WHEEL:
         return {"rlinf": __version__}
     root = package_paths.ROOT
@@ -382,9 +382,9 @@ def _hash_file(path: Path, file_state: tuple[int, ...]) -> str:
 
 
 def _is_user(name: str, packages: set[str]) -> bool:
-    """Return whether a module is the user's: in one of ``packages`` or not installed.
+    """Return whether a module is the user's: not installed, or in one of ``packages``.
 
-    Other installed packages are not part of an identity.
+    ``packages`` are those that the configuration names; other installed ones are in no identity.
     """
     path = _module_path(name)
     return path is not None and (name.partition(".")[0] in packages or not _is_installed(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FILE, PLAN_FILE, RUN_FILE = "config.yaml", "plan.yaml", "run.json"
-"""Frozen configuration; plan; record of the run with checksum, versions and effective settings."""
+"""Frozen configuration; plan; and the run's checksum, versions and effective settings."""
 CODE_FILE, ACCEPTED_FILE = "code.json", "accepted_mismatches.json"
 """``CODE_FILE`` has the digests of the modules on which results depend; ``ACCEPTED_FILE`` lists the
 results that ``--keep`` accepted although code or configuration differ."""

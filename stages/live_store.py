@@ -43,8 +43,8 @@ class RecordStream:
         self._num_expected: int | None = None
         """Number of records of all ranks; None: some rank has not finished."""
         self._first_missing: dict[int, int] = {}
-        """By first sample of a requested range: the sample from which the next check continues,
-        because all earlier records of the range are present."""
+        """For the first sample of a range that was checked: the sample from which the next check
+        continues. All earlier records of the range are present."""
         self._unread: set[int] = set()
         """Samples from other workers that no stage of this worker has read."""
 
@@ -254,7 +254,7 @@ class LiveOutput:
         if channel in self._streams:
             records = self.available_records(channel)
             return manifest.extra.get(STREAM_DIGESTS, {}).get(channel) == digest_records(records)
-        return manifest.data == self._attempt
+        return manifest.data == self._attempt  # an attempt is named after its data folder
 
     def compare_with_commit(self, channel: str, committed: Iterable[Record]) -> None:
         """Check that every live record of a channel equals a committed record.
@@ -339,7 +339,7 @@ class LiveStore:
         return dropped
 
     def _unpinned(self) -> set[str]:
-        """Return the folders of outputs without objects that no running stage has pinned."""
+        """Return the folders of outputs that have no objects and are pinned by no stage."""
         unpinned = {folder for folder, output in self._outputs.items() if not output.objects}
         return unpinned.difference(*self._pinned.values())
 

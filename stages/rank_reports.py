@@ -172,7 +172,7 @@ class AttemptRanks:
                 )
             time.sleep(POLL_S)
             now, heartbeat = time.monotonic(), self._last_heartbeat(rank)
-            # If this process was suspended, the other process may have been suspended too.
+            # Count at most HEARTBEAT_S: if this process was suspended, the other may have been too.
             is_silent = heartbeat == last_heartbeat
             silent_s = silent_s + min(now - last_poll, HEARTBEAT_S) if is_silent else 0.0
             last_heartbeat, last_poll = heartbeat, now

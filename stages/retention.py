@@ -39,6 +39,7 @@ class RetentionPolicy:
         self._num_trajectories = max([self._settings.keep_trajectories, *num_read])
         """Number of newest iterations whose records are kept."""
         self._oldest_retained = iteration + 1 - num_newest - config.rollout.staleness
+        """Oldest iteration whose checkpoints and weights are kept in any case."""
         self._search_range = SEARCH_WINDOW + max(num_newest, self._num_trajectories)
         self._scores = evaluation_scores(self._flow, run)
         self._best = best_versions(self._scores, self._settings.keep_best)

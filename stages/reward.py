@@ -112,9 +112,9 @@ def run(ctx: StageContext) -> None:
         environment = get_environment(ctx, tokenizer_folder) if reward.needs_score else None
         with ctx.span("score"):
             batch = compute_rewards(reward, algorithm, environment, trajectories, failure_counts)
-        for rewards in batch.step_rewards:
-            output.put(rewards.to_record())
-            included.append(rewards.is_included)
+        for step_rewards in batch.step_rewards:
+            output.put(step_rewards.to_record())
+            included.append(step_rewards.is_included)
         scores += [score for score in batch.task_scores if not np.isnan(score)]
         # The means below leave out trajectories without a reward.
         reward_sums.append(batch.reward_sums[batch.valid])

@@ -70,7 +70,7 @@ def emit_trajectories(
 
     def generate_chunks() -> Generator[Trajectory]:
         for samples in ctx.chunks():
-            yield from generate(ctx, [s for s in shard if s * settings.group_size in samples])
+            yield from generate(ctx, [n for n in shard if n * settings.group_size in samples])
 
     # After an error, too, the engine must stop before another stage gets the device.
     with contextlib.closing(generate_chunks()) as trajectories:

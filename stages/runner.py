@@ -281,7 +281,7 @@ class StageAttempt:
         for stage_input in ctx.inputs.values():
             stage_input.wait_scope = contextlib.nullcontext
         with self._translate_errors():
-            # Reading the key waits for the inputs, so that iterations remove old outputs in order.
+            # Reading the key waits for the inputs' commits, so old outputs are removed in order.
             _ = ctx.key
             while ctx.live and ctx.live.deferred_writes:
                 # Removed from the list first, so that its data is freed once it is written.

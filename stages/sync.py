@@ -35,7 +35,7 @@ def run(ctx: StageContext) -> None:
                 if (deltas := ctx.worker_state.weight_deltas) is not None:
                     ctx.defer(lambda: deltas.write(ctx, tensors))
         else:
-            # This rank has no engine and sends no weights.
+            # This rank needs no weights, but takes part in gathering them.
             trainer.stream_weights().drain()
     mark_published(ctx)
     if ctx.world.rank == 0:

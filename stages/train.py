@@ -107,7 +107,7 @@ class StageLearner(Learner):
             buffer = open_replay_buffer(self._ctx, self.policy.transition_dtype)
             with self._ctx.span("verify"):
                 return buffer.view(self.iteration)
-        if not set(SAMPLE_CHANNELS.values()) & set(self._ctx.inputs):
+        if not set(SAMPLE_CHANNELS.values()) & set(self._ctx.inputs):  # a flow without rollouts
             return InMemoryTransitions(np.zeros(0, self.policy.transition_dtype))
         return super().replay_transitions(parts)
 

@@ -57,7 +57,7 @@ class WeightDeltas:
         snapshot, new = self._snapshot, None
         if snapshot is not None:
             new = self._apply_deltas(ctx, name, snapshot)
-            ctx.inputs[name].used_disk_fallback |= new is None
+            ctx.inputs[name].used_disk_fallback |= new is None  # read as a whole
         if new is None:
             new = WeightSnapshot.from_tensors(load_committed_weights(ctx, name), self._dtype)
         self._snapshot = new

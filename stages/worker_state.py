@@ -61,7 +61,7 @@ class WorkerState:
     weight_deltas: WeightDeltas | None = None
     """None: the plan does not use weight deltas."""
     published_states: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """Initial weights and checkpoint of the trainer that published weights, by content id."""
+    """Initial weights and checkpoint of the trainer, by the content id of its published weights."""
     on_progress: StageProgressCallback | None = None
     """None: progress is written to the log."""
 
@@ -72,19 +72,16 @@ class WorkerState:
             loaded.close()
 
     def drop_reward(self) -> None:
-        """Close the reward and end its processes."""
         loaded, self.reward = self.reward, None
         if loaded is not None:
             loaded.close()
 
     def drop_trainer(self) -> None:
-        """Close the trainer and free its memory."""
         loaded, self.trainer = self.trainer, None
         if loaded is not None:
             loaded.trainer.close()
 
     def drop_actor(self) -> None:
-        """Close the actor and free its memory."""
         loaded, self.actor = self.actor, None
         if loaded is not None:
             loaded.trainer.close()

@@ -277,7 +277,7 @@ def _cluster_with_driver(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
 def _stage_jobs(
     run: Run, plan: Plan, cluster: ClusterConfig
 ) -> Iterator[tuple[str, list[JobSpec]]]:
-    """Yield the name of every stage, and the job of its first node in a list of one."""
+    """Yield the name of every stage, and a list with the job of its first node."""
     graph = Graph(run.config)
     yielded: set[str] = set()
     for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):

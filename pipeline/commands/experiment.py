@@ -1,5 +1,5 @@
 """Compose, validate, create or reopen, and drive a run. All commands and the Python API use these
-functions. Their ``words`` are overrides (``key=value``), in some after a run directory."""
+functions. ``words`` are overrides (``key=value``); in some, the first word is a run directory."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
 def reopen_run(
     folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> Run:
-    """Open a run with overrides, like ``rlinf run`` with its original overrides and these.
+    """Open a run with overrides, as ``rlinf run`` would with these added to the original ones.
 
     Args:
         words: overrides of the frozen configuration.
@@ -314,8 +314,8 @@ def validate_overrides(
 ) -> tuple[RunConfig, Plan, bool]:
     """Return the validated configuration and plan of a run with overrides; nothing is written.
 
-    The plan is that of the run directory, unless an override names a plan or the directory has
-    none: then it comes from the configuration, and the third value is True.
+    If an override names a plan, or the run directory has none, the plan is that of the
+    configuration and the third value is True. Otherwise it is that of the run directory.
 
     Args:
         driver: see :func:`validate_experiment`.
@@ -341,7 +341,7 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     ``SECTION=NAME`` replaces the whole section by ``configs/SECTION/NAME.yaml``.
 
     Raises:
-        ConfigError: an override cannot be composed, or would change the identity of the run.
+        ConfigError: an override cannot be composed, or sets ``run``, ``hydra`` or ``experiment``.
     """
     folder = Run.open(folder).folder
     for word in words:

@@ -25,8 +25,8 @@ from slurm.jobs import JOB_FILE
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
 STOP_TIMEOUT_S = 75.0
-"""Seconds to wait for the end of a driver: longer than a dead driver on another host counts as
-alive."""
+"""Seconds to wait for the end of a driver: more than :data:`pipeline.lock.STALE_S`, after which a
+driver on another host counts as dead."""
 KILL_AFTER_S = 30.0
 """Seconds after which a driver on this host is killed."""
 

@@ -32,7 +32,7 @@ class SweepPoint:
 
     @property
     def page(self) -> Path:
-        """Path of the comparison page of a sweep whose first point this is."""
+        """Path of the sweep's comparison page, if this is its first point."""
         return self.folder.parent / "sweeps" / self.name / "comparison.html"
 
 

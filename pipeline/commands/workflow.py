@@ -190,15 +190,15 @@ class Workflow:
         """Return an input function: the manifests that a stage reads, by name."""
 
         def function(wildcards: Any) -> dict[str, str]:
-            number = int(getattr(wildcards, "i", 0))
+            iteration = int(getattr(wildcards, "i", 0))
             if stage != ITERATION:
-                sources = self._graph.inputs(StageNode(stage, number))
+                sources = self._graph.inputs(StageNode(stage, iteration))
                 return {name: str(self._manifest(source)) for name, source in sources.items()}
             manifests, last_stage = {}, self._last_stage
             for reader in self._graph.flow.stages:
-                for source in self._graph.inputs(StageNode(reader, number)).values():
+                for source in self._graph.inputs(StageNode(reader, iteration)).values():
                     is_setup = source.stage in self.setup_stages
-                    if is_setup or source.iteration != number:
+                    if is_setup or source.iteration != iteration:
                         target = source if is_setup else StageNode(last_stage, source.iteration)
                         name = f"{target.stage}_{target.iteration}"
                         manifests[name] = str(self._manifest(target))
@@ -218,7 +218,6 @@ class Workflow:
         return function
 
     def module(self, stage: str) -> str:
-        """Return the module that a rule runs."""
         return "pipeline.commands.iteration" if stage == ITERATION else "stages"
 
     def program(self, stage: str) -> str:
@@ -248,7 +247,6 @@ class Workflow:
         )
 
     def log(self, stage: str) -> str:
-        """Return the log file of a rule."""
         name = f"{stage}-{{i}}" if stage in self.iteration_rules else stage
         return str(self.folder / "logs" / "snakemake" / f"{name}.log")
 

@@ -32,8 +32,8 @@ SCALE_REQUEST = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|
 MIN_GAIN = 0.05
 """Minimum share of an iteration's time that an additional worker must save."""
 MAX_LOSS = 0.02
-"""Maximum share that the removal of a worker may cost. It is smaller than :data:`MIN_GAIN`, so that
-the number does not oscillate."""
+"""A worker is removed if it saves less than this share of an iteration's time. It is below
+:data:`MIN_GAIN`, so that the number of workers does not oscillate."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Dispatch of stages to pools: orders of stages, sources of inputs, and routes between workers."""
+"""Dispatch of stages to pools: orders to workers, and routes of inputs between workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 FAN_OUT = 2
 """Maximum number of workers to which a worker sends by socket. More would share its network link,
-fewer would make the tree deeper."""
+fewer would make the tree of routes deeper."""
 Hosts = Mapping[str, str | None]
 """Host by name of the worker; None if unknown."""
 Routes = dict[str, dict[str, str]]
@@ -125,7 +125,6 @@ class StageDispatcher:
         """Transfers to a node that were ordered: (input, sending lease, receiving lease)."""
 
     def pool_of(self, node: StageNode) -> PoolState:
-        """Return the pool that runs a stage."""
         return self._pool_by_stage[node.stage]
 
     def dispatch(self) -> None:
@@ -233,13 +232,13 @@ class StageDispatcher:
                     # Read from disk: a live input would keep the previous trajectories in memory
                     # until this rollout ends.
                     continue
-                assigned_nodes, producer = lease.assigned, pool
+                assigned_nodes, source_pool = lease.assigned, pool
                 if (
                     name == WEIGHTS
                     and (serving := self.policy_assigner.serving_lease(node)) is not None
                 ):
-                    assigned_nodes, producer = serving.lease.assigned, serving.pool
-                is_local = source in assigned_nodes or source in producer.waiting
+                    assigned_nodes, source_pool = serving.lease.assigned, serving.pool
+                is_local = source in assigned_nodes or source in source_pool.waiting
                 if (
                     name in self._flow.stream_channels
                     and len({*self._ranks(node), *self._ranks(source)}) > 1

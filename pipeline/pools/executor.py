@@ -173,18 +173,18 @@ class PoolExecutor:
         if time.monotonic() - self._status_written_at > STATUS_INTERVAL_S:
             self._lease_manager.scale()
         self._report_progress()
-        busy = {node for lease in self._leases() for node in lease.assigned}
-        busy |= {node for pool in self._pools for node in pool.waiting}
+        unfinished = {node for lease in self._leases() for node in lease.assigned}
+        unfinished |= {node for pool in self._pools for node in pool.waiting}
         self._unreported.update(outcomes)
         reportable: dict[StageNode, Outcome] = {}
         for node in sorted(self._unreported, key=self._dispatcher.position):
             # A success waits for the outcomes of its inputs, which may be reported later.
-            if self._unreported[node].exit_code or not busy & set(
+            if self._unreported[node].exit_code or not unfinished & set(
                 self._graph.inputs(node).values()
             ):
                 reportable[node] = self._unreported.pop(node)
             else:
-                busy.add(node)
+                unfinished.add(node)
         return reportable
 
     def stop(self, *, keep_jobs: bool = False) -> None:
@@ -583,12 +583,12 @@ class LeaseManager:
     def cancel_abandoned(self, control: Controller) -> None:
         """Cancel the jobs of abandoned leases whose workers have left or had enough time."""
         peers, now = control.known_peers(), time.monotonic()
-        waiting = {
+        finishing_jobs = {
             parent_job_id(lease.job)
             for lease, deadline in self._abandoned
             if now < deadline and any(w in peers and peers[w].alive for w in lease.workers())
         }
-        expired = [a for a, _ in self._abandoned if parent_job_id(a.job) not in waiting]
+        expired = [a for a, _ in self._abandoned if parent_job_id(a.job) not in finishing_jobs]
         if not expired:
             return
         self._abandoned = [entry for entry in self._abandoned if entry[0] not in expired]

@@ -115,7 +115,7 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
     """Compare the forecast with measurements, by stage and for the iteration; empty without a
     forecast.
 
-    Stages in pools wait for each other, so their computing times are compared.
+    Stages in pools wait for each other, so only the computing times of stages are compared.
     """
     plan = Plan.from_run(run.folder)
     forecast = plan.forecast

@@ -236,7 +236,7 @@ class _Assigned(NamedTuple):
     attempt: str | None
     """The attempt that produced its weights; None if these were committed."""
     continued_item: int | None
-    """Number of the work item in which another worker began its samples; None if no worker did."""
+    """Number of the work item in which another worker began these samples; None if none did."""
 
 
 class _Partial(NamedTuple):
@@ -327,7 +327,7 @@ class RolloutScheduler:
         return worker in busy_workers or worker in self._successors.values()
 
     def on_worker_lost(self, worker: str) -> None:
-        """Requeue the unfinished work of a lost worker."""
+        """Requeue the unfinished work of a worker that was lost, or that must drop its work."""
         self._ready_workers.discard(worker)
         for name in [
             name for name, assigned in self._assigned.items() if assigned.worker == worker

@@ -32,7 +32,7 @@ class ComparedRun:
 
 
 def write_comparison(page: Path, name: str, runs: Sequence[ComparedRun]) -> Path:
-    """Write the comparison page and its folder; returns its path."""
+    """Write the comparison page and its folder; returns the path of the page."""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, comparison_html(page.parent, name, runs))
     return page

@@ -46,7 +46,7 @@ class ReportData:
     evaluated: list[dict[str, Any]] = field(default_factory=list)
     """Version of the weights and metrics of each evaluation."""
     spans: list[StageSpan] = field(default_factory=list)
-    """Stages and their parts, on every rank."""
+    """Time spans of stages and of their parts, on every rank."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """Host, job, seconds and resource usage of each committed stage."""
     samples: dict[int, list[TranscriptSample]] = field(default_factory=dict)
@@ -127,8 +127,8 @@ def read_report_data(folder: Path) -> ReportData:
             data.manifests.append(manifest)
             scores = {f"evaluate/{name}": value for name, value in manifest.metrics.items()}
             data.evaluated.append({"version": version, **scores})
-            folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS_FOLDER
-            if videos := sorted(folder.glob("*.mp4")):
+            mp4_folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS_FOLDER
+            if videos := sorted(mp4_folder.glob("*.mp4")):
                 report = run.folder / REPORT_FOLDER
                 data.videos[version] = [Path(os.path.relpath(video, report)) for video in videos]
     generator_spans: Mapping[int, list[dict[str, Any]]] = {}
@@ -138,8 +138,8 @@ def read_report_data(folder: Path) -> ReportData:
         generator_spans = read_work_spans(run.folder)
     for manifest in data.manifests:
         is_elastic = manifest.stage == flow.elastic_stage
-        extra = generator_spans.get(manifest.iteration, []) if is_elastic else []
-        spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *extra]]
+        item_spans = generator_spans.get(manifest.iteration, []) if is_elastic else []
+        spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *item_spans]]
         data.spans += spans
         data.stages.append(
             {
@@ -417,7 +417,7 @@ def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, floa
 
 
 def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
-    """Return the idle time of each worker over all iterations. If there are several, the first is
+    """Return the idle time of each worker over all iterations. Of several iterations, the first is
     left out, because it loads everything."""
     spans = list(spans)
     windows = iteration_windows(spans)

@@ -52,7 +52,7 @@ HEADLINES = (
     "train/approx_kl",
     "train/entropy",
 )
-"""The metrics in the first group, after the score."""
+"""The metrics in the first group of charts, after the score."""
 OPTIMIZATION = ("train/loss", "train/grad_norm")
 """The first metrics in the group of the training stages."""
 GIB = 2**30
@@ -114,7 +114,7 @@ def is_constant(plot: Mapping[str, Any]) -> bool:
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
     """Return values for JSON, with None for values that are not finite.
 
-    Values are rounded to six significant digits, or to more, so that their range has four.
+    Values are rounded to six significant digits, or more if their range would keep under four.
     """
     numbers = [None if value is None or not math.isfinite(value) else value for value in values]
     finite = [value for value in numbers if value is not None]

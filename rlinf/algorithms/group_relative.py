@@ -120,7 +120,7 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
 
     @abstractmethod
     def group_advantage(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """Return advantages ``[N]`` of total rewards (of turns: returns) within their groups."""
+        """Return advantages ``[N]`` of total rewards, or of returns of turns, in their groups."""
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         if self.needs_turns:

@@ -130,8 +130,8 @@ def step_staleness(trajectories: Sequence[Trajectory], version: int) -> Tensor:
 
 
 def old_logprob_interpolation(staleness: Tensor, progress: float) -> Tensor:
-    """Return the position of the policy before the update between two policies, ``[N, T]`` (A-3PO,
-    arXiv 2512.06547): the policy that collected the step (0) and the policy in training (1).
+    """Return the position of the policy before the update, ``[N, T]``, between the policy that
+    collected the step (0) and the policy in training (1) (A-3PO, arXiv 2512.06547).
 
     Distances between policies are counted in updates.
 
@@ -161,7 +161,7 @@ def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel
     has ``K`` units.
 
     Args:
-        values: ``[B, T]`` (these are units at any level), ``[B, T, K]`` or ``[B, T, C, D]``.
+        values: ``[B, T]`` (each step is a unit at any level), ``[B, T, K]`` or ``[B, T, C, D]``.
         choice_mask: 0 where a value is masked, in the shape of ``values``. None: none is masked.
         level: ``token``: each value is a unit; ``action``: the sum over the last dimension is a
             unit; ``chunk``: the sum over the whole step is a unit.

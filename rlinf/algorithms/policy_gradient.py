@@ -88,8 +88,8 @@ class _Update:
         self._total_divisor: float | None = None
         """Sum of the divisors of the accumulated parts; see :func:`loss_agg_weights`."""
         self._loss_divisor = 1.0
-        """Divisor of a loss before its gradient is computed. Division by a power of two is exact.
-        The one nearest to the total weight makes the loss as small as a mean, for float16."""
+        """Divisor of a loss before its gradient is computed: the power of two nearest to the total
+        weight. The division is exact and makes the loss as small as a mean, for float16."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
         """Add the gradient of one part of the batch; :meth:`step` divides by the whole batch."""

@@ -120,8 +120,8 @@ class _NameCollector:
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
     def follow_member(self, name: str, *, all_bases: bool = False) -> None:
-        """Follow the class's member of this name, and the members that it overrides: as long as
-        each calls ``super()``, or all of them with ``all_bases``."""
+        """Follow the class's member of this name, and the members that it overrides as long as each
+        calls ``super()``. With ``all_bases``, follow all that it overrides."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:

@@ -130,7 +130,7 @@ client with another key gets a dozen bytes instead of READY; a client without th
 only the greeting. Received bytes prove nothing, and the socket monitor reports each successful
 handshake without its connection."""
 TCP_INFO_BYTES, BYTES_ACKED = 128, 120
-"""``struct tcp_info`` (linux/tcp.h): number of bytes to read, and offset of the counter."""
+"""``struct tcp_info`` (linux/tcp.h): bytes to read, and offset of ``tcpi_bytes_acked``."""
 log = logging.getLogger("rlinf")
 
 
@@ -334,8 +334,8 @@ def local_addresses() -> list[str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address, or else of the one with the route
-    to this address; None: there is no route."""
+    """Return the name of the interface that has this IPv4 address, or else the interface on the
+    route to it. None: there is no route."""
     names = _interfaces()
     return names.get(address) or names.get(_address_towards(address))
 

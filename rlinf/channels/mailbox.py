@@ -22,8 +22,8 @@ From the host to a peer:
 All pieces below ``received`` have arrived, and the host has handled all below ``done``. ``first``
 is the number of the first piece in the frame; pieces below ``base`` will not be sent again;
 ``turn`` counts how often the sender has gone back to a lost piece. If pieces are missing before the
-last ones that arrived, ``gap`` is the ``turn`` of these; else it is nil. Each ``size`` counts the
-bytes from the start of a piece to the end of its item. An unchanged ``status`` is nil.
+frame that arrived last, ``gap`` is the ``turn`` of that frame; else it is nil. Each ``size`` counts
+the bytes from the start of a piece to the end of its item. An unchanged ``status`` is nil.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Decode = Callable[[Block], Any]
 
 
 class QueuedEvent(NamedTuple):
-    """An event; for an item, ``number`` is that of the next piece after it."""
+    """An event. For an item, ``number`` is the number of the first piece after the item."""
 
     session: PeerSession
     event: PeerEvent
@@ -381,7 +381,7 @@ class MailboxHost:
             session.acknowledged = session.receiver.complete
 
     def _queue_item(self, session: PeerSession, content: Any, number: int) -> None:
-        """Queue the event of an item; ``number`` is that of the next piece."""
+        """Queue the event of an item; ``number``: see :class:`QueuedEvent`."""
         self._events.append(QueuedEvent(session, PeerReport(session.name, content), number))
 
     def _on_bye(self, frames: list[memoryview], id_: bytes) -> None:
@@ -456,6 +456,7 @@ class MailboxHost:
 
 
 WINDOW_BYTES = 64 << 20
+"""Maximum bytes in flight after ``send_item(wait=True)``."""
 HOST_SILENT_S = 2.5 * HEARTBEAT_S
 """Silence of the host after which the pointer file is read again."""
 STATUS_INTERVAL_S = 0.1
@@ -510,7 +511,9 @@ class MailboxPeer:
         self._receiver, self._sender = ReliableReceiver(0), ReliableSender()
         self._status, self._status_changed = status, False
         self._status_time = self._pointer_read_time = self._last_heartbeat = 0.0
+        """When a status was sent, the pointer file read, and a heartbeat sent; monotonic times."""
         self._last_loop = self._last_heard = time.monotonic()
+        """Times of the last loop and the last message; later pauses are added to the latter."""
         self._token: str | None = None
         self._hello_sent = self._is_connected = self._must_acknowledge = False
         self._failure: str | None = None

@@ -63,6 +63,7 @@ class ReliableSender:
         self.size = 0
         self._pieces: deque[ItemPiece] = deque()
         self._base = self._sent = self._received = self._turn = 0
+        """Numbers of the first kept, first unsent and first unreceived piece; see PieceBatch."""
         self._batch_bytes, self._piece_bytes = batch_bytes, piece_bytes
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class ReliableSender:
         return is_only_unsent
 
     def is_full(self, nbytes: int, limit: int) -> bool:
-        """Return whether an item of ``nbytes`` must wait. False if no item is pending."""
+        """Return whether an item of ``nbytes`` must wait. False if all items are acknowledged."""
         return bool(self._pieces) and (
             len(self._pieces) >= WINDOW_PIECES or self.size + nbytes > limit
         )

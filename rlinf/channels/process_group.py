@@ -16,7 +16,7 @@ from rlinf.errors import ConfigError, StageError
 SPEED_WEIGHTS_VARIABLE, LAYOUT_VARIABLE = "RLINF_SHARES", "RLINF_LAYOUT"
 """See :meth:`ProcessGroupInfo.from_environment`."""
 GROUP_VARIABLE = "RLINF_GROUP"
-"""Unique name of the processes that were started together."""
+"""Unique name of the group of processes that were started together."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -142,8 +142,8 @@ class ProcessGroupInfo:
         return rank // self._num_same_data % self.data_parallel_size
 
     def shard(self, count: int) -> list[int]:
-        """Return the indices of the items, of ``count`` equal ones, that this data-parallel rank
-        processes."""
+        """Return the indices of the items that this data-parallel rank processes, among ``count``
+        items of equal cost."""
         if self.speed_weights is None:
             return list(range(self.data_parallel_rank, count, self.data_parallel_size))
         return balance_costs([1] * count, self.data_parallel_speeds)[self.data_parallel_rank]

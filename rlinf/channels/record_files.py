@@ -1,9 +1,9 @@
 """Record files: HDF5 files that pass records from one job to a later job.
 
-A file contains many records as columns: the arrays of one name, concatenated along their leading
-dimension. Step columns share one table of offsets; each column of context arrays or of strings
-(UTF-8) has its own. No Python object is stored, so reading never runs foreign code, and equal
-records give equal bytes.
+A file contains many records (:class:`rlinf.data.record.Record`) as columns: the arrays of one name,
+concatenated along their leading dimension. Step columns share one table of offsets; each column of
+context arrays or of strings (UTF-8) has its own. No Python object is stored, so reading never runs
+foreign code, and equal records give equal bytes.
 
 Step columns with large rows, such as images, are in a separate file and are read when they are
 used, in blocks whose checksums are in the first file. A process that uses a few of the records
@@ -314,7 +314,7 @@ def _record_bytes(record: Record) -> int:
 
 
 class _FilePart(Generic[T]):
-    """The items of one file. The last item is the one with which they reach :data:`PART_BYTES`."""
+    """The items of one file, which is full once their sizes reach :data:`PART_BYTES`."""
 
     def __init__(self) -> None:
         self.items: list[T] = []

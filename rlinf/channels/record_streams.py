@@ -69,6 +69,7 @@ class SharedMemoryRing:
         self._slots = np.frombuffer(memory, "i8", 2 * RING_SLOTS, RING_HEADER.itemsize).reshape(
             RING_SLOTS, 2
         )
+        """Start and size of each record in the data, in bytes."""
         self._data = np.frombuffer(memory, np.uint8, offset=RING_DATA_START)
         self._readable = memoryview(memory).toreadonly()[RING_DATA_START:]
         self._barrier = threading.Lock()

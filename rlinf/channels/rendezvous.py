@@ -5,8 +5,8 @@ Torch's own store accepts connections from anybody. This store is a mailbox of t
 every message once. The ranks find it by a pointer file of the run.
 
 A request is one msgpack list (number, verb, arguments...); its reply is (number, value). The number
-identifies the request of a rank. Rank 0 answers all requests at once, so a rank that waits for a
-missing key repeats its request.
+identifies the request of a rank. Rank 0 answers every request immediately, so a rank that waits for
+a missing key repeats its request.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def join_rendezvous(
     store = RendezvousStore(endpoint.execute, timeout_s, endpoint.close)
     atexit.register(store.close)
     try:
-        # Every rank reports the address at which it reached rank 0, "" if it is on the same node.
-        # There any address works; other nodes may reach only one of them.
+        # Every rank reports the address at which it reached rank 0; "" on the node of rank 0, where
+        # any address works. Other nodes may reach only one of the addresses.
         store.set(_rank_key(rank), "" if rank_0_host in local_addresses() else rank_0_host)
         missing = store.wait_missing(
             [_rank_key(r) for r in range(size)], deadline - time.monotonic()

@@ -3,7 +3,7 @@
 A simulator's trajectory may have several episodes, one after another. ``outcomes`` has the score of
 each episode, except of episodes that a failure of the simulator interrupted. If the trajectory ends
 within an episode, this episode has a score only if it is the only one and does not continue in the
-next iteration: it ran for a full horizon, and its score is the one that it had by then.
+next iteration. It then ran for a full horizon, and has the score that it reached there.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ REQUIRED_FEATURES = {
 
 @dataclass(frozen=True)
 class LeRobotEpisode:
-    """Location of an episode: its rows in a data file, and its first frames in the videos."""
+    """Location of an episode: its rows in a data file, and its first frame in each video."""
 
     index: int
     instruction: str
@@ -262,8 +262,8 @@ class LeRobotDataset:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
     def _episodes_v3(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
-        """Yield the episodes of version 3: a file has several, which ``meta/episodes`` locates."""
-        first_indices: dict[Path, int] = {}  # of the first row of each file, in the whole dataset
+        """Yield the episodes of version 3: a file has several; ``meta/episodes`` locates them."""
+        first_indices: dict[Path, int] = {}  # index, in the whole dataset, of each file's first row
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
             for row in _read_table(self._resolve(table.relative_to(self.folder))).to_pylist():
                 keys = ("chunk_index", "file_index")

@@ -60,8 +60,8 @@ def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
 
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (UC Berkeley, CSD-83-113,
     1982), for several parts. At first, each item is a partition of its own, whose other parts are
-    empty. Until one partition remains, the two with the largest differences are merged: the largest
-    part of one with the smallest part of the other, and so on.
+    empty. Until one partition remains, the two with the largest differences between their largest
+    and smallest parts are merged: the largest part of one with the smallest of the other, etc.
 
     Returns:
         Item indices of each part, the most expensive part first. The costs of the parts do not

@@ -138,7 +138,7 @@ class RolloutHooks:
     ``version`` column."""
     should_abort: Callable[[int, int], bool] | None = None
     """Called with the number of unfinished samples and the number of requested samples. If it
-    returns true, the engine replies all running samples as ``unfinished``. Engines with short
+    returns true, the engine returns all running samples as ``unfinished``. Engines with short
     requests may ignore it. Its exceptions end :meth:`Engine.generate`."""
 
 
@@ -150,8 +150,8 @@ class Engine(Component, ABC):
 
     If the hooks report newer weights, generation continues with them. The random numbers of a
     sample are derived from (seed, iteration, stage, sample, turn), so they depend neither on other
-    rows nor on the arrival time of the request. Log-probabilities may differ in the last bits if
-    a request joins the running batch at another token, because batched kernels round differently.
+    rows nor on the arrival time of the request. Log-probabilities may differ in the last bits if a
+    request joins the running batch earlier or later, because batched kernels round differently.
     """
 
     Config: ClassVar[type[Section]] = Section

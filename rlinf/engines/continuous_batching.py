@@ -26,8 +26,7 @@ from rlinf.seeding import uniform_rows
 
 COMPACTION_THRESHOLD = 0.75
 """Finished rows are removed when at most this share of the batch's rows is still running. Waiting
-rows are admitted when the remaining share of ``max_num_seqs`` is free."""
-
+rows are admitted when all of them fit, or when 1 minus this share of ``max_num_seqs`` is free."""
 
 PromptImages = Mapping[str, np.ndarray]
 """The images of one prompt: columns of :mod:`rlinf.models.images`."""
@@ -104,7 +103,7 @@ class BatchRow:
 
     @property
     def resumed_length(self) -> int:
-        """Number of tokens that another engine has already generated."""
+        """Number of response tokens that an earlier request has already generated."""
         lengths = self.source.request.steps.get("begun_length")
         return 0 if lengths is None else int(lengths[self.index])
 
@@ -270,6 +269,7 @@ class ContinuousBatching:
         self._waiting = deque[BatchRow]()
         self._batch: DecodingBatch | None = None
         self._num_requested, self._open = 0, True
+        """Number of requested samples, and whether the request channel is open."""
         self._extra_columns = () if hooks.newer_weights is None else ("version",)
 
     @torch.inference_mode()

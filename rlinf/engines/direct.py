@@ -99,7 +99,6 @@ class DirectEngine(OffloadableTensors, Engine):
             yield Record(request.identity, steps, info={"version": self.version})
 
     def _act(self, request: Record, seed: int, stage: str) -> dict[str, np.ndarray]:
-        """Return the columns of the reply."""
         temperature = float(request.info["temperature"])
         inputs = {name: self._pad(c) for name, c in request.steps.items() if name != "sample"}
         noise = None if temperature == 0 else self._pad(self._draw_noise(request, seed, stage))

@@ -52,7 +52,7 @@ class ExternalEngine(Engine):
     Config: ClassVar[type[Section]] = ExternalConfig
     requires = frozenset({LANGUAGE_MODEL})
     supported_length_scalings: ClassVar[frozenset[str]] = frozenset()
-    """Length-dependent rotary scalings (:mod:`rlinf.models.rotary`) computed as by the trainer."""
+    """Length-dependent rotary scalings (:mod:`rlinf.models.rotary`) that equal the trainer's."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._config = config

@@ -1,6 +1,6 @@
 """Engines that run vLLM or SGLang inside the stage's process.
 
-vLLM or SGLang is the backend. The stage's process runs under its interpreter (``engine.python``).
+The *backend* is vLLM or SGLang. Its interpreter (``engine.python``) runs the stage's process.
 
 The thread that iterates over the replies also steps the backend, so the composition of batches is
 reproducible. All weights, also the first ones, are copied tensor by tensor into the memory of
@@ -80,8 +80,8 @@ class InProcessEngine(ExternalEngine):
 
     @contextlib.contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Run a block eagerly on CPUs; close the engine on an error, which may leave requests half
-        processed."""
+        """Run a block without torch.compile on CPUs. After an error, close the engine, because
+        requests may be half processed."""
         try:
             with force_eager_on_cpu(self.device):
                 yield

@@ -204,6 +204,7 @@ class EqualLengthNetwork:
         Returns:
             Logits ``[B, V]`` float32 of the next tokens, and the cache.
         """
+        # By length and by content of the context: the rows that have this context.
         by_length: dict[int, dict[bytes, list[int]]] = {}
         for i, context in enumerate(contexts):
             distinct = by_length.setdefault(len(context), {})

@@ -42,6 +42,7 @@ class PrefixRouter:
         self.loads = [0] * count
         """Number of running requests per server."""
         self._server_of_prefix: OrderedDict[int, int] = OrderedDict()
+        """Server index by the hash of a prefix, least recently used first."""
 
     def assign(self, tokens: Sequence[int], usable: Collection[int]) -> int:
         """Choose the server for a request, add the request to its load, and return its index.
@@ -267,7 +268,7 @@ class Replicas:
         self.router.forget()
 
     def _stop_dead(self) -> list[int]:
-        """Stop what is left of dead servers, so that their requests fail; return the indices."""
+        """Kill the processes of dead servers, so that requests to them fail; return the indices."""
         with self._lock:
             dead, self._dead = self._dead, {}
         for process in dead.values():

@@ -34,7 +34,7 @@ class SegmentRequest:
     max_tokens: int
     """Maximum number of new tokens; replaces ``sampling.horizon``."""
     min_tokens: int
-    """New tokens that must precede any stop; replaces ``sampling.min_tokens``."""
+    """Minimum number of new tokens before a stop; replaces ``sampling.min_tokens``."""
     seed: int
     sampling: SamplingParams
     """The sampling parameters of the original request."""
@@ -194,6 +194,7 @@ class ResumableGeneration:
         self._seed, self._stage, self._max_concurrent = seed, stage, max_concurrent
         self._waiting = deque[ResumableSample]()
         self._num_requested, self._open = 0, True
+        """Number of requested samples, and whether the request channel is open."""
 
     def iter_replies(self) -> Iterator[Record]:
         """Yield replies until the request channel is closed."""

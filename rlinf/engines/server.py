@@ -57,7 +57,7 @@ from rlinf.verified_io import copy_file
 DECODER_POLL_S = 0.005
 """Interval at which new requests and hooks are checked while samples are running."""
 MAX_SERVER_LOSSES = 3
-"""Number of servers that may die while they generate the same sample before the run fails."""
+"""The run fails when this many servers have died while they generated the same sample."""
 ABORT_INTERVAL_S = 0.05
 """Interval at which aborts are repeated, because an abort misses requests still in transit."""
 
@@ -89,6 +89,7 @@ class ConcurrentDecoder:
     def __init__(self, servers: SegmentServers) -> None:
         self._servers = servers
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls of :meth:`_decode` for the threads; each None ends one thread."""
         self._results: queue.SimpleQueue[tuple[ResumableSample, GeneratedSegment | Exception]] = (
             queue.SimpleQueue()
         )
@@ -348,7 +349,7 @@ class ServerEngine(ExternalEngine):
         return freed
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
-        """Load the weights from the folder again; servers hold no second copy."""
+        """Load the weights from the folder again; a sleeping server has no copy of them."""
         if not self._is_asleep or not groups:
             return
         if copy_data:
@@ -387,7 +388,7 @@ class ServerEngine(ExternalEngine):
         check_attention_heads(self._text_config, self.world.layout.tp)
 
     def _serve(self, version: int, *, update: bool) -> None:
-        """Serve the weights in the private folder; the other ranks only wait.
+        """Serve the weights in the private folder; only the primary rank has servers.
 
         Args:
             update: If true, running servers load the weights; if false, all servers restart.
@@ -450,7 +451,6 @@ class ServerEngine(ExternalEngine):
         )
 
     def _wait_ready(self, process: ServerProcess) -> None:
-        """Wait until a server is ready."""
         process.wait_ready(self.health_route, self._config.startup_timeout_s)
         try:
             self.on_server_ready(process)

@@ -46,8 +46,6 @@ class ServerUnavailable(Exception):
 
 
 class _UnixHTTPConnection(http.client.HTTPConnection):
-    """An HTTP connection over a Unix domain socket."""
-
     def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path

@@ -33,8 +33,8 @@ MEMORY_TAGS = ["kv_cache", "weights"]
 CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"
 """Folder with stubs of packages, for CPUs."""
 CONTEXT_MARGIN = 8
-"""Tokens to add to SGLang's context length. SGLang limits prompts to six tokens less than it, and
-truncates responses two tokens before it, as if they had ended."""
+"""Tokens to add to SGLang's context length. SGLang limits prompts to six tokens less than this
+length, and ends responses two tokens before it as if they were complete."""
 ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for CONTEXT_MARGIN
 """Environment variables of every process that imports SGLang."""
 
@@ -100,7 +100,7 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
         ]
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:
-        # Each server needs a new file, because torch would read messages of a dead one in it.
+        # A new file, because an old one may have messages of a dead server, which torch would read.
         rendezvous = socket.with_name(f"rendezvous-{uuid.uuid4().hex}")
         variables = {
             **ENVIRONMENT,
@@ -231,7 +231,7 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
             if self.can_sleep:
                 from torch_memory_saver import torch_memory_saver
 
-                # The default mode needs a preloaded library. It can be set only before the start.
+                # The default mode needs a preloaded library. Later, the mode cannot be changed.
                 if torch_memory_saver._impl is None:
                     torch_memory_saver.hook_mode = "torch"
             from rlinf.engines.engine_plugins.sglang_scheduler import create_scheduler

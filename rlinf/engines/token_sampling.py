@@ -134,7 +134,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def to_info(self) -> dict[str, Scalar]:
-        """Return the values for a request's ``info``; only the first two if they are defaults."""
+        """Return values for a request's ``info``: horizon, temperature, and non-default others."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default for f in fields(self)[2:]}
         changed = {name: v for name, v in values.items() if defaults.get(name, ...) != v}

@@ -80,6 +80,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         self._module: Any = None
         self._fused_step: FusedDecodeStep | None = None
         self._equal_length: EqualLengthNetwork | None = None
+        """The network of a family that does not support padding; else None."""
 
     @classmethod
     def weight_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
@@ -166,10 +167,10 @@ class TransformersEngine(OffloadableTensors, Engine):
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
         if self._equal_length is not None:
-            next_logits, groups = self._equal_length.prefill(contexts, self.device)
+            next_logits, equal_cache = self._equal_length.prefill(contexts, self.device)
             first_columns = torch.from_numpy(width - lengths).to(self.device)[:, None]
             columns = torch.arange(width + free_columns, device=self.device)
-            return next_logits, groups, (columns >= first_columns) & (columns < width)
+            return next_logits, equal_cache, (columns >= first_columns) & (columns < width)
         # A key is the length (because the padding 0 is also an ordinary token), the index of the
         # first row with the same images, and the tokens.
         keys = np.zeros((len(contexts), 2 + width), dtype=np.int64)

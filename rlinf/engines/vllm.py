@@ -28,8 +28,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Environment variables of every process that imports vLLM."""
-
-
 LENGTH_SCALINGS = frozenset({"longrope"})
 """vLLM uses the long factors if ``--max-model-len`` exceeds the original length, as
 :mod:`rlinf.models.rotary` does. For dynamic NTK it uses the frequencies of the longest sequence."""

@@ -45,6 +45,7 @@ class RolloutRequest:
     group_size: int
     """Samples per group; group ``g`` has the sample ids ``g * group_size + k``."""
     horizon: int
+    """Maximum number of steps (tokens or actions) of a sample."""
     temperature: float
     partial_samples: Mapping[int, Trajectory] | None = None
     """Samples that another engine started, with their tokens so far. If set, only these are

@@ -74,10 +74,10 @@ class CameraWrapper:
 
 
 class MujocoCameras:
-    """Renders images of a MuJoCo environment, uint8 ``[H, W, 3]``; ``free``: its default camera.
+    """Renders images of a MuJoCo environment, uint8 ``[H, W, 3]``.
 
-    Shadows, reflections and multisampling are off, because they take most of the time of software
-    rendering.
+    The camera name ``free`` means MuJoCo's default camera. Shadows, reflections and multisampling
+    are off, because they take most of the time of software rendering.
     """
 
     def __init__(self, env: Any, images: ImageSizes) -> None:

@@ -135,7 +135,6 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return [replace(t, identity=RecordId(0, i)) for i, t in enumerate(trajectories)]
 
     def _sft_order(self, seed: int, epoch: int, count: int) -> np.ndarray:
-        """Return the order of the conversations in an epoch of SFT."""
         if self._sft_epoch is None or self._sft_epoch[0] != (seed, epoch):
             order = generator(seed, "conversations", "epoch", epoch).permutation(count)
             self._sft_epoch = ((seed, epoch), order)
@@ -181,11 +180,11 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         ]
         locations, last_only = [p.location for p in problems], self.config.train_on == "last"
         all_turns = self.chat_format.assistant_turns(chats, locations, last_only=last_only)
-        rows = [(i, row) for i, turns in enumerate(all_turns) for row in self._spans(turns)]
-        encoded = iter(self.encode([span.text for _, row in rows for span in row]))
+        indexed = [(i, spans) for i, turns in enumerate(all_turns) for spans in self._spans(turns)]
+        encoded = iter(self.encode([span.text for _, spans in indexed for span in spans]))
         return [
-            (index, self._trajectory([(next(encoded), span.in_loss) for span in row]))
-            for index, row in rows
+            (index, self._trajectory([(next(encoded), span.in_loss) for span in spans]))
+            for index, spans in indexed
         ]
 
     def _trajectory(self, spans: Sequence[tuple[np.ndarray, bool]]) -> Trajectory:
@@ -207,22 +206,22 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         )
 
     def _spans(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
-        """Return the spans of one conversation, in one row for each trajectory. A prompt that does
-        not begin with the text of the row so far starts a new row."""
-        rows, text = list[list[ConversationSpan]](), ""
+        """Return the spans of one conversation, one list for each trajectory. A prompt that does
+        not begin with the text so far starts a new trajectory."""
+        per_trajectory, text = list[list[ConversationSpan]](), ""
         for turn in turns:
-            row = rows[-1] if rows and turn.prompt.startswith(text) else []
-            between = turn.prompt[len(text) :] if row else turn.prompt
-            if row and between.startswith(self.chat_format.end_of_turn_text):
+            spans = per_trajectory[-1] if per_trajectory and turn.prompt.startswith(text) else []
+            between = turn.prompt[len(text) :] if spans else turn.prompt
+            if spans and between.startswith(self.chat_format.end_of_turn_text):
                 # The template writes the token that ends an answer only when a message follows.
                 end = self.chat_format.end_of_turn_text
-                row[-1] = ConversationSpan(row[-1].text + end, True)
+                spans[-1] = ConversationSpan(spans[-1].text + end, True)
                 between = between.removeprefix(end)
-            if not row:
-                rows.append(row)
-            row += [ConversationSpan(between, False), ConversationSpan(turn.completion, True)]
+            if not spans:
+                per_trajectory.append(spans)
+            spans += [ConversationSpan(between, False), ConversationSpan(turn.completion, True)]
             text = turn.prompt + turn.completion
-        return rows
+        return per_trajectory
 
 
 def _num_tokens(trajectory: Trajectory) -> int:

@@ -477,7 +477,7 @@ class _TrajectoryRecorder:
 def check_not_all_failed(
     trajectories: Sequence[Trajectory], tracebacks: Sequence[str], *, is_test: bool
 ) -> None:
-    """Check that not all episodes were lost. For trajectories of one episode each.
+    """Check that not all episodes were lost; each trajectory is one episode.
 
     Fewer than :data:`MAX_FAILED_EPISODES` groups are not checked, because the initial state of a
     group may make all of its samples fail. In evaluation only errors of the user's code are raised;
@@ -508,7 +508,8 @@ def is_action_chunk(action: np.ndarray) -> bool:
 def _chunk_columns(
     step_columns: Mapping[str, np.ndarray], logprob: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the additional columns of chunks; see :func:`run_episodes`."""
+    """Return the additional columns of chunks, see :func:`run_episodes`; ``executed`` becomes
+    ``num_executed`` of the trajectory, and ``submask`` ``choice_mask``."""
     executed = step_columns["executed"]
     columns = {
         "executed": executed.astype(np.int32),

@@ -214,7 +214,7 @@ def create_task_env(
 
     Args:
         factory_kwargs: the arguments ``id`` and ``kwargs`` of ``factory``. If ``id`` is a list, the
-            environment has several tasks; ``one_hot`` is then that of :class:`MultiTaskEnv`.
+            environment has several tasks, and there is also ``one_hot`` of :class:`MultiTaskEnv`.
     """
     if isinstance(factory_kwargs["id"], str):
         return create_env(functools.partial(factory, **factory_kwargs), selection)

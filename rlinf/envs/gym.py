@@ -74,7 +74,7 @@ NUMERIC_KINDS = "iuf"
 
 
 ActionBounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
-"""A bound of all components of an action, or one of each; null in a list: no bound."""
+"""One bound for all components of an action, or a list with one for each (null: no bound)."""
 
 
 class ActionConfig(Section):
@@ -245,11 +245,10 @@ class GymEnvironment(Environment):
 
     If the simulator raises, only the current episode is lost: its steps are masked, and the next
     episode has a new simulator. The same holds for an episode that cannot begin, and for episodes
-    of a process that dies or hangs. The stage fails after
-    :data:`rlinf.envs.episode_runner.MAX_FAILED_EPISODES` failures in one sample. If a sample is one
-    episode, the stage fails if there are at least as many groups and all episodes failed. If an
-    open episode cannot be saved, the next iteration does not continue it, but its steps are
-    complete and are not masked.
+    of a process that dies or hangs. The stage fails after ``n`` failures in one sample, where ``n``
+    is :data:`rlinf.envs.episode_runner.MAX_FAILED_EPISODES`. If a sample is one episode, the stage
+    fails if all episodes failed and there are at least ``n`` groups. If an open episode cannot be
+    saved, the next iteration does not continue it, but its steps are complete and are not masked.
 
     On the training split a sample has ``horizon`` steps; when an episode ends, a new one begins. On
     the test split, and in groups of several samples, a sample is one episode, truncated at the
@@ -277,6 +276,7 @@ class GymEnvironment(Environment):
         self._video_envs = MultiProcessVectorEnv(
             functools.partial(create_simulator_process, video_config), max(count, 1)
         )
+        """Environments that also render ``task.video``; their processes start at the first use."""
         self._demonstrations: list[Trajectory] = []
 
     @classmethod
@@ -538,7 +538,6 @@ class GymEnvironment(Environment):
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the running simulator processes."""
         pids = self._envs.pids if isinstance(self._envs, MultiProcessVectorEnv) else []
         return [*pids, *self._video_envs.pids]
 

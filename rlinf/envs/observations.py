@@ -159,7 +159,7 @@ def unpack_arrays(array: np.ndarray) -> Arrays:
 
 
 def check_all_used(observations: Arrays) -> None:
-    """Raise InvalidEnvConfig if an observation is not a state, an instruction or an image: the
+    """Raise InvalidEnvConfig for an observation that is no state, instruction or image. The
     observation space does not declare it, so it has no defined position in the state."""
     for name, array in observations.items():
         is_image = array.dtype == np.uint8 and array.ndim >= 3

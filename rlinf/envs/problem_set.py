@@ -336,7 +336,7 @@ class RenderedDataset(Generic[T]):
         self.longest = 0
         """Number of tokens of the longest item within the limit."""
         self.total = 0
-        """Number of items of any length."""
+        """Number of items, including those above the limit."""
 
     def __len__(self) -> int:
         return len(self._places)

@@ -6,8 +6,8 @@ spaces. Policies read a vector and images, and return a vector or one discrete a
 
 - observations: every part that is not an image is flattened into one ``state``, in the order of the
   space and by Gymnasium's own rules (a discrete value is one-hot). Images (uint8 ``[H, W, 3]``,
-  from 0 to 255) keep their names. Other parts (text, sequences, graphs) are rejected with their
-  name;
+  from 0 to 255) keep their names. Other parts (text, sequences, graphs) are rejected by an
+  error that names them;
 - actions: boxes become one vector; several discrete actions become one, whose values are all
   combinations.
 

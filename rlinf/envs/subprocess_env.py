@@ -49,7 +49,7 @@ BOOTSTRAP_CODE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__mai
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 AsyncCall = Generator[None, None, T]
-"""A request to a process: sent at the first ``next``; its result is awaited after that."""
+"""A request to a process: the first ``next`` sends it, the second waits for its result."""
 VectorStep = tuple[Arrays, dict[int, str]]
 """Arrays by name, and errors by row."""
 
@@ -141,7 +141,7 @@ class SubprocessVectorEnv:
                     "PYTHONPATH": _python_path(self._python),
                 },
             )
-        self._connection = SimulatorConnection(parent_socket, *memory_files[::-1])
+        self._connection = SimulatorConnection(parent_socket, *memory_files[::-1])  # ends swapped
         self.pid = self._process.pid
         # Runs at the exit of the stage's process too, if nobody closed the environment.
         stop_args = (self._process, memory_files, parent_socket, self._close_timeout_s)
@@ -333,7 +333,6 @@ class MultiProcessVectorEnv:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the running processes."""
         return [process.pid for _, process in sorted(self._processes.items())]
 
     def reset(
@@ -399,7 +398,6 @@ def _pick(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None
 
 
 def wait_for_result(call: AsyncCall[T]) -> T:
-    """Return the result of an asynchronous call."""
     while True:
         try:
             next(call)

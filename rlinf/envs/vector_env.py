@@ -2,8 +2,8 @@
 
 A simulator process runs this file by its path (see :func:`main`), possibly under another
 interpreter (Python 3.9 or newer) that does not have rlinf. So it imports only the standard library,
-numpy, files of its folder with the same limits, and what the factory imports. A message is JSON
-with arrays in shared memory; nothing is unpickled.
+numpy, files of this folder that import nothing else either, and what the factory imports. A message
+is JSON with arrays in shared memory; nothing is unpickled.
 
 An environment has the methods of Gymnasium: ``reset(seed=)``, ``step(action)``, ``close()``,
 ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.simulators`). An observation is an
@@ -103,7 +103,7 @@ class SyncVectorEnv:
         self._failed_resets: dict[int, str] = {}
         """Tracebacks of episodes that could not begin."""
         self._templates: Arrays = {}
-        """The first observation of the first environment: shapes and types."""
+        """Arrays with the shapes and types of the first observation, which all others must have."""
 
     def reset(
         self,
@@ -204,8 +204,8 @@ class SyncVectorEnv:
         An environment that raises is recreated and restored once more.
 
         Returns:
-            Their last observations, ``[n, ...]``; and, by row, the tracebacks of environments that
-            raise again. If there are any, no observations are returned.
+            The episodes' last observations, ``[n, ...]``; and, by row, the tracebacks of
+            environments that raise again. If there are tracebacks, no observations are returned.
         """
         self._ensure_envs(env_ids)
         errors = dict[int, str]()
@@ -247,7 +247,7 @@ class SyncVectorEnv:
         space = self._envs[env_ids[0]].action_space
         step_info = step_info_columns(self.step_info_keys, actions)
         actions = to_env_actions(space, actions)
-        is_single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
+        has_single_actions = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
         step_results, all_observations = [], list[Arrays]()
         errors = dict[int, str]()
         for row, (env_id, row_action) in enumerate(zip(env_ids, actions)):  # noqa: B905 - Python 3.9
@@ -258,14 +258,14 @@ class SyncVectorEnv:
                 continue
             env, total_reward, executed, solved = self._envs[env_id], 0.0, 0, False
             try:
-                for index, action in enumerate([row_action] if is_single else row_action):
+                for index, action in enumerate([row_action] if has_single_actions else row_action):
                     executed += 1
                     observation, reward, terminated, truncated, info = env.step(action)
                     if not math.isfinite(reward):
                         raise ValueError(f"a reward that is not finite: {reward}")
                     total_reward += reward
                     for name, column in step_info.items():
-                        position = row if is_single else (row, index)
+                        position = row if has_single_actions else (row, index)
                         column[position] = reward if name == ACTION_REWARDS else info[name]
                     success = is_success(info)
                     solved = solved or success
@@ -419,9 +419,9 @@ class BatchedVectorEnv:
     """Environments that one simulator steps together, with the methods of :class:`SyncVectorEnv`.
 
     The simulator is created for as many environments as the first episodes need, and recreated if
-    later episodes need more. Environments without a request get a zero action. After it has raised,
-    the next reset raises ProcessRestartRequired, because a process may be able to create only one
-    simulation.
+    later episodes need more. Environments without a request get a zero action. A simulator that has
+    raised is not used again: the next reset raises ProcessRestartRequired, because a process may be
+    able to create only one simulation.
     """
 
     step_info_keys: Sequence[str] = ()
@@ -461,6 +461,7 @@ class BatchedVectorEnv:
         if self._failure:
             raise ProcessRestartRequired(self._failure)
         count = max(*env_ids, self.min_envs - 1, -1) + 1
+        # Only the second half of a double buffer begins at an environment above 0.
         if self._num_envs and count > self._num_envs and min(env_ids):
             raise InvalidEnvConfig(
                 "task.double_buffer: this simulator steps all environments together; "
@@ -602,7 +603,7 @@ def step_info_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
 
 
 def is_success(info: Any) -> bool:
-    """Return whether a step's ``info`` has ``success`` or ``is_success``."""
+    """Return whether a step's ``info`` reports success, as ``success`` or ``is_success``."""
     return bool(info.get("success", info.get("is_success", False)))
 
 
@@ -693,4 +694,5 @@ def main(
 
 
 if __name__ == "__main__":
+    # sys.argv[1] is the path of this file: see BOOTSTRAP_CODE of subprocess_env.py.
     main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

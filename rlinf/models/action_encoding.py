@@ -162,7 +162,7 @@ class ActionBins:
     first_token_id: int
     """Id of the first action token."""
     num_bins: int = 256
-    """Number of action tokens."""
+    """Number of action tokens; there is one bin less."""
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, Any], first: int, count: int) -> ActionBins:

@@ -70,12 +70,13 @@ class MLPActorCritic(ObservationNormalizer):
         super().__init__(size, float(settings["observation_clip"]))
         sizes = [size + num_features, *settings["hidden"]]
         # The networks after the trunk have only a linear layer if the trunk is shared.
-        trunk, head = (sizes, sizes[-1:]) if settings["shared_trunk"] else (sizes[:1], sizes)
-        self.trunk = tanh_network(trunk, last_gain=None)
-        self.policy = tanh_network([*head, num_outputs], last_gain=0.01)
+        is_shared = settings["shared_trunk"]
+        trunk_sizes, head_sizes = (sizes, sizes[-1:]) if is_shared else (sizes[:1], sizes)
+        self.trunk = tanh_network(trunk_sizes, last_gain=None)
+        self.policy = tanh_network([*head_sizes, num_outputs], last_gain=0.01)
         self._has_value_per_action = settings.get("value_level") == "action"
         num_values = settings["chunk_size"] if self._has_value_per_action else 1
-        self.value = tanh_network([*head, num_values], last_gain=1.0)
+        self.value = tanh_network([*head_sizes, num_values], last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((num_outputs,), float(settings["initial_log_std"])))
         self.log_std.requires_grad_(settings["action"]["kind"] == "box")
 

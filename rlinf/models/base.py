@@ -168,9 +168,9 @@ class Policy(Component, ABC):
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert a demonstration of the task to a training trajectory; default: no change.
 
-        SFT maximizes the ``logprobs`` of :meth:`evaluate` for the result. For policies without a
-        tractable density, these are the negative of another loss. If some parts of a step are
-        padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.trajectory`).
+        SFT maximizes the ``logprobs`` of :meth:`evaluate` for the result. A policy without a
+        tractable density returns the negative of another loss as ``logprobs``. If some parts of a
+        step are padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.trajectory`).
 
         Args:
             trajectory: The demonstration.
@@ -182,8 +182,8 @@ class Policy(Component, ABC):
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories, padded on the right to the longest one.
 
-        They include ``mask`` and, for token policies, ``actions`` ``[B, T]``; a loss may replace
-        ``actions``.
+        They include ``mask`` and, for token policies, ``actions`` ``[B, T]``. A loss may replace
+        ``actions`` by other tokens before it calls :meth:`evaluate`.
         """
 
     @abstractmethod
@@ -255,7 +255,7 @@ class Policy(Component, ABC):
         """Update running statistics with all trajectories of a batch, after the policy update."""
 
     def num_tokens(self, trajectory: Trajectory) -> int:
-        """Return the sequence positions that a trajectory needs in a batch, for token budgets."""
+        """Return the number of sequence positions of a trajectory in a batch, for token budgets."""
         return max(1, len(trajectory))
 
     def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:

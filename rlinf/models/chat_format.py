@@ -494,10 +494,10 @@ def chat_template_affixes(
         for reply in replies
     ]
     variants: list[Sequence[ChatMessage]] = []
-    for reply, others in zip(replies, placeholders, strict=True):
-        variants.append([*LEADING_MESSAGES, *others])
+    for reply, masked in zip(replies, placeholders, strict=True):
+        variants.append([*LEADING_MESSAGES, *masked])
         for n, message in enumerate(reply):
-            variants.append([*LEADING_MESSAGES, *others[:n], message, *others[n + 1 :]])
+            variants.append([*LEADING_MESSAGES, *masked[:n], message, *masked[n + 1 :]])
     texts = iter(render(variants))
     affixes = []
     for reply in replies:

@@ -58,7 +58,7 @@ def noise_fractions(steps: int) -> Tensor:
 def flow_sde_sigmas(steps: int, level: float) -> Tensor:
     """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``.
 
-    At ``tau = 1``, where the denominator would be 0, it is that of the next step.
+    At ``tau = 1``, the denominator would be 0; the denominator of the next step replaces it.
     """
     tau = noise_fractions(steps)
     denominator = torch.where(tau == 1, 1 / steps, 1 - tau)
@@ -144,8 +144,8 @@ class DenoisingProcess:
         for index in range(self.steps):
             indices = torch.tensor([index], device=first.device)
             outputs = velocity(points, fractions[indices])
-            scale = 0.0 if noise is None else temperature
-            points, log_std = self.step_distribution(points, *outputs, indices, scale)
+            step_temperature = 0.0 if noise is None else temperature
+            points, log_std = self.step_distribution(points, *outputs, indices, step_temperature)
             if noise is not None:
                 points = points + noise.narrow(axis, index, 1) * log_std.exp()
             chain.append(points.squeeze(axis))

@@ -190,8 +190,7 @@ class FlowPolicy(NormalizedVectorPolicy):
     def imitation_loss(self, batch: Batch) -> Tensor:
         """Return the conditional flow matching loss ``[...]`` (arXiv 2210.02747, eq. 14).
 
-        The loss is the squared error of the velocity at a uniform random time between noise and
-        action.
+        The loss is the squared error of the velocity at a uniform random noise fraction.
         """
         action, noise = batch["actions"], batch["noise"]
         tau = 1 - batch["uniform"][..., None]

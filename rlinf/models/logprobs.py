@@ -124,7 +124,8 @@ class _HeadFunction(torch.autograd.Function):
             logprobs = _logprobs(logits, ctx.temperature)
             del logits
             grad_logprob = grad[part, :1]
-            # In place: -p (g + h (log p + H)), plus g at the target token.
+            # In place: -p (g + h (log p + H)), plus g at the target token, for the gradients g of
+            # the log-probability and h of the entropy.
             if ctx.entropy:
                 probs = logprobs.exp()
                 logprobs.add_(out[part, 1:]).mul_(grad[part, 1:]).add_(grad_logprob).mul_(probs)

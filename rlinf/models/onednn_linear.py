@@ -56,8 +56,6 @@ class OneDNNLinear(nn.Linear):
 
 
 class _LinearFunction(torch.autograd.Function):
-    """A linear layer as an autograd function, with oneDNN in forward and backward pass."""
-
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)

@@ -206,7 +206,7 @@ def pack(
         "step_indices": np.concatenate(step_indices),
     }
     if share:
-        ends = {begin: begin + count for begin, count, prompt in spans if prompt < 0}
+        ends = {begin: begin + count for begin, count, prompt_start in spans if prompt_start < 0}
         arrays |= _blocks(spans, ends, size)
     return {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
 

@@ -111,9 +111,9 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
     with meta_parameters():
         module = cls._from_config(settings)
     prefix = f"{module.base_model_prefix}."
-    head = sorted(name for name in module.state_dict() if not name.startswith(prefix))
+    head_names = sorted(name for name in module.state_dict() if not name.startswith(prefix))
     stored = add_base_prefix(stored_shapes(folder), module)
-    missing = [name for name in head if name not in stored]
+    missing = [name for name in head_names if name not in stored]
     if missing:
         raise DataError(
             f"model.path: {folder} has no head for sequence classification ({missing[0]} is not in "

@@ -422,7 +422,7 @@ class SmolVLAPolicy(Policy):
 
         The loss is the squared error of the velocity (arXiv 2210.02747, eq. 14).
 
-        As in LeRobot, times follow ``Beta(1.5, 1)``: most of them are near the noise (time 1). The
+        As in LeRobot, noise fractions follow ``Beta(1.5, 1)``, so most are near 1 (noise). The
         errors of padding dimensions are distributed equally over the other dimensions.
         """
         tau = 0.001 + 0.999 * columns["uniform"][:, None] ** (1 / 1.5)

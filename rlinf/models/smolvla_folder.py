@@ -360,8 +360,8 @@ class SmolVLAConfig(DenoisingConfig):
 def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     """Return the ``config.json`` of a new network."""
     side = config.image_size or max(max(size) for size in spec["images"].values())
-    state = config.proprio_dim or int(spec["observation"])
-    size, chunk = int(spec["action"]["size"]), config.chunk_size or 8
+    state_size = config.proprio_dim or int(spec["observation"])
+    action_size, chunk_size = int(spec["action"]["size"]), config.chunk_size or 8
     images = {
         CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *shape]}
         for name, shape in spec["images"].items()
@@ -369,12 +369,12 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     return {
         "type": SMOLVLA_TYPE,
         **LEROBOT_DEFAULTS,
-        "input_features": {**images, STATE_FEATURE: {"type": "STATE", "shape": [state]}},
-        "output_features": {ACTION_FEATURE: {"type": "ACTION", "shape": [size]}},
-        "chunk_size": chunk,
-        "n_action_steps": chunk,
-        "max_state_dim": state,
-        "max_action_dim": size,
+        "input_features": {**images, STATE_FEATURE: {"type": "STATE", "shape": [state_size]}},
+        "output_features": {ACTION_FEATURE: {"type": "ACTION", "shape": [action_size]}},
+        "chunk_size": chunk_size,
+        "n_action_steps": chunk_size,
+        "max_state_dim": state_size,
+        "max_action_dim": action_size,
         "resize_imgs_with_padding": [side, side],
         "num_steps": config.denoising_steps or 4,
         "num_vlm_layers": config.layers,
@@ -387,7 +387,7 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
 
 
 def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary_size: int) -> dict[str, Any]:
-    """Return a new vision-language model's ``config.json``; ``side``: of its images, pixels."""
+    """Return the ``config.json`` of a new vision-language model for images of ``side`` pixels."""
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],

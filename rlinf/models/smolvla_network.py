@@ -1,9 +1,9 @@
 """The network of :mod:`rlinf.models.smolvla`, with the tensor names of LeRobot.
 
-It consists of Llama layers from transformers with custom attention. Each layer of the action expert
-attends to the keys and values of the corresponding layer of the vision-language model. In every
-second layer (``self_attn_every_n_layers``) it also attends to its own keys; the other layers are
-cross-attention layers with projected keys (SmolVLA, arXiv 2506.01844, section 3.1).
+The network has Llama layers from transformers with custom attention. Each layer of the action
+expert attends to the keys and values of the corresponding layer of the vision-language model. Every
+second layer of the expert (``self_attn_every_n_layers``) also attends to its own keys; the others
+are cross-attention layers with projected keys (SmolVLA, arXiv 2506.01844, section 3.1).
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ class VLMWithExpert(nn.Module):
         del self.vlm.lm_head.weight
         self.vlm.lm_head.register_buffer("weight", head)
         text_config: Any = config.text_config
-        values = text_config.to_dict()
-        width = int(values["hidden_size"] * settings["expert_width_multiplier"])
-        values |= {"hidden_size": width, "intermediate_size": expert_intermediate_size(width)}
-        values |= {"num_hidden_layers": len(vlm_layers), "vocab_size": 1}
-        values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        expert = LlamaModel(type(text_config)(**values))
-        kv_width = values["num_key_value_heads"] * values["head_dim"]
+        sizes = text_config.to_dict()
+        width = int(sizes["hidden_size"] * settings["expert_width_multiplier"])
+        sizes |= {"hidden_size": width, "intermediate_size": expert_intermediate_size(width)}
+        sizes |= {"num_hidden_layers": len(vlm_layers), "vocab_size": 1}
+        sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        expert = LlamaModel(type(text_config)(**sizes))
+        kv_width = sizes["num_key_value_heads"] * sizes["head_dim"]
         period = settings["self_attn_every_n_layers"]
         layers = []
         for index, layer in enumerate(expert.layers):
@@ -238,8 +238,8 @@ class SmolVLANetwork(nn.Module):
             prompt: Token ids ``[n, L]``, padded on the right.
             prompt_mask: The mask of the prompt, bool ``[n, L]``.
             state: Normalized state ``[n, max_state_dim]``.
-            points: ``[n, K, C, max_action_dim]``, at ``K`` times.
-            tau: The times, ``[K]`` or ``[n, K]``.
+            points: ``[n, K, C, max_action_dim]``, at ``K`` noise fractions.
+            tau: The noise fractions, ``[K]`` or ``[n, K]``.
             images: Images uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
         """
         prefix = self.encode_prefix(prompt, prompt_mask, state, *images)
@@ -280,22 +280,22 @@ class SmolVLANetwork(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return velocities and outputs of the noise head at points ``[n, K, C, A]``.
 
-        One pass computes the points of all times ``tau`` (``[K]`` or ``[n, K]``). Points of
-        different times do not attend to each other.
+        One pass computes the points of all noise fractions ``tau`` (``[K]`` or ``[n, K]``). Points
+        of different fractions do not attend to each other.
         """
         model = self.model
         expert: Any = model.vlm_with_expert.lm_expert
-        count, num_times, length = points.shape[:3]
+        count, num_fractions, length = points.shape[:3]
         dtype = model.action_in_proj.weight.dtype
         actions = model.action_in_proj(points.to(dtype))
-        tau = tau.expand(count, num_times)
-        time = sinusoidal_time_embedding(tau, actions.shape[-1], *self._time_periods).to(dtype)
-        inputs = torch.cat([actions, time[:, :, None].expand_as(actions)], -1)
+        tau = tau.expand(count, num_fractions)
+        embedding = sinusoidal_time_embedding(tau, actions.shape[-1], *self._time_periods)
+        inputs = torch.cat([actions, embedding.to(dtype)[:, :, None].expand_as(actions)], -1)
         hidden = model.action_time_mlp_out(F.silu(model.action_time_mlp_in(inputs))).flatten(1, 2)
-        index = torch.arange(num_times * length, device=points.device)
-        time_index, action_index = index // length, index % length
-        causal_mask = (time_index[:, None] == time_index) & (action_index[:, None] >= action_index)
-        prefix_mask = prefix.mask[:, None, None].expand(-1, 1, num_times * length, -1)
+        index = torch.arange(num_fractions * length, device=points.device)
+        tau_index, action_index = index // length, index % length
+        causal_mask = (tau_index[:, None] == tau_index) & (action_index[:, None] >= action_index)
+        prefix_mask = prefix.mask[:, None, None].expand(-1, 1, num_fractions * length, -1)
         full_mask = torch.cat([prefix_mask, causal_mask.expand(count, 1, -1, -1)], -1)
         prefix_length = prefix.mask.sum(1, keepdim=True)
         for layer, key_values in zip(expert["layers"], prefix.layers, strict=True):
@@ -304,7 +304,7 @@ class SmolVLANetwork(nn.Module):
             positions = action_index.expand(count, -1) if is_cross else prefix_length + action_index
             mask = prefix_mask if is_cross else full_mask
             hidden = layer(hidden, positions, mask, key_values)[0]
-        hidden = expert["norm"](hidden).reshape(count, num_times, length, -1)
+        hidden = expert["norm"](hidden).reshape(count, num_fractions, length, -1)
         noise = None if self.noise_head is None else self.noise_head(hidden).float()
         return model.action_out_proj(hidden).float(), noise
 

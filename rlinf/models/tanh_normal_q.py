@@ -171,9 +171,9 @@ class EnsembleBatchRenorm(nn.Module):
         out = (x - mean) / deviation
         with torch.no_grad():
             if self.batches.item() >= RENORM_WARMUP_BATCHES:
-                running = (self.variance + 1e-5).sqrt()
-                r = (deviation / running).clamp(1 / R_MAX, R_MAX)
-                d = ((mean - self.mean) / running).clamp(-D_MAX, D_MAX)
+                running_deviation = (self.variance + 1e-5).sqrt()
+                r = (deviation / running_deviation).clamp(1 / R_MAX, R_MAX)
+                d = ((mean - self.mean) / running_deviation).clamp(-D_MAX, D_MAX)
             else:
                 r, d = torch.ones_like(mean), torch.zeros_like(mean)
             self.mean.lerp_(mean, RENORM_MOMENTUM)
@@ -360,7 +360,6 @@ class MLPQPolicy(VectorPolicy):
 
 
 def _relu_network(sizes: Sequence[int]) -> nn.Sequential:
-    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]

@@ -165,8 +165,8 @@ class NormalizedVectorPolicy(VectorPolicy):
 
 
 def tanh_network(sizes: Sequence[int], last_gain: float | None) -> nn.Sequential:
-    """Return linear layers with tanh after each. If ``last_gain`` is given, the last layer has no
-    tanh, and this gain in its orthogonal initialization (others: sqrt(2))."""
+    """Return linear layers, each followed by tanh, with orthogonal weights of gain sqrt(2). If
+    ``last_gain`` is given, the last layer has this gain and no tanh."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         is_output = last_gain is not None and i + 2 == len(sizes)

@@ -115,9 +115,9 @@ def new_vla_config(
         dataset: Name of the data set of the action statistics.
         statistics: The action statistics, which define the bins.
     """
-    size = next(iter(spec["images"].values()))
+    image_size = next(iter(spec["images"].values()))
     tower = {
-        "image_size": size,
+        "image_size": image_size,
         "patch_size": config.patch_size,
         "hidden_size": config.vision_hidden,
         "num_hidden_layers": config.vision_layers,
@@ -135,7 +135,7 @@ def new_vla_config(
         "model_type": MODEL_TYPE,
         "architectures": ["OpenVLAForActionPrediction"],
         "use_fused_vision_backbone": config.use_fused_vision_backbone,
-        "image_sizes": size,
+        "image_sizes": image_size,
         "vision_config": tower,
         "text_config": {
             "model_type": "llama",
@@ -173,7 +173,7 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read a folder's ``config.json``, and add sizes and normalization of towers it only names.
+    """Read ``config.json``, and add sizes and normalization of the towers that it only names.
 
     Args:
         missing: Values that the file omits (:func:`missing_settings`).

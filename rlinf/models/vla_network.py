@@ -122,8 +122,8 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module in published folders that policies do not run. They are buffers, so
-    that no component expects gradients."""
+    """The tensors of a module that published folders have and policies do not run. They are
+    buffers, so that no component expects gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -241,6 +241,7 @@ class FusedVisionBackbone(nn.Module):
         self.width = sum(int(settings[tower]["hidden_size"]) for tower in TOWERS)
         self.num_patches = self.featurizer.num_patches
         self._mean_std = [[x for t in TOWERS for x in settings[t][n]] for n in ("mean", "std")]
+        """The 6 means and the 6 standard deviations of the colours of both towers."""
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -26,12 +26,12 @@ from rlinf.errors import DataError
 SCHEMA = 1
 ROWS_FILE, STATE_FILE = "transitions.bin", "replay.json"
 SPARE_APPENDS = 3
-"""Number of appends with room beyond the capacity: one in progress, and two after a view in use."""
+"""Appends that fit into the ring beyond the capacity: one in progress, two after a view in use."""
 
 
 @dataclass(frozen=True)
 class AppendedRange:
-    """Transitions that one iteration added: those from ``start`` up to ``stop`` of the run."""
+    """Transitions that one iteration added: numbers ``start`` to ``stop - 1`` of the run."""
 
     iteration: int
     start: int
@@ -73,7 +73,7 @@ class ReplayBuffer:
             dtype: type of a row; an existing buffer must have the same type.
             capacity: maximum number of transitions in a view.
             max_append: maximum number of transitions in one append.
-            spare: number of appends with room beyond the capacity.
+            spare: see :data:`SPARE_APPENDS`.
 
         Raises:
             DataError: the buffer has rows of another type (the message names the field) or other
@@ -161,16 +161,16 @@ class ReplayBuffer:
             DataError: a row is damaged, the iteration has not appended, or its rows were
                 overwritten.
         """
-        newest = next((a for a in self.appends if a.iteration == iteration), None)
-        if newest is None or max(0, newest.stop - self.capacity) < self._first_intact():
+        own_append = next((a for a in self.appends if a.iteration == iteration), None)
+        if own_append is None or max(0, own_append.stop - self.capacity) < self._first_intact():
             raise DataError(
                 f"{self.folder}: the transitions of iteration {iteration} are not there: "
-                + ("none were added" if newest is None else "they were overwritten since")
+                + ("none were added" if own_append is None else "they were overwritten since")
                 + "; start the run anew under another run.name"
             )
-        stop, start = newest.stop, max(0, newest.stop - self.capacity)
+        stop, start = own_append.stop, max(0, own_append.stop - self.capacity)
         rows = np.memmap(self.folder / ROWS_FILE, self.dtype, "r", shape=(self.slots,))
-        view = ReplayView(rows, start, stop, newest.stop - newest.start)
+        view = ReplayView(rows, start, stop, own_append.stop - own_append.start)
         for added in self.appends:
             if self._first_intact() <= added.start <= added.stop <= stop and added.stop > start:
                 slots = np.arange(added.start, added.stop) % self.slots

@@ -80,7 +80,7 @@ def rewards_per_step(reward: np.ndarray) -> np.ndarray:
 
 
 def _to_float64(value: Any, source: str) -> np.ndarray:
-    """Convert a reward of any shape to float64.
+    """Convert a reward of any shape to float64. An error message begins with ``source``.
 
     Raises:
         InputError: the value is text, None or anything else that is not a number.
@@ -212,10 +212,12 @@ class Reward(Component, ABC):
     def _place_on_steps(self, trajectory: Trajectory, value: RewardValue) -> np.ndarray:
         source = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
         reward, length = _to_float64(value, source), len(trajectory)
-        by_action = action_mask(trajectory)
-        if reward.shape not in ((), (length,), () if by_action is None else by_action.shape):
+        chunk_mask = action_mask(trajectory)  # None: steps are no chunks
+        if reward.shape not in ((), (length,), () if chunk_mask is None else chunk_mask.shape):
             actions_hint = (
-                "" if by_action is None else f", or for each of their {by_action.shape[1]} actions"
+                ""
+                if chunk_mask is None
+                else f", or for each of their {chunk_mask.shape[1]} actions"
             )
             raise InputError(
                 f"{source} got rewards of shape {list(reward.shape)}; give one number, or one for "
@@ -226,7 +228,7 @@ class Reward(Component, ABC):
                 f"{source} got {reward[~np.isfinite(reward)].flat[0]}; a reward that is not "
                 "finite would make all weights NaN"
             )
-        mask = loss_mask(trajectory) if by_action is None else by_action
+        mask = loss_mask(trajectory) if chunk_mask is None else chunk_mask
         if not mask.any():
             return np.zeros(mask.shape, np.float32)
         if not reward.ndim:

@@ -38,10 +38,10 @@ MIN_BLOCKS = 1000
 class RequestBlocks:
     """The blocks of requests that processes reserve from the budget of a run before sending them.
 
-    A block is a file that contains a number of requests. Its name is the next free number. It is
-    created with ``link``, which fails if another process was first, also on NFS. So any number of
-    processes together reserve no more than the budget. Unsent requests of a block are lost when its
-    process ends, so a block is no larger than its process needs.
+    A block is a file whose text is the number of reserved requests, and whose name is the next free
+    number. It is created with ``link``, which fails if another process was first, also on NFS. So
+    all processes together never reserve more than the budget. Unsent requests of a block are lost
+    when its process ends, so a block is no larger than its process needs.
 
     An object belongs to one process and is not thread-safe.
     """
@@ -109,7 +109,7 @@ class RequestBlocks:
 
 
 log = logging.getLogger(__name__)
-# It would log every request.
+# httpx2 would log every request.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 ENDPOINT_KEY = "reward.endpoint"

@@ -363,8 +363,8 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Return whether two equations are equivalent: the difference of the sides of one is a multiple
-    of that of the other."""
+    """Return whether two equations are equivalent: the left minus the right side of one is a
+    constant multiple of the left minus the right side of the other."""
     import sympy
 
     if _unspaced(left) == _unspaced(right):
@@ -372,7 +372,7 @@ def _same_equations(left: str, right: str) -> bool:
     first, second = _parse_expression(left), _parse_expression(right)
     if not (isinstance(first, sympy.Eq) and isinstance(second, sympy.Eq)):
         return False
-    differences = [side.lhs - side.rhs for side in (first, second)]
+    differences = [equation.lhs - equation.rhs for equation in (first, second)]
     if differences[0].free_symbols != differences[1].free_symbols:
         return False
     quotient = sympy.simplify(differences[0] / differences[1])

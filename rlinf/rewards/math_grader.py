@@ -203,7 +203,6 @@ class MathGrader:
         return None
 
     def close(self) -> None:
-        """End the worker processes."""
         with self._lock:
             for worker in self._workers:
                 worker.stop()

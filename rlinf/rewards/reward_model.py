@@ -1,7 +1,7 @@
 """A reward model: a sequence classifier with one label, whose output is the reward.
 
-The reward model usually has another tokenizer than the policy. It therefore gets texts: the prompt,
-and the response as decoded by the policy's tokenizer. Its chat template joins them, if it has one.
+The reward model usually has another tokenizer than the policy. So it gets the prompt, and the
+response as decoded by the policy's tokenizer, as texts. Its own chat template, if any, joins them.
 """
 
 from __future__ import annotations

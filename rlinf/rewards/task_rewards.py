@@ -112,7 +112,7 @@ def character_accuracy(text: str, answer: str) -> float:
 
 
 class EnvironmentRewardConfig(Section):
-    """Settings of ``scale * reward``, which brings returns into the range of the value head."""
+    """Settings of ``scale * reward``. A critic learns best if returns are of magnitude 1."""
 
     scale: float = 1.0
 
@@ -122,7 +122,7 @@ class EnvironmentReward(Reward):
 
     Config = EnvironmentRewardConfig
     requires = frozenset({STEP_REWARDS})
-    provides = frozenset({TURN_REWARDS})
+    provides = frozenset({TURN_REWARDS})  # a turn's reward is on its last token
     config: EnvironmentRewardConfig
 
     def compute(

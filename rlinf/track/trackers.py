@@ -277,5 +277,4 @@ class FailSafeTracker:
 
     @staticmethod
     def warn_disabled(name: str, error: Exception) -> None:
-        """Log that a tracker is disabled for this run."""
         log.warning("tracker %s failed and is disabled: %s", name, error)

@@ -37,7 +37,7 @@ def is_max_metric(metric: str) -> bool:
 
 
 def merge_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Merge the metrics ``parts`` of a part of a minibatch into the metrics ``sums``."""
+    """Merge ``parts``, the metrics of a part of a minibatch, into ``sums``."""
     for name, part in parts.items():
         if is_max_metric(name) and name in sums:
             sums[name] = torch.maximum(sums[name], part)
@@ -267,7 +267,7 @@ class Trainer(ABC):
     def group_sizes(self) -> Mapping[str, MemorySize]:
         """Return the sizes of tensor groups; see :class:`rlinf.device_memory.Offloadable`.
 
-        The groups are ``weights``, ``gradients`` and ``optimizer``; empty: none can be moved.
+        The groups are ``weights``, ``gradients`` and ``optimizer``; none, if they cannot be moved.
         :meth:`forward` needs the first, :meth:`accumulate` the first two, other methods all.
         """
         return {}

@@ -50,6 +50,7 @@ class ZeroFragment:
     param_start: int
     """Offset of the elements in the parameter."""
     count: int
+    """Number of elements."""
 
     @property
     def param_slice(self) -> slice:
@@ -234,7 +235,7 @@ class ZeroStage3Optimizer(ZeroOptimizer):
             PartitionedParameterCoordinator,
         )
 
-        # Each pass leaves its root module on the stack; a failed pass also the modules it was in.
+        # Each pass leaves its root module on the stack; a failed one also leaves inner modules.
         released = set(root.modules())
         STACK[:] = [module for module in STACK if module not in released]
         # This method's cache belongs to the class and keeps every engine that called it alive.
@@ -526,11 +527,11 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
     def load(self, folder: Path) -> None:
         state = self._state()
-        steps = state["optimizer"]["state"]
+        states = state["optimizer"]["state"]
         # A flat tensor gets the largest step count of its parameters in the files.
-        counts = {name: torch.zeros(()) for name, tensors in steps.items() if "step" in tensors}
+        counts = {name: torch.zeros(()) for name, tensors in states.items() if "step" in tensors}
         for name, count in counts.items():
-            steps[name]["step"] = count
+            states[name]["step"] = count
         sharded_checkpoint.read_shards(folder, state, self._placements)
         named = dict(self.policy.module.named_parameters())
         for flat_index, flat in enumerate(self._zero.flat_weights):

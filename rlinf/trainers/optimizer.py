@@ -189,7 +189,7 @@ log = logging.getLogger("rlinf")
 LOSS_SCALE = "loss_scale"
 """Name of the scaler's tensor in checkpoints."""
 MIN_LOSS_SCALE = 2.0**-24
-"""Smallest float16 number. If the gradient overflows even then, it is itself not finite."""
+"""Smallest float16 number. A gradient that overflows even at this scale is itself not finite."""
 
 
 class LossScaler:

@@ -1,7 +1,7 @@
 """The state of a trainer in files: each rank writes its parts, and any number of ranks read theirs.
 
-The files are safetensors, ``rank-R-of-N.safetensors``. A rank's part of a sharded tensor has one or
-more ranges of its elements, in order (FSDP2: rows; ZeRO: any range; tensor parallel: a range of
+The files are safetensors, ``rank-R-of-N.safetensors``. A rank's part of a sharded tensor is one or
+more ranges of the elements, in order (FSDP2: rows; ZeRO: any range; tensor parallel: a range of
 each row). A table in each file lists the positions of the parts in it. Replicated tensors are in
 the file of rank 0. No rank waits for another, and nothing is pickled.
 """
@@ -96,9 +96,9 @@ def to_strided_ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[StridedR
     strided: list[StridedRange] = []
     for start, length in ranges:
         last = strided[-1] if strided else None
-        step = start - (last.start + last.stride * (last.repeats - 1)) if last else 0
-        if last and last.length == length and last.stride in (0, step):
-            strided[-1] = StridedRange(last.start, length, step, last.repeats + 1)
+        distance = start - (last.start + last.stride * (last.repeats - 1)) if last else 0
+        if last and last.length == length and last.stride in (0, distance):
+            strided[-1] = StridedRange(last.start, length, distance, last.repeats + 1)
         else:
             strided.append(StridedRange(start, length))
     return tuple(strided)
@@ -283,7 +283,7 @@ class _StateReader:
         return self._ranges_by_name[name]
 
     def fill(self) -> None:
-        """Read the files from front to back, elements without a request only for the checksum."""
+        """Read the files from front to back; unrequested elements only enter the checksum."""
         for file, requests in zip(self._files, self._requests, strict=True):
             if not requests:
                 continue

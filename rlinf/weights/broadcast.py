@@ -20,7 +20,7 @@ from rlinf.errors import WeightTransferError
 from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
 
 BUCKET_BYTES = 64 << 20
-"""Default size of a bucket."""
+"""Default size of a bucket of a broadcast."""
 BUCKET_TIMEOUT_S = 10.0
 """Timeout of one bucket; a dead or stopped peer is detected within this time."""
 _MAX_LAYOUT_BYTES = 256 << 20
@@ -105,7 +105,7 @@ class WeightBroadcast:
 
         Raises:
             WeightTransferError: a bucket is damaged (the group can be used again), or another rank
-                is lost (the group cannot). The weights must not be served.
+                is lost (the group cannot be used again). The weights must not be served.
         """
         with self._translate_errors():
             header = torch.zeros(3, dtype=torch.int64, device=self._device)

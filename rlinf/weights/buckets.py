@@ -55,7 +55,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -122,7 +121,6 @@ class BucketLayout:
         return distinct | {name: distinct[other] for name, other in self.ties.items()}
 
     def to_json(self) -> str:
-        """Return the layout as JSON."""
         table = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
         return json.dumps({"bucket_bytes": self.bucket_bytes, "ties": self.ties, "entries": table})
 

@@ -2,8 +2,8 @@
 
 A reinforcement-learning update leaves most bfloat16 weights unchanged, because it is smaller than
 the distance to the next representable number. A delta stores the positions of changed elements as
-gaps, and the changes as differences of bit patterns. These count steps between representable
-numbers, so most are +1 or -1. Both are Huffman-coded.
+gaps, and the changes as differences of bit patterns. A difference counts steps between
+representable numbers, so most are +1 or -1. Gaps and differences are Huffman-coded.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class WeightSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.distinct.values())
 
     @cached_property
@@ -91,7 +90,6 @@ class WeightDelta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def save(self, path: Path) -> None:

@@ -46,7 +46,7 @@ class SharedWeightsWriter:
     Args:
         name: name of the shared memory, unique on the node; readers need it.
         layout: layout of all versions of the weights.
-        timeout_s: how long to wait for readers of the slot to overwrite.
+        timeout_s: maximum wait until readers release the slot that is written next.
 
     Raises:
         WeightTransferError: the node has not enough shared memory for two copies.
@@ -144,8 +144,8 @@ class SharedWeightsWriter:
 class SharedWeightsView:
     """A version in shared memory that is not overwritten before :meth:`release`.
 
-    ``tensors`` are in place. Do not write to them: that ends the process. Until the release, the
-    writer can publish only one further version.
+    ``tensors`` are views of the read-only memory; writing to them ends the process. Until the
+    release, the writer can publish only one further version.
     """
 
     version: int
@@ -262,7 +262,7 @@ class _MappedSlot:
         return _read_int64(self._mapping, _VERSION_OFFSET)
 
     def find_damaged_bucket(self) -> int | None:
-        """Verify the buckets that are new since the last call; None: all are intact."""
+        """Verify the buckets that are new since the last call. Return a damaged one, or None."""
         version, num_ready = struct.unpack_from("<qq", self._mapping, _PROGRESS_OFFSET)
         if version != self._verified_version:
             self._verified_version, self._verified_buckets = version, 0

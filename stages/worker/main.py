@@ -244,7 +244,7 @@ class PoolWorker:
         return self._stop.is_set() or self._leaving_event.is_set()
 
     def _shut_down(self, exit_code: int, commit_timeout_s: float) -> None:
-        """Wait a short time for running work to end, up to ``commit_timeout_s`` for its commits.
+        """Wait a short time for running work to end; for commits, up to ``commit_timeout_s``.
 
         A stage that still computes does not get ``commit_timeout_s``: it may wait for the commit of
         an input, and the worker that computes the input may be lost.
@@ -333,10 +333,10 @@ class PoolWorker:
                     self._activity.mark_computed(order.node)
                     name = attempt.ctx.data_folder.name
                     output.mark_complete(name)
-                    version = (order.output, name, order.iteration)
-                    self._publisher.publish(*version, output.objects)
+                    published = (order.output, name, order.iteration)
+                    self._publisher.publish(*published, output.objects)
                     if WEIGHTS in output.objects:
-                        self._report_weights(*version)
+                        self._report_weights(*published)
                     self._live_store.evict_objects(2 + self._config.rollout.staleness)
                     self._computed.add(order.node)
                 time.sleep(COMMIT_DELAY_S)

@@ -79,7 +79,7 @@ class SendOutput(WorkerMessage):
 
 
 class PartialSamples(WorkerMessage):
-    """Unfinished samples of a work item, which the worker that began it has sent."""
+    """Unfinished samples of a work item, sent by the worker that began the item."""
 
     item_number: int
     """The number of the work item in its rollout."""

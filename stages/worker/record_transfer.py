@@ -269,7 +269,7 @@ class StreamSender:
         self._connections: dict[str, RecordSink] = {}
         """Connections by receiver."""
         self._lock = threading.Lock()
-        """A new receiver gets records in this order: earlier ones, new ones, end of the stream."""
+        """Ensures that a receiver gets earlier records, then new ones, then the stream's end."""
         self._all_delivered = True
         """Whether no receiver was lost so far."""
         self._stream_info: dict[str, Scalar] = {
@@ -398,7 +398,7 @@ class _ForwardedStream:
 
     def __init__(self, target: str, record_sender: RecordSender) -> None:
         self._records: dict[int, Record] = {}
-        """Records by sample number; that of the record which ends the stream is -1."""
+        """Records by sample number; the record that ends the stream has number -1."""
         self.sender = StreamSender(
             target, record_sender, 0, 1, lambda: list(self._records.values())
         )

@@ -78,7 +78,7 @@ JOIN_GRACE_S = 1.0
 GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
 """Errors that end a group."""
 WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
-"""Called with complete weights: output, version, attempt, tensors."""
+"""Called with complete weights: output, number (from 0), attempt, tensors."""
 
 
 def send_weight_message(
@@ -154,7 +154,7 @@ class BroadcastGroups:
         """Handle a message about a group and return at once. Only the record receiver calls it.
 
         Args:
-            on_weights: called with complete weights: output, version, attempt, tensors.
+            on_weights: called with complete weights, see :data:`WeightsCallback`.
 
         Raises:
             WeightTransferError: the message is about a group without this worker.
@@ -199,6 +199,7 @@ class BroadcastGroups:
         name = f"group-{secrets.token_hex(8)}"
         members = ",".join(group_key[1:])
         message = GroupFormed(group=name, members=members, backend=backend)
+        # The message is about no version, so the group's name replaces the output.
         send_weight_message(self._record_sender, name, workers, 0, message)
         member = _GroupMember(backend, self._rendezvous_file(name), 0, len(workers) + 1)
         self._senders[group_key] = name, member
@@ -561,7 +562,7 @@ class WeightReceiver:
     Args:
         publisher: forwards received weights to their subscribers.
         extra_versions: number of versions that may arrive while an older version is in use.
-        on_arrival: called with output, attempt and version of new weights in the live store.
+        on_arrival: called with output, attempt and number of new weights in the live store.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class Executor(RemoteExecutor):
 
 
 def resources(requested: Any, site: Path | None, default: str | None = None) -> JobResources:
-    """Return a rule's standard resources with the site's settings for its partition.
+    """Convert a rule's Snakemake resources; add the site's settings for the partition.
 
     Args:
         default: the partition of a rule that names no partition; None: Slurm's default.

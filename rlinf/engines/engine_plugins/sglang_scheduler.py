@@ -1,4 +1,4 @@
-"""SGLang's scheduler without its other processes; the caller steps it and reads its requests.
+"""SGLang's scheduler without SGLang's other processes; the caller steps it and gets the results.
 
 The stage's process imports this module, which depends only on torch and SGLang. It applies the same
 patches as for servers (:mod:`rlinf.engines.engine_plugins.rlinf_sglang`).

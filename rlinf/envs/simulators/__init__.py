@@ -3,9 +3,9 @@
 An environment has the methods of Gymnasium (:mod:`rlinf.envs.vector_env`). A module's ``make(id,
 kwargs)`` creates one. The module is imported by its file's path, under the interpreter of
 ``task.python``, and must run on Python 3.9. It may import the simulator, numpy, the standard
-library, and files of its folder with the same limits (``from .name import``), but nothing else of
-rlinf. ``make`` raises ValueError for an invalid configuration, and ImportError if a package is
-missing; a message about a key of ``kwargs`` begins with ``kwargs.KEY``.
+library, and files of its own folder (``from .name import``) that keep to the same rule, but nothing
+else of rlinf. ``make`` raises ValueError for an invalid configuration, and ImportError if a package
+is missing; a message about a key of ``kwargs`` begins with ``kwargs.KEY``.
 
 Optional members of an environment:
 

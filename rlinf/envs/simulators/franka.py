@@ -27,9 +27,9 @@ This module is responsible for safety, whatever the policy's actions are:
 
 A person intervenes through a *reader* of an input device, a class with ``read(state)``, which is
 called before each action. It returns None (the policy acts) or an action that replaces the
-policy's. A reader may also have ``stopped()``, which returns whether a stop button was pressed,
-also between two steps. It is called before and during motion, also on the way home; if it returns
-true, the arm stops and the episode ends. A reader's ``close()``, if any, is called at the end.
+policy's. A reader may also have ``stopped()``, which is called before and during motion, also on
+the way home. It returns whether a stop button was pressed, also between two steps; if so, the arm
+stops and the episode ends. A reader's ``close()``, if any, is called at the end.
 """
 
 from __future__ import annotations

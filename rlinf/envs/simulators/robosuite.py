@@ -24,9 +24,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     """``id`` is an environment's name (``Lift``), or ``MODULE:NAME`` to first import the module
     that registers it, such as ``robocasa:NAME``.
 
-    ``kwargs``: ``robots`` (Panda), ``controller`` (a name or file of robosuite's; by default the
-    robot's), ``steps``, ``state``. All others are passed to ``robosuite.make``, for example
-    ``reward_shaping``, or ``hard_reset: true`` if a reset creates another scene, as in kitchens.
+    ``kwargs``: ``robots`` (Panda), ``controller`` (name or file of a robosuite controller; by
+    default that of the robot), ``steps``, ``state``. All others are passed to ``robosuite.make``,
+    such as ``reward_shaping``, or ``hard_reset: true`` if a reset creates another scene (kitchens).
 
     Raises:
         ImportError, ValueError: see :mod:`rlinf.envs.simulators`.

@@ -21,7 +21,7 @@ ONLY_CAUSAL_LM_MESSAGE = (
 )
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-"""Linear layers that can have adapters; those of MLPs only without experts."""
+"""Linear layers that can have adapters; those of MLPs only if the model has no experts."""
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 """Types of rotary position embeddings (``rope_type``) that consist of frequencies only."""
 
@@ -135,7 +135,7 @@ def check_layout(
         sizes = ", ".join(f"{size} {name}" for name, size in split_sizes.items())
         raise ConfigError(
             f"{layout_key}.tp: {layout.tp} processes cannot share {sizes} evenly; "
-            f"{_divisors(gcd(*split_sizes.values()))} can"
+            f"{_format_divisors(gcd(*split_sizes.values()))} can"
         )
     layers = model["num_hidden_layers"]
     if layout.pp > 1 and stage_layers:
@@ -148,14 +148,14 @@ def check_layout(
     elif layers % layout.pp:
         raise ConfigError(
             f"{layout_key}.pp: {layers} layers cannot be split evenly over {layout.pp} pipeline "
-            f"stages; choose {_divisors(layers)}, or set trainer.layers_per_pipeline_stage"
+            f"stages; choose {_format_divisors(layers)}, or set trainer.layers_per_pipeline_stage"
         )
     if layout.ep > 1 and not experts:
         raise ConfigError(f"{layout_key}.ep: this model has no experts; remove the key")
     if experts % layout.ep:
         raise ConfigError(
             f"{layout_key}.ep: {experts} experts cannot be split evenly over {layout.ep} "
-            f"processes; choose {_divisors(experts)}"
+            f"processes; choose {_format_divisors(experts)}"
         )
 
 
@@ -203,6 +203,6 @@ def _num_experts(model: Mapping[str, Any]) -> int:
     return model.get("num_experts") or model.get("num_local_experts") or 0
 
 
-def _divisors(number: int) -> str:
+def _format_divisors(number: int) -> str:
     divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

@@ -1,7 +1,7 @@
 """A stub of ``sgl_kernel``, of which no version for CPUs is published.
 
 Every name can be imported, but only the function that SGLang 0.5.23 calls for Qwen2 is implemented;
-the others raise. There are no submodules: SGLang does without ``sgl_kernel.scalar_type``.
+the others raise. There are no submodules: SGLang runs without ``sgl_kernel.scalar_type``.
 """
 
 __version__ = "0.4.10"

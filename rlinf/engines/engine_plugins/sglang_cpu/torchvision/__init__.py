@@ -1,7 +1,7 @@
 """The installed torchvision, without its C++ library, which needs CUDA and does not load on a CPU.
 
-SGLang imports torchvision for models with images. Its registrations of operator shapes are skipped,
-because the operators themselves are missing.
+SGLang imports torchvision for models with images. The operators of that library are missing, so
+torchvision's registrations of their shapes are skipped.
 """
 
 import sys
