@@ -1,10 +1,13 @@
 """Requests between the processes of a run: a client sends a request and waits for the reply.
 
 A server names itself by a pointer file in the run's folder (:mod:`rlinf.channels.curve_sockets` has
-keys and sockets). A request has a method, arguments and blocks of bytes, and so has a reply. If no
-reply arrives within the time limit, the client raises and may send the request again, to the same
-server or to its successor. So a request must have the same effect if it is handled twice. Nothing
-else is guaranteed: what a server holds in memory is also on disk, or can be computed again.
+keys and sockets). A request has a method, arguments and blocks of bytes, and so has a reply.
+
+While a client waits, it asks every two seconds whether the server still has its requests. A request
+that was lost with a connection is sent again. If the server does not answer for ten seconds, the
+client raises, and may turn to the server's successor. So a request must have the same effect if it
+is handled twice. Nothing else is guaranteed: what a server holds in memory is also on disk, or can
+be computed again.
 
 A message is a msgpack list, followed by the bytes of all blocks in frames of at most 512 KiB:
 
@@ -55,7 +58,11 @@ MAX_MESSAGE_BYTES = 1 << 30
 """Maximum bytes of all blocks of one message."""
 MAX_REQUESTS_PER_POLL = 256
 SERVER_TIMEOUT_S = 10.0
-"""Seconds after which a client that waits for a reply gives up, beyond its own ``wait_s``."""
+"""Seconds without any message after which a server counts as lost."""
+PING_S = 2.0
+"""Seconds between two checks whether the server still has the requests of a waiting client."""
+PING = "ping"
+"""Method of such a check. The reply's ``open`` lists the numbers of the client's open requests."""
 ZERO_COPY_BYTES = 1 << 16
 
 
@@ -112,6 +119,8 @@ class RequestServer:
         self._pointer, self._handle = pointer, handle
         self._token = secrets.token_hex(8)
         self._malformed = MalformedCounter(f"server of {pointer.name}")
+        self._open: set[tuple[bytes, int]] = set()
+        """Client and number of the requests without a reply."""
         self._replies: deque[list[Any]] = deque()
         self._closed = False
         self._context = zmq.Context()
@@ -141,6 +150,7 @@ class RequestServer:
     def send(self, client: bytes, number: int, error: str | None, message: Message) -> None:
         """Send a reply; :class:`Request` calls this, in any thread."""
         self._replies.append([client, *_encode([self._token, number, error], message)])
+        self._open.discard((client, number))
         with contextlib.suppress(OSError):  # the server is closed
             os.eventfd_write(self._wakeup, 1)
 
@@ -188,7 +198,14 @@ class RequestServer:
             except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
                 continue
-            request = Request(self, bytes(client), number, method, message)
+            id_ = bytes(client)
+            request = Request(self, id_, number, method, message)
+            if method == PING:
+                request.reply({"open": [n for other, n in list(self._open) if other == id_]})
+                continue
+            if (id_, number) in self._open:
+                continue  # sent again, although it has arrived
+            self._open.add((id_, number))
             try:
                 self._handle(request)
             except Exception as error:
@@ -217,6 +234,9 @@ class RequestClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._host: HostPointer | None = None
         self._number = 0
+        self._open: dict[int, list[Block]] = {}
+        """Frames of the requests without a reply, by number."""
+        self._last_heard = self._last_ping = 0.0
 
     @property
     def is_local(self) -> bool:
@@ -224,45 +244,68 @@ class RequestClient:
         return self._host is not None and self._host.memory == shared_memory_id()
 
     def request(
-        self,
-        method: str,
-        arguments: Mapping[str, Any] = {},
-        blocks: Sequence[Block] = (),
-        *,
-        wait_s: float = 0.0,
+        self, method: str, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()
     ) -> Message:
-        """Send a request and return the reply.
+        """Send a request and return the reply; no other request may be open.
 
-        Args:
-            wait_s: how long the server may take to reply, beyond ``SERVER_TIMEOUT_S``.
+        Raises:
+            RequestRejected, ChannelFailed, DataError: as for :meth:`receive` and :meth:`send`.
+        """
+        self.send(method, arguments, blocks)
+        return self.receive()[1]
+
+    def send(
+        self, method: str, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()
+    ) -> int:
+        """Send a request and return its number.
+
+        Raises:
+            ChannelFailed: there is no server.
+            DataError: the blocks are larger than ``MAX_MESSAGE_BYTES``.
+        """
+        socket, host = self._connect()
+        if not self._open:
+            self._last_heard = time.monotonic()
+        self._number += 1
+        frames = _encode([host.token, self._number, method], Message(dict(arguments), blocks))
+        self._open[self._number] = frames
+        self._send(socket, frames)
+        return self._number
+
+    def receive(self) -> tuple[int, Message]:
+        """Wait for the next reply and return it with the number of its request.
 
         Raises:
             RequestRejected: the server cannot fulfil the request.
-            ChannelFailed: there is no server, it did not reply in time, or this process must stop.
-            DataError: the blocks are larger than ``MAX_MESSAGE_BYTES``.
+            ChannelFailed: the server is lost, or this process must stop.
         """
-        self._number += 1
-        message = Message(dict(arguments), blocks)
-        deadline = time.monotonic() + SERVER_TIMEOUT_S + wait_s
-        socket, host = self._connect()
-        parts = _encode([host.token, self._number, method], message)
-        try:
-            socket.send_multipart(parts, zmq.NOBLOCK, copy=len(parts) < 2)
-        except zmq.Again:
-            raise self._failed("accepts no request") from None
-        while (remaining_s := deadline - time.monotonic()) > 0:
+        socket, host = self._socket, self._host
+        if socket is None or host is None:
+            raise self._failed("no request was sent")
+        while True:
             if self._should_stop():
                 raise self._failed("this process stops")
-            if not socket.poll(int(1000 * min(remaining_s, HEARTBEAT_S)) + 1):
+            now = time.monotonic()
+            if now - self._last_heard > SERVER_TIMEOUT_S:
+                raise self._failed(f"nothing heard for {SERVER_TIMEOUT_S:g} s")
+            if now - max(self._last_ping, self._last_heard) > PING_S:
+                self._last_ping = now
+                self._send(socket, _encode([host.token, 0, PING], Message({})))
+            if not socket.poll(int(1000 * HEARTBEAT_S)):
                 continue
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
             (token, number, error), reply = _decode(frames)
-            if (token, number) != (host.token, self._number):
-                continue  # the late reply to an earlier request
-            if error is not None:
-                raise RequestRejected(f"{self._pointer.name}: {error}")
-            return reply
-        raise self._failed(f"no reply for {SERVER_TIMEOUT_S + wait_s:g} s")
+            if token != host.token:
+                continue
+            self._last_heard = time.monotonic()
+            if number == 0:
+                # The server replies in order, so these requests were lost.
+                for lost in self._open.keys() - set(reply.arguments["open"]):
+                    self._send(socket, self._open[lost])
+            elif self._open.pop(number, None) is not None:
+                if error is not None:
+                    raise RequestRejected(f"{self._pointer.name}: {error}")
+                return number, reply
 
     def close(self) -> None:
         """Close the connection."""
@@ -270,7 +313,9 @@ class RequestClient:
         self._context.term()
 
     def _connect(self) -> tuple[zmq.Socket[bytes], HostPointer]:
-        """Return a socket to the server that the pointer names now."""
+        """Return a socket to the server; look for a new server unless requests are open."""
+        if self._socket is not None and self._host is not None and self._open:
+            return self._socket, self._host
         host = read_pointer(self._pointer)
         if host is None:
             raise self._failed("there is no server")
@@ -289,7 +334,14 @@ class RequestClient:
             self._host = host
         return self._socket, host
 
+    @staticmethod
+    def _send(socket: zmq.Socket[bytes], frames: list[Block]) -> None:
+        # A request that a full or broken connection drops is sent again after the next ping.
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) < 2)
+
     def _disconnect(self) -> None:
+        self._open.clear()
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

@@ -75,21 +75,59 @@ def test_another_thread_may_reply_later(pointer: Path) -> None:
         assert client.request("any").arguments == {"late": True}
 
 
-def test_no_reply_ends_the_call_and_a_late_one_is_dropped(
+def test_replies_come_in_any_order(pointer: Path) -> None:
+    kept: list[Request] = []
+
+    def reversed_pairs(request: Request) -> None:
+        kept.append(request)
+        if len(kept) == 2:
+            while kept:
+                last = kept.pop()
+                last.reply(last.arguments)
+
+    with serving(pointer, reversed_pairs), contextlib.closing(RequestClient(pointer)) as client:
+        numbers = [client.send("any", {"n": n}) for n in (10, 11)]
+        replies = [client.receive() for _ in numbers]
+        assert [number for number, _ in replies] == numbers[::-1]
+        assert [reply.arguments["n"] for _, reply in replies] == [11, 10]
+
+
+def test_a_server_that_dies_is_noticed_while_a_slow_one_is_waited_for(
     pointer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "SERVER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(requests, "SERVER_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(requests, "PING_S", 0.3)
 
     def slow(request: Request) -> None:
-        delay = 1.0 if request.arguments.get("slow") else 0.0
-        threading.Timer(delay, request.reply, [dict(request.arguments)]).start()
+        threading.Timer(4, request.reply).start()
 
-    with serving(pointer, slow), contextlib.closing(RequestClient(pointer)) as client:
+    with serving(pointer, slow) as server, contextlib.closing(RequestClient(pointer)) as client:
         began = time.monotonic()
-        with pytest.raises(ChannelFailed, match=r"no reply for 0\.5 s"):
-            client.request("any", {"slow": 1})
-        assert time.monotonic() - began < 5
-        assert client.request("any", {"slow": 2}, wait_s=30).arguments == {"slow": 2}
+        client.request("any")
+        assert time.monotonic() - began > 3.5
+        client.send("any")
+        server.close()
+        with pytest.raises(ChannelFailed, match=r"nothing heard for 1\.5 s"):
+            client.receive()
+
+
+def test_a_lost_request_is_sent_again_and_handled_once(
+    pointer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PING_S", 0.2)
+    seen: list[str] = []
+
+    def count(request: Request) -> None:
+        seen.append(request.method)
+        threading.Timer(1.0, request.reply).start()
+
+    with serving(pointer, count), contextlib.closing(RequestClient(pointer)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(RequestClient, "_send", staticmethod(lambda *_: None))
+            client.send("lost")
+        client.send("arrives")
+        assert {client.receive()[0] for _ in range(2)} == {1, 2}
+        assert sorted(seen) == ["arrives", "lost"]
 
 
 def test_a_stop_ends_the_wait(pointer: Path) -> None:
@@ -100,7 +138,7 @@ def test_a_stop_ends_the_wait(pointer: Path) -> None:
     ):
         threading.Timer(0.2, stopping.set).start()
         with pytest.raises(ChannelFailed, match="this process stops"):
-            client.request("never", wait_s=60)
+            client.request("never")
 
 
 def test_a_client_finds_the_successor_of_its_server(pointer: Path) -> None:
