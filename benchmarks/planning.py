@@ -107,9 +107,9 @@ def measure_simulator() -> list[BenchmarkRow]:
         times.append(time.perf_counter() - start)
     count = len(differences)
     return [
-        BenchmarkRow("simulator_vs_formula", round(worst, 6), "share", 0.05, "lower", count, 0.0),
+        BenchmarkRow("simulation_vs_plan", round(worst, 6), "share", 0.05, "lower", count, 0.0),
         BenchmarkRow(
-            "simulator_vs_formula_median", round(median, 6), "share", 0.05, "lower", count, 0.0
+            "simulation_vs_plan_median", round(median, 6), "share", 0.05, "lower", count, 0.0
         ),
         median_row("simulate_4096_s", times, "s", 5, "lower"),
     ]

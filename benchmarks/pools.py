@@ -88,7 +88,7 @@ def overhead(root: Path) -> list[BenchmarkRow]:
     ratios = [a / b for a, b in zip(job_s, pool_s, strict=True)]
     return [
         median_row("noncompute_share", idle_shares, "share", 0.05, "lower"),
-        median_row("segment_vs_stage", ratios, "x", 10, "higher"),
+        median_row("pool_vs_jobs", ratios, "x", 10, "higher"),
         median_row("segment_iteration_s", pool_s, "s", None, "lower"),
     ]
 

@@ -270,7 +270,10 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="New folder for the model")],
 ) -> None:
-    """Convert a GGUF file to a model folder with float32 weights; set model.path to the folder."""
+    """Convert a GGUF file to a model folder with float32 weights.
+
+    Set model.path to that folder.
+    """
     from rlinf.models.loading import convert_gguf
 
     convert_gguf(source, target)

@@ -83,8 +83,8 @@ def all_reduce_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Nu
 
 
 def all_gather_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
-    """Return ``(p - 1) alpha + (p - 1) / p n beta`` (ring), where ``size`` is the result on each
-    process. A reduce-scatter of ``size`` bytes takes as long."""
+    """Return ``(p - 1) alpha + (p - 1) / p n beta`` (ring), if the result on each process has
+    ``size`` bytes. A reduce-scatter of ``size`` bytes takes as long."""
     others = np.asarray(processes) - 1
     return others * link.latency_s + others / processes * size / link.bytes_per_s
 
@@ -185,8 +185,9 @@ class GpuDevice:
     def group_link(self, processes: Any, stride: Any, *, pairwise: bool = False) -> LinkModel:
         """Return the link between processes of a group whose ranks differ by ``stride``.
 
-        Ranks fill one node first. Interleaved groups share the node's bandwidth: ``stride`` groups
-        in a ring, which leaves a node once; all GPUs if each sends to all others (``pairwise``).
+        Ranks fill one node first. In a ring, one GPU of a group sends to the next node, so up to
+        ``stride`` interleaved groups share a node's bandwidth. If each process sends to all
+        others (``pairwise``), all GPUs of the node share it.
         """
         fits_in_node = np.asarray(processes) * stride <= self.gpus_per_node
         num_sharing = self.gpus_per_node if pairwise else np.minimum(stride, self.gpus_per_node)

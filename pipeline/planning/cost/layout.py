@@ -66,7 +66,7 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The pipeline stages of a model. Equal stages are stored once: arrays are ``[different]``.
+    """The pipeline stages of a model. Equal stages are stored once, so arrays may be shorter.
 
     The embedding is on the first stage; the last norm and the head are on the last stage. If the
     embedding is tied and these stages differ, the last stage has a copy of it.
@@ -96,7 +96,7 @@ class PipelineStages:
 
 @functools.lru_cache(maxsize=256)
 def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
-    """Split the layers equally into ``pp`` pipeline stages, which must divide them."""
+    """Split the layers into ``pp`` equal pipeline stages; ``pp`` must divide their number."""
     shared = shape.shared_parameters.reshape(pp, -1).sum(1).astype(np.float64)
     shared[0] += shape.embeddings * shape.embedding_parameters
     shared[-1] += shape.hidden + shape.head_parameters
@@ -123,9 +123,9 @@ def candidate_layouts(
     """Yield the useful layouts on up to ``gpus`` GPUs, in batches with the same ``pp`` and
     ``recompute``.
 
-    ``tp`` divides the heads (and the key-value heads, unless they are fewer) and is at most
-    ``gpus_per_node``; ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica
-    has at least one sample. Generation has no pipeline.
+    ``tp`` divides the heads, ``gpus_per_node`` and the key-value heads (or is a multiple of the
+    latter); ``pp`` divides the layers; ``ep`` divides experts and replicas. Every replica has at
+    least one sample. Generation has no pipeline.
     """
     is_generation = isinstance(work, GenerationWorkload)
     for pp in [1] if is_generation else _divisors(shape.layers):

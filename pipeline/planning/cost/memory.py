@@ -59,8 +59,8 @@ def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> 
     remaining memory determines the number of running requests (:func:`running_requests`).
     """
     if isinstance(work, TrainingWorkload):
-        stages = training_memory(shape, split_pipeline(shape, layout.pp), layout, work)
-        return _worst_stage(stages)
+        by_stage = training_memory(shape, split_pipeline(shape, layout.pp), layout, work)
+        return _worst_stage(by_stage)
     if isinstance(work, InferenceWorkload):
         return _inference(shape, layout, work)
     return _generation(shape, layout, work)
@@ -73,15 +73,15 @@ def training_memory(
 
     Pipeline stage ``s`` has ``pp - s`` micro-batches in flight, or fewer if the optimizer step has
     fewer. With ZeRO 3, two layers are unsharded: the current layer and the next, which is fetched.
-    Offloaded optimizer states need room for at least the embedding's, unless their limit is 0.
+    Of offloaded optimizer states, those of the embedding stay on the GPU unless the limit is 0.
     """
     tp, dp, ep, size = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
     shards = work.shards(dp)
     unsharded, sharded = shared + routed, shared / shards + routed * ep / shards
 
-    def state_bytes(bytes_per_parameter: float, from_stage: int) -> Array:
-        return bytes_per_parameter * (sharded if work.zero >= from_stage else unsharded)
+    def state_bytes(bytes_per_parameter: float, min_zero: int) -> Array:
+        return bytes_per_parameter * (sharded if work.zero >= min_zero else unsharded)
 
     weights = state_bytes(work.state.weights, 3)
     if work.zero == 3:
@@ -111,7 +111,7 @@ def training_memory(
 def _inference(
     shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload
 ) -> MemoryBreakdown:
-    """Return the memory of the weights, and of one layer's activations or of the logits."""
+    """Return the memory of the weights, plus the larger of one layer's activations and logits."""
     tp, ep, micro_batch = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
     stages = split_pipeline(shape, layout.pp)
     tokens = micro_batch * max(work.longest, work.tokens)

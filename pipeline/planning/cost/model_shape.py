@@ -43,8 +43,8 @@ class ModelShape:
     tied: bool = False
     """True if the output head is the embedding."""
     embeddings: int = 1
-    """Number of embeddings: 2 with a separate critic. Its layers follow those of the policy, as if
-    both were one network."""
+    """Number of embeddings: 2 with a separate critic. The critic's layers follow those of the
+    policy, as if both were one network."""
     gated: bool = True
     """True if the feed-forward layer has a gate (three matrices instead of two)."""
     qkv_bias: bool = False

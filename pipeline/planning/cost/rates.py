@@ -46,7 +46,7 @@ class RateTable:
     """Index in :data:`pipeline.planning.cost.times.BOUNDS` of the largest part of the time, int64;
     -1: unknown."""
     memory_bytes: Array
-    """Memory of each GPU; NaN: unknown. Generation fills the rest with the KV cache."""
+    """Memory that a stage needs on a GPU; NaN: unknown. In generation, KV cache fills the rest."""
     layout_indices: Array
     """Layout for each number of GPUs, int64 ``[gpus + 1, 2]``: index of a batch in ``layouts``, and
     index of the layout in this batch; -1: unknown."""
@@ -128,7 +128,7 @@ def measured_rates(
     spread.
 
     If there are too few points for a fit, only the points with this ``size`` are used, unchanged.
-    A process of a point counts as a GPU.
+    Each process of a point counts as a GPU.
 
     Args:
         size: work of one iteration, in the unit of the points.
@@ -177,7 +177,7 @@ def _empty_table(gpus: int, source: Source) -> RateTable:
 
 
 def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
-    """Clear entries with rate 0. Beyond ``max_gpus``, repeat its entry: further GPUs are idle."""
+    """Clear entries with rate 0. Beyond ``max_gpus``, repeat that entry: further GPUs are idle."""
     count = len(table.rates)
     rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)
     rates = table.rates[rows]

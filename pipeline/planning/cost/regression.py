@@ -30,7 +30,7 @@ TERM_SETS = ((2,), (0, 2), (0, 1, 2), (0, 2, 3), (0, 2, 4), (0, 1, 2, 3, 4))
 MIN_POINTS = 3
 """Minimum number of different settings (processes and size) for a fit."""
 NOISE_FLOOR = 0.01
-"""Minimum relative standard deviation of a point, because runs differ more than their repeats."""
+"""Minimum relative standard deviation of a point, as runs differ more than repeats in a run."""
 RICHER_MODEL_FACTOR = 0.8
 """A larger set of terms needs a leave-one-out error below this share of the smaller set's."""
 EXTRAPOLATION_SPREAD = 0.25

@@ -1,10 +1,10 @@
-"""Predicts the seconds of a stage with a parallel layout from data sheets, by limiting resource.
+"""Predicts from data sheets the seconds that a stage takes with a parallel layout.
 
-A layout (:mod:`pipeline.planning.cost.layout`) divides a model over GPUs. Compute follows the
-roofline model, communication the model of links. Sources: Narayanan et al. 2021 (arXiv 2104.04473,
-sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al. 2020 (arXiv
-1910.02054, section 7) for sharded data parallelism; Pope et al. 2022 (arXiv 2211.05102) for
-memory-bound decoding.
+A layout (:mod:`pipeline.planning.cost.layout`) divides a model over GPUs. Compute time follows the
+roofline model; communication time follows the latency and bandwidth of links. Sources: Narayanan et
+al. 2021 (arXiv 2104.04473, sections 2 and 3) for 1F1B and tensor-parallel communication;
+Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) for sharded data parallelism; Pope et al. 2022
+(arXiv 2211.05102) for memory-bound decoding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SYNC_CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """The seconds of a stage by limiting resource; the sum of the parts is the duration."""
+    """The seconds of a stage, divided by the resource that limits them; the sum is the duration."""
 
     compute_s: Seconds = 0.0
     bandwidth_s: Seconds = 0.0
@@ -61,7 +61,7 @@ class TimeBreakdown:
         return sum(vars(self).values())
 
     def map_parts(self, change: Callable[[Any], Any]) -> TimeBreakdown:
-        """Return a breakdown of the results of a function for every part."""
+        """Return the breakdown with ``change`` applied to every part."""
         return TimeBreakdown(*(change(part) for part in vars(self).values()))
 
     def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
@@ -223,17 +223,17 @@ def _gradient_sync(
     """Return the seconds to sum gradients over replicas, for the largest pipeline stage.
 
     Without sharding this is an all-reduce. ZeRO 1 and 2 need a reduce-scatter and an all-gather,
-    which take as long. With ZeRO 3, weights are gathered twice and gradients are reduce-scattered
-    for each micro-batch, within one copy of the model; then gradient shards are all-reduced over
-    copies.
+    which take as long. With ZeRO 3, each micro-batch gathers weights twice and reduce-scatters
+    gradients (as long as an all-gather). With hybrid sharding, each micro-batch also all-reduces
+    gradient shards over the copies of the states (``work.copies``).
     """
     shared, routed = _largest_pipeline_stage(shape, layout)
     shards = work.shards(layout.dp) if work.zero == 3 else layout.dp
     groups = [(device.group_link(shards, layout.tp), shards, shared)]
     if shape.experts:
-        expert_copies = np.maximum(1, shards // layout.ep)
-        link = device.group_link(expert_copies, layout.tp * layout.ep)
-        groups.append((link, expert_copies, routed))
+        expert_replicas = np.maximum(1, shards // layout.ep)
+        link = device.group_link(expert_replicas, layout.tp * layout.ep)
+        groups.append((link, expert_replicas, routed))
     weight_bytes, gradient_bytes = work.state.weights, work.state.gradients
     if work.zero < 3:
         return sum(
@@ -274,7 +274,7 @@ def _optimizer(
 
 
 def _largest_pipeline_stage(shape: ModelShape, layout: CandidateLayout) -> tuple[Any, Any]:
-    """Return the largest parameters per GPU of a pipeline stage: shared, and of routed experts."""
+    """Return two maximums over pipeline stages: shared and routed parameters per GPU."""
     stages = split_pipeline(shape, layout.pp)
     return stages.shared.max() / layout.tp, stages.routed.max() / (layout.tp * layout.ep)
 
@@ -288,8 +288,9 @@ def _generation(
     A replica generates ``R`` responses of random length ``L``, at most ``C`` at the same time. If
     ``R <= C``, all start together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the
     engine is full until the queue is empty. Then the remaining length of a running request is
-    distributed as ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory),
-    and the mean age is ``E[(L - t)+^2] / (2 E[(L - t)+])``. The phase with a full engine has
+    distributed as ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory).
+    Requests that still run ``t`` steps later had generated ``E[(L - t)+^2] / (2 E[(L - t)+])``
+    tokens when the queue became empty, on average. The phase with a full engine has
     ``(R E[L] - C E[residual]) / C`` steps.
     """
     capacity = running_requests(shape, layout, work, device)
@@ -304,26 +305,26 @@ def _generation(
     survival = -np.diff(expected_excess) / widths
     residual = (expected_excess[1:] + expected_excess[:-1]) / 2 / mean_length
     mean_residual = float((residual * widths).sum())
-    full = capacity < requests
+    is_full = capacity < requests
     full_tokens = np.maximum(requests * mean_length - running * mean_residual, 0.0)
-    steps = np.where(full, full_tokens / running, 0.0)
+    full_steps = np.where(is_full, full_tokens / running, 0.0)
     decode = decode_step(shape, layout, running, mean_context(work), device)
     # The last phase begins with n requests, each of which is still running with probability q. At
     # least one runs with probability 1 - (1 - q)^n; the mean number is then n q divided by that.
-    probability = np.where(full[..., None], residual, survival)
+    probability = np.where(is_full[..., None], residual, survival)
     any_running = 1 - (1 - probability) ** running[..., None]
     mean_running = running[..., None] * probability / np.maximum(any_running, 1e-300)
     num_running = np.where(any_running > 0, mean_running, 1.0)
     excess = np.maximum(lengths[None] - midpoints[:, None], 0.0)
     age = (excess**2).mean(1) / (2 * np.maximum(excess.mean(1), 1e-300))
-    context = work.prompt_tokens + midpoints + np.where(full[..., None], age, 0.0)
+    context = work.prompt_tokens + midpoints + np.where(is_full[..., None], age, 0.0)
     tp, ep = np.asarray(layout.tp)[..., None], np.asarray(layout.ep)[..., None]
     tail = decode_step(shape, CandidateLayout(tp, ep=ep), num_running, context, device).map_parts(
         lambda part: (widths * any_running * part).sum(-1)
     )
     prefill = _prefill(shape, layout, work, np.ceil(requests / work.group_size), device)
     infeasible = TimeBreakdown(bandwidth_s=np.where(capacity > 0, 0.0, np.inf))
-    return prefill + decode.map_parts(lambda part: steps * part) + tail + infeasible
+    return prefill + decode.map_parts(lambda part: full_steps * part) + tail + infeasible
 
 
 def _step_grid(lengths: Array) -> Array:

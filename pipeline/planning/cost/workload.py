@@ -29,7 +29,7 @@ class TrainingWorkload:
     samples: int
     """Sequences per optimizer step."""
     tokens: int
-    """Mean length of a sequence."""
+    """Mean length of a sequence, in tokens."""
     longest: int = 0
     """Longest sequence, which determines the memory; 0: the mean."""
     steps: int = 1

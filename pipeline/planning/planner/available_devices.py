@@ -2,7 +2,7 @@
 
 :class:`PartitionDevices` joins the cluster's inventory with the profile of a run.
 :class:`JobAllowance` checks the limits of accounting and partitions, as ``rlinf run`` does. Kinds
-may share nodes or limits; :func:`shared_capacities` lists these.
+may share nodes or limits; :func:`shared_capacities` lists the groups of such kinds.
 """
 
 from __future__ import annotations
@@ -215,9 +215,9 @@ class PartitionDevices:
     def has_device_memory(self) -> bool:
         """True if the profile's memory peaks are of the devices; False: of the node.
 
-        The fake GPUs of a dev cluster were measured on its CPUs. If the profile has no entry, GPUs
-        count as having their own memory, except GPUs of a known type that the inventory lists
-        without a model.
+        If the profile does not contain this, GPUs are assumed to have their own memory. The
+        exception are the fake GPUs of a dev cluster, which were measured on its CPUs: their type is
+        known, but the inventory has no model for it.
         """
         kind, location = self.kind, self.profile.memory
         if location is not None or not kind.gpus_per_node:

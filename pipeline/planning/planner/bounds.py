@@ -238,7 +238,7 @@ class _Program:
             / self.unit
             for s, group in groups.items()
         }
-        last: dict[int, int] = {}
+        last_on_pool: dict[int, int] = {}
         for group in predictor.lockstep_groups:
             # The first stage represents its group, whose stages begin and end together.
             first = group[0]
@@ -246,13 +246,13 @@ class _Program:
                 self._add_order(self.start, first, terms, first, self.end, overheads[first])
             for pool in sorted({p for s in group for p in self.stage_pools[s]}):
                 switch = predictor.min_switch_s(group, pools[pool]) / self.unit
-                if pool in last:
-                    self._add_order(self.end, last[pool], [], first, self.start, switch)
+                if pool in last_on_pool:
+                    self._add_order(self.end, last_on_pool[pool], [], first, self.start, switch)
                 elif switch:
                     row = np.zeros(self.size)
                     row[self.start.start + first] = -1.0
                     self._add_row(row, -switch)
-                last[pool] = first
+                last_on_pool[pool] = first
             for s in group:
                 for name in problem.stages[s].after:
                     source = groups[index[name]]
@@ -282,6 +282,7 @@ class _Program:
         if is_time_shared(group, self.stage_pools):
             return 1 / max(chunks)
         shares = [{0: 1 / m, **stage.lead.get(m, {})} for m in chunks]
+        # The entry 0 (1 / m) applies only below the smallest known number of GPUs.
         return min(share for row in shares for gpus, share in row.items() if gpus or 1 not in row)
 
     def _group_times(
@@ -350,7 +351,7 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         pool_s = membership @ np.stack(stage_s) + switches[:, None]
         costs = np.zeros((len(membership), NUM_TIMES))
         for row, seconds in zip(costs[1:], pool_s[1:], strict=True):
-            # The pool needs more than the last insufficient budget.
+            # The pool needs more than the last insufficient budget; 2: no budget is sufficient.
             first = np.searchsorted(-seconds, -times * (1 + 1e-9))
             row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
         is_affordable = np.sum([costs[pool_codes[:, p]] for p in range(len(stages))], axis=0) <= 1

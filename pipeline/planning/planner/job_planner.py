@@ -437,14 +437,14 @@ def choose_assignments(
         best_assignment = min(assignments, key=lambda assignment: assignment.cost)
         others = [assignment for assignment in assignments if assignment is not best_assignment]
     selected = [best_assignment]
-    used_places = {_place_names(selected[0])}
+    used_places = {_places_and_sizes(selected[0])}
     for other in sorted(others, key=lambda assignment: assignment.cost):
         if (
             other.cost > selected[0].cost * NOTABLE_COST_FACTOR
-            and _place_names(other) not in used_places
+            and _places_and_sizes(other) not in used_places
             and len(selected) <= alternatives
         ):
-            used_places.add(_place_names(other))
+            used_places.add(_places_and_sizes(other))
             selected.append(other)
     return selected
 
@@ -504,7 +504,7 @@ def _assignment(
 def _variants(
     options: Mapping[str, Sequence[StageOption]], best: Sequence[StageOption], objective: Objective
 ) -> Iterator[list[StageOption]]:
-    """Yield assignments in which one stage has another place or size, or all have one place."""
+    """Yield assignments with another place or size of one stage, or with one place for all."""
     places = dict.fromkeys(option.place for choices in options.values() for option in choices)
     for place in places:
         moved = [
@@ -536,5 +536,5 @@ def _sort_key(objective: Objective) -> Callable[[StageOption], tuple[float, ...]
     return key
 
 
-def _place_names(assignment: StageAssignment) -> tuple[tuple[str, str], ...]:
+def _places_and_sizes(assignment: StageAssignment) -> tuple[tuple[str, str], ...]:
     return tuple((option.place, option.size) for option in assignment.options)

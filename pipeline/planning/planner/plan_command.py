@@ -553,8 +553,8 @@ def job_corrections(
         )
         resources = plan.stage_plan(stage)
         for name, entry in request.devices.items():
-            kinds = resources.speed_weights if isinstance(resources.speed_weights, dict) else {}
-            same_gpus = resources.gpu_type in (None, entry.kind.gpu_type) or entry.feature in kinds
+            speeds = resources.speed_weights if isinstance(resources.speed_weights, dict) else {}
+            same_gpus = resources.gpu_type in (None, entry.kind.gpu_type) or entry.feature in speeds
             if (resources.partition or "") == entry.kind.partition and same_gpus:
                 corrections[stage, name] = correction
     return corrections

@@ -281,8 +281,8 @@ def _build_plan(request: PlanRequest, problem: PlacementProblem, placement: Plac
 
 
 def _build_pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
-    """Return the plan's pool for pools of the placement that are one ``job`` (or, if that is not
-    possible for generators, a job for each device)."""
+    """Return the plan's pool for the placement's pools of one ``job``. If their GPUs cannot form
+    one job (only for generators), each device gets a job."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
     job_gpus = np.array(placement.gpus)[list(job)].sum(0)
     devices = {kind.name: int(n) for kind, n in zip(problem.kinds, job_gpus, strict=True) if n}

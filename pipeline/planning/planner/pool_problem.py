@@ -202,8 +202,8 @@ def build_pool_problem(
 def _considered_devices(
     request: PlanRequest, requested_kinds: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Return the kinds without a better kind, which contain every node once, and kinds that are
-    requested or pinned, or allow longer jobs, larger jobs or more devices than the better kind."""
+    """Return the kinds without a better kind (these have every node once), and kinds that are
+    requested or pinned, or allow longer or larger jobs or more devices than their better kind."""
     devices = request.priced_devices()
     required = {*requested_kinds, *_pinned_kinds(request)}
 
@@ -218,7 +218,7 @@ def _considered_devices(
 
 
 def _pinned_kinds(request: PlanRequest) -> set[str]:
-    """Return kinds to which a stage is pinned, except if it is also pinned to the better kind."""
+    """Return kinds to which a stage is pinned, while it is not pinned to their better kind."""
     return {
         name
         for kinds in request.pins.values()
@@ -230,7 +230,7 @@ def _pinned_kinds(request: PlanRequest) -> set[str]:
 def _drop_useless_kinds(
     devices: Mapping[str, PartitionDevices], tables: RateTables, required: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Remove kinds with which no stage gains a number of GPUs, compared with the better kind."""
+    """Remove kinds that allow no stage a number of GPUs that their better kind does not allow."""
 
     def is_useful(name: str, better: str) -> bool:
         for stage_tables in tables.values():
@@ -379,11 +379,11 @@ def measured_links(
     profile: Profile, a: PartitionDevices, b: PartitionDevices
 ) -> list[MeasuredLink]:
     """Return the measured links between nodes of two kinds."""
-    partitions = {a.profile.partition, b.profile.partition}
+    kinds = {a.kind.name, b.kind.name}
     return [
         link
         for link in (*profile.links, *a.profile.links)
-        if link.path in ("inter_node", "inter_partition") and set(link.between) == partitions
+        if link.path in ("inter_node", "inter_partition") and set(link.between) == kinds
     ]
 
 

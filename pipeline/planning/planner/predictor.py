@@ -108,9 +108,9 @@ class Predictor:
             pools: indices of the stages of each pool.
             gpus: GPUs by pool, int ``[kinds, n]``.
             chunks: chunks per iteration, one number or int ``[n]``.
-            assigned_gpus: the part of ``gpus`` that is certainly assigned; all by default. Only
-                these add switching and transfers, and must be of one kind if pools do not mix. If
-                fewer, the prediction is a lower bound for all allocations between both numbers.
+            assigned_gpus: GPUs that are certainly assigned; by default ``gpus``. Only these add
+                switching and transfers, and must be of one kind in a job that may not mix. If
+                fewer, the prediction is a lower bound for all allocations from these to ``gpus``.
             free: time ``[n]`` from which a pool is free, by pool; 0 by default.
             weights_s: time at which the weights arrive at the stage that loads them.
         """
@@ -157,9 +157,9 @@ class Predictor:
                 lead = np.where(
                     is_fixed, stages[group[0]].first_chunk_share(chunks, assigned.sum(0)), lead
                 )
-            ready = begin + work * lead + overhead_s / chunks
+            first_ready = begin + work * lead + overhead_s / chunks
             for member in group:
-                start[member], finish[member], first_chunk[member] = begin, end, ready
+                start[member], finish[member], first_chunk[member] = begin, end, first_ready
             for pool in group_pools:
                 free[pool] = end
         sync_s = self._sync_time(stage_pools, assigned_gpus)
@@ -333,7 +333,7 @@ def in_separate_pools(stage_pools: Mapping[int, Sequence[int]], a: int, b: int) 
 
 def is_time_shared(group: Sequence[int], stage_pools: Mapping[int, Sequence[int]]) -> bool:
     """Return True if other stages in a group's pools run between the group's chunks. Stages on all
-    pools of the job do not, because they run after all chunks."""
+    pools of the job do not count, because they run after all chunks."""
     group_pools = {p for member in group for p in stage_pools[member]}
     max_pools = max(len(stage_pools[s]) for s in group)
     others = [pools for s, pools in stage_pools.items() if s not in group]

@@ -371,7 +371,7 @@ class JobLimitSection(Section):
 
 
 class ProblemFile(Section):
-    """A :class:`PlacementProblem` in a file; ``pools`` and ``num_chunks``: optional placement."""
+    """A :class:`PlacementProblem` in a file; ``pools`` and ``num_chunks`` may give a placement."""
 
     kinds: dict[str, KindSection] = Field(min_length=1)
     stages: dict[str, StageSection] = Field(min_length=1)

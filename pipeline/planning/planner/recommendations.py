@@ -28,7 +28,7 @@ from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 CONSIDERED_STALENESS = 1
-"""Staleness of the recommendation, in iterations."""
+"""Staleness for or against which there is a recommendation, in iterations."""
 
 
 def recommend(
@@ -206,7 +206,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class AlternativePlan:
-    """Another plan, which is worse by the objective."""
+    """Another plan, which is worse by the objective (or better, beside a user's plan)."""
 
     difference: str
     """The stages that this plan places differently, and where; for pools, all of its pools."""
@@ -215,7 +215,7 @@ class AlternativePlan:
     cost: float
     """Value of the objective, in its unit."""
     reason: str
-    """Why this plan is worse."""
+    """Why this plan is worse, or better."""
 
 
 @dataclass(frozen=True)

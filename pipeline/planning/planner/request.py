@@ -1,4 +1,4 @@
-"""The planner's input: a run, its profile, the devices, the objective and the pins."""
+"""The planner's input: a run, its profile, devices, objective, and pins (allowed kinds)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlanRequest:
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, which the proposal contains too."""
+    """Notes for the user, which are copied to the proposal."""
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
     """Corrections from the measured times of earlier runs, by stage and kind."""
     sources: PlanningSources | None = None
@@ -48,7 +48,7 @@ class PlanRequest:
         return self.plan_validator(parse_plan(plan.to_dict(), "plan", flow_of(self.config)))
 
     def for_planner(self) -> PlanRequest:
-        """Return the request without devices on which no job of the planner can run."""
+        """Return the request with only the devices on which the planner's jobs can run."""
         devices = {n: e for n, e in self.devices.items() if e.allowance.max_devices != 0}
         return replace(self, devices=devices)
 

@@ -54,13 +54,13 @@ def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
 
 def _partition(stages: Sequence[int]) -> Iterator[PoolStages]:
     """Yield all partitions of some stages into pools, fewest pools first."""
-    codes: list[tuple[int, ...]] = [(0,)]
+    rows: list[tuple[int, ...]] = [(0,)]  # the pool number of each stage
     for _ in stages[1:]:
-        codes = [(*code, i) for code in codes for i in range(max(code) + 2)]
-    for code in sorted(codes, key=lambda code: (max(code), code)):
+        rows = [(*row, pool) for row in rows for pool in range(max(row) + 2)]
+    for row in sorted(rows, key=lambda row: (max(row), row)):
         yield tuple(
-            tuple(s for s, pool in zip(stages, code, strict=True) if pool == number)
-            for number in range(max(code) + 1)
+            tuple(s for s, pool in zip(stages, row, strict=True) if pool == number)
+            for number in range(max(row) + 1)
         )
 
 
@@ -170,7 +170,7 @@ def divisions_without_kind(state: Array) -> Array:
 
 
 EXACT_GPUS, EXACT_GROUPINGS = 16, 52
-"""Problems with up to this many GPUs and groupings (of five stages) are always enumerated."""
+"""Problems with up to this many GPUs and groupings (as of five stages) are always enumerated."""
 EXACT_DIVISIONS = 200_000
 """Other problems are enumerated if the largest grouping has at most this many divisions. With more
 than ``EXACT_GROUPINGS`` groupings, this limit is proportionally lower."""
@@ -249,7 +249,6 @@ class _Division:
     gpus: Array
     """Integers ``[pools, kinds]``."""
     chunks: int
-    """Number of chunks per iteration."""
 
 
 _Divisions = dict[PoolStages, _Division]
@@ -410,7 +409,7 @@ class _Search:
     def tighten_bound(
         self, bounds: dict[PoolStages, float], relaxed: set[PoolStages], lowest_cost: float
     ) -> float:
-        """Return the smallest bound of all groupings. To improve it, the ``relaxed`` groupings with
+        """Return the smallest bound of all groupings. To raise it, the ``relaxed`` groupings with
         the smallest bounds are relaxed again, separately for each number of chunks."""
         tightest = min([lowest_cost, *(bounds[pools] for pools in bounds.keys() - relaxed)])
         for pools in sorted(relaxed, key=lambda pools: bounds[pools]):
@@ -530,8 +529,8 @@ class _Search:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
     def _initial_divisions(self, pools: PoolStages, gpus: Array, lowest: float) -> Sequence[Array]:
-        """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions in
-        which each job that must not mix kinds has a single kind (if all may mix, every job)."""
+        """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions with a
+        single kind for each job that must not mix kinds, or for every job if all may mix."""
         jobs = pools_of_jobs(pools)
         single_kind_jobs = [job for job in jobs if not self._may_mix(pools, job)]
         rounded = self._round(pools, gpus)

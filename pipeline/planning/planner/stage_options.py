@@ -495,7 +495,7 @@ def stage_options(
 def _permitted_options(
     options: Sequence[StageOption], *, required: bool = True
 ) -> list[StageOption]:
-    """Return the options that exceed the time limit (unchecked), then those that accounting allows.
+    """Return the options that exceed the time limit, unchecked, then those that accounting allows.
 
     Raises:
         PlanError: ``required``, but no job is allowed; the message has the smallest job's limit.
@@ -541,19 +541,19 @@ def mixed_kind_option(
     """
     counts = [count * processes for count in nodes]
     lines = [times.time_line(count) for times, count in zip(stage_times, counts, strict=True)]
-    (fixed_a, rate_a), (fixed_b, rate_b) = lines
-    total_rate = rate_a + rate_b
-    share_a = (fixed_b + rate_b - fixed_a) / total_rate if total_rate > 0 else math.nan
+    (fixed_a, slope_a), (fixed_b, slope_b) = lines
+    total_slope = slope_a + slope_b
+    share_a = (fixed_b + slope_b - fixed_a) / total_slope if total_slope > 0 else math.nan
     # If times are unknown or independent of the share, divide the batch equally over processes.
     share_a = share_a if math.isfinite(share_a) else counts[0] / sum(counts)
     share_a = min(max(share_a, MIN_BATCH_SHARE), 1 - MIN_BATCH_SHARE)
-    parts = [
+    work_times = [
         times.times(np.array([count]), share)
         for times, count, share in zip(stage_times, counts, (share_a, 1 - share_a), strict=True)
     ]
-    slowest = max(range(2), key=lambda i: float(parts[i][0][0]))
+    slowest = max(range(2), key=lambda i: float(work_times[i][0][0]))
     efficiency = mixing_efficiency(stage_times)
-    seconds, spread, _ = (float(value[0]) / efficiency for value in parts[slowest])
+    seconds, spread, _ = (float(value[0]) / efficiency for value in work_times[slowest])
     speeds = [share_a / counts[0], (1 - share_a) / counts[1]]
     overheads = [times.overheads(sum(nodes) * processes) for times in stage_times]
     return StageOption(
@@ -571,7 +571,7 @@ def mixed_kind_option(
         },
         tuple(round(speed / min(speeds), 3) for speed in speeds),
         max(times.peak_memory_bytes for times in stage_times),
-        any(bool(part[2][0]) for part in parts),
+        any(bool(part[2][0]) for part in work_times),
     )
 
 

@@ -49,7 +49,7 @@ class PlacementForecast:
     nominal_s: float
     """Seconds of an iteration with the problem's speeds."""
     mean_s: float
-    """Mean seconds of an iteration with sampled speeds; then its quantiles."""
+    """Mean of an iteration's seconds with sampled speeds; the next fields are quantiles."""
     q10_s: float
     q50_s: float
     q90_s: float
@@ -200,8 +200,8 @@ def _memory(
     speeds: list[UsedSpeed],
     pool: int,
 ) -> dict[str, float]:
-    """Return the memory of a GPU in bytes, by kind: the sum over resident stages, and the largest
-    of the stages that are offloaded."""
+    """Return the memory of a GPU in bytes, by kind: the sum over resident stages, plus the largest
+    of the offloaded stages."""
     resident: dict[str, float] = {}
     offloaded: dict[str, float] = {}
     for s, k, gpus in speeds:

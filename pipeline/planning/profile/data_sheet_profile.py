@@ -116,6 +116,8 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
 
 @dataclass(frozen=True)
 class _RunWork:
+    """The numbers of a run that determine its stages' times."""
+
     shape: ModelShape
     trainer_shape: ModelShape
     """The trainer's networks, including a separate critic."""
@@ -139,11 +141,9 @@ class _RunWork:
     train_stage: str
     publish_stage: str
     recompute: Recompute
-    """Activation recomputation; see :data:`pipeline.planning.cost.model_shape.RECOMPUTE`."""
     zero: int
     """ZeRO stage of the trainer; see :class:`TrainingWorkload`."""
     state: StateBytes
-    """Bytes per parameter of the trainer."""
     copies: int
     """Complete copies of the states; see :class:`TrainingWorkload`."""
     optimizer_limit_bytes: float | None
@@ -239,7 +239,7 @@ def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
 
 def _optimizer_limit_bytes(trainer: str, settings: Mapping[str, Any]) -> float | None:
     """Return the maximum optimizer bytes on the device; None: no limit. With DeepSpeed the host
-    runs the optimizer step, so none are on the device."""
+    runs the optimizer step, so the limit is 0."""
     if not settings.get("offload_optimizer"):
         return None
     return (

@@ -112,7 +112,7 @@ def describe_excluded_nodes(kind: DeviceKind, inventory: Inventory) -> str:
 
 
 def _hardware(group: NodeGroup) -> tuple[object, ...]:
-    """Return the properties in which two groups may differ whose GPUs have the same name."""
+    """Return the properties in which groups with the same GPU name may differ."""
     return group.gpus_per_node, group.gpu_model, group.gpu_memory_gib
 
 

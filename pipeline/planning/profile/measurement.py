@@ -1,6 +1,6 @@
-"""The task of a profiling job, and its trial: the file of its measurements so far.
+"""The task of a profiling job, and its trial: the file of the measurements so far.
 
-The job updates its trial after every iteration, so that the next job can continue.
+A job updates the trial after every iteration, so that the next job with this task can continue.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class CaseRepeats(Section):
 
 
 class Trial(Section):
-    """The measurements of one job (a number of nodes and processes of a kind) so far."""
+    """The measurements so far of the jobs with one number of nodes and processes of a kind."""
 
     schema_version: Literal[1] = SCHEMA
     key: str

@@ -79,7 +79,7 @@ INTERRUPTED_STATES = frozenset(
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
-    """Record in the trial the delay until a job's end was noticed, or that its memory ran out.
+    """Record in the trial how late a job's end was noticed, or that the job ran out of memory.
 
     Raises:
         InputError, StageError: the job failed for another reason.
@@ -305,7 +305,7 @@ class ProfilePass:
         return in_time
 
     def measuring_s(self, tasks: Sequence[ProfileTask], end: float, num_jobs: int) -> float:
-        """Return the seconds that each of ``num_jobs`` jobs measures, without the time to start."""
+        """Return the seconds until ``end`` for each of ``num_jobs`` jobs, without their start."""
         start_times = [trial.start_s for task in tasks if (trial := load_trial(task.trial_path))]
         start_s = max((s for s in start_times if s is not None), default=DEFAULT_START_S)
         return (end - time.time()) / num_jobs - start_s

@@ -86,8 +86,8 @@ class ProfilePoint(Section):
     samples: int = Field(gt=0)
     """Samples of the stage over all processes; for ``sync`` those of the iteration."""
     tokens: int = Field(ge=0)
-    """Mean number of tokens per repeat: response tokens for rollout and reward; all computed
-    positions with prompts, of the samples in use, for inference and train; 0 for ``sync``."""
+    """Mean number of tokens per repeat. Rollout and reward: in responses. Inference and train: in
+    prompts and responses, for train only of samples that are included. ``sync``: 0."""
     token_budget: int | None = Field(default=None, gt=0)
     """Maximum positions of a micro-batch; None if the stage or trainer has no limit."""
     time: Measurement | None = None

@@ -115,7 +115,7 @@ class StageBench:
     imports_s: float = 0.0
     """Seconds of the imports before the work."""
     connect_s: float = 0.0
-    """Seconds to create the process group; 0 as soon as they are part of a ``trainer_load``."""
+    """Seconds to create the process group; 0 after they were added to a ``trainer_load``."""
     first_load_s: float = 0.0
     """Seconds to load the weights for the first time, including imports on first use."""
     num_iterations: int = 0
@@ -231,7 +231,7 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Return the folder of a node's output: of SFT, in the run; else, in the scratch folder."""
+        """Return the folder of a stage's output: in the run for SFT, else in the scratch folder."""
         if node.stage in self.graph.flow.setup_stages:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
@@ -327,8 +327,8 @@ class StageBench:
         self.update_trial(links=tuple(link for link in links if link is not None))
 
     def record_imports(self) -> None:
-        """Record the time of imports. Those on first use took the time by which the first load of
-        the weights was longer than the shortest later load."""
+        """Record the time of imports. Imports on first use took the difference between the first
+        load of the weights and the shortest later load."""
         overheads = self.trial.overheads_s
         names = ("engine_load", "trainer_load")
         loads = [overheads[name][-1] for name in names if name in overheads]
@@ -412,7 +412,7 @@ def span_seconds(manifest: Manifest) -> dict[str, float]:
 
 
 def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
-    """Measure the link to the other job of a pair; the job with rank 0 writes it to its trial."""
+    """Measure the link to the other job of a pair; the job with rank 0 writes its trial."""
     assert task.rank is not None
     device = _trainer_device(config)
     rendezvous_file = task.folder.parent / RENDEZVOUS_DIR / "link.json"

@@ -25,8 +25,8 @@ class DecodingReplica(Section):
     slots: int = Field(default=256, ge=1)
     """Number of samples that a worker runs concurrently; others wait for a slot."""
     fixed_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the time of a decoding step with full slots that remains with fewer samples: reading
-    the weights, launching kernels."""
+    """Share of the time of a decoding step with full slots that does not depend on the number of
+    samples: reading the weights, launching kernels."""
 
 
 class LengthDistribution(Section):
@@ -70,7 +70,7 @@ class QueueWaitModel(Section):
     """Queue waits before a job starts; without them jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: waits are equal to the kind's expected wait; ``exponential``: it is their mean."""
+    """``none``: waits are equal to the kind's expected wait; ``exponential``: that is the mean."""
 
 
 class InterruptionModel(Section):
@@ -106,7 +106,7 @@ class Walltime(Section):
 
 
 class NetworkModel(Section):
-    """Transfers that take time and share the network; without it only ``sync_s`` counts.
+    """Transfers that take time and share the network; if None, only ``sync_s`` counts.
 
     A transfer of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``. Concurrent transfers
     share the bandwidth of their pools' GPUs and of the fabric, max-min fairly.
@@ -170,6 +170,6 @@ def _referenced_names(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return an independent random generator for a purpose and an object, such as the pool with the
-    indices ``ids``."""
+    """Return an independent random generator for a purpose and for the object with the indices
+    ``ids``, such as a pool."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))

@@ -350,11 +350,11 @@ def completion_times(lengths: Array, slots: int, fixed: float, per_sample: float
     ends = lengths.astype(np.float64)
     if count > slots:
         rows = np.arange(workers)
-        busy = ends[:, :slots].copy()
+        slot_ends = ends[:, :slots].copy()
         for j in range(slots, count):
-            slot = busy.argmin(1)
-            busy[rows, slot] += ends[:, j]
-            ends[:, j] = busy[rows, slot]
+            slot = slot_ends.argmin(1)
+            slot_ends[rows, slot] += ends[:, j]
+            ends[:, j] = slot_ends[rows, slot]
     ends.sort(axis=1)
     running = np.minimum(slots, count - np.arange(count))
     steps = np.diff(ends, axis=1, prepend=0.0)
@@ -384,6 +384,7 @@ class DecodingStage:
         self._lengths, self._workers = lengths, workers
         self._samples = sum(entry.samples for entry in workers)
         self._scale = seconds
+        """Duration for samples of equal length, seconds."""
         if lengths.profiled:
             end_times = [
                 self._draw_times(random_generator(seed, "calibration", i))[0][-1]

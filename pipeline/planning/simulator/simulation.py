@@ -266,7 +266,7 @@ class PlacementWork:
 
     def _shares(self, members: tuple[int, ...], num_chunks: int) -> tuple[float, ...]:
         stage, plan_chunks = self.problem.stages[members[0]], self.placement.num_chunks
-        # A stage on all pools of a job runs after all chunks of stages on some of the pools.
+        # Stages on all pools of a job run after all chunks, so chunks do not alternate with these.
         pools = self.stage_pools
         used_pools = {pool for s in members for pool in pools[s]}
         other_stages = {s for p in used_pools for s in self.placement.pools[p]} - set(members)
@@ -365,8 +365,6 @@ class _Channel:
 
 @dataclass
 class _Rendezvous:
-    """The rendezvous of the pools of a group."""
-
     begin: simpy.Event
     end: simpy.Event
     joined: int = 0
@@ -464,9 +462,9 @@ class _Simulation:
             self.trace.mark_repeated(first_span)
             return False
         last = max(state.finish_times, key=lambda p: state.finish_times[p])
-        slowest = self.names[self.work.groups[self.work.pool_groups[last][-1]].stages[-1]]
+        last_stage = self.names[self.work.groups[self.work.pool_groups[last][-1]].stages[-1]]
         for p, finish_s in state.finish_times.items():
-            self.trace.add_wait(p, slowest, state.finish_times[last] - finish_s)
+            self.trace.add_wait(p, last_stage, state.finish_times[last] - finish_s)
             self.trace.add_wait(p, "weights", self.env.now - state.finish_times[last])
         return True
 
@@ -487,8 +485,6 @@ class _Simulation:
         losses = self.scenario.losses
         if losses is not None and losses.redo == "iteration" and not self.repeat.triggered:
             self.repeat.succeed()
-
-    # One pool
 
     def _run_pool(self, p: int, state: _Iteration) -> Process:
         for g in self.work.pool_groups[p]:
@@ -576,8 +572,6 @@ class _Simulation:
         for pool, mask in self.masks[s].items():
             self.trace.gpu_busy[pool][mask] += seconds
 
-    # Transfers between pools
-
     def _channel(self, edge: Edge) -> _Channel:
         streams = self.problem.stages[edge[1]].streams
         return _Channel(self.env, self.scenario.capacity if streams else None)
@@ -618,8 +612,6 @@ class _Simulation:
         assert self.network is not None
         links = (("out", self.stage_pools[edge[0]]), ("in", self.stage_pools[edge[1]]), "fabric")
         yield from self.network.send(size, links)
-
-    # A stage on several pools, or a cycle over them
 
     def _run_together(self, p: int, g: int, state: _Iteration) -> Process:
         """Run a group on several pools: the pool that arrives last runs the group, the others wait
@@ -687,7 +679,7 @@ class _Simulation:
         )
 
     def _decoding(self) -> dict[int, DecodingStage]:
-        """Return the stage whose lengths the scenario has, by its index; empty without lengths."""
+        """Return the stage whose samples differ in length, by its index; empty without lengths."""
         lengths = self.scenario.lengths
         if lengths is None:
             return {}

@@ -193,6 +193,7 @@ class PlacementStudy:
                 float(decode_step(shape, layout, n, mean_context(work), device).total)
                 for n in (1, slots)
             )
+            # A step with n requests takes full_step_s * (fixed + (1 - fixed) * n / slots).
             fixed = (one_request_s * slots / full_step_s - 1) / (slots - 1) if slots > 1 else 1.0
             replicas[kind] = DecodingReplica(
                 gpus=int(layout.tp), slots=slots, fixed_share=float(np.clip(fixed, 0, 1))

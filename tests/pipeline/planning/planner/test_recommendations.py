@@ -16,7 +16,7 @@ from pipeline.planning.planner.plan_command import (
     propose_plan,
     render_page,
 )
-from pipeline.planning.planner.pool_problem import build_pool_problem
+from pipeline.planning.planner.pool_problem import build_pool_problem, measured_links
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.planner.search import solve
@@ -127,6 +127,29 @@ def test_helpers_need_an_elastic_pool_and_time(plan_request: PlanRequest) -> Non
     assert found.saved_s is not None
     assert found.saved_s > 0
     assert "at most" in found.reason
+
+
+def test_links_are_measured_between_kinds_which_may_share_a_partition(
+    plan_request: PlanRequest,
+) -> None:
+    a, b = (
+        replace(own, kind=replace(own.kind, name=f"gpu:{name}", partition="gpu"))
+        for name, own in plan_request.devices.items()
+        if name in ("a100", "h100")
+    )
+    link = MeasuredLink(
+        path="inter_partition",
+        backend="gloo",
+        between=(a.kind.name, b.kind.name),
+        sizes_bytes=(1 << 20, 1 << 24),
+        median_s=(0.01, 0.1),
+        repeats=6,
+        latency_s=ConfidenceInterval(value=0.001, low=0.001, high=0.001),
+        bandwidth_bytes_per_s=ConfidenceInterval(value=1e9, low=1e9, high=1e9),
+    )
+    profile = plan_request.profile.model_copy(update={"links": (link,)})
+    assert measured_links(profile, a, b) == measured_links(profile, b, a) == [link]
+    assert measured_links(profile, a, a) == []
 
 
 def test_the_way_of_the_weights_is_the_quickest_that_was_measured(
