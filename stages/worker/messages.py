@@ -282,78 +282,8 @@ class GroupClosed(WorkerMessage):
     group: str
 
 
-class RequestSlot(WorkerMessage):
-    """The client requests a device slot of the server (the worker with the policy)."""
-
-    type: Literal["request_slot"] = "request_slot"
-
-
-class SlotOffered(WorkerMessage):
-    """The server has its device slot and offers it for a short time."""
-
-    type: Literal["slot_offered"] = "slot_offered"
-    number: int
-    """Number of the offer."""
-
-
-class SlotAccepted(WorkerMessage):
-    """The client has its own device slot and accepts the offer with this number."""
-
-    type: Literal["slot_accepted"] = "slot_accepted"
-    number: int
-
-
-class SlotConfirmed(WorkerMessage):
-    """Both sides keep their slots until the client releases them."""
-
-    type: Literal["slot_confirmed"] = "slot_confirmed"
-    weights_attempt: str
-    """The attempt that produced the weights; empty: the engine has newer, committed weights."""
-    used_disk_fallback: bool = False
-    """Whether weights expected in memory were read from disk."""
-
-
-class SlotExpired(WorkerMessage):
-    """The offer has expired; the client must request a slot again."""
-
-    type: Literal["slot_expired"] = "slot_expired"
-
-
-class ReleaseSlot(WorkerMessage):
-    """The client needs no more actions."""
-
-    type: Literal["release_slot"] = "release_slot"
-
-
-class SlotReleased(WorkerMessage):
-    """The server's reply to :class:`ReleaseSlot`, with the spans of its work."""
-
-    type: Literal["slot_released"] = "slot_released"
-    spans: str
-    """JSON: a list of [name, start, end]."""
-    host: str
-
-
-class PolicyFailure(WorkerMessage):
-    """The policy has failed and sends no more actions."""
-
-    type: Literal["policy_failure"] = "policy_failure"
-    exit_code: int
-    reason: str
-
-
 GroupMessage = GroupFormed | GroupSendStarted | GroupSendDone | GroupClosed
 WeightMessage = WeightsInSharedMemory | WeightsStart | WeightsBucket | WeightsEnd | GroupMessage
-PolicyMessage = (
-    RequestSlot
-    | SlotOffered
-    | SlotAccepted
-    | SlotConfirmed
-    | SlotExpired
-    | ReleaseSlot
-    | SlotReleased
-    | PolicyFailure
-)
 WorkerOrder = (
     RunStages
     | SendOutput
@@ -369,9 +299,6 @@ WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | ConnectionLost
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
 _WEIGHT_MESSAGE: TypeAdapter[WeightMessage] = TypeAdapter(
     Annotated[WeightMessage, Field(discriminator="type")]
-)
-_POLICY_MESSAGE: TypeAdapter[PolicyMessage] = TypeAdapter(
-    Annotated[PolicyMessage, Field(discriminator="type")]
 )
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
     Annotated[WorkerReport, Field(discriminator="type")]
@@ -403,15 +330,6 @@ def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
         DataError: the content is not such a message.
     """
     return _read(_WEIGHT_MESSAGE, content)
-
-
-def read_policy_message(content: Mapping[str, Any]) -> PolicyMessage:
-    """Validate a control message between a policy client and its server.
-
-    Raises:
-        DataError: the content is not such a message.
-    """
-    return _read(_POLICY_MESSAGE, content)
 
 
 def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:
