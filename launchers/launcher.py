@@ -22,7 +22,7 @@ class JobSpec:
     resources: JobResources = JobResources()  # noqa: RUF009
     module: str = "stages"
     extra_components: tuple[JobResources, ...] = ()
-    """More processes of the job on other devices; their ranks follow those of ``resources``."""
+    """Resources of more processes on other devices; their ranks follow those of ``resources``."""
     content_key: str = ""
     """Digest of the job's content. An earlier driver's active job for the same output is adopted if
     it has the same key, and cancelled otherwise."""
@@ -87,8 +87,8 @@ MAX_MESSAGE_LINES = 80
 def failure_reason(path: Path, code: int | None) -> str:
     """Return the reason of a process's failure from its log.
 
-    If the exit code means bad input or a damaged artifact, the process printed an error message
-    last, maybe after a traceback: the reason. Otherwise the reason is the end of the log.
+    If the exit code means bad input or a damaged artifact, the reason is the error message that the
+    process printed last, maybe after a traceback. Otherwise the reason is the end of the log.
     """
     if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
         return log_tail(path)

@@ -34,7 +34,7 @@ class _StartedJob:
     logs: list[Path]
     """The log of each rank."""
     status: JobStatus | None = None
-    """The final status; None: the job has not been seen to end."""
+    """The final status; None: no poll has found that the job has ended."""
 
 
 @dataclass

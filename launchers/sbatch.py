@@ -174,7 +174,6 @@ def _tag_in(comment: object) -> str | None:
 
 
 def _tagged_ids(tag: str | None) -> list[str]:
-    """Return the ids of queued jobs with a tag."""
     return [] if tag is None else SlurmClient().find_by_comment(tag)
 
 
@@ -199,7 +198,7 @@ def _cancel_unreadable(name: str, tag: str | None, error: UnreadableSubmission) 
 
 @functools.cache
 def patched_slurm_executor() -> type[Any]:
-    """Return submitit's Slurm executor with this project's srun options and sbatch parser.
+    """Return submitit's Slurm executor with this project's srun options and parser of job ids.
 
     The first call replaces the class in submitit, so that Hydra's sweeps use it too
     (``hydra/launcher=submitit_slurm``).
@@ -241,7 +240,6 @@ def patched_slurm_executor() -> type[Any]:
 
 
 def _comment(keywords: Mapping[str, Any]) -> str:
-    """Return the comment of a job in submitit's keywords."""
     extra_options = keywords.get("additional_parameters") or {}
     return str(extra_options.get("comment", keywords.get("comment")) or "")
 
@@ -481,6 +479,5 @@ def _submission_error(name: str, error: Exception) -> SlurmError:
 
 
 def _slurm_message(error: Exception) -> str:
-    """Return Slurm's message in submitit's error."""
     lines = [line for line in str(error).splitlines() if "sbatch: error" in line]
     return "; ".join(line.split("sbatch: error:")[-1].strip() for line in lines) or str(error)

@@ -69,7 +69,6 @@ class SubmititLauncher:
 
     @property
     def poll_interval_s(self) -> float:
-        """Minimum seconds between two calls of :meth:`poll`."""
         return self.client.poll_interval_s
 
     def submit(self, job: JobSpec) -> str:

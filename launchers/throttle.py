@@ -33,7 +33,7 @@ THREAD_SCAN_S = 0.05
 SIGNAL_PERIOD_S = 0.04
 """Period of stopping and continuing: longer than scheduler slices, shorter than stages."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Its first multiples, modulo 1, are spread evenly over [0, 1), however many they are."""
+"""For every n, its first n multiples modulo 1 are spread evenly over [0, 1)."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 

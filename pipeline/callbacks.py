@@ -70,7 +70,6 @@ class ProgressCallback:
         self._run = run
         self._launcher_description = LAUNCHER_DESCRIPTIONS[launcher]
         self._logged_at = time.monotonic()
-        """Monotonic time of the last progress line."""
         self._terminal = create_console(stderr=True)
         self._bars: Progress | None = None
         self._score_text = ""

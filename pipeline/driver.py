@@ -76,8 +76,8 @@ class Driver:
         self.max_lookahead += len(self.graph.flow.stages) * self.run.config.rollout.staleness
         self._state = RunState(self.run, self.graph)
         self._done = self._state.done
+        """Content digest by finished node; ``_state`` has the same dictionary."""
         self._failures: dict[StageNode, int] = {}
-        """Number of failed attempts by node."""
         self._running: set[StageNode] = set()
         self._damage_checked_at = 0.0
         self._has_warned_of_skipped = False
@@ -241,7 +241,6 @@ class Driver:
 
     @staticmethod
     def _log_requeued(nodes: list[StageNode]) -> None:
-        """Log one line for all nodes that were requeued together."""
         if nodes:
             more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
             log.info("%s%s: requeued", nodes[0].name, more)
@@ -249,8 +248,8 @@ class Driver:
     def _damaged_inputs(self) -> list[StageNode]:
         """Return the nodes with damaged output that running stages read; they must run again.
 
-        Damaged weights do not always end an attempt: a generator only returns its work item to the
-        queue, and then all workers wait for the weights.
+        Damaged weights do not always end an attempt: a worker of an elastic pool only returns its
+        prompts to the queue, and then all workers wait for the weights.
         """
         if time.monotonic() - self._damage_checked_at < DAMAGE_CHECK_INTERVAL_S:
             return []

@@ -40,7 +40,10 @@ class Graph:
         self._staleness = config.rollout.staleness
 
     def inputs(self, node: StageNode) -> dict[str, StageNode]:
-        """Return the nodes whose outputs a node reads, by input name (:mod:`stages.flow`)."""
+        """Return the nodes whose outputs a node reads, by input name (:mod:`stages.flow`).
+
+        If an input has a history, ``NAME.1`` is the output one iteration older than ``NAME``.
+        """
         nodes = {}
         for name, source in self.flow.all_stages[node.stage].inputs.items():
             staleness = self._staleness if source.stale else 0

@@ -201,6 +201,7 @@ def read_metrics_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _evaluate_run(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
+    # Only the rule ``equal_groups`` depends on the algorithm, whose import is slow.
     needs_groups = any(map(has_equal_groups, rows)) and _needs_groups(run)
     return evaluate_rules(rows, needs_groups=needs_groups, iterations=run.config.iterations)
 

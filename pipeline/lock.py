@@ -48,7 +48,7 @@ class LockOwner:
     host: str
     pid: int
     token: str
-    """Random name of this ownership."""
+    """Random text that distinguishes this owner from all earlier and later ones."""
     boot_id: str = ""
     pid_namespace: int = 0
     """``pid`` is unique within this boot of the machine and this PID namespace."""
@@ -205,7 +205,7 @@ def _acquire(path: Path, new_owner: LockOwner) -> None:
 
 
 def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
-    """Replace or remove a lock file with a given token; returns False if another process was first.
+    """Replace or remove the lock file with ``token``; returns False if another process was first.
 
     A process must first create a claim file named after the token, which only one process can. So
     only one of the processes that saw the same dead owner replaces the lock file, and none replaces
@@ -296,7 +296,7 @@ def _damage_message(path: Path, error: ValueError) -> str:
 
 
 TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
-"""Name of a temporary file, which is renamed when it is complete."""
+"""Pattern of the temporary name that a file has until it is complete."""
 MIN_AGE_S = 600.0
 """Age in seconds from which a temporary file counts as abandoned."""
 

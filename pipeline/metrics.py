@@ -55,6 +55,7 @@ def run_flow(run: Path) -> Flow:
 
 @lru_cache(maxsize=8)
 def _read_flow(path: Path, modified_ns: int) -> Flow:
+    """Read the flow in a configuration; ``modified_ns`` only distinguishes cache entries."""
     return get_flow(
         str(read_config_values(path).get("flow", RunConfig.model_fields["flow"].default))
     )

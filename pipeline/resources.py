@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 JobRequests = dict[str, list[JobResources]]
 """Resource requests by key of the plan. If a key has several alternatives, any one suffices."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
-"""Number of nodes with a feature, as in the constraint ``[h100*1&a100*1]``."""
+"""Pattern of the number of nodes with a feature, as in the constraint ``[h100*1&a100*1]``."""
 
 
 class PartitionInfo(Protocol):
@@ -57,7 +57,7 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
     pool = plan.pools[number]
     _check_devices(plan, number)
     stages = {f"plan.stages.{name}": plan.stage_plan(name) for name in pool.stages}
-    request = _max_of_stages(stages, _colocated_stages(plan, number))
+    request = _max_of_stages(stages, _unlisted_stages(plan, number))
     if pool.workers is not None:
         kinds = [kind for kind, size in pool.devices.items() for _ in range(size)]
         kind = kinds[(slot or 0) % len(kinds)]
@@ -84,15 +84,12 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
     return tuple(components)
 
 
-def _colocated_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
-    """Return the stage plans of colocated stages, which run in a pool without being named there."""
+def _unlisted_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
+    """Return the stage plans of stages that run in a pool although its ``stages`` lack them."""
     listed = {stage for pool in plan.pools for stage in pool.stages}
-    colocated = [
-        stage
-        for stage, home in plan.stage_pools().items()
-        if home == number and stage not in listed
-    ]
-    return {stage: plan.stages[stage] for stage in colocated if stage in plan.stages}
+    pools = plan.stage_pools()
+    unlisted = [stage for stage, index in pools.items() if index == number and stage not in listed]
+    return {stage: plan.stages[stage] for stage in unlisted if stage in plan.stages}
 
 
 def _check_devices(plan: Plan, number: int) -> None:
@@ -105,7 +102,7 @@ def _check_devices(plan: Plan, number: int) -> None:
     kinds = [kind.partition(":") for kind in pool.devices]
     partitions, types = {name for name, _, _ in kinds}, {gpu for _, _, gpu in kinds}
     listed = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
-    for stage, stage_plan in (listed | _colocated_stages(plan, number)).items():
+    for stage, stage_plan in (listed | _unlisted_stages(plan, number)).items():
         for key, value, available in (
             ("partition", stage_plan.partition, partitions),
             # A kind without a type accepts any type of a stage.
@@ -129,7 +126,7 @@ def _max_of_stages(
 
     Args:
         stages: stage plans by key of the plan.
-        colocated: further stages, whose CPUs, memory and time count if they are set.
+        colocated: plans of :func:`_unlisted_stages`; only CPUs, memory and time count, if set.
 
     Raises:
         PlanError: two stages contradict each other.
@@ -161,7 +158,7 @@ def _agreed_value(name: str, stages: Mapping[str, StagePlan]) -> Any:
 
 
 def _device_update(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str | None]:
-    """Return :func:`device_keys` for stages that share the devices of a kind."""
+    """Return ``partition`` and ``gpu_type``, as keys of a stage plan, for stages on one kind."""
     devices = {key: device_keys(kind, stage) for key, stage in stages.items()}
     types = {f"{key}.gpu_type": keys["gpu_type"] for key, keys in devices.items()}
     return next(iter(devices.values())) | {"gpu_type": _single_value(types)}
@@ -219,8 +216,7 @@ def _hetjob_components(
 
 
 def _check_counts(request: StagePlan, key: str) -> None:
-    """Check that the node counts of a constraint (``[h100*1&a100*1]``) match the nodes of the
-    job."""
+    """Check that the node counts of a constraint (``[h100*1&a100*1]``) match the job's nodes."""
     text = request.constraint or ""
     num_counted = sum(map(int, COUNTED_FEATURE.findall(text)))
     # With alternatives (|) the sum of counts means nothing. Without brackets the constraint does
@@ -358,6 +354,7 @@ def job_resources(
     if cluster.site:
         site = load_site(cluster.site)
         extra = site.settings_for(plan.partition).resource_arguments()
+        # This process needs the interpreters too, so the function also registers them here.
         extra["env"] = {**extra.get("env", {}), **set_interpreters(site.interpreters)}
     network = {INTERFACE_VARIABLE: cluster.bind_interface} if cluster.bind_interface else {}
     layout = {LAYOUT_VARIABLE: str(plan.layout)} if plan.layout.parallel_dims() else {}
@@ -395,10 +392,11 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     """
     interpreters: dict[str | None, str] = {}
     for stage in stages:
-        entry = flow.all_stages[stage]
-        # The SFT stage depends on both sections and runs under the trainer's interpreter.
-        sections = [name for name in ("trainer", "engine") if name in entry.config_sections]
-        section = entry.holds or next(iter(sections), None)
+        spec = flow.all_stages[stage]
+        # The component that holds the model (``holds``) decides. The SFT stage depends on both
+        # sections and runs under the trainer's interpreter.
+        sections = [name for name in ("trainer", "engine") if name in spec.config_sections]
+        section = spec.holds or next(iter(sections), None)
         name = None if section is None else configured_interpreter(config, section)
         if section is not None:
             path = None if name is None else resolve_interpreter(name, f"{section}.python")
@@ -426,10 +424,10 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
 
 def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
     """Return the plan with defaults from these partitions of the cluster."""
-    # Set the default partition explicitly, because the site file may have settings for it.
     return (
         with_default_gpus(plan, partitions)
         if plan.pools
+        # Name the default partition, because the site file may have settings for it.
         else with_default_partition(plan, partitions)
     )
 

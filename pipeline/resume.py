@@ -335,8 +335,8 @@ def _reopen(
         frozen_values = _recorded_values(folder, config)
         frozen_config = RunConfig.model_validate(frozen_values)
     # Without results, or with --redo, the run becomes like a fresh one.
-    is_empty = not ever_had_results(folder)
-    starts_over = is_empty or on_mismatch is OnMismatch.RECOMPUTE
+    has_no_results = not ever_had_results(folder)
+    starts_over = has_no_results or on_mismatch is OnMismatch.RECOMPUTE
     schedule_length = config.iterations if starts_over else _schedule_length(frozen_config, config)
     config, derived = _with_schedule_length(config, schedule_length)
     derived = (*derived, *_environment_keys(folder, frozen_config, config))
@@ -352,9 +352,9 @@ def _reopen(
     state = RunState(run, Graph(run.config))
     resolve_mismatches(state, on_mismatch, changes, edits)
     changes += edits
-    replaces_config = is_empty and bool(changes)
+    replaces_config = has_no_results and bool(changes)
     # A command that names no plan does not inherit the plan of a failed command.
-    replaces_plan = replaces_config or (is_empty and frozen_config.plan is not None)
+    replaces_plan = replaces_config or (has_no_results and frozen_config.plan is not None)
     has_no_plan = not (folder / PLAN_FILE).exists()
     if plan is not None and (config.plan is not None or replaces_plan or has_no_plan):
         write_atomic(folder / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False))

@@ -51,8 +51,7 @@ class Run:
     def lock(self) -> Iterator[RunLock]:
         """Own the run as its only driver.
 
-        The owner writes a heartbeat. An owner on this host is dead if its process has ended. An
-        owner on another host is dead if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
+        Another process may replace an owner that is dead (:mod:`pipeline.lock`).
 
         Raises:
             RunLockedError: another driver owns the run.
@@ -100,8 +99,8 @@ class RunRecord(BaseModel):
     version: str
     """Version of rlinf that created the run."""
     config: dict[str, Any] | None = None
-    """The part of ``config.yaml`` that changes results, as frozen. None in old runs, which have
-    only :attr:`id`."""
+    """The keys of ``config.yaml`` that change results (``select_semantic``), as frozen. None in old
+    runs, which have only :attr:`id`."""
     config_digest: str | None = None
     """Digest of ``config``."""
     host: str = ""
@@ -122,7 +121,8 @@ class RunRecord(BaseModel):
     derived: tuple[str, ...] | None = None
     """Keys of ``config`` whose values the program chose, not the user."""
     previous_digest: str | None = None
-    """Digest of the replaced configuration, which ``config.yaml`` has until it is rewritten."""
+    """Digest of ``config`` before its last change. Because ``config.yaml`` is rewritten after this
+    record, it may still have the old content."""
 
 
 def read_run_record(folder: Path) -> RunRecord | None:

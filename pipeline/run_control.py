@@ -52,7 +52,7 @@ def start_lock(run: Run) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        with contextlib.suppress(OSError):  # not empty
+        with contextlib.suppress(OSError):  # a folder that is not empty stays
             lock_folder.rmdir()
             run.folder.rmdir()
 
@@ -133,6 +133,7 @@ class StopRequest:
         self._run, self._is_job_ending = run, is_job_ending
         self._checked_at = 0.0
         self.is_requested = False
+        """Whether ``rlinf stop`` requested the stop."""
 
     def __call__(self) -> bool:
         if time.monotonic() - self._checked_at > STOP_CHECK_INTERVAL_S:

@@ -80,8 +80,8 @@ class RunState:
         self.archive_folder = self.run.folder / ARCHIVE / time.strftime("%Y-%m-%dT%H-%M-%S")
 
     def lookup(self, node: StageNode) -> Manifest | None:
-        """Return the valid manifest of a node whose inputs are all done. A damaged output is
-        withdrawn."""
+        """Return the manifest of a node if it is valid and all inputs are done, else None. Damaged
+        output is withdrawn."""
         if any(source not in self.done for source in self.graph.inputs(node).values()):
             return None
         manifest = self._read_intact(node)

@@ -73,7 +73,7 @@ log = logging.getLogger("rlinf")
 
 
 def validate_config(config: RunConfig) -> None:
-    """Validate each component by its own section, then the combination.
+    """Validate the section of each component, and then the combination of components.
 
     Raises:
         ConfigError: a key is invalid; the message names it.

@@ -1,6 +1,6 @@
 """Commits of stage outputs: a hard link creates the manifest after all files are on disk.
 
-An output folder holds ``manifest.json`` and one data folder per attempt that reached the end::
+An output folder holds ``manifest.json`` and one data folder per attempt::
 
     it/0003/rollout/manifest.json        the commit: names the data folder, sizes, checksums
     it/0003/rollout/data-<attempt>/...   immutable files
@@ -132,7 +132,7 @@ class Manifest:
     """The ``content`` of each input, by the input's name."""
     metrics: dict[str, float]
     timing: dict[str, Any]
-    """``began``, ``start``, ``end`` (Unix times, s), ``spans`` and ``usage`` of the stage."""
+    """``began`` (process), ``start``, ``end`` (stage): Unix times, s; ``spans`` and ``usage``."""
     host: str
     """Name of the node on which the stage ran."""
     job: str

@@ -1,6 +1,6 @@
 """Errors that a user can meet, each with the exit code of its process.
 
-Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue me, 65 bad input or
+Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue, 65 bad input or
 an error of the user's own code (never retried), 66 an input artifact is damaged (rebuild it).
 Processes with any other exit code are retried as configured.
 """
@@ -223,6 +223,7 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
                 if code in _STORAGE_ERRNOS:
                     return StorageError(location + message)
                 return ResourceError(message)
+        # With EPERM, a permission is missing (as on a noexec mount), not memory.
         map_failed = _MAP_FAILED in text and os.strerror(errno.EPERM) not in text
         if map_failed or "std::bad_alloc" in text:
             return ResourceError(NO_MEMORY)

@@ -41,7 +41,7 @@ def resolve_interpreter(name: str, key: str) -> str:
         key: the configuration key, for error messages.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: the interpreter does not exist.
     """
     if not name:
         raise ConfigError(f"{key}: is empty; name an interpreter, or leave it out")
@@ -91,7 +91,7 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
     """Return the modules that an interpreter does not have.
 
     Raises:
-        ConfigError: it does not exist, or does not run.
+        ConfigError: the interpreter does not exist, or does not run.
     """
     path = resolve_interpreter(name, key)
     program = (

@@ -1,8 +1,8 @@
 """Paths of the workflow's files: the checkout, or its copy in a wheel.
 
 ``pipeline``, ``stages``, ``launchers`` and ``slurm`` are too generic for a user's site-packages, so
-a wheel keeps them, with ``configs`` and the Snakefile, in ``rlinf/_tree`` and entry points put that
-folder on the path (docs/explanation/decisions.md).
+a wheel keeps them, with ``configs`` and the Snakefile, in ``rlinf/_tree``. Its entry points put
+this folder on the path (docs/explanation/decisions.md).
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@ Small models become several times slower when threads spin at barriers on busy c
 how many threads it uses from the configuration (``engine.threads``, ``trainer.cpu_threads``).
 
 Every step frees and allocates the same large blocks. glibc returns such blocks to the system, which
-zeroes each page when it is next touched; for small models this takes a time comparable to the
-arithmetic's. Blocks of 32 MiB and more, as large models have, are still returned: in one heap they
-would leave gaps that blocks of other sizes do not fill. 32 blocks of 33 to 64 MiB, each freed
-before the next is allocated, took 1.5 GiB in one heap, and take 64 MiB this way.
+zeroes each page when it is next touched; for small models this takes about as long as the
+arithmetic. Blocks of at least 32 MiB, as large models have, are still mapped one by one and
+returned. In the heap they would leave gaps that blocks of other sizes do not fill: a test with 32
+blocks of 33 to 64 MiB, each freed before the next, took 1.5 GiB in the heap and 64 MiB mapped.
 
 Each stage of each iteration runs in its own thread, and glibc gives threads up to eight arenas per
-core, none of which uses memory that is free in another. With one arena, the workers of a run of
-small models in two pools on two cores grew by 0.1 to 0.8 MiB in 200 iterations after the 150th
-instead of 1.0 to 2.4, and used 6 to 16 MiB less. An iteration took 0.99 of its previous time (with
-the example's model 0.95 and 0.99), and 1 % more processor time.
+core, none of which uses memory that is free in another. A run of small models in two pools on two
+cores was measured with one arena. In the 200 iterations after the 150th, its workers grew by 0.1 to
+0.8 MiB instead of 1.0 to 2.4, and they used 6 to 16 MiB less. An iteration took 1 % less time and
+1 % more processor time.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def tune_process() -> None:
 def raise_open_file_limit() -> None:
     """Raise the soft limit of open files to the hard one.
 
-    The soft limit is 1024 for programs that use ``select``. Every peer of a run, worker process and
-    shared segment needs some files.
+    The soft limit is usually 1024, because ``select`` cannot handle higher file numbers. A run
+    needs several open files for each connected process, worker and block of shared memory.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

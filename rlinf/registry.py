@@ -2,8 +2,8 @@
 
 Components are imported only when they are used. A registry maps a name in the configuration to
 ``module:attribute``. Listing the names imports nothing; :meth:`Registry.get` imports the module
-behind a name. A name with ``:`` is itself a target: ``reward.name=mypkg.rewards:Mine`` needs no
-entry (docs/howto/own-parts.md).
+behind a name. A name with ``:`` is itself a ``module:attribute``, such as
+``reward.name=mypkg.rewards:Mine``, and needs no entry (docs/howto/own-parts.md).
 """
 
 from __future__ import annotations

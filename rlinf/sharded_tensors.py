@@ -19,7 +19,7 @@ BUCKET_BYTES = 8 << 20
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor."""
-    # The import takes a second; before another module has made it, no DTensor exists.
+    # Importing DTensor takes a second. Until another module has imported it, none exists.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -106,7 +106,7 @@ def shared_memory_id() -> str:
 
 
 def orphaned_segments() -> Iterator[Path]:
-    """Yield segments of this user whose process has ended."""
+    """Yield segments, and folders of engine servers, of this user whose process has ended."""
     for path in SHM_FOLDER.glob(f"{SEGMENT_PREFIX}{os.getuid()}-*"):
         match = SEGMENT_NAME.match(path.name)
         if match is None or int(match[2]) != pid_namespace():

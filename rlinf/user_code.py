@@ -159,7 +159,8 @@ def _is_product(frame: FrameType) -> bool:
 def _label(frames: list[FrameType], first: FrameType) -> str:
     """Return the label of the component whose code raised.
 
-    It is the component of the outermost method in ``frames``, else one in the file of ``first``.
+    It is the component of the first frame in ``frames`` whose ``self`` or ``cls`` belongs to a
+    component; otherwise, the last component in the file of ``first``.
     """
     classes = [(component.attribute, component.label) for component in _components.values()]
     for frame in frames:

@@ -10,7 +10,7 @@ import yaml
 
 from rlinf.errors import InputError
 
-MAX_BYTES = 16 << 20
+MAX_CHARACTERS = 16 << 20
 """Maximum size of a file that a person wrote."""
 # Numbers of YAML 1.1, without its sexagesimal numbers (1:30).
 _INT = re.compile(r"[-+]?(0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
@@ -97,7 +97,7 @@ def read_yaml(path: Path, key: str, error: type[InputError]) -> Any:
         InputError: of type ``error``; as for :func:`read_text`, or invalid YAML or duplicate keys.
     """
     text = read_text(path, key, error)
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_CHARACTERS:
         raise error(f"{key}: {path} is too large for a file of settings ({len(text)} characters)")
     try:
         return yaml.load(text, Loader=_StrictLoader)

@@ -330,7 +330,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def parse_minutes(text: str) -> int | None:
-    """Parse ``1-12:30:00``, ``30:00`` or ``45`` as minutes; None for ``infinite`` and the like."""
+    """Parse ``1-12:30:00``, ``30:00`` or ``45`` as minutes; None for other texts: ``infinite``."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text.strip())
     if not match:
         return None

@@ -16,7 +16,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """Data sheet values of a variant of what Slurm counts as a GPU: of an MI250X, one die."""
+    """Data sheet values of one variant of a GPU. Slurm counts each die of an MI250X as a GPU."""
 
     name: str
     family: str

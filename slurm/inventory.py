@@ -147,9 +147,9 @@ class QosLimits(Section):
     """QOS whose jobs this QOS may preempt."""
     max_wall_min: int | None = Field(default=None, ge=0)
     max_jobs_per_user: int | None = Field(default=None, ge=0)
-    """Running jobs."""
+    """Maximum number of running jobs."""
     max_submit_per_user: int | None = Field(default=None, ge=0)
-    """Pending and running jobs."""
+    """Maximum number of pending and running jobs."""
     max_tres_per_user: dict[str, int] = {}
     """Amounts by Slurm's names: ``{"gres/gpu": 8, "node": 2}``; memory in MiB."""
     max_tres_per_job: dict[str, int] = {}
@@ -167,7 +167,7 @@ class Association(Section):
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     max_jobs: int | None = Field(default=None, ge=0)
-    """Running jobs; this and the other limits as in :class:`QosLimits`."""
+    """Maximum number of running jobs; the other limits are as in :class:`QosLimits`."""
     max_submit: int | None = Field(default=None, ge=0)
     max_wall_min: int | None = Field(default=None, ge=0)
     max_tres_per_job: dict[str, int] = {}

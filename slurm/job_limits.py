@@ -99,9 +99,9 @@ MAX_ARRAY_SIZE = 1001
 MAX_JOB_COUNT = 10000
 """MaxJobCount of slurm.conf by default."""
 QUEUE_FULL_MESSAGES = ("SubmitJob", "job queue full", "temporarily unable to accept job")
-"""Parts of sbatch's error message if there are too many jobs. sbatch prints
-``AssocMaxSubmitJobLimit`` and the like at once; over MaxJobCount it first retries for two minutes
-(observed on 22.05)."""
+"""Parts of sbatch's error message if there are too many jobs. If a limit of accounting is exceeded,
+sbatch fails immediately (``AssocMaxSubmitJobLimit`` and similar). If MaxJobCount is exceeded, it
+first retries for two minutes (observed on 22.05)."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class JobCountLimit:
     max_jobs: int
     """-1: no limit."""
     description: str
-    """``MaxSubmitJobs of account vision``."""
+    """Text for messages: ``MaxSubmitJobs of account vision``."""
     account: str | None = None
     """Only jobs of this account count; None: of any account. QOS and partitions work likewise."""
     qos: str | None = None
@@ -145,9 +145,9 @@ class _LimitLevel:
     """Maximum number of running jobs (MaxJobs)."""
     max_wall_min: int | None
     max_tres_per_job: Mapping[str, int]
-    """Amounts by Slurm's names of resources."""
+    """Maximum amounts by Slurm's names of resources (TRES), such as ``gres/gpu``."""
     max_tres_all_jobs: Mapping[str, int]
-    """Total of several jobs: the minimum of the limits per user and for all users."""
+    """Maximum totals of several jobs: the lower of the limits per user and for all users."""
 
 
 class SharedLimit(NamedTuple):
@@ -220,10 +220,10 @@ class ClusterLimits:
         """
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, alternatives in jobs.items():
-            amounts_by_partition = [a for r in alternatives for a in self.shared_limits(r)]
-            # A limit applies to a job only if it applies in every partition of every alternative.
-            for limit in set(amounts_by_partition[0]).intersection(*amounts_by_partition[1:]):
-                requested[limit][key] = min(amounts[limit] for amounts in amounts_by_partition)
+            possible_amounts = [a for r in alternatives for a in self.shared_limits(r)]
+            # Slurm may use any of these partitions, so only limits of all of them surely apply.
+            for limit in set(possible_amounts[0]).intersection(*possible_amounts[1:]):
+                requested[limit][key] = min(amounts[limit] for amounts in possible_amounts)
         for limit, amounts in requested.items():
             total = sum(amounts.values())
             if len(amounts) > 1 and total > limit.maximum:
@@ -404,7 +404,6 @@ def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], pref
 
 
 def _max_minutes(hierarchy: Sequence[_LimitLevel]) -> tuple[int, str] | None:
-    """Return the maximum minutes of a job and the owner of this limit."""
     return next(((r.max_wall_min, r.owner) for r in hierarchy if r.max_wall_min is not None), None)
 
 

@@ -92,7 +92,7 @@ def current_het_components(environment: Mapping[str, str] = os.environ) -> list[
 class JobResources:
     """The resources and settings of one job; None stands for the cluster's default.
 
-    Fields with names of sbatch's options are these options.
+    A field with the name of an sbatch option has the value of this option.
     """
 
     partition: str | None = None
@@ -196,6 +196,7 @@ class JobStatus:
 
     state: JobState
     exit_code: int | None = None
+    """None: unknown, or the job has not ended."""
     reason: str = ""
     """Why the job is pending, or how it failed, with the end of its error output."""
     partition: str = ""

@@ -66,8 +66,8 @@ def parse_requeue_state(text: str) -> RequeueState:
     Raises:
         SlurmError: the text describes no job.
     """
-    # Text of the user may contain such fields. The job's name precedes UserId, all other text
-    # follows Slurm's fields: so the first match after UserId is Slurm's.
+    # The user's texts may contain such fields. Slurm prints the job's name before UserId and the
+    # other texts after its own fields, so the first match after UserId is Slurm's.
     fields = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
     try:
         return RequeueState(fields["JobState"], fields["Reason"], int(fields["Restarts"]))

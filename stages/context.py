@@ -32,9 +32,9 @@ MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
 """Seconds between two checks for the commit of an input."""
 MIN_WAIT_SPAN_S = 0.002
-"""Shorter waits are not recorded, and only spans with a shorter gap between them are merged."""
+"""Minimum seconds of a wait to be recorded, and of a gap that keeps two spans separate."""
 MERGEABLE_SPAN_S = 0.05
-"""Only a span shorter than this is merged into the previous span of the same name."""
+"""Seconds; only a shorter span is merged into the previous span of the same name."""
 WAIT_SPAN = "wait"
 IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
 """Names of spans without computation: waits, and transfers to and from the device."""

@@ -61,6 +61,7 @@ def run(ctx: StageContext) -> None:
     environment = primary_rank_environment(ctx)
     policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
+        # This rank of an engine with several ranks only computes for the primary rank.
         assert policy is not None, "every client of a remote policy is a primary rank"
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
@@ -105,7 +106,7 @@ def run(ctx: StageContext) -> None:
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
-    """Return the engine with input ``weights``, and the sampling seed of held-out starts."""
+    """Return a runner of the policy with the input ``weights`` and the seed of evaluations."""
     return eval_policy_runner(get_engine(ctx, "weights", ctx.iteration))
 
 

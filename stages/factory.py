@@ -130,9 +130,10 @@ def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
 def ensure_on_device(
     ctx: StageContext, offloadable: Offloadable, *groups: str, copy_data: bool = True
 ) -> None:
-    """Load an object onto its device; see :meth:`DeviceMemoryManager.acquire`.
+    """Load an object, or only these groups of its tensors, onto its device.
 
-    Call this function again after every wait, because other stages may have used the device.
+    Call it again after every wait, because other stages may have used the device. Arguments: see
+    :meth:`DeviceMemoryManager.acquire`.
     """
     get_device_memory(ctx).acquire(offloadable, *groups, copy_data=copy_data, span=ctx.span)
 
@@ -278,8 +279,8 @@ def get_actor(ctx: StageContext) -> Trainer:
     """
     initial_id, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
     weights_id, worker_state = weights.content_id, ctx.worker_state
-    known_states = {**worker_state.published_states, initial_id: (initial_id, "")}
-    trainer_state = known_states.get(weights_id)
+    state_by_weights = {**worker_state.published_states, initial_id: (initial_id, "")}
+    trainer_state = state_by_weights.get(weights_id)
     resident = worker_state.trainer
     if resident is not None and (resident.initial_weights, resident.checkpoint) == trainer_state:
         worker_state.drop_actor()

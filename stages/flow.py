@@ -254,7 +254,7 @@ OFF_POLICY_TRAIN_SECTIONS = (
     "rollout",
     "reward",
 )
-"""They include ``reward``, because the train stage also computes rewards of offline data."""
+"""Sections of the train stage. It needs ``reward`` to compute the rewards of offline data."""
 off_policy = Flow(
     setup_stages=on_policy.setup_stages,
     stages={

@@ -34,7 +34,7 @@ from stages.layout import ACCEPTED_FILE, CODE_FILE
 
 
 def program_version() -> list[str | int]:
-    """Return the versions of program and file formats. Profiles have them; identities do not."""
+    """Return the versions of program and file formats, which are part of profiles only."""
     return [__version__, SCHEMA]
 
 
@@ -162,6 +162,7 @@ class CodeSnapshot(_Strict):
     """Names by stage: classes of the configuration (``module:attribute``), modules of the user, and
     data files (``file:section.key``)."""
     modules: dict[str, ModuleDigest]
+    """The user's modules by name."""
     files: dict[str, str] = field(default_factory=dict)
     """Digest of the content of each data file that the configuration names."""
 
@@ -274,7 +275,7 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
 
 @lru_cache(maxsize=64)
 def _verified_snapshot(run: Path, stage: str, file_state: tuple[int, ...]) -> CodeSnapshot:
-    """Return the code that a run's driver recorded; raise if that of this process differs."""
+    """Return the recorded code (cached by file state); raise if this process runs other code."""
     code = read_code_snapshot(run)
     assert code is not None
     current = product_digests()
@@ -384,7 +385,7 @@ def _hash_file(path: Path, file_state: tuple[int, ...]) -> str:
 def _is_user(name: str, packages: set[str]) -> bool:
     """Return whether a module is the user's: not installed, or in one of ``packages``.
 
-    ``packages`` are those that the configuration names; other installed ones are in no identity.
+    The configuration names ``packages``. Other installed packages are not part of an identity.
     """
     path = _module_path(name)
     return path is not None and (name.partition(".")[0] in packages or not _is_installed(path))

@@ -221,7 +221,8 @@ class LiveOutput:
         """Yield ``count`` records of a channel as they arrive.
 
         Args:
-            source_attempt: the committed attempt from which records must be computed; None: any.
+            source_attempt: the committed attempt from which the sender must have computed the
+                records; None: any.
 
         Raises:
             UpstreamFailed: as for :meth:`wait_for_attempt`; or a record was computed from another

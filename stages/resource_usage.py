@@ -62,7 +62,6 @@ def sample_usage() -> UsageSample:
 
 
 def _process_tree(pid: int) -> Iterator[int]:
-    """Yield a process and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():

@@ -36,11 +36,11 @@ class RetentionPolicy:
         # always kept, because a damaged checkpoint is computed again from the previous one.
         num_newest = max(2, self._settings.keep_last, *map(num_retained, self._state_stages))
         num_read = map(num_retained, self._stream_stages)
-        self._num_trajectories = max([self._settings.keep_trajectories, *num_read])
+        self._num_record_iterations = max([self._settings.keep_trajectories, *num_read])
         """Number of newest iterations whose records are kept."""
         self._oldest_retained = iteration + 1 - num_newest - config.rollout.staleness
         """Oldest iteration whose checkpoints and weights are kept in any case."""
-        self._search_range = SEARCH_WINDOW + max(num_newest, self._num_trajectories)
+        self._search_range = SEARCH_WINDOW + max(num_newest, self._num_record_iterations)
         self._scores = evaluation_scores(self._flow, run)
         self._best = best_versions(self._scores, self._settings.keep_best)
 
@@ -51,7 +51,7 @@ class RetentionPolicy:
         """
         if stage in self._stream_stages:
             # Iteration 0 is kept, because the report compares its records with the last ones.
-            return not 0 < iteration < self._iteration + 1 - self._num_trajectories
+            return not 0 < iteration < self._iteration + 1 - self._num_record_iterations
         version = iteration + 1
         if iteration >= self._oldest_retained or self._awaits_evaluation(version):
             return True
@@ -78,7 +78,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The version of the weights with the highest held-out score, which is ``score``."""
+    """The version of the weights with the highest held-out score, and this score."""
 
     version: int
     score: float

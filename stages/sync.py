@@ -27,7 +27,7 @@ def run(ctx: StageContext) -> None:
         if ctx.live is None:
             save_weights(ctx, trainer, folder)
         elif ctx.world.rank == 0 or ctx.worker_state.engine is not None:
-            # Copies, because the next update changes the trainer while these tensors are written.
+            # Copy, because the next update changes the trainer while these tensors are written.
             tensors = trainer.full_state_dict(copy=True)
             ctx.publish_live(WEIGHTS, tensors)
             if ctx.world.rank == 0:

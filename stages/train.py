@@ -27,7 +27,7 @@ from stages.factory import (
 )
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
-"""Input of the stage for each field of a training sample; a flow may have only the first."""
+"""Input of the stage for each field of a training sample; a flow may have only trajectories."""
 SAMPLE_TYPES: Mapping[str, type[ChannelItem]] = {
     "trajectory": Trajectory,
     "reward": StepRewards,
@@ -159,11 +159,11 @@ class StageLearner(Learner):
 
 
 MAX_LOGPROB_DIFF, HALF_PRECISION_MAX_LOGPROB_DIFF = 0.02, 0.2
+"""Largest allowed mean difference of log-probabilities between engine and trainer, in nats."""
 
 
 def default_max_logprob_diff(config: RunConfig) -> float:
-    """Return the default of the algorithm's ``max_logprob_diff``, in nats: the largest allowed mean
-    difference of log-probabilities between engine and trainer."""
+    """Return the default of the algorithm's ``max_logprob_diff`` for the configured dtypes."""
     sections = (config.model, config.engine, config.trainer)
     names = [(s.model_extra or {}).get(key) for s in sections for key in ("dtype", "param_dtype")]
     return (

@@ -49,7 +49,7 @@ class WeightDeltas:
         self._snapshot = new
 
     def read(self, ctx: StageContext, name: str) -> dict[str, Tensor]:
-        """Return the weights of a committed input; equal tensors share memory with the snapshot.
+        """Return the weights of a committed input, whose tensors share memory with the snapshot.
 
         Raises:
             ArtifactError: the deltas cannot be used, and the policy folder is damaged.

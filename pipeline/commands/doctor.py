@@ -279,7 +279,6 @@ def _check_gpu(requirements: SimulatorRequirements) -> Iterator[Finding]:
 
 
 def _check_episode(options: GymConfig) -> Finding:
-    """Check that an episode starts as configured."""
     started_at = time.perf_counter()
     try:
         mismatches = GymEnvironment.spec_mismatches(options, GymEnvironment.read_spec(options))

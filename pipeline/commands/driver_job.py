@@ -127,7 +127,7 @@ def _without_large_job_settings(
 
 
 def _default_time_limit_min(partition: str | None, partitions: dict[str, Partition]) -> int:
-    """Return one day, or the lowest limit of the listed partitions if that is less."""
+    """Return one day, or the lowest limit of the partitions in ``partition`` if that is less."""
     names = partition_names(partition or "")
     candidates = [p for p in partitions.values() if p.name in names]
     limits = [p.time_limit_min for p in candidates if p.time_limit_min is not None]
@@ -137,8 +137,8 @@ def _default_time_limit_min(partition: str | None, partitions: dict[str, Partiti
 def submit_driver_job(job: JobSpec) -> str:
     """Submit the driver of a run and return its job id. Call it within :func:`start_lock`.
 
-    The tag of the job is written first, so that the job can be found even if this process ends
-    before it has written the id.
+    The tag, a random text in the job's comment, is written first, so that the job can be found even
+    if this process ends before it has written the id.
 
     Raises:
         SlurmError: sbatch refused the job.

@@ -293,7 +293,7 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
 def reopen_run(
     folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> Run:
-    """Open a run with overrides, as ``rlinf run`` would with these added to the original ones.
+    """Open a run as ``rlinf run`` would with ``words`` added to the original overrides.
 
     Args:
         words: overrides of the frozen configuration.

@@ -133,6 +133,7 @@ class Workflow:
         self.setup_stages = list(self._graph.flow.setup_stages)
         self._last_stage = list(self._graph.flow.stages)[-1]
         self.iteration_rules = [*self._graph.flow.stages, EVALUATE]
+        """Names of the rules that run once per iteration or version."""
         if by_iteration:
             self.iteration_rules = [ITERATION, EVALUATE]
             stage_plans = {s: self._plan.stage_plan(s) for s in self._graph.flow.stages}

@@ -139,12 +139,12 @@ def request_scale(run: Run, request: str) -> int:
     match = SCALE_REQUEST.fullmatch(request)
     if match is None:
         raise InputError(f"{request!r}: expected rollout+2, rollout-1, rollout=4 or rollout=auto")
-    plan, name = Plan.from_run(run.folder), match["pool"]
-    pool, pool_plan = _elastic_pool(plan, name, run.folder)
+    plan, stage = Plan.from_run(run.folder), match["pool"]
+    pool, pool_plan = _elastic_pool(plan, stage, run.folder)
     current = target_size(run.folder, plan, pool)
     if match["sign"] is None:
         if pool_plan.max_workers is None:
-            raise PlanError(f"{run.folder}: set max_workers of the pool of {name} in the plan")
+            raise PlanError(f"{run.folder}: set max_workers of the pool of {stage} in the plan")
         save_target(run.folder, pool, current, by_hand=False)
         return current
     change = int(match["number"])

@@ -52,6 +52,7 @@ def route_tree(
     by_host: dict[object, list[str]] = defaultdict(list)
     for worker in (*names[offset:], *names[:offset]):
         worker_host = receivers[worker]
+        # A worker whose host is unknown counts as the only one there.
         by_host[(worker,) if worker_host is None else worker_host].append(worker)
     routes: Routes = defaultdict(dict)
     same_host = by_host.pop(host, []) if host is not None else []
@@ -166,7 +167,8 @@ class StageDispatcher:
                     subscriptions.discard(subscription)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
-        """Return (iteration, chunk, stage index), for :mod:`stages.device_schedule`."""
+        """Return (iteration, chunk, stage index), the order in which stages get a shared device
+        (:mod:`stages.device_schedule`)."""
         if node.stage in self._flow.setup_stages:
             return (-1, 0, 0)
         if node.stage not in self._stage_index:
@@ -238,6 +240,7 @@ class StageDispatcher:
                     and (serving := self.policy_assigner.serving_lease(node)) is not None
                 ):
                     assigned_nodes, source_pool = serving.lease.assigned, serving.pool
+                # A local input stays in the memory of the workers that produce it.
                 is_local = source in assigned_nodes or source in source_pool.waiting
                 if (
                     name in self._flow.stream_channels
@@ -322,7 +325,7 @@ class StageDispatcher:
         )
 
     def _only_collects(self, node: StageNode) -> bool:
-        """Return whether a node only collects what elastic generators produce."""
+        """Return whether a node only collects the samples of generators (elastic workers)."""
         return self._has_elastic_pool and node.stage == self._flow.elastic_stage
 
     def _routes(
@@ -437,7 +440,7 @@ class StageDispatcher:
         return self._ranks_by_stage[node.stage]
 
     def _is_collected(self, stage: str) -> bool:
-        """Return whether one process collects what elastic workers produce for a stage."""
+        """Return whether one process collects what generators produce for a stage."""
         return self._has_elastic_pool and self._flow.all_stages[stage].elastic
 
     def _layout(self, node: StageNode) -> ParallelLayout:
@@ -516,7 +519,7 @@ class PolicyAssigner:
         return self._ranks_by_stage[self._policy_stage]
 
     def workers(self, node: StageNode) -> tuple[str, ...]:
-        """Return the policy workers of a node; rank n queries the n-th one."""
+        """Return the policy workers of a node; rank n queries number n modulo their count."""
         serving = self.serving_lease(node)
         return () if serving is None else tuple(serving.lease.workers(self.ranks()))
 
@@ -527,7 +530,7 @@ class PolicyAssigner:
 
         Args:
             simulators: workers that run the simulators.
-            live: whether the weights come from memory.
+            live: whether the weights come from memory or a stream, not from disk.
         """
         serving = self.serving_lease(node)
         if serving is None:

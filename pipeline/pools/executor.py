@@ -2,7 +2,8 @@
 
 Pool jobs find the driver through the run directory, in whatever order they start. A stage may be
 dispatched before its inputs are committed: inputs from the same pool stay in memory, and records
-from other pools are streamed. Everything else is read from disk.
+from other pools are streamed. Everything else is read from disk. Workers of an elastic pool are
+called generators.
 """
 
 from __future__ import annotations
@@ -89,7 +90,6 @@ class PoolExecutor:
     should_stop: Callable[[], bool] = lambda: False
     progress: StageProgressCallback = lambda *_: None
     supports_streaming: bool = True
-    """Stages may start before their inputs are committed."""
     interrupt_note: str = "its pools were stopped"
     """Outcome for the jobs, for the message after an interrupt."""
     has_started: bool = False
@@ -221,8 +221,6 @@ class PoolExecutor:
     def _leases(self) -> list[Lease]:
         return [lease for pool in self._pools for lease in pool.leases]
 
-    # Generators
-
     def _assign_work(self) -> None:
         leases = [lease for p in self._generators() if (lease := p.active_lease) is not None]
         workers = [lease.primary_worker for lease in leases if not lease.assigned]
@@ -239,7 +237,7 @@ class PoolExecutor:
                 nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # Stages of the iteration whose weights the worker has only have to commit.
+                    # Ignore the iteration whose weights the worker has: only its commit remains.
                     newest = self._scheduler.weights_iteration(worker)
                     later = (iteration for iteration in iterations if iteration > newest)
                     helpers[worker] = min(later, default=sys.maxsize)
@@ -259,8 +257,6 @@ class PoolExecutor:
     def _generators(self) -> list[PoolState]:
         """Return the states of the elastic pool's workers: each has its own, with a ``slot``."""
         return [pool for pool in self._pools if pool.slot is not None]
-
-    # Workers and their jobs
 
     def _find_lease(self, worker: str) -> PoolLease | None:
         """Return the lease of a worker with its pool; None if the lease is no longer used."""

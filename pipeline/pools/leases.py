@@ -120,7 +120,7 @@ class PoolState:
     retry_at: float = 0.0
     """Monotonic time before which no lease is submitted."""
     unproductive_leases: int = 0
-    """Consecutive leases that ended with work but finished nothing."""
+    """Consecutive leases that reached their end with assigned work but finished nothing."""
     is_retired: bool = False
     """Whether the pool is no longer needed and ends as soon as it has no work."""
     also_generates: bool = False

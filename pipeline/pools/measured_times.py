@@ -126,14 +126,14 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
     for stage, entry in forecast.stages.items():
         if stage not in times:
             continue
-        expected, measured = entry.seconds, times[stage]
+        predicted_s, measured = entry.seconds, times[stage]
         if plan.execution == "pools":
             if WORK_PART not in entry.breakdown_s:
                 continue
-            expected, measured = entry.breakdown_s[WORK_PART], MeasuredTimes(times[stage].busy_s)
-        waiting_s = entry.seconds - expected
+            predicted_s, measured = entry.breakdown_s[WORK_PART], MeasuredTimes(measured.busy_s)
+        waiting_s = entry.seconds - predicted_s
         low, high = max(0.0, entry.low_s - waiting_s), entry.high_s - waiting_s
-        comparisons.append(ForecastComparison(stage, expected, low, high, measured))
+        comparisons.append(ForecastComparison(stage, predicted_s, low, high, measured))
     if "iteration" in times:
         interval = forecast.iteration_s, forecast.low_s, forecast.high_s
         comparisons.append(ForecastComparison("iteration", *interval, times["iteration"]))
@@ -141,7 +141,6 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
 
 
 def _busiest_s(spans: Sequence[Mapping[str, Any]]) -> float:
-    """Return the generating seconds of the busiest generator."""
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         if span["name"] == "generate":

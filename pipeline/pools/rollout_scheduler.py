@@ -50,7 +50,7 @@ MAX_IN_FLIGHT = 2
 MAX_OVERHEAD_SHARE = 0.25
 """Maximum share of a work item's time that may be fixed, that is, independent of its size."""
 HISTORY_SIZE = 64
-"""Maximum number of remembered times, weights, rollouts and ended work items, each."""
+"""Maximum number of entries in each history: times, weights, rollouts and ended work items."""
 
 
 class WorkItem(NamedTuple):
@@ -184,8 +184,8 @@ def assign_work(
         queues: one per batch, in the order of iterations.
         speeds: prompts per second by worker.
         min_item_size: see :meth:`WorkerSpeeds.min_item_size`.
-        max_queues: by worker, the number of first queues from which it may get work items; all by
-            default.
+        max_queues: by worker, the number of queues, from the first one, from which it may get work
+            items; all by default.
     """
     assigned = []
     total = sum(speeds.values())
@@ -227,8 +227,6 @@ class _Rollout:
 
 
 class _Assigned(NamedTuple):
-    """An assigned work item."""
-
     node: StageNode
     """The node of its rollout."""
     worker: str
@@ -433,7 +431,8 @@ class RolloutScheduler:
     def _name_successors(
         self, helpers: Mapping[str, int], successors: Sequence[str]
     ) -> list[tuple[str, WorkerOrder]]:
-        """Order helpers whose queue is empty to pass their unfinished samples on to a generator."""
+        """Order the helpers of rollouts with an empty queue to pass unfinished samples to
+        generators."""
         orders: list[tuple[str, WorkerOrder]] = []
         for name, assigned in self._assigned.items():
             queue = (rollout := self._rollouts[assigned.node]).queue
@@ -448,9 +447,9 @@ class RolloutScheduler:
             ]
             if queue is not None and not queue.num_pending and usable:
                 rollout.is_ending = True
-                load = Counter(assigned.worker for assigned in self._assigned.values())
-                load.update(self._successors.values())
-                self._successors[name] = min(usable, key=lambda worker: load[worker])
+                num_items = Counter(other.worker for other in self._assigned.values())
+                num_items.update(self._successors.values())
+                self._successors[name] = min(usable, key=lambda worker: num_items[worker])
                 order = messages.ReassignWork(work_item=name, successor=self._successors[name])
                 orders.append((assigned.worker, order))
         return orders
@@ -473,8 +472,8 @@ class RolloutScheduler:
     def iteration_load(
         self, node: StageNode, workers: Sequence[str], other_stages_s: float, *, overlap: bool
     ) -> IterationLoad | None:
-        """Return the load of the iteration whose finished rollout is ``node``; None if one of the
-        workers finished none of its work items.
+        """Return the load of the iteration with the finished rollout ``node``; None if one of
+        ``workers`` finished no work item of this rollout.
 
         Args:
             other_stages_s: seconds of the iteration's other stages.

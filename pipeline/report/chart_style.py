@@ -1,4 +1,4 @@
-"""The style of static charts, in reports and plans."""
+"""The style of static charts in reports, on the pages of plans and simulations, in benchmarks."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def _read_infos(
     paths = sorted((folder / manifest.data).glob(f"{channel}-r*.h5"))
     rows = [row for path in paths for row in read_record_info(path)]
     rows.sort(key=lambda row: row[0])  # the latest attempt at a sample comes last and wins
-    return {identity.sample: (length, info) for identity, length, info in rows}
+    return {record_id.sample: (length, info) for record_id, length, info in rows}
 
 
 def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dict[str, Any]:
@@ -270,17 +270,17 @@ def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dic
     ``total`` counts all samples, including those left out. ``unreadable`` lists the iterations with
     damaged files.
     """
-    texts = {i: [s for s in candidates if s.text is not None] for i, candidates in samples.items()}
-    texts = {i: candidates for i, candidates in texts.items() if candidates}
-    total = sum(len(candidates) for candidates in texts.values())
-    max_samples = max(4, MAX_SAMPLES // max(1, len(texts)))
-    max_characters = MAX_CHARACTERS / max(1, len(texts))
+    usable = {i: [s for s in candidates if s.text is not None] for i, candidates in samples.items()}
+    usable = {i: candidates for i, candidates in usable.items() if candidates}
+    total = sum(len(candidates) for candidates in usable.values())
+    max_samples = max(4, MAX_SAMPLES // max(1, len(usable)))
+    max_characters = MAX_CHARACTERS / max(1, len(usable))
     prompts: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         name: []
         for name in ("iteration", "sample", "prompt", "text", "answer", "stop", "score", "length")
     }
-    for iteration, candidates in texts.items():
+    for iteration, candidates in usable.items():
         selected, used = list[TranscriptSample](), 0
         for sample in select_samples(candidates, max_samples):
             used += min(len(sample.text or ""), HEAD + TAIL) + min(len(sample.prompt), HEAD + TAIL)
@@ -301,7 +301,7 @@ def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dic
         "prompts": list(prompts),
         "columns": columns,
         "total": total,
-        "iterations": [i + 1 for i in texts],
+        "iterations": [i + 1 for i in usable],
     }
 
 
@@ -417,8 +417,8 @@ def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, floa
 
 
 def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
-    """Return the idle time of each worker over all iterations. Of several iterations, the first is
-    left out, because it loads everything."""
+    """Return the idle time of each worker over all iterations. If there are several, the first one
+    is left out, because it loads everything."""
     spans = list(spans)
     windows = iteration_windows(spans)
     if len(windows) > 1:

@@ -114,7 +114,8 @@ def is_constant(plot: Mapping[str, Any]) -> bool:
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
     """Return values for JSON, with None for values that are not finite.
 
-    Values are rounded to six significant digits, or more if their range would keep under four.
+    Values are rounded to six significant digits, or to more if fewer than four digits of the
+    differences between them would remain.
     """
     numbers = [None if value is None or not math.isfinite(value) else value for value in values]
     finite = [value for value in numbers if value is not None]
@@ -226,6 +227,7 @@ def _sample_histograms(data: ReportData, xs: dict[str, list[float]]) -> list[dic
         lines = []
         for colour, (label, values) in zip(("sync", "train"), table.items(), strict=False):
             share = np.histogram(values, edges)[0] / len(values)
+            # One value per edge, so the last bin stands twice.
             lines.append(_line(label, colour, [*share, share[-1]], "bars"))
         more = {"linked": False, "percent": True, "zero": True, "half": True}
         plots.append(_plot(f"samples-{name}", title, f"bins-{name}", lines, **more))
@@ -358,10 +360,10 @@ def gantt_columns(data: ReportData) -> dict[str, Any] | None:
     segments.
 
     Columns are little-endian, in base64: ``start`` (float64, seconds since ``origin``), ``length``
-    (float32, seconds), ``iteration`` (uint32, from 1; 0 for setup stages), ``kind`` (uint8: twice
-    the index of the stage, plus 1 if it waits). ``first`` has the index of each lane's first
-    segment, then the number of segments. ``windows`` has the number (from 1), start and end of each
-    iteration, in seconds since ``origin``.
+    (float32, seconds), ``iteration`` (uint32, from 1; 0 for stages outside iterations), ``kind``
+    (uint8: twice the index of the stage, plus 1 if it waits). ``first`` has the index of each
+    lane's first segment, then the number of segments. ``windows`` has the number (from 1), start
+    and end of each iteration, in seconds since ``origin``.
     """
     if not data.segments:
         return None

@@ -57,12 +57,12 @@ def turn_level_advantages(
     groups: Tensor,
     group_advantage: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return the return of each turn, relative to the same turn of the other samples of the group.
+    """Return each turn's return, relative to the same turn of the other samples of the group.
 
     The return of a turn is the sum of its reward and the rewards of later turns (as in GTPO, arXiv
     2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). Only samples that
     have this turn are compared, because earlier turns decide whether the dialogue reaches it. The
-    same outcome therefore has the same effect if a sample reaches it one turn later.
+    same outcome therefore has the same effect if a sample gets this outcome one turn later.
 
     Args:
         rewards, mask: ``[N, T]``.

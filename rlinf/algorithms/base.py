@@ -101,9 +101,9 @@ class Algorithm(Component, ABC):
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
         """Update the policy on one iteration's batch, with any number of optimizer steps.
 
-        Args:
-            parts: parts of the batch, in the order of arrival. ``next`` waits for the next part.
-
         Equal batches and old weights must give equal new weights, so draw random numbers only from
         :meth:`Learner.rng`.
+
+        Args:
+            parts: parts of the batch, in the order of arrival. ``next`` waits for the next part.
         """

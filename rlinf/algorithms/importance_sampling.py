@@ -36,11 +36,11 @@ RolloutISMode = Literal["truncate", "mask"]
 modes."""
 DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
 """Keys of :func:`rollout_mismatch_sums`: the sum of absolute differences of log-probabilities, and
-the number of summed steps: unmasked ones that were chosen with the trainer's current weights."""
+the number of these steps: unmasked steps that were chosen with the trainer's current weights."""
 RATIO_SUM, KL_SUM = "_ratio", "_divergence"
 """Keys of sums over the same steps: probability ratios, trainer over engine, and KL estimates."""
 MAX_RATIO = "rollout_ratio_max"
-"""Key and metric: the largest ratio of these steps."""
+"""Key, and name of the metric: the largest ratio of these steps."""
 
 
 def rollout_ratio(
@@ -66,7 +66,7 @@ def rollout_ratio(
 def rollout_is_weights(
     ratio: Tensor, threshold: float, mode: RolloutISMode
 ) -> tuple[Tensor, Tensor]:
-    """Return the importance weights, without a gradient, and 1 where a ratio is out of bounds.
+    """Return the importance weights, without a gradient, and a mask of the ratios out of bounds.
 
     Args:
         ratio: probability ratios in any shape; see :func:`rollout_ratio`.

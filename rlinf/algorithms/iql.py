@@ -78,7 +78,7 @@ class IQL(OffPolicyAlgorithm):
             "value_loss": value_loss.detach(),
             "q_value_mean": predictions.detach().mean(),
         }
-        if "noise" in batch:
+        if "noise" in batch:  # the policy learns in this step
             advantages = q_values - value
             weights = advantage_weights(advantages, config.beta, config.max_advantage_weight)
             logprobs = policy.action_logprob(observations, actions, eps=config.action_bound_eps)

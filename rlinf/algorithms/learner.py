@@ -112,7 +112,7 @@ class Learner:
             )
         self.num_updates += 1
         for name, value in metrics.items():
-            if not name.startswith("_"):
+            if not name.startswith("_"):  # the others are sums for ``check``
                 self.log_metric(name, value)
         return metrics
 

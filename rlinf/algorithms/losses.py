@@ -174,7 +174,7 @@ def loss_agg_weights(
         mode: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
             ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
             ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
-        divisor: constant by which ``seq_mean_token_sum`` divides the sum of a sequence; None: 1.
+        divisor: constant by which the weights of ``seq_mean_token_sum`` are divided; None: 1.
     """
     lengths = mask.sum(-1, keepdim=True)
     if mode == "token_mean":

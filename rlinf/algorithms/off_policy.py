@@ -216,9 +216,9 @@ def check_transitions(policy: Any, source: Transitions, name: str) -> None:
         DataError: the dtype of the transitions does not match the policy; the message names the
             field, and begins with ``name``.
     """
-    wrong = dtype_mismatch(policy.transition_dtype, source.dtype) if len(source) else None
-    if wrong is not None:
-        raise DataError(f"{name}: does not fit the policy; {wrong}")
+    mismatch = dtype_mismatch(policy.transition_dtype, source.dtype) if len(source) else None
+    if mismatch is not None:
+        raise DataError(f"{name}: does not fit the policy; {mismatch}")
 
 
 def to_tensors(policy: Any, transitions: np.ndarray) -> dict[str, Tensor]:

@@ -103,7 +103,6 @@ class _Update:
             self._accumulate_rows(batch, samples, rows, weights, entropy=True)
 
     def step(self) -> None:
-        """Step the optimizer on the accumulated gradient."""
         if self._total_divisor is not None:
             self._step_optimizer(self._total_divisor)
 

@@ -64,7 +64,7 @@ class SAC(OffPolicyAlgorithm):
             target = td_target(batch["rewards"], batch["terminated"], next_value, config.gamma)
         loss = critic_loss(values, target)
         metrics = {"critic_loss": loss.detach(), "q_value_mean": values.detach().mean()}
-        if "noise" in batch:
+        if "noise" in batch:  # the policy learns in this step
             policy_loss, policy_metrics = self.policy_loss(policy, batch)
             loss, metrics = loss + policy_loss, {**metrics, **policy_metrics}
         return loss, metrics

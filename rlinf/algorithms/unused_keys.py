@@ -121,7 +121,7 @@ class _NameCollector:
 
     def follow_member(self, name: str, *, all_bases: bool = False) -> None:
         """Follow the class's member of this name, and the members that it overrides as long as each
-        calls ``super()``. With ``all_bases``, follow all that it overrides."""
+        calls ``super()``. With ``all_bases``, follow all overridden ones."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:

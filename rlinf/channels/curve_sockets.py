@@ -127,8 +127,8 @@ MAX_UNAUTHENTICATED = 512
 MIN_AUTHENTICATED_BYTES = 64 + 170 + 32
 """Minimum bytes that the host has sent to a client with the key: greeting, WELCOME and READY. A
 client with another key gets a dozen bytes instead of READY; a client without the host's key gets
-only the greeting. Received bytes prove nothing, and the socket monitor reports each successful
-handshake without its connection."""
+only the greeting. Sent bytes are counted because received bytes prove nothing, and the socket
+monitor does not name the connection of a successful handshake."""
 TCP_INFO_BYTES, BYTES_ACKED = 128, 120
 """``struct tcp_info`` (linux/tcp.h): bytes to read, and offset of ``tcpi_bytes_acked``."""
 log = logging.getLogger("rlinf")
@@ -137,10 +137,10 @@ log = logging.getLogger("rlinf")
 class Authenticator:
     """Admits connections with the run's client key to a host socket.
 
-    A separate thread answers, so that no client waits for a busy host. Connections that have not
-    presented the key are few and short-lived: they end after ``HANDSHAKE_MS``, or when ``limit``
-    newer connections exist. Strangers can thus not exhaust the files that the process may open. A
-    member whose connection was dropped reconnects by itself.
+    A thread answers authentication requests, so that no client waits for a busy host. Connections
+    that have not presented the key are few and short-lived: they end after ``HANDSHAKE_MS``, or
+    when ``limit`` newer connections exist. Strangers can thus not exhaust the files that the
+    process may open. A member whose connection was dropped reconnects by itself.
 
     ``rejected`` counts connections with another key. ``dropped`` counts connections without the key
     that ended because of newer connections.

@@ -63,7 +63,7 @@ class ReliableSender:
         self.size = 0
         self._pieces: deque[ItemPiece] = deque()
         self._base = self._sent = self._received = self._turn = 0
-        """Numbers of the first kept, first unsent and first unreceived piece; see PieceBatch."""
+        """Numbers of the first kept, unsent and unreceived piece; turn of :class:`PieceBatch`."""
         self._batch_bytes, self._piece_bytes = batch_bytes, piece_bytes
 
     def __len__(self) -> int:
@@ -211,6 +211,7 @@ class ReliableReceiver:
 
 
 MAX_NAME = 200
+"""Maximum length of a peer's name, characters."""
 ZERO_COPY_BYTES = 1 << 16
 
 
@@ -257,7 +258,7 @@ def send_message(
 ) -> bool:
     """Send a message, followed by pieces in one frame; return whether the socket accepted it.
 
-    Only large frames are sent without a copy, because that has an overhead.
+    Only large frames are sent without a copy, because sending without one has an overhead.
     """
     if pieces is not None:
         message = (*message, [piece.remaining for piece in pieces])

@@ -6,7 +6,7 @@ context arrays or of strings (UTF-8) has its own. No Python object is stored, so
 foreign code, and equal records give equal bytes.
 
 Step columns with large rows, such as images, are in a separate file and are read when they are
-used, in blocks whose checksums are in the first file. A process that uses a few of the records
+used, in blocks whose checksums are in the record file. A process that uses a few of the records
 reads only their blocks.
 """
 
@@ -147,7 +147,6 @@ class LargeColumn:
 
 
 def _block_rows(dtype: np.dtype, shape: Sequence[int]) -> int:
-    """Return the number of rows of a block."""
     row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
     return max(1, BLOCK_BYTES // max(1, row_bytes))
 
@@ -348,8 +347,7 @@ class RecordFileReader(RecordSource):
     """
 
     def __init__(self, paths: Iterable[Path], samples: Collection[int] | None = None) -> None:
-        """Read the records.
-
+        """
         Args:
             samples: restrict the records to these samples; see :func:`read_records`.
         """

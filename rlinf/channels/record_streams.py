@@ -80,6 +80,7 @@ class SharedMemoryRing:
     def _fence(self) -> None:
         """Memory barrier: earlier writes become visible before later ones."""
         if not STORES_IN_ORDER:
+            # Releasing a lock and acquiring it again orders all writes around it.
             for _ in range(2):
                 with self._barrier:
                     pass
@@ -345,8 +346,7 @@ class SocketSink(MailboxPeer, RecordSink):
         )
 
     def put(self, record: Record) -> None:
-        """See the interface.
-
+        """
         Raises:
             DataError: the record cannot be sent or is larger than the host accepts.
         """
@@ -401,8 +401,7 @@ class SharedMemorySink(SocketSink):
             raise
 
     def put(self, record: Record) -> None:
-        """See the interface.
-
+        """
         Raises:
             DataError: the record cannot be sent or is larger than the whole segment.
         """

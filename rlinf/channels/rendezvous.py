@@ -5,8 +5,8 @@ Torch's own store accepts connections from anybody. This store is a mailbox of t
 every message once. The ranks find it by a pointer file of the run.
 
 A request is one msgpack list (number, verb, arguments...); its reply is (number, value). The number
-identifies the request of a rank. Rank 0 answers every request immediately, so a rank that waits for
-a missing key repeats its request.
+identifies a request among those of its rank. Rank 0 answers every request immediately, so a rank
+that waits for a missing key repeats its request.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the folder cannot be used, or a file is damaged (its checksum is wrong), the arr
 again.
 
 Only the user can access folder and files. Files that were not used for :data:`MAX_AGE_S` are
-removed, and the least recently used ones beyond :data:`MAX_CACHE_BYTES`.
+removed. Above :data:`MAX_CACHE_BYTES` in total, so are the least recently used files.
 """
 
 from __future__ import annotations

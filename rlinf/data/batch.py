@@ -82,7 +82,7 @@ class StepBatch:
     turns: Tensor | None = None
     """``[N, T]`` index of the dialogue turn, from 0, to which a step belongs."""
     choice_mask: Tensor | None = None
-    """``[N, T, ...]`` 1 at the parts of a step that the loss includes. None: all."""
+    """``[N, T, ...]`` 1 at the parts of a step that the loss includes. None: 1 everywhere."""
     loss_mask: Tensor | None = None
     """``[N, T]`` or ``[N, T, K]`` 1 at the units over which the loss sums, each of which has its
     own probability ratio (:mod:`rlinf.algorithms.importance_sampling`)."""
@@ -237,18 +237,18 @@ def _action_rewards(samples: Sequence[TrainingSample], length: int) -> Tensor:
     """
     columns = []
     for sample in samples:
-        actions = action_mask(sample.trajectory)
-        if actions is None:
+        executed = action_mask(sample.trajectory)
+        if executed is None:
             raise InputError(
                 f"{sample.trajectory.identity}: the policy returned several values for a step that "
                 "is not a chunk of actions; return one value per step"
             )
         reward = sample.reward
-        step_rewards = np.zeros(len(actions)) if reward is None else np.asarray(reward.rewards)
+        step_rewards = np.zeros(len(executed)) if reward is None else np.asarray(reward.rewards)
         action_rewards = None if reward is None else reward.action_rewards
         if action_rewards is None:
-            action_rewards = place_on_last_action(step_rewards, actions)
-        elif not _sums_match(np.asarray(action_rewards) * actions, step_rewards):
+            action_rewards = place_on_last_action(step_rewards, executed)
+        elif not _sums_match(np.asarray(action_rewards) * executed, step_rewards):
             raise InputError(
                 f"{sample.trajectory.identity}: 'action_rewards' of the executed actions do not "
                 "add up to 'rewards'; a stage that changes one must change both, or omit "

@@ -71,8 +71,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         observe: Callable[[dict[str, Any], np.ndarray], None] = lambda item, flags: None,
         num_flags: int = 0,
     ) -> None:
-        """Open and check the file.
-
+        """
         Args:
             key: configuration key that names the file.
             parse: makes a row from its location (for messages), its JSON object and the file's
@@ -281,7 +280,6 @@ def count_overlap(
 
 
 def _digests_of(rows: Sequence[T], row_text: Callable[[T], str]) -> np.ndarray:
-    """Return ``[N]`` uint64: digest of each row's content."""
     if isinstance(rows, JsonLinesFile):
         return rows.digests
     return np.array([_digest_of(row_text(row)) for row in rows], "u8")

@@ -271,15 +271,15 @@ class LeRobotDataset:
                 data_file = self._path_from_template("data_path", **indices)
                 first_index = int(row["dataset_from_index"])
                 first_row = first_index - first_indices.setdefault(data_file, first_index)
-                frames = {}
+                locations = {}
                 for name in videos:
                     indices = {key: int(row[f"videos/{name}/{key}"]) for key in keys}
                     path = self._path_from_template("video_path", video_key=name, **indices)
                     seconds = float(row[f"videos/{name}/from_timestamp"])
-                    frames[name] = (path, round(seconds * self.fps))
+                    locations[name] = (path, round(seconds * self.fps))
                 instruction = " ".join(row["tasks"])
                 index, length = int(row["episode_index"]), int(row["length"])
-                yield LeRobotEpisode(index, instruction, data_file, first_row, length, frames)
+                yield LeRobotEpisode(index, instruction, data_file, first_row, length, locations)
 
     def _episodes_v2(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
         """Yield the episodes of version 2: one file per episode and camera."""
@@ -290,13 +290,13 @@ class LeRobotDataset:
                 "episode_chunk": index // int(self.info["chunks_size"]),
                 "episode_index": index,
             }
-            frames = {
+            locations = {
                 name: (self._path_from_template("video_path", video_key=name, **indices), 0)
                 for name in videos
             }
             data_file = self._path_from_template("data_path", **indices)
             instruction = " ".join(row["tasks"])
-            yield LeRobotEpisode(index, instruction, data_file, 0, int(row["length"]), frames)
+            yield LeRobotEpisode(index, instruction, data_file, 0, int(row["length"]), locations)
 
 
 class _VideoReader:
@@ -372,7 +372,7 @@ FEATURE_COLUMNS = {
 """Field of the trajectory that is written as each feature."""
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""The statistics use one of this many images."""
+"""The statistics use the first image of each this many consecutive images."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",

@@ -32,7 +32,7 @@ class ChannelItem:
     """A typed item of a channel.
 
     :attr:`STEPS` maps the names of a record's step columns to fields of this class; :attr:`INFO`
-    maps those of its numbers and texts. A field that is None is not in the record.
+    maps the names of its numbers and texts. A field that is None is not in the record.
     """
 
     STEPS: ClassVar[Mapping[str, str]] = {}
@@ -93,7 +93,7 @@ class PolicyOutputs(ChannelItem):
     STEPS = {name: name for name in ("logprobs", "values", "reference_logprobs")}
 
     logprobs: np.ndarray | None = None
-    """Log-probabilities under the policy before the update, in the shape of the trajectory's."""
+    """Log-probabilities under the policy before the update, shaped as ``Trajectory.logprobs``."""
     values: np.ndarray | None = None
     """Value estimates, float32 ``[T]``, or ``[T, C]`` per action of a chunk."""
     reference_logprobs: np.ndarray | None = None
@@ -120,7 +120,7 @@ class Trajectory(ChannelItem):
     """Loss mask, float32 ``[T]``: 1 where the policy chose the step, 0 for output of a tool or a
     lost episode. None: 1 everywhere."""
     choice_mask: np.ndarray | None = None
-    """Loss mask of the parts of a step, uint8 in the shape of ``logprobs``. None: all."""
+    """Loss mask of the parts of a step, uint8 in the shape of ``logprobs``. None: 1 everywhere."""
     versions: np.ndarray | None = None
     """Version of the weights that chose each step, int64 ``[T]``. None: ``policy_version``."""
     rewards: np.ndarray | None = None
@@ -205,7 +205,7 @@ class Trajectory(ChannelItem):
     """1 if solved at the last step (``success_once``: at any step); the mean over episodes."""
     num_episodes: int | None = None
     num_failed_episodes: int | None = None
-    """Number of episodes that a failure of the simulator ended; not of unsolved ones."""
+    """Number of episodes ended by a failure of the simulator; unsolved ones do not count."""
     is_scored: int | None = None
     """1 if ``success_once`` and ``success_at_end`` are meaningful for the task."""
     task: str | None = None
@@ -441,8 +441,8 @@ def place_on_last_action(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
     Args:
         rewards: ``[T]``.
-        mask: :func:`action_mask`, ``[T, C]``. If a chunk has no unmasked action, its first action
-            gets the reward.
+        mask: result of :func:`action_mask`, ``[T, C]``. If a chunk has no unmasked action, its
+            first action gets the reward.
 
     Returns:
         ``[T, C]``.

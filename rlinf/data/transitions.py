@@ -234,6 +234,6 @@ def concatenate_transitions(arrays: Iterable[np.ndarray]) -> np.ndarray:
     if not rows:
         raise ValueError("no trajectories to make transitions of")
     for other in rows[1:]:
-        if (wrong := dtype_mismatch(rows[0].dtype, other.dtype)) is not None:
-            raise InputError(f"trajectories of one batch differ in {wrong}")
+        if (mismatch := dtype_mismatch(rows[0].dtype, other.dtype)) is not None:
+            raise InputError(f"trajectories of one batch differ in {mismatch}")
     return np.concatenate(rows)

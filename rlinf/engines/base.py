@@ -257,7 +257,7 @@ class Engine(Component, ABC):
         raise NotImplementedError
 
     def group_sizes(self) -> Mapping[str, MemorySize]:
-        """Return the device memory that the engine holds between requests, by group.
+        """Return the device memory that the engine holds between requests, by memory group.
 
         See :class:`rlinf.device_memory.Offloadable`. :meth:`load` and :meth:`load_state` overwrite
         all of this memory. By default, no memory can be offloaded.

@@ -26,7 +26,8 @@ from rlinf.seeding import uniform_rows
 
 COMPACTION_THRESHOLD = 0.75
 """Finished rows are removed when at most this share of the batch's rows is still running. Waiting
-rows are admitted when all of them fit, or when 1 minus this share of ``max_num_seqs`` is free."""
+rows are admitted when all of them fit, or when at least ``(1 - COMPACTION_THRESHOLD) *
+max_num_seqs`` places are free."""
 
 PromptImages = Mapping[str, np.ndarray]
 """The images of one prompt: columns of :mod:`rlinf.models.images`."""
@@ -45,7 +46,9 @@ class DecoderNetwork(Protocol):
         contexts: Sequence[np.ndarray],
         free_columns: int,
         images: Sequence[PromptImages | None] = (),
-    ) -> tuple[Tensor, KeyValueCache | EqualLengthCache, Tensor]: ...
+    ) -> tuple[Tensor, KeyValueCache | EqualLengthCache, Tensor]:
+        """Return the next logits ``[B, V]``, a KV cache with ``free_columns`` columns for further
+        tokens, and a mask of the columns that each row attends to."""
 
     def rope_shift(self, images: Sequence[PromptImages | None]) -> Tensor: ...
 
@@ -164,7 +167,7 @@ class DecodingBatch:
 
     @property
     def remaining_tokens(self) -> int:
-        """The maximum, over the rows, of the tokens that may still be generated."""
+        """Largest number of tokens that a row may still generate."""
         return int((self.limit - self.num_generated).max())
 
     @property

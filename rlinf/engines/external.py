@@ -100,7 +100,7 @@ class ExternalEngine(Engine):
         return int(self._config.kv_cache_gib * 2**30)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, in which stop strings are searched."""
+        """Return the decoded tokens: the text in which stop strings are searched."""
         return self.chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
@@ -108,10 +108,10 @@ class ExternalEngine(Engine):
         return self.chat_format.stop_ids(texts)
 
     def stop_token_ids_for(self, request: SegmentRequest) -> set[int]:
-        """Return the ids of tokens at which the external engine must stop a segment.
+        """Return the ids of tokens at which vLLM or SGLang must stop a segment.
 
-        The external engine forbids stop tokens before ``min_tokens``, but stop strings may appear.
-        Special tokens that are stop strings are therefore left out if ``min_tokens`` > 0;
+        Both ban these tokens before ``min_tokens``, but stop strings may appear there.
+        If ``min_tokens`` > 0, the result therefore omits special tokens that are stop strings;
         :mod:`rlinf.engines.resumable` detects them.
         """
         return {

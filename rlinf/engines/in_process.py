@@ -1,6 +1,7 @@
 """Engines that run vLLM or SGLang inside the stage's process.
 
-The *backend* is vLLM or SGLang. Its interpreter (``engine.python``) runs the stage's process.
+The *backend* is vLLM or SGLang (the external engine of :mod:`rlinf.engines.resumable`). Its
+interpreter (``engine.python``) runs the stage's process.
 
 The thread that iterates over the replies also steps the backend, so the composition of batches is
 reproducible. All weights, also the first ones, are copied tensor by tensor into the memory of
@@ -169,7 +170,7 @@ class InProcessEngine(ExternalEngine):
                 f"{dist.get_world_size()} processes; give rollout a pool of its own in the plan, "
                 f"or set engine={name.removesuffix('_in_process')}"
             )
-        # The backend uses this process group, and so may a trainer in the same process.
+        # The group has only this process. With one rank, a trainer in this process may use it, too.
         ProcessGroupInfo().init_process_group(self.device.type)
         self._owns_process_group = is_distributed
         torch.set_num_threads(self._config.threads)

@@ -30,7 +30,7 @@ class KeyValueCache:
     layers of ``transformers`` call on a cache.
     """
 
-    is_compileable = False
+    is_compileable = False  # read by transformers
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -68,7 +68,7 @@ class KeyValueCache:
         """Append the rows of another cache; the shorter rows are padded with zeros on the left.
 
         Args:
-            skip: Leading columns of this cache to drop.
+            skip: Number of leading columns of this cache to drop.
             free_columns: Number of free columns of the joined cache.
         """
         length = max(self.length - skip, other.length)
@@ -147,7 +147,7 @@ class EqualLengthRows:
 
 
 class EqualLengthCache:
-    """The cache of a batch, in groups of equal length; ``length`` is that of the longest row."""
+    """The cache of ``size`` rows, in groups of equal length; ``length`` is the longest row's."""
 
     def __init__(self, groups: list[EqualLengthRows], size: int, length: int) -> None:
         self._size, self.length = size, length
@@ -168,7 +168,7 @@ class EqualLengthCache:
         self._size = len(rows)
 
     def join(self, other: EqualLengthCache, skip: int, free_columns: int) -> None:
-        """Append the rows of another cache; ``skip`` leading columns of this one are unused."""
+        """Append the rows of another cache; ``skip`` leading columns of this cache are unused."""
         for group in other.groups:
             group.rows = group.rows + self._size
         self.groups += other.groups
@@ -190,6 +190,7 @@ class EqualLengthNetwork:
         family = module.config.model_type
         has_cache = bool(cache_names) and family not in FAMILIES_WITHOUT_CACHE
         self._cache_name = cache_names[0] if has_cache else None
+        """Name of the argument for the cache; None: tokens are computed again."""
         self._has_logits_to_keep = "logits_to_keep" in names
         self._has_position_ids = "position_ids" in names
 

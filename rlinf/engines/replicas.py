@@ -20,7 +20,7 @@ from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnava
 log = logging.getLogger(__name__)
 
 PREFIX_BLOCK = 16
-"""Prefixes have multiples of this number of tokens. The full request is a prefix, too."""
+"""Length of a prefix: a multiple of this number of tokens, or the full request."""
 MIN_PREFIX_SHARE = 0.5
 """A cached prefix matters only if it is at least this share of a request. Otherwise a common system
 message would send all requests to one server."""

@@ -262,7 +262,7 @@ class ResumableGeneration:
         return False
 
     def _interrupt(self) -> list[ResumableSample]:
-        """Abort all running segments and return the samples that are complete."""
+        """Abort all running segments; return complete samples and queue the others again."""
         return [
             sample for sample, segment in self._decoder.abort_all() if self._add(sample, segment)
         ]

@@ -94,6 +94,7 @@ class ConcurrentDecoder:
             queue.SimpleQueue()
         )
         self._threads = self._running = 0
+        """Numbers of threads and of running segments."""
         self._has_dead_server = False
 
     def __len__(self) -> int:
@@ -413,7 +414,7 @@ class ServerEngine(ExternalEngine):
         """Start a server process.
 
         Args:
-            server_index: Index of the server within the replica.
+            server_index: Index of the server within the model replica.
         """
         folder, config = self._shm_folder(), self._config
         model, socket = folder / "model", folder / f"http-{server_index}"
@@ -481,7 +482,7 @@ BARRIER_TIMEOUT = timedelta(days=30)
 
 
 class ReplicaGroup:
-    """The ranks of one model replica."""
+    """The ranks of one model replica. (``engine.replicas`` counts its servers.)"""
 
     def __init__(self, world: ProcessGroupInfo, device_type: str) -> None:
         """Create the process group; a collective operation of all ranks of the stage."""
@@ -534,10 +535,10 @@ def server_gpus(local_rank: int, server_index: int, num_servers: int, gpus_per_s
     """Return the GPUs of one server in the format of CUDA_VISIBLE_DEVICES.
 
     Args:
-        local_rank: Local rank of the starting process; the ranks of a replica are adjacent.
-        server_index: Index of the server within the replica.
-        num_servers: Number of servers of the replica, equal to the GPUs of each of its ranks.
-        gpus_per_server: Number of GPUs of a server, equal to the ranks of the replica.
+        local_rank: Local rank of the starting process; the ranks of a model replica are adjacent.
+        server_index: Index of the server within the model replica.
+        num_servers: Number of servers of the model replica, and of GPUs of each of its ranks.
+        gpus_per_server: Number of GPUs of a server, and of ranks of the model replica.
 
     Raises:
         ConfigError: This process does not see enough GPUs.

@@ -145,7 +145,6 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
     """Return the command-line arguments of SGLang for the model and its decoding.
 
     Args:
-        model: The model folder.
         context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
@@ -166,11 +165,7 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
 def sglang_sampling_params(
     request: SegmentRequest, stop_token_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Return SGLang's sampling parameters for a segment.
-
-    Args:
-        stop_token_ids: Ids of the tokens that end a sample.
-    """
+    """Return SGLang's sampling parameters for a segment."""
     sampling = request.sampling
     return {
         "max_new_tokens": request.max_tokens,

@@ -135,7 +135,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         ).iter_replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, in which stop strings are searched."""
+        """Return the decoded tokens: the text in which stop strings are searched."""
         return self._chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
@@ -155,7 +155,7 @@ class TransformersEngine(OffloadableTensors, Engine):
 
         Args:
             contexts: Token ids of each row.
-            free_columns: Free columns of the cache.
+            free_columns: Number of free columns of the cache, for further tokens.
             images: Images of each row, if there are any.
 
         Returns:
@@ -228,7 +228,7 @@ class TransformersEngine(OffloadableTensors, Engine):
             positions[:, i, width - count :] = processor.rope_positions(context[:count], sizes[-1])
         extra_inputs: dict[str, Tensor] = {}
         if arrays:
-            patches = np.concatenate([processor.to_patches(image) for image in arrays])
+            patches = processor.to_patches(arrays)
             extra_inputs["pixel_values"] = torch.from_numpy(patches).to(self.device)
             grids = torch.from_numpy(processor.patch_grids(np.concatenate(sizes)))
             extra_inputs["image_grid_thw"] = grids.to(self.device)

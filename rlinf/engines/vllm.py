@@ -29,8 +29,8 @@ ENVIRONMENT = {
 }
 """Environment variables of every process that imports vLLM."""
 LENGTH_SCALINGS = frozenset({"longrope"})
-"""vLLM uses the long factors if ``--max-model-len`` exceeds the original length, as
-:mod:`rlinf.models.rotary` does. For dynamic NTK it uses the frequencies of the longest sequence."""
+"""Rotary scalings as in the trainer: vLLM uses the long factors of LongRoPE if ``--max-model-len``
+exceeds the original length. Dynamic NTK would use the frequencies of the longest sequence."""
 
 
 class VLLMConfig(ServerConfig):
@@ -109,7 +109,6 @@ def vllm_args(engine: ExternalEngine, model: Path, context_length: int) -> list[
     """Return the command-line arguments of vLLM for the model and its decoding.
 
     Args:
-        model: The model folder.
         context_length: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
@@ -128,11 +127,7 @@ def vllm_args(engine: ExternalEngine, model: Path, context_length: int) -> list[
 def vllm_sampling_params(
     request: SegmentRequest, stop_token_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for a segment.
-
-    Args:
-        stop_token_ids: Ids of the tokens that end a sample.
-    """
+    """Return vLLM's sampling parameters for a segment."""
     sampling = request.sampling
     return {
         "max_tokens": request.max_tokens,

@@ -514,7 +514,6 @@ class _DialogueState:
         self.num_turns += 1
 
     def add_reply(self, ids: np.ndarray) -> None:
-        """Record a reply of the other side."""
         self.text += f"[{_join_contents(self.step_result[0])}]"
         self.tokens += ids.tolist()
         self.logprobs += [0.0] * len(ids)

@@ -236,7 +236,7 @@ class _TrajectoryRecorder:
         self._length, self._num_episodes, self._episode_first_steps = np.zeros((3, count), np.int64)
         """By row: number of steps, number of begun episodes, and first step of the open episode."""
         self._open_metrics = np.zeros((len(EPISODE_METRICS), count))
-        """Metrics of the open episodes."""
+        """:data:`EPISODE_METRICS` of the open episodes, ``[4, n]``."""
         self._finished: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
         """By row: last step and :data:`EPISODE_METRICS` of each finished episode."""
         self._lost_steps: list[list[slice]] = [[] for _ in samples]
@@ -251,7 +251,6 @@ class _TrajectoryRecorder:
         """Rows whose open episode could not be saved; its steps are complete and not masked."""
 
     def seeds(self, rows: np.ndarray) -> list[int]:
-        """Return the seeds of the next episodes."""
         r = self._request
         episodes = zip(self.groups[rows].tolist(), self._num_episodes[rows].tolist(), strict=True)
         draws = (generator(r.seed, r.iteration, r.split, "reset", *episode) for episode in episodes)
@@ -508,8 +507,8 @@ def is_action_chunk(action: np.ndarray) -> bool:
 def _chunk_columns(
     step_columns: Mapping[str, np.ndarray], logprob: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the additional columns of chunks, see :func:`run_episodes`; ``executed`` becomes
-    ``num_executed`` of the trajectory, and ``submask`` ``choice_mask``."""
+    """Return the additional columns of chunks (:func:`run_episodes`). A trajectory has ``executed``
+    as ``num_executed``, and ``submask`` as ``choice_mask``."""
     executed = step_columns["executed"]
     columns = {
         "executed": executed.astype(np.int32),

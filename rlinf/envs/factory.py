@@ -163,8 +163,8 @@ def _import_module(name_or_file: str) -> Any:
     """Import a module by its name or its file."""
     if not name_or_file.endswith(".py"):
         return importlib.import_module(name_or_file)
-    # Its relative imports use a stand-in package, because importing rlinf itself would import
-    # modules that this interpreter lacks.
+    # The file's relative imports use a stand-in package, because importing rlinf itself would
+    # import modules that this interpreter lacks.
     folder, file = os.path.split(os.path.abspath(name_or_file))  # noqa: PTH100
     package: Any = types.ModuleType("rlinf_simulators")
     package.__path__ = [folder]

@@ -62,7 +62,6 @@ from rlinf.seeding import generator
 if TYPE_CHECKING:
     from rlinf.models.base import ModelSpec
 
-
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a robot has to come to rest."""
@@ -71,8 +70,6 @@ COUNTED_STEP_INFO = ("intervened", "late")
 TaskId = Annotated[str, Field(min_length=1)]
 NUMERIC_KINDS = "iuf"
 """Kinds of numpy types that actions may have."""
-
-
 ActionBounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
 """One bound for all components of an action, or a list with one for each (null: no bound)."""
 
@@ -406,6 +403,7 @@ class GymEnvironment(Environment):
     def infer_config(cls, config: GymConfig, *, check_given: bool) -> ModelSpec:
         requirements = get_requirements(config.simulator)
         action = config.action
+        # Discrete actions need no bounds.
         has_bounds = action is not None and (action.kind == "discrete" or action.bounds is not None)
         missing = [] if config.observation else ["task.observation"]
         missing += [] if action else ["task.action"]
@@ -544,7 +542,7 @@ class GymEnvironment(Environment):
     def _loops(
         self, request: RolloutRequest, samples: np.ndarray, tracebacks: list[str]
     ) -> list[EpisodeLoop]:
-        """Return the episode loops of ``samples``: one or two, and one that records videos."""
+        """Return the episode loops of ``samples``: one or two, and one for those with a video."""
         has_video = samples < (request.num_videos if self.config.video else 0)
         others = samples[~has_video]
         size = -(-len(others) // (2 if self.config.double_buffer else 1)) or 1

@@ -258,7 +258,7 @@ Split = Literal["train", "test"]
 RENDER_CHUNK, RENDER_CHUNK_CHARACTERS = 2048, 8 << 20
 """Maximum number of problems, and approximate maximum of characters, that are rendered at once."""
 MAX_CACHED_PROMPTS = 4096
-"""Number of rendered prompts that stay in memory."""
+"""Maximum number of rendered prompts that stay in memory."""
 DISK_CACHE_MIN_PROBLEMS = 20_000
 """From this many problems on, their token counts are cached on disk for all processes."""
 TOKENIZER_PROBES = 8
@@ -627,7 +627,6 @@ class ProblemSetEnvironment(PromptEnvironment):
         return split_thought(message["content"], self.chat_format.thinking_marks)[1]
 
     def _epoch_order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the order of the training problems in an epoch."""
         if self._epoch is None or self._epoch[0] != (seed, epoch):
             count = len(self._prompt_sets["train"])
             order = generator(seed, "jsonl", "epoch", epoch).permutation(count)

@@ -29,7 +29,6 @@ TRAIN_SEED, TEST_SEED = 0, 1 << 30
 seed."""
 EVAL_FUNCTIONS = frozenset({"eval", "exec", "parse_expr", "sympify", "literal_eval", "compile"})
 """Functions that may execute a response, or build objects from it, if a grader calls them."""
-
 HUGE_NUMBER = re.compile(r"[eE][-+]?\d[\d_]{3,}")
 """Matches the exponent of a number with about a thousand digits or more."""
 

@@ -2,8 +2,9 @@
 
 The policy writes ``<search>query</search>`` and reads, in the same turn, the results of a BM25
 index between ``<information>`` and ``</information>``; ``<answer>...</answer>`` ends the dialogue.
-Both closing tags are stop strings of the engine. The policy's tokens are kept as they were sampled,
-and the results follow as masked tokens. Only the policy's own text is parsed for an answer.
+``</search>`` and ``</answer>`` are stop strings of the engine. The policy's tokens are kept as they
+were sampled, and the results follow as masked tokens. Only the policy's own text is parsed for an
+answer.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class SearchConfig(DialogueConfig):
     """Field of a text, whose first line is its title."""
     question_field: str = "question"
     answer_field: str = "answer"
-    """Field of a question's answer, or of a list of answers that are all right."""
+    """Field of a question's answer, or of a list of correct answers, each of which is accepted."""
     index_dir: Path = Path("~/.cache/rlinf/search")
     """Folder of the indexes, each under the digest of its texts."""
     instruction: str = INSTRUCTION
@@ -154,7 +155,6 @@ class SearchDialogue(Dialogue):
         return [{"role": "user", "content": results}], reward, False
 
     def _score(self, predicted: str) -> float:
-        """Return the reward of an answer."""
         is_exact = is_exact_match(predicted, self._question.answers)
         self.info = {**self.info, "predicted": predicted, "exact": float(is_exact)}
         format_reward = self._config.format_reward

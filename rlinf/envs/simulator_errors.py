@@ -1,5 +1,5 @@
-"""Errors of simulators as text, which tells whether the user's code raised and whether a retry may
-succeed.
+"""Errors of simulators as text. A prefix marks errors of the user's code that a retry would raise
+again.
 
 The simulator process (:mod:`rlinf.envs.vector_env`) loads this module too, so it imports only the
 standard library.

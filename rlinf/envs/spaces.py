@@ -193,18 +193,19 @@ class FlattenWrapper:
 
 
 class _ObservationFlattener:
-    """Converts observations of a space to a state and images."""
+    """Converts observations of a space to a state and separate parts."""
 
     def __init__(self, space: Any, selection: ObservationSelection) -> None:
         self._state_parts: list[tuple[SpacePath, Any]] = []
-        self._image_parts: list[tuple[SpacePath, Any]] = []
+        self._separate_parts: list[tuple[SpacePath, Any]] = []
+        """Parts that keep their names: images, and an instruction."""
         ignored, matched = set(selection.ignored), set[str]()
         leaves = list(leaf_spaces(space))
         for path, part in leaves:
             if matches := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
                 matched |= matches
             elif path == (INSTRUCTION,) and is_box(part):
-                self._image_parts.append((path, part))
+                self._separate_parts.append((path, part))
             elif is_image(part):
                 self._add_image(path, part, selection)
             elif (obstacle := _flatten_obstacle(part)) is not None:
@@ -224,7 +225,7 @@ class _ObservationFlattener:
             )
         (path, part), *others = self._state_parts
         is_vector = not others and is_box(part) and len(part.shape) == 1
-        has_flat_images = all(len(path) == 1 for path, _ in self._image_parts)
+        has_flat_images = all(len(path) == 1 for path, _ in self._separate_parts)
         self.is_flat = is_vector and path in ((), (STATE,)) and has_flat_images and not matched
         """Whether observations need no conversion."""
         self.space = space if self.is_flat else self._flat_space()
@@ -243,12 +244,12 @@ class _ObservationFlattener:
             )
         if list(selection.images[name]) != size:
             raise InvalidEnvConfig(f"task.images.{name}: its images are {size}")
-        self._image_parts.append((path, part))
+        self._separate_parts.append((path, part))
 
     def _flat_space(self) -> Any:
         bounds = [_flat_bounds(part) for _, part in self._state_parts]
         low, high = (np.concatenate(arrays) for arrays in zip(*bounds))  # noqa: B905 - Python 3.9
-        images = {"_".join(path): part for path, part in self._image_parts}
+        images = {"_".join(path): part for path, part in self._separate_parts}
         return SimpleNamespace(spaces={STATE: Box(low, high), **images})
 
     def flatten(self, observation: Any, *, batched: bool = False) -> Arrays:
@@ -257,7 +258,7 @@ class _ObservationFlattener:
             _to_vector(part, _value_at(observation, path), batched)
             for path, part in self._state_parts
         ]
-        images = {"_".join(p): np.array(_value_at(observation, p)) for p, _ in self._image_parts}
+        images = {"_".join(p): np.array(_value_at(observation, p)) for p, _ in self._separate_parts}
         return {STATE: np.concatenate(vectors, -1), **images}
 
 

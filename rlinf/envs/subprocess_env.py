@@ -94,7 +94,7 @@ class SubprocessVectorEnv:
         """
         Args:
             factory: ``module:attribute`` or ``FILE.py:attribute``.
-            factory_kwargs: its arguments, as JSON can represent them; see
+            factory_kwargs: the factory's arguments, as JSON values; see
                 :func:`rlinf.envs.factory.create_task_env`.
             python: the interpreter; None: this one.
             timeout_s: time limit of an answer; the first one includes the simulator's imports.

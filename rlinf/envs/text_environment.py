@@ -176,7 +176,7 @@ class PromptEnvironment(TextEnvironment):
 
 
 def _with_prefix(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the prompt with the prefix, which is not added if the prompt begins with it."""
+    """Prepend the prefix to the token ids of a prompt, unless they begin with it already."""
     has_prefix = np.array_equal(ids[: len(prefix)], prefix)
     return ids if has_prefix else np.concatenate([prefix, ids])
 

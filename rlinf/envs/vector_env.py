@@ -101,7 +101,7 @@ class SyncVectorEnv:
         """Readers of the open episodes."""
         self._last_observations: dict[int, Arrays] = {}
         self._failed_resets: dict[int, str] = {}
-        """Tracebacks of episodes that could not begin."""
+        """Tracebacks of episodes that could not begin, by environment."""
         self._templates: Arrays = {}
         """Arrays with the shapes and types of the first observation, which all others must have."""
 
@@ -399,7 +399,6 @@ class SyncVectorEnv:
         return observations
 
     def _recreate(self, env_id: int) -> None:
-        """Replace an environment that failed."""
         with contextlib.suppress(Exception):
             self._envs[env_id].close()
         self._envs[env_id] = self._make()
@@ -512,6 +511,7 @@ class BatchedVectorEnv:
             )
         all_actions = np.zeros((self._num_envs, *actions.shape[1:]), actions.dtype)
         all_actions[ids] = to_env_actions(space, actions)
+        # The rows of flags are STEP_FLAGS. Without chunks, solved equals success.
         reward, flags = np.zeros(len(ids)), np.zeros((len(STEP_FLAGS), len(ids)), np.uint8)
         errors = dict[int, str]()
         try:

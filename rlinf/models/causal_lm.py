@@ -300,8 +300,8 @@ class CausalLM(Policy):
 
         Args:
             inputs: Arguments of the network, with ``logits_to_keep``.
-            select: Returns, of features at the positions in ``logits_to_keep``, those at which the
-                tokens are predicted.
+            select: Selects, from the features at the positions in ``logits_to_keep``, the positions
+                at which the tokens are predicted.
         """
 
         def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

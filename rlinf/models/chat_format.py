@@ -28,8 +28,9 @@ KWARGS_KEY = "model.chat_template_kwargs"
 """Configuration keys in error messages."""
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that are never arguments."""
-ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
-"""Placeholders of an answer and of the following user message, while a template is inspected."""
+CONTENT_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
+"""Placeholders of a message's content, such as an answer, and of the user message that follows it,
+while a template is rendered."""
 
 
 class ThinkingMarks(NamedTuple):
@@ -163,6 +164,7 @@ class ChatFormat:
             source: The source of the conversation, for error messages.
         """
         thought, answer = split_thought(content, self.thinking_marks)
+        # If the template has no thinking marks, those in the content are ordinary text.
         if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
         shared = self._shared_prefix_length(prompt, rendered)
@@ -208,7 +210,8 @@ class ChatFormat:
     def _shared_prefix_length(self, prompt: str, rendered: str) -> int:
         """Return the length of the common prefix of two texts, without cutting a thinking mark.
 
-        For example, an answer with ``<answer>`` begins like the mark ``<think>`` of the prompt.
+        For example, if the prompt continues with ``<think>`` and the answer with ``<answer>``, both
+        share ``<``, which must not be cut off from the mark.
         """
         shared = _common_prefix_length(prompt, rendered)
         for mark in (mark.strip() for mark in self.thinking_marks or ()):
@@ -227,7 +230,7 @@ class ChatFormat:
 
     def _turn_end_position(self, rendered: str, end: int) -> int:
         """Return the index after the turn whose answer ends before index ``end``."""
-        turn_end = self._turn_end_text
+        turn_end = self._template_turn_end
         position = rendered.find(turn_end, end) if turn_end else -1
         if position >= 0 and turn_end is not None:
             return position + len(turn_end)
@@ -289,9 +292,9 @@ class ChatFormat:
     @cached_property
     def end_of_turn_token_id(self) -> int:
         """The id of the token that ends the assistant's turn, in training and in generation."""
-        if self._turn_end_text is None:
+        if self._template_turn_end is None:
             return int(self.tokenizer.eos_token_id)
-        return int(self.tokenizer.convert_tokens_to_ids(self._turn_end_text))
+        return int(self.tokenizer.convert_tokens_to_ids(self._template_turn_end))
 
     @property
     def end_of_turn_text(self) -> str:
@@ -299,7 +302,7 @@ class ChatFormat:
         return str(self.tokenizer.convert_ids_to_tokens(self.end_of_turn_token_id))
 
     @cached_property
-    def _turn_end_text(self) -> str | None:
+    def _template_turn_end(self) -> str | None:
         """The text with which the template ends an answer, or None.
 
         It is a special token after each answer, or else after the last answer (``<|return|>`` of
@@ -446,10 +449,10 @@ def _warn_of_closed_thoughts() -> None:
 
 @functools.lru_cache(64)
 def _texts_after_answer(template: str, variables: str) -> tuple[str, str]:
-    """Return the text that a template renders after an answer if this is the last message, and if
-    another message follows."""
+    """Return two texts that a template renders after an answer: as the last message, and before
+    another message."""
     question = {"role": "user", "content": "."}
-    messages: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    messages: list[ChatMessage] = [question, {"role": "assistant", "content": CONTENT_PLACEHOLDER}]
     tails = []
     for variant in (messages, [*messages, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
         try:
@@ -459,17 +462,15 @@ def _texts_after_answer(template: str, variables: str) -> tuple[str, str]:
         except DataError as error:
             log.warning("the chat template does not show the end-of-turn token: %s", error)
             text = ""
-        tails.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
+        tails.append(text.partition(CONTENT_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
     return tails[0], tails[1]
 
 
-CONTENT_PLACEHOLDER = "\u2402"
-"""Placeholder of message contents while a template is rendered."""
 LEADING_MESSAGES = (
     {"role": "user", "content": "."},
     {"role": "assistant", "content": CONTENT_PLACEHOLDER},
 )
-"""A conversation before the messages whose affixes are determined."""
+"""A conversation that is rendered before each reply."""
 RenderFunction = Callable[[Sequence[Sequence[ChatMessage]]], list[str]]
 """Returns the text of each conversation."""
 
@@ -477,11 +478,11 @@ RenderFunction = Callable[[Sequence[Sequence[ChatMessage]]], list[str]]
 def chat_template_affixes(
     render: RenderFunction, replies: Sequence[Sequence[ChatMessage]]
 ) -> list[list[str]]:
-    """Return the text that a template renders for each reply to an assistant's answer.
+    """Return the pieces of text that a template renders for each reply to an assistant's answer.
 
-    A reply is a list of messages. Its text begins after the answer and is split: template text and
-    message contents alternate. Contents are as the template renders them (trimmed or quoted, for
-    example), and are never interpreted as template text.
+    A reply is a list of messages. Its text begins after the answer. In the pieces, template text
+    and message contents alternate. Contents are as the template renders them (for example trimmed
+    or quoted), and are never interpreted as template text.
 
     Raises:
         DataError: The template omits messages.
@@ -499,7 +500,7 @@ def chat_template_affixes(
         for n, message in enumerate(reply):
             variants.append([*LEADING_MESSAGES, *masked[:n], message, *masked[n + 1 :]])
     texts = iter(render(variants))
-    affixes = []
+    pieces_by_reply = []
     for reply in replies:
         gaps = _template_gaps(next(texts), len(reply))
         with_contents = [next(texts) for _ in reply]
@@ -512,15 +513,15 @@ def chat_template_affixes(
             if matches and len(text) >= len(head) + len(tail):
                 content = text[len(head) : len(text) - len(tail)]
             pieces += [content, gaps[n + 1][0]]
-        affixes.append(pieces)
-    return affixes
+        pieces_by_reply.append(pieces)
+    return pieces_by_reply
 
 
 def _template_gaps(text: str, count: int) -> list[tuple[str, str]]:
-    """Return the template text before, between and after ``count`` messages, each as a pair.
+    """Return ``count + 1`` gaps: the template text before, between and after the messages.
 
-    The texts of a pair are equal, except in the first pair: there, the second text begins after the
-    assistant's answer.
+    A gap is a pair: its full text, and the part after the assistant's answer. They differ only in
+    the first gap, which has :data:`LEADING_MESSAGES`.
     """
     head, placeholder, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)

@@ -2,7 +2,7 @@
 
 A template comes with a checkpoint and may be an untrusted program. Jinja's sandbox protects files
 and Python internals, but does not limit time and memory; a subprocess does. One process renders all
-conversations of a file and imports only Jinja. Templates can use what ``transformers`` provides:
+conversations of a call and imports only Jinja. Templates can use what ``transformers`` provides:
 trimmed blocks, loop controls, ``raise_exception``, ``tojson``, ``strftime_now``. The date is
 constant, so that prompts do not change when a run is resumed on another day.
 """

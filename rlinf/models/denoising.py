@@ -22,8 +22,8 @@ from rlinf.config import Section
 CHAIN_COLUMN = "chain"
 """Column of trajectories with the chain of points of each step, float32 ``[T, N + 1, ...]``."""
 VelocityFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Maps points ``[..., K, *E]`` (``*E``: axes of an action) and noise fractions ``[K]`` to
-velocities and, if the noise is learned, log standard deviations, both like the points."""
+"""Maps ``K`` points ``[..., K, *E]`` of each chain (``*E``: axes of an action) and their noise
+fractions ``[K]`` to velocities and log standard deviations (None: not learned), of equal shape."""
 
 
 class DenoisingConfig(Section):

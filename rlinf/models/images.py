@@ -1,7 +1,7 @@
 """Image preprocessing of vision-language models: sizes, patches, and rotary positions.
 
-Records have images as RGB bytes, with sides resized to whole numbers of tokens. Policies and
-engines convert the images to patches, with the processor of transformers that needs no torchvision.
+Records have images as RGB bytes, resized to sides that are multiples of a token's side. Policies
+and engines convert them to patches with the processor of transformers that needs no torchvision.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class ImageProcessor:
         """Return the number of tokens of a resized image."""
         return image.shape[0] * image.shape[1] // self.token_side**2
 
-    def to_patches(self, image: np.ndarray) -> np.ndarray:
-        """Cut a resized image into patches; the patches of one token are consecutive.
+    def to_patches(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """Cut resized images into patches; those of an image and of a token are consecutive.
 
         Returns:
             float32 ``[patches, 3 * temporal_patch_size * patch_size * patch_size]``.
         """
-        patches: np.ndarray = self._processor(images=[image], return_tensors="np").pixel_values
+        patches: np.ndarray = self._processor(images=list(images), return_tensors="np").pixel_values
         return patches
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Networks of checkpoint folders: load, create on meta, export, and convert from GGUF.
+"""Networks of checkpoint folders: load, create on the meta device, export, convert from GGUF.
 
 :class:`CheckpointExporter` converts a network's tensors to the names and shapes of its checkpoints.
-They differ if ``transformers`` joins tensors, for example all experts of a layer.
+These differ if ``transformers`` joins tensors, for example all experts of a layer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
 def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
     """Create the network of a folder with parameters on ``meta``, for :func:`load_weights`.
 
-    Return None if only ``transformers`` can convert the tensors in the files to the network's.
+    Return None if only ``transformers`` can convert the stored tensors to those of the network.
 
     Raises:
         DataError: As :func:`load_module`.
@@ -348,6 +348,7 @@ class CheckpointExporter:
         self._first_names = {
             name: first_names.setdefault(id(tensor), name) for name, tensor in state.items()
         }
+        """The first of the tied names of a tensor, by each of its names."""
         self._templates: dict[str, Tensor] = {n: tensor.to("meta") for n, tensor in state.items()}
         self._module = module.to("meta")
         untied = {name: self._templates[name] for name in self._first_names.values()}

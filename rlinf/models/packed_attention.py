@@ -97,7 +97,7 @@ class PackedRows:
     keys: Tensor
     """Index in the packed tokens of each key, for all blocks as in ``queries``."""
     key_padding: Tensor
-    """Number of left padding tokens in the keys of each span, over all blocks."""
+    """Number of left padding tokens in the keys of each span, for the spans of all blocks."""
     order: Tensor
     """Index in ``queries`` of each packed token, ``[L]``."""
     shapes: list[tuple[int, int, int, int]]
@@ -165,7 +165,7 @@ def pack(
         With ``share``, also the fields of :class:`PackedRows`.
     """
     tokens, token_positions = list[np.ndarray](), list[np.ndarray]()
-    spans = list[tuple[int, int, int]]()
+    spans = list[tuple[int, int, int]]()  # as in _blocks
     size = 0
 
     def append(row: int, part: np.ndarray, offset: int, prompt_start: int) -> int:

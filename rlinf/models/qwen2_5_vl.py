@@ -189,7 +189,7 @@ class Qwen25VL(CausalLM):
             sizes.append(image_sizes(columns))
         if images:
             processor = self._image_processor
-            patches = np.concatenate([processor.to_patches(image) for image in images])
+            patches = processor.to_patches(images)
             batch["patches"] = torch.from_numpy(patches)
             batch["grids"] = torch.from_numpy(processor.patch_grids(np.concatenate(sizes)))
         return batch

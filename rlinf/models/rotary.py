@@ -1,8 +1,8 @@
 """Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-``transformers`` chooses these frequencies in each call, by the longest row. Then the results of a
-row would depend on the other rows, and an update would depend on the micro-batches. Here the
-frequencies are chosen once, by ``model.max_model_len``, as in vLLM.
+``transformers`` chooses these frequencies in each call, by the longest row. The results of a row
+would then depend on the other rows, and an update on the micro-batches. Therefore this module
+chooses the frequencies once, by ``model.max_model_len``, as vLLM does.
 
 Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
 """
@@ -70,7 +70,7 @@ def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, source: str) -> None:
-    """Fix length-dependent frequencies for the longest sequence of the run.
+    """Freeze length-dependent frequencies at their values for the longest sequence of the run.
 
     Networks without such frequencies do not change.
 

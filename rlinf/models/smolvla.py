@@ -77,13 +77,14 @@ ADDED_HEADS = ("value_head.", "noise_head.")
 """Prefixes of modules that LeRobot's network lacks; they are initialized if a folder lacks them."""
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 TOKEN_EMBEDDINGS = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
+"""Tensor names of two weights that may be tied."""
 
 
 class SmolVLAPolicy(Policy):
     """A SmolVLA policy.
 
-    The log-probability of each action dimension is the sum over the denoising steps of its part of
-    the chain. Padding dimensions (up to ``max_action_dim``) have no log-probability.
+    The log-probability of an action dimension is summed over the denoising steps of the chain.
+    Padding dimensions (up to ``max_action_dim``) have no log-probability.
     """
 
     Config = SmolVLAConfig
@@ -421,7 +422,6 @@ class SmolVLAPolicy(Policy):
         """Return the conditional flow matching loss ``[n, C, D]`` and values ``[n]`` of rows.
 
         The loss is the squared error of the velocity (arXiv 2210.02747, eq. 14).
-
         As in LeRobot, noise fractions follow ``Beta(1.5, 1)``, so most are near 1 (noise). The
         errors of padding dimensions are distributed equally over the other dimensions.
         """

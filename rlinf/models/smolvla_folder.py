@@ -507,7 +507,7 @@ def locate_vlm(
 def map_cameras(settings: Mapping[str, Any], camera_map: Mapping[str, str]) -> dict[str, str]:
     """Return the task's camera for each camera of a folder, in the folder's order.
 
-    LeRobot's empty cameras (which stand for absent ones) are omitted, as their tokens are masked.
+    LeRobot's empty cameras (for absent ones) are omitted, because their tokens are masked.
     """
     names = [
         name.removeprefix(CAMERA_PREFIX)

@@ -149,6 +149,7 @@ class EnsembleBatchRenorm(nn.Module):
 
     mean: Tensor
     variance: Tensor
+    """The running statistics, ``[E, 1, width]``."""
     batches: Tensor
     """Number of training batches so far, float32 ``[1]``."""
 

@@ -322,7 +322,7 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
         for name, tensor in module.state_dict().items()
         if name.startswith(OPTIONAL_TENSORS)
     }
-    # The last layer of the value head may have any shape: it is initialized again if it must.
+    # The last layer of the value head may have any shape: a wrong one is initialized again.
     resettable = {n: shape for n, shape in optional.items() if n.startswith(VALUE_HEAD_OUTPUT)}
     files = ", ".join(path.name for path in tensor_files(folder))
     check_tensors(f"model.path: {folder}: {files}", {**optional, **shapes, **resettable}, module)

@@ -122,7 +122,7 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a module that published folders have and policies do not run. They are
+    """The tensors of a module that published folders have, but that policies never run. They are
     buffers, so that no component expects gradients."""
 
     def __init__(self, module: nn.Module) -> None:

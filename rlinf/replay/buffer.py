@@ -26,7 +26,8 @@ from rlinf.errors import DataError
 SCHEMA = 1
 ROWS_FILE, STATE_FILE = "transitions.bin", "replay.json"
 SPARE_APPENDS = 3
-"""Appends that fit into the ring beyond the capacity: one in progress, two after a view in use."""
+"""Appends of maximum size that fit into the ring beyond the capacity: two that follow a view while
+it is in use, and one that is in progress."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ReplayView(Transitions):
     """The transitions that one iteration learns from, on disk."""
 
     def __init__(self, rows: np.ndarray, start: int, stop: int, num_new: int) -> None:
-        """``rows``: all slots; ``start`` and ``stop``: range of the view in the run's transitions;
+        """``rows``: the ring; ``start`` and ``stop``: range of the view in the run's transitions;
         ``num_new``: number of transitions that the iteration itself added."""
         self._rows, self.dtype, self.num_new = rows, rows.dtype, num_new
         self.start, self.stop = start, stop
@@ -150,8 +151,8 @@ class ReplayBuffer:
         start = self.total
         self._write(start, rows)
         added = AppendedRange(iteration, start, start + len(rows), checksum)
-        first = max(0, added.stop - self.slots)
-        self._commit([entry for entry in [*self.appends, added] if entry.stop >= first])
+        oldest = max(0, added.stop - self.slots)
+        self._commit([entry for entry in [*self.appends, added] if entry.stop >= oldest])
         return added
 
     def view(self, iteration: int) -> ReplayView:
@@ -171,7 +172,7 @@ class ReplayBuffer:
         stop, start = own_append.stop, max(0, own_append.stop - self.capacity)
         rows = np.memmap(self.folder / ROWS_FILE, self.dtype, "r", shape=(self.slots,))
         view = ReplayView(rows, start, stop, own_append.stop - own_append.start)
-        for added in self.appends:
+        for added in self.appends:  # verify those that are intact and overlap the view
             if self._first_intact() <= added.start <= added.stop <= stop and added.stop > start:
                 slots = np.arange(added.start, added.stop) % self.slots
                 if xxhash.xxh3_128_hexdigest(rows[slots].tobytes()) != added.checksum:
@@ -190,9 +191,9 @@ class ReplayBuffer:
         """Write rows into the ring as transitions ``start``, ``start + 1``, ..., and sync them."""
         handle = os.open(self.folder / ROWS_FILE, os.O_RDWR)
         try:
-            size, first = self.dtype.itemsize, start % self.slots
-            until_wrap = self.slots - first
-            for part, slot in ((rows[:until_wrap], first), (rows[until_wrap:], 0)):
+            size, first_slot = self.dtype.itemsize, start % self.slots
+            until_wrap = self.slots - first_slot
+            for part, slot in ((rows[:until_wrap], first_slot), (rows[until_wrap:], 0)):
                 unwritten, offset = memoryview(part.tobytes()), slot * size
                 while unwritten:
                     written = os.pwrite(handle, unwritten, offset)

@@ -36,7 +36,7 @@ VECTOR_COLUMNS = ("observations", "actions", "next_observations")
 """Columns ``[N, D]``; the others are ``[N]``."""
 TRAJECTORY_FILES = "trajectories-*.h5"
 RewardFunction = Callable[[Trajectory], np.ndarray]
-"""Computes the rewards of a trajectory's steps, ``[T]``, from the simulator's."""
+"""Computes the rewards of a trajectory's steps, ``[T]``, from the rewards of the simulator."""
 
 
 def check_offline_data(path: Path) -> None:

@@ -61,9 +61,10 @@ class RewardResult:
 
     reward: RewardValue
     valid: bool = True
-    """False: the trajectory could not be scored. The update and the group's mean exclude it."""
+    """Whether the trajectory is used. If false, the update and the group's mean exclude it."""
     failure: str = ""
-    """Reason why it was not scored, one of :attr:`Reward.failure_kinds`; empty: it was scored."""
+    """Reason why it could not be scored, one of :attr:`Reward.failure_kinds`; empty: it was scored.
+    A trajectory with a failure is still valid if the configuration sets a reward for this case."""
     raw_reward: float | None = None
     """Total reward before shaping terms such as a length penalty. Groups of equal raw rewards have
     zero variance and carry no signal. None: the sum of ``reward``."""

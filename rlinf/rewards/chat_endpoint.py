@@ -32,7 +32,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.verified_io import is_owner_only
 
 MIN_BLOCKS = 1000
-"""A budget is reserved in at least this many blocks; a smaller budget, request by request."""
+"""Minimum number of blocks of a budget. A budget of fewer requests has blocks of one request."""
 
 
 class RequestBlocks:
@@ -54,7 +54,7 @@ class RequestBlocks:
         """
         self._folder = folder
         self._next = self._reserved = 0
-        """Number of the next block, and of the requests in all blocks before it."""
+        """Index of the next block, and number of requests reserved in all blocks before it."""
 
     def reserve(self, budget: int, num_needed: int) -> int:
         """Reserve a block of a budget.
@@ -356,7 +356,8 @@ class ChatEndpoint:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        url, limit_s, data = self._config.base_url.rstrip("/") + ROUTE, self._config.timeout_s, b""
+        url, limit_s = self._config.base_url.rstrip("/") + ROUTE, self._config.timeout_s
+        data = bytearray()
         # The client's own limits are for single reads. Only connecting has one, so that a request
         # that was never sent is recognised.
         timeout = httpx2.Timeout(None, connect=CONNECT_SHARE * limit_s)
@@ -370,7 +371,7 @@ class ChatEndpoint:
                     data += part
                     if len(data) > MAX_RESPONSE_BYTES:
                         raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
-                return response.status_code, response.headers, data
+                return response.status_code, response.headers, bytes(data)
         except TimeoutError:
             raise TimeoutError(f"no answer within {limit_s:g} s") from None
 

@@ -1,8 +1,8 @@
 """A language model as the judge (LLM-as-a-judge), behind a remote endpoint.
 
-It returns a verdict on each response. A response without a verdict gets the configured fallback; a
-metric counts it, and its record has the reason. A run requests each answer once, even if a stage is
-repeated.
+The judge gives a verdict on each response. A response without a verdict gets the configured
+fallback; a metric counts it, and its record has the reason. A run requests each answer of the judge
+only once, even if a stage is repeated.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class AnswerCache:
 log = logging.getLogger(__name__)
 
 UNPARSABLE = "unreadable"
-"""Reason of a failure: the answer has no verdict."""
+"""Value of :attr:`RewardResult.failure`: the judge's answer has no verdict."""
 TEMPLATE_FIELD = re.compile(r"\{(\w+)\}")
 FIELD_ALIASES = {"prompt": "prompt_text", "response": "text"}
 """Names in the template that stand for another field of the trajectory."""

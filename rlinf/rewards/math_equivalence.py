@@ -412,6 +412,7 @@ def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
 def _same_formulas(reference: str, actual: str) -> bool:
     if _unspaced(reference) == _unspaced(actual):
         return True
+    # Numbers with a base, such as 1010_2.
     in_base = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _unspaced(text)) for text in (reference, actual)]
     if any(match and match[1].isalnum() and match[1][0].isdigit() for match in in_base):
         return all(in_base) and in_base[0].groups() == in_base[1].groups()  # type: ignore[union-attr]
@@ -498,7 +499,7 @@ def _parse_expression(latex: str) -> Any:
         return expression
     exact = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
     imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
-    if len(imaginary) < len(expression.free_symbols):
+    if len(imaginary) < len(expression.free_symbols):  # then i is a variable too
         imaginary = {}
     return expression.xreplace(exact | imaginary) if exact or imaginary else expression
 

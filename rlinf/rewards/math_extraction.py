@@ -128,8 +128,8 @@ def marked_answers(text: str) -> list[str] | None:
 
 
 def _is_final_answer(final: re.Match[str]) -> bool:
-    """Return whether a ``####`` marks an answer, and is not a Markdown heading: its line is empty,
-    is the last one, or has no word."""
+    """Return whether a ``####`` marks an answer: its line is empty, is the last one, or has no
+    word. Otherwise it is a Markdown heading."""
     rest = normalize_characters(final[1]).strip()
     if not rest or not final.string[final.end() :].strip():
         return True
@@ -326,8 +326,8 @@ def _has_answer(line: str) -> bool:
 
 
 def _last_bold(line: str) -> str | None:
-    """Return the last bold text of a line with bold texts that are joined to it; None if there is
-    none. A label, which ends with a colon, does not count."""
+    """Return the last bold text of a line, after the bold texts that are joined to it; None if
+    there is none. A label, which ends with a colon, does not count."""
     bolds = [
         bold
         for bold in _BOLD.finditer(line)

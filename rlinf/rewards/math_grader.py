@@ -91,7 +91,8 @@ class MathGrader:
     """Processes that compare responses with reference answers.
 
     Args:
-        timeout_s: CPU time for one answer, rounded up to a whole second of the process's CPU time.
+        timeout_s: limit of CPU time for one answer, in seconds; up to one second more is allowed,
+            because the kernel's limit is in whole seconds.
         reasoning_tags: tags that mark reasoning, which is removed from responses.
 
     Raises:

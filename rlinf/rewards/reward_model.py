@@ -1,7 +1,8 @@
 """A reward model: a sequence classifier with one label, whose output is the reward.
 
-The reward model usually has another tokenizer than the policy. So it gets the prompt, and the
-response as decoded by the policy's tokenizer, as texts. Its own chat template, if any, joins them.
+The reward model usually has another tokenizer than the policy. Therefore it receives texts: the
+prompt, and the response that the policy's tokenizer has decoded. The chat template of the reward
+model, if it has one, joins them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValu
 
 PATH_KEY = "reward.path"
 TOO_LONG = "too_long"
-"""Reason of a failure: the text is longer than ``max_length``."""
+"""Value of :attr:`RewardResult.failure`: the text is longer than ``max_length``."""
 
 
 class RewardModelConfig(Section):

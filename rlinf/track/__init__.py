@@ -43,7 +43,7 @@ class LogConfig(Section):
 
 
 def open_trackers(section: Mapping[str, Any], run: Path, config: RunConfig) -> list[Tracker]:
-    """Open the trackers of a run's section ``log``; one that fails to start logs a warning.
+    """Open the trackers of a run's section ``log``; leave out those that fail, with a warning.
 
     Raises:
         ConfigError: a tracker is unknown.

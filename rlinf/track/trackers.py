@@ -44,7 +44,7 @@ class WandbConfig(Section):
 
 
 class WandbTracker:
-    """One W&B run per run directory: its id is that of ``run.json``, so a resumed run continues."""
+    """One W&B run per run directory. It has the id of ``run.json``, so resuming continues it."""
 
     package = ("wandb", "wandb")
     """The module to import, and the extra that installs it."""
@@ -135,7 +135,7 @@ class MlflowConfig(Section):
 
 
 class MlflowTracker:
-    """One MLflow run per run directory, which has the id of ``run.json`` as a tag."""
+    """One MLflow run per run directory, tagged with the id of ``run.json``."""
 
     package = ("mlflow", "mlflow")
 

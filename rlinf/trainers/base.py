@@ -133,7 +133,7 @@ class Trainer(ABC):
         """Return step outputs ``[T]`` of this process's share of the trajectories, on the CPU, as
         pairs of a trajectory's index and its outputs.
 
-        Only the primary rank of a model replica must return them.
+        Of a model replica, the primary rank returns them; other ranks may return nothing.
         """
 
     @abstractmethod

@@ -255,7 +255,7 @@ MAX_BUCKET_ELEMENTS = 50_000_000
 
 
 class DeepSpeedConfig(MinibatchTrainerConfig):
-    """Settings of the execution of a training step. None of them changes its mathematics."""
+    """Settings of a training step's memory, speed and rounding; the algorithm is unchanged."""
 
     zero_stage: Literal[1, 2, 3] = 2
     """Sharded state: the optimizer's state (1), gradients too (2), weights too (3)."""
@@ -645,6 +645,7 @@ _tensors = functools.partial(nn.Module.state_dict, keep_vars=True)
 
 
 def _shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of the full tensor, also if ZeRO has sharded it."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 

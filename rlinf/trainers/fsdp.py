@@ -33,7 +33,7 @@ from rlinf.trainers.optimizer import (
 
 
 class FSDPConfig(MinibatchTrainerConfig):
-    """Settings of the execution of a training step. None of them changes its mathematics."""
+    """Settings of a training step's memory, speed and rounding; the algorithm is unchanged."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which the processes of a sharded model reduce gradients."""
@@ -51,7 +51,7 @@ class FSDPTrainer(MinibatchTrainer):
     """Trainer with FSDP2: a sharded module and its optimizer."""
 
     Config = FSDPConfig
-    supports_batches = True
+    supports_batches = True  # of transitions: accumulate_batch
     config: FSDPConfig
 
     def __init__(
@@ -63,15 +63,17 @@ class FSDPTrainer(MinibatchTrainer):
     ) -> None:
         super().__init__(policy, config, optimizer, world)
         self._root: Any = None
+        """The module as FSDP has wrapped it; None: FSDP is not used."""
         device_type = self.device.type
-        is_sharded = world.size > 1 or config.param_dtype != "float32"
-        if is_sharded:
+        # One process uses FSDP too if it needs mixed precision.
+        uses_fsdp = world.size > 1 or config.param_dtype != "float32"
+        if uses_fsdp:
             world.init_process_group(device_type)
             self._shard(policy)
         else:
             move_to_device(policy.module, self.device)
         self._reset_adapters()
-        is_threaded = device_type == "cpu" and not is_sharded
+        is_threaded = device_type == "cpu" and not uses_fsdp
         self._create_threads(config.cpu_threads if is_threaded else 1)
         self._torch_threads = 1 if is_threaded else config.cpu_threads
         self.optimizer = create_optimizer(policy, optimizer)
@@ -176,7 +178,7 @@ class FSDPTrainer(MinibatchTrainer):
             move_optimizer_state(self.optimizer, set(self._parameters(self.policy)), HOST_DEVICE)
 
     def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # Requesting the module's state frees the parameters gathered for the last pass.
+        # This requests the state dict, so FSDP frees the parameters gathered for the last pass.
         copy_weights(self.policy.module, tensors)
 
     def _gather_full(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -223,9 +225,8 @@ class FSDPTrainer(MinibatchTrainer):
         )
 
     def _parameters(self, policy: Policy) -> list[nn.Parameter]:
-        """Return the parameters of a thread's policy, which have the gradients. If the module is
-        sharded, they are the shards: ``module.parameters()`` may be gathered after a forward pass.
-        """
+        """Return the parameters whose ``grad`` a thread fills; each thread has its own gradients.
+        If the module is sharded, return the shards: ``module.parameters()`` may be gathered."""
         if policy is not self.policy:
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -308,7 +309,7 @@ def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
 
 
 def _group_blocks(blocks: Sequence[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
-    """Group adjacent blocks into FSDP units of ``min_bytes`` or more; none if their sum is less."""
+    """Group adjacent blocks into FSDP units of ``min_bytes`` or more; none if the total is less."""
     units: list[list[nn.Module]] = []
     size = min_bytes
     for block in blocks:

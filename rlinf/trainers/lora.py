@@ -66,7 +66,7 @@ class LoRAAdapters:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapters by name. If the module is sharded, they are this rank's rows; request
-        the module's state dict first, or they may be gathered."""
+        the module's state dict first, because they may be gathered after a pass."""
         for name, parameter in self._policy.module.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter

@@ -63,7 +63,7 @@ def enable_gradient_checkpointing(policy: Policy) -> None:
 
 
 class MinibatchTrainerConfig(Section):
-    """Settings of the execution of a training step. None of them changes its mathematics."""
+    """Settings of a training step's memory, speed and rounding, and of adapters (``lora``)."""
 
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of padded positions of one micro-batch."""
@@ -260,6 +260,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         scale: float,
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
+        """Do the optimizer step of :meth:`update`; ``sums`` are this process's sums of metrics."""
         totals = {
             name: value if is_max_metric(name) else scale * value
             for name, value in self._reduce_metrics(sums).items()
@@ -453,7 +454,6 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _reduce_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Reduce metrics over all processes."""
         max_names = sorted(filter(is_max_metric, metrics))
         sum_names = sorted(metrics.keys() - set(max_names))
         totals: dict[str, float] = {}
@@ -621,24 +621,24 @@ def split_micro_batches(
         longest = max(map(policy.num_tokens, parts))
         costs.append(max_rows * longest if padded else _packed_size(policy, parts))
     # One process gets all spans of a trajectory, because it returns the trajectory's outputs.
-    bundle_costs = [sum(costs[piece] for piece in piece_ids) for piece_ids in bundle_piece_ids]
-    thread_pieces = [
-        [piece for bundle in thread_bundles for piece in bundle_piece_ids[bundle]]
-        for thread_bundles in balance_costs(bundle_costs, thread_speeds)
+    bundle_costs = [sum(costs[i] for i in piece_ids) for piece_ids in bundle_piece_ids]
+    thread_piece_ids = [
+        [i for bundle_index in bundle_indices for i in bundle_piece_ids[bundle_index]]
+        for bundle_indices in balance_costs(bundle_costs, thread_speeds)
     ]
 
     def to_spans(batches: list[list[int]]) -> list[list[StepSpan]]:
-        return [[span for piece in batch for span in pieces[piece]] for batch in batches]
+        return [[span for i in piece_ids for span in pieces[i]] for piece_ids in batches]
 
     thread_batches = [
         pack_microbatches(costs, piece_ids, max_tokens, padded=padded)
-        for piece_ids in thread_pieces
+        for piece_ids in thread_piece_ids
     ]
     if len(speeds) == 1:
         return [MicroBatches(to_spans(b), [True] * len(b)) for b in thread_batches]
     count = max(1, *map(len, thread_batches))
     out = []
-    for piece_ids in thread_pieces[rank * num_threads :][:num_threads]:
+    for piece_ids in thread_piece_ids[rank * num_threads :][:num_threads]:
         # Ranks wait for each other at every micro-batch, so micro-batches are of even size.
         batches = even_microbatches(costs, piece_ids, count, max_tokens, padded=padded)
         num_fillers = count - len(batches)

@@ -38,20 +38,20 @@ def create_optimizer(
         parameters = ((policy.parameter_group(name), p) for name, p in named if p.requires_grad)
     # Few entries, because each costs as much time per step as a small network.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
-    groups: dict[tuple[float, str], dict[str, Any]] = {
+    entries: dict[tuple[float, str], dict[str, Any]] = {
         (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
         for decay in decays
         for name in policy.parameter_groups
     }
     for group, parameter in parameters:
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0
-        groups[decay, group]["params"].append(parameter)
-    non_empty = [group for group in groups.values() if group["params"]]
+        entries[decay, group]["params"].append(parameter)
+    non_empty = [entry for entry in entries.values() if entry["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(non_empty, lr=settings.lr, momentum=settings.betas[0], foreach=True)
     # The fused optimizer reads memory once instead of five times. It does not support a mix of
     # sharded and other tensors, and on a GPU it would keep step counts on the GPU.
-    all_params = [p for group in non_empty for p in group["params"]]
+    all_params = [p for entry in non_empty for p in entry["params"]]
     fused = all(p.device.type == "cpu" and not is_sharded(p) for p in all_params)
     impl = {"fused": True} if fused else {"foreach": True}
     betas, eps = settings.betas, settings.eps

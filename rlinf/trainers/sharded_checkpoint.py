@@ -2,8 +2,8 @@
 
 The files are safetensors, ``rank-R-of-N.safetensors``. A rank's part of a sharded tensor is one or
 more ranges of the elements, in order (FSDP2: rows; ZeRO: any range; tensor parallel: a range of
-each row). A table in each file lists the positions of the parts in it. Replicated tensors are in
-the file of rank 0. No rank waits for another, and nothing is pickled.
+each row). A table in each file lists the positions of its parts in the full tensors. Replicated
+tensors are in the file of rank 0. No rank waits for another, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StridedRange(NamedTuple):
     length: int
     """Length of each range."""
     stride: int = 0
-    """Distance between the starts of adjacent ranges."""
+    """Distance between the starts of adjacent ranges; 0: there is one range."""
     repeats: int = 1
     """Number of ranges."""
 

@@ -41,6 +41,7 @@ DTYPES = {
         torch.complex64,
     )
 }
+"""Dtypes that can be sent, by name."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Exact differences between two versions of the weights.
 
 A reinforcement-learning update leaves most bfloat16 weights unchanged, because it is smaller than
-the distance to the next representable number. A delta stores the positions of changed elements as
-gaps, and the changes as differences of bit patterns. A difference counts steps between
-representable numbers, so most are +1 or -1. Gaps and differences are Huffman-coded.
+the distance to the next representable number. For each changed element, a delta stores a gap (the
+number of unchanged elements before it) and a step (the difference of its bit patterns). A step of 1
+leads to the next representable number; most steps are +1 or -1. Gaps and steps are Huffman-coded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Weights in shared memory of one node, with one writer and many readers.
 
 The writer alternates between two slots, so that it writes a version while readers use the previous
-version. Each slot is a separate segment. A reader has a shared lock on the slot that it uses, and
-the writer an exclusive lock while it writes, so no reader sees a partial version. The kernel
-releases the lock of a dead process. Readers map a slot read-only and use its tensors in place. A
-waiting reader verifies buckets as they arrive.
+version. Each slot is a separate shared-memory segment. A reader has a shared lock on the slot that
+it uses, and the writer has an exclusive lock while it writes, so no reader sees a partial version.
+The kernel releases the lock of a dead process. Readers map a slot read-only and use its tensors in
+place. A waiting reader verifies buckets as they arrive.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class PoolWorker:
                         case AttemptEnded():
                             self._policy_server.end_attempt(order)
                             self._policy_clients.end_attempt(order)
-                # Reserve all slots before any stage begins: all ranks compute in one sequence.
+                # Reserve all slots before any stage begins, so that all ranks use the same order.
                 stages = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
                 for stage, thread in [(stage, self._add_stage(stage)) for stage in stages]:
                     if thread is not None and stage.in_engine_thread:
@@ -251,7 +251,7 @@ class PoolWorker:
         """
         self._leaving_event.set()
         with self._lock:
-            # Stages in the engine's thread have threads that were never started.
+            # A stage in the engine's thread has a thread object that is never started.
             running = {
                 node: thread for node, thread in self._stage_threads.items() if thread.is_alive()
             }
@@ -274,7 +274,6 @@ class PoolWorker:
         self._worker_state.close()
 
     def _report_connection_lost(self, worker: str) -> None:
-        """Report to the driver that another worker no longer accepts records."""
         with contextlib.suppress(ChannelClosed, ChannelFailed):
             self._send_report(ConnectionLost(worker=worker))
 
@@ -308,8 +307,8 @@ class PoolWorker:
             )
             self._stage_threads[node] = thread
             self._last_progress = time.monotonic()
-        live = [folder for folder, live in order.inputs.values() if live]
-        self._live_store.pin(node, [order.output, *live])
+        live_inputs = [folder for folder, is_live in order.inputs.values() if is_live]
+        self._live_store.pin(node, [order.output, *live_inputs])
         self._activity.add(node, order.stage)
         output = self._live_store.output(order.output)
         output.reset()
@@ -430,7 +429,7 @@ class PoolWorker:
             return False  # checked again when the next stage ends
 
     def _report_collected(self, order: StageOrder) -> None:
-        """Report the starts of a rollout whose samples have all been received."""
+        """Report to the driver the starts of a rollout of which this worker has all samples."""
         size = self._config.rollout.group_size
         records = self._live_store.output(order.output).available_records("trajectories")
         count = Counter(record.identity.sample // size for record in records)
@@ -438,7 +437,6 @@ class PoolWorker:
         self._send_report(CollectedPrompts(node=order.node, starts=tuple(collected)))
 
     def _report_weights(self, out: str, attempt: str, iteration: int) -> None:
-        """Report that weights are live; work items need not wait for their commit."""
         self._send_report(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
 
     def _report_work_item_end(self, report: WorkItemEnded) -> None:

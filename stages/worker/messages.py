@@ -135,7 +135,7 @@ class AttemptEnded(WorkerMessage):
     type: Literal["attempt_ended"] = "attempt_ended"
     node: str
     attempt: str
-    """The newest attempt that the driver has ordered."""
+    """The attempt that has ended; the driver has ordered no newer one for this node."""
     reason: str
 
 
@@ -203,7 +203,7 @@ class WorkItemEnded(WorkerMessage):
     exit_code: int = 0
     reason: str = ""
     spans: tuple[tuple[str, float, float], ...] = ()
-    """Name, start and end of each span; empty if nothing was computed."""
+    """Name, start and end (Unix time, s) of each span; empty if nothing was computed."""
     unfinished_starts: tuple[int, ...] = ()
     """The starts whose samples are not all finished."""
     successor: str = ""
@@ -215,7 +215,7 @@ class WorkItemEnded(WorkerMessage):
 
 
 class WeightsInSharedMemory(WorkerMessage):
-    """The weights are in shared memory of this node."""
+    """The weights are in shared memory of the machine that sender and receiver share."""
 
     type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
     attempt: str
@@ -224,7 +224,7 @@ class WeightsInSharedMemory(WorkerMessage):
 
 
 class WeightsStart(WorkerMessage):
-    """The buckets of the weights follow. The payload is their layout, as JSON."""
+    """The buckets (pieces) of the weights follow. The payload is their layout, as JSON."""
 
     type: Literal["weights_start"] = "weights_start"
     attempt: str
@@ -256,6 +256,7 @@ class GroupFormed(WorkerMessage):
     members: str
     """Worker names, separated by commas."""
     backend: str
+    """``gloo`` or ``nccl``."""
 
 
 class GroupSendStarted(WorkerMessage):
@@ -327,7 +328,7 @@ def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
     """Validate a message about weights.
 
     Raises:
-        DataError: the content is not such a message.
+        DataError: the content is not a weight message.
     """
     return _read(_WEIGHT_MESSAGE, content)
 

@@ -5,9 +5,9 @@ to the run folder, ``attempt`` the attempt that produced it, and ``number`` the 
 (elsewhere these weights are version ``number + 1``). The tensors are packed into one buffer, which
 is sent in pieces of some MiB, the *buckets*.
 
-A version is announced to the workers that subscribed to its output. Workers on the sender's node
-read it from shared memory. Other workers receive its buckets as records, or through a process group
-if the plan requests that (:class:`BroadcastGroups`).
+A version is announced to the workers that subscribed to its output. Workers on the sender's
+machine read it from shared memory. Other workers receive its buckets as records, or through a
+process group if the plan requests that (:class:`BroadcastGroups`).
 
 A worker forwards each bucket at once to its own subscribers, so that the workers form a tree. Only
 complete versions enter the live store. If a bucket is damaged or missing, the worker reads the
@@ -68,13 +68,13 @@ GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
 """Transports of a plan that use a process group."""
 PAYLOAD = "data"
-"""Key in the context of a record about weights: the payload of its message."""
+"""Key of a record's context: the payload of a message about weights."""
 GROUP_NAME = re.compile(r"group-[0-9a-f]{16}")
 MAX_GROUPS = 4
 """Maximum number of groups in which a worker sends; also of those in which it receives. A further
 group replaces the oldest."""
 JOIN_GRACE_S = 1.0
-"""Seconds beyond the timeout of one bucket for the thread of a group to end."""
+"""Seconds that the thread of a closed group may take beyond the timeout of one bucket."""
 GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
 """Errors that end a group."""
 WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
@@ -136,10 +136,10 @@ class BroadcastGroups:
             return False
         try:
             name, member = self._senders.get(group_key) or self._form_group(group_key)
-            target = (self._record_sender, out, workers, number)
-            send_weight_message(*target, GroupSendStarted(group=name, attempt=attempt))
+            route = (self._record_sender, out, workers, number)
+            send_weight_message(*route, GroupSendStarted(group=name, attempt=attempt))
             digest = member.broadcast.send(number, tensors, dtype=self._dtype)
-            send_weight_message(*target, GroupSendDone(group=name, digest=digest))
+            send_weight_message(*route, GroupSendDone(group=name, digest=digest))
         except GROUP_ERRORS as error:
             log.warning("no %s with %s: %s", backend, ", ".join(workers), error)
             self._failed_groups[group_key] = None
@@ -251,7 +251,7 @@ class _GroupReceiver:
 
     def __init__(self, group_args: tuple[str, Path, int, int], on_weights: WeightsCallback) -> None:
         self.messages: queue.SimpleQueue[tuple[str, int, GroupMessage] | None] = queue.SimpleQueue()
-        """Output, version and message about the group; None: leave the group."""
+        """Output, number of the version, and message about the group; None: leave the group."""
         self._on_weights = on_weights
         self._thread = threading.Thread(
             target=self._run, args=group_args, name="group", daemon=True
@@ -314,10 +314,10 @@ def backend_device(backend: str) -> torch.device:
 
 
 def create_process_group(backend: str, store: Store, rank: int, size: int) -> BroadcastGroup:
-    """Create a process group beside those of the pools; waits for all members.
+    """Create a process group in addition to those of the pools, and wait for all members.
 
     Raises:
-        ConfigError: this node is not on the network ``cluster.network_interface``.
+        ConfigError: this machine is not on the network ``cluster.network_interface``.
         RuntimeError: the group cannot be created.
     """
     timeout = timedelta(seconds=BUCKET_TIMEOUT_S)
@@ -352,7 +352,7 @@ def create_process_group(backend: str, store: Store, rank: int, size: int) -> Br
 MAX_VERSIONS = 2
 """Number of versions that are kept in memory; older versions are read from disk."""
 MAX_ANNOUNCED = 64
-"""Number of announced versions to remember, because some never arrive completely."""
+"""Maximum number of announced versions that are remembered; some never arrive completely."""
 log = logging.getLogger("rlinf")
 
 
@@ -500,9 +500,9 @@ class WeightPublisher:
     def _send_buckets(self, version: _Version, workers: list[str]) -> None:
         layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
         layout_json = layout.to_json().encode()
-        target = (self._record_sender, version.out, workers, version.number)
+        route = (self._record_sender, version.out, workers, version.number)
         send_weight_message(
-            *target, WeightsStart(attempt=version.attempt), np.frombuffer(layout_json, np.uint8)
+            *route, WeightsStart(attempt=version.attempt), np.frombuffer(layout_json, np.uint8)
         )
         checksums: list[int] = []
         for bucket in range(layout.num_buckets):
@@ -511,9 +511,9 @@ class WeightPublisher:
             layout.pack_bucket(bucket, version.tensors, data)
             checksums.append(int(bucket_checksum(data)))
             message = WeightsBucket(attempt=version.attempt, checksum=f"{checksums[-1]:x}")
-            send_weight_message(*target, message, data.numpy(), bucket)
+            send_weight_message(*route, message, data.numpy(), bucket)
         digest = version_digest(version.number, layout_json, checksums)
-        send_weight_message(*target, WeightsEnd(attempt=version.attempt, digest=digest))
+        send_weight_message(*route, WeightsEnd(attempt=version.attempt, digest=digest))
 
 
 @dataclass
@@ -600,7 +600,7 @@ class WeightReceiver:
     def _handle(self, out: str, record: Record) -> None:
         message, number = read_weight_message(record.info), record.identity.iteration
         if self._reader is not None and self._reader[1].is_closed:
-            # Release it now, because two versions together would need much memory of the node.
+            # Release it now, because two versions at once would need much memory.
             self._reader = None
         if isinstance(message, WeightsInSharedMemory | WeightsStart | GroupSendStarted):
             self._announced[number] = (out, message.attempt)

@@ -90,7 +90,7 @@ def test_a_policy_that_cannot_be_made_does_not_block_the_corrected_command(
     caplog.set_level(logging.WARNING, "rlinf")
     corrected = small(compose, *words, "model.hidden=[8]")
     prepare_run(corrected)
-    (line,) = [r.getMessage() for r in caplog.records if "replaces" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "is replaced" in r.getMessage()]
     assert "nothing was finished there" in line
     assert "model.hidden: [4] -> [8]" in line
     run_experiment(corrected)

@@ -7,8 +7,8 @@ communication operations in MPICH" (sections 4 to 8); the documentation of NCCL 
 arithmetic of a reduction is ignored, because GPUs add faster than links send. All functions accept
 numbers or arrays that broadcast. A group of one process takes no time.
 
-Data sheets give upper limits; the shares of these that programs reach are assumed from published
-runs. Measured stages use measurements instead (:mod:`pipeline.planning.cost.rates`).
+Data sheets give upper limits. Programs reach only a share of each limit, which is assumed from
+published runs. Measured stages use measurements instead (:mod:`pipeline.planning.cost.rates`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ LINK_EFFICIENCY = 0.8
 """Share of a link's bandwidth that large messages reach: nccl-tests report 235 GB/s for all-reduce
 on eight A100 with 300 GB/s of NVLink each (bus bandwidth as in PERFORMANCE.md)."""
 NVLINK_LATENCY_S = 4e-6
-"""Latency per hop including launch, tuned to published decoding on 2 to 8 A100 (gpt-fast)."""
+"""Latency per hop with kernel launch, tuned to published decoding on 2 to 8 A100 (gpt-fast)."""
 PCIE_LATENCY_S = 10e-6
 """Latency of PCIe (assumed)."""
 INTER_LATENCY_S = 20e-6
@@ -112,7 +112,7 @@ FLOPS_EFFICIENCY: Mapping[str, float] = MappingProxyType({"a100": 0.7})
 """Share of the peak FLOP/s that large matmuls reach, without communication and other kernels, by
 GPU family; tuned to LLM Foundry's tables of A100 and H100."""
 DEFAULT_FLOPS_EFFICIENCY = 0.6
-"""The share that the H100 reaches; assumed for all other GPUs."""
+"""The same share for the H100; assumed for all other GPUs."""
 PCIE_BYTES_PER_S = {"h100": 63e9, "h200": 63e9, "b200": 63e9, "mi300x": 63e9, "v100": 15.75e9}
 """Bandwidth of PCIe x16 per direction by family: generation 5, and 3 for the V100."""
 PCIE4_BYTES_PER_S = 31.5e9

@@ -66,7 +66,7 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The pipeline stages of a model. Equal stages are stored once, so arrays may be shorter.
+    """The pipeline stages of a model. Equal stages share one entry of the arrays.
 
     The embedding is on the first stage; the last norm and the head are on the last stage. If the
     embedding is tied and these stages differ, the last stage has a copy of it.

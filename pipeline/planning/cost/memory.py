@@ -72,7 +72,7 @@ def training_memory(
     """Return the memory of each pipeline stage: ``[..., stages]``.
 
     Pipeline stage ``s`` has ``pp - s`` micro-batches in flight, or fewer if the optimizer step has
-    fewer. With ZeRO 3, two layers are unsharded: the current layer and the next, which is fetched.
+    fewer. With ZeRO 3, two layers are unsharded: the current one, and the prefetched next one.
     Of offloaded optimizer states, those of the embedding stay on the GPU unless the limit is 0.
     """
     tp, dp, ep, size = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
@@ -130,11 +130,11 @@ def _generation(
     activation_bytes = activation_bytes + FLOAT32 * shape.vocab * work.max_running
     stage = split_pipeline(shape, 1)
     weights = stage.shared[0] / layout.tp + stage.routed[0] / (layout.tp * layout.ep)
-    zero = 0.0 * np.asarray(layout.gpus)
+    zeros = 0.0 * np.asarray(layout.gpus)  # with the shape of the layouts
     return MemoryBreakdown(
-        weights=shape.dtype_bytes * weights + zero,
-        activations=activation_bytes / layout.tp + zero,
-        kv_cache=longest * kv_bytes_per_token(shape, layout.tp) + zero,
+        weights=shape.dtype_bytes * weights + zeros,
+        activations=activation_bytes / layout.tp + zeros,
+        kv_cache=longest * kv_bytes_per_token(shape, layout.tp) + zeros,
     )
 
 

@@ -26,8 +26,8 @@ Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
 SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
 """Sources of a rate; ``cannot``: the stage cannot run, so the rate is 0."""
 DATA_SHEET_SPREAD = 0.25
-"""Relative standard deviation of a time from data sheets. 90 % of published runs are within the
-resulting interval (docs/explanation/cost-model.md)."""
+"""Relative standard deviation of a time from data sheets. The interval that follows from this
+contains 90 % of the published runs (docs/explanation/cost-model.md)."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _empty_table(gpus: int, source: Source) -> RateTable:
 
 
 def _clear_unrunnable(table: RateTable, max_gpus: int | None = None) -> RateTable:
-    """Clear entries with rate 0. Beyond ``max_gpus``, repeat that entry: further GPUs are idle."""
+    """Clear entries with rate 0. Entries beyond ``max_gpus`` repeat the entry of ``max_gpus``."""
     count = len(table.rates)
     rows = np.minimum(np.arange(count), count if max_gpus is None else max_gpus)
     rates = table.rates[rows]

@@ -1,5 +1,6 @@
-"""Regression of measured times on processes and size, with intervals; it flags extrapolation.
+"""A fit of measured times to the number of processes and the size of the work, with intervals.
 
+Predictions outside the measured range are flagged as extrapolated. The model is
 ``seconds = a + b size + c size / processes + d log2(processes) + e (processes - 1)`` with
 non-negative coefficients: fixed cost, serial work, parallel work, and communication over trees and
 rings. Terms are selected by leave-one-out errors. Non-negative least squares follows Lawson and

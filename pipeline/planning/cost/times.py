@@ -289,7 +289,7 @@ def _generation(
     ``R <= C``, all start together, and ``R P(L > t)`` are running after ``t`` steps. Otherwise the
     engine is full until the queue is empty. Then the remaining length of a running request is
     distributed as ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory).
-    Requests that still run ``t`` steps later had generated ``E[(L - t)+^2] / (2 E[(L - t)+])``
+    Requests that still run ``t`` steps after that had generated ``E[(L - t)+^2] / (2 E[(L - t)+])``
     tokens when the queue became empty, on average. The phase with a full engine has
     ``(R E[L] - C E[residual]) / C`` steps.
     """
@@ -309,15 +309,15 @@ def _generation(
     full_tokens = np.maximum(requests * mean_length - running * mean_residual, 0.0)
     full_steps = np.where(is_full, full_tokens / running, 0.0)
     decode = decode_step(shape, layout, running, mean_context(work), device)
-    # The last phase begins with n requests, each of which is still running with probability q. At
-    # least one runs with probability 1 - (1 - q)^n; the mean number is then n q divided by that.
+    # When the queue is empty, n requests run. Later, each of them still runs with probability q, at
+    # least one with probability 1 - (1 - q)^n; if any does, n q / (1 - (1 - q)^n) run on average.
     probability = np.where(is_full[..., None], residual, survival)
     any_running = 1 - (1 - probability) ** running[..., None]
     mean_running = running[..., None] * probability / np.maximum(any_running, 1e-300)
     num_running = np.where(any_running > 0, mean_running, 1.0)
     excess = np.maximum(lengths[None] - midpoints[:, None], 0.0)
-    age = (excess**2).mean(1) / (2 * np.maximum(excess.mean(1), 1e-300))
-    context = work.prompt_tokens + midpoints + np.where(is_full[..., None], age, 0.0)
+    past_tokens = (excess**2).mean(1) / (2 * np.maximum(excess.mean(1), 1e-300))
+    context = work.prompt_tokens + midpoints + np.where(is_full[..., None], past_tokens, 0.0)
     tp, ep = np.asarray(layout.tp)[..., None], np.asarray(layout.ep)[..., None]
     tail = decode_step(shape, CandidateLayout(tp, ep=ep), num_running, context, device).map_parts(
         lambda part: (widths * any_running * part).sum(-1)

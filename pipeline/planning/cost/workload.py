@@ -39,8 +39,8 @@ class TrainingWorkload:
     (2), also weights (3, FSDP)."""
     state: StateBytes = StateBytes()
     copies: int = 1
-    """Number of complete copies of the states (hybrid sharding); each copy is sharded over an equal
-    part of the replicas."""
+    """Number of complete copies of the states (hybrid sharding); the replicas are divided equally,
+    and each part shards one copy."""
     optimizer_limit_bytes: float | None = None
     """Maximum bytes of optimizer states on a device at a time; the others are in host memory. None:
     nothing is offloaded."""
@@ -57,8 +57,8 @@ class TrainingWorkload:
 
 @dataclass(frozen=True)
 class InferenceWorkload:
-    """A forward pass over sequences: log-probs of a policy, values of a critic, or rewards of a
-    model. For the fields see :class:`TrainingWorkload`."""
+    """A forward pass over all ``samples`` sequences of an iteration: log-probs, values or rewards.
+    ``tokens`` and ``longest`` are as in :class:`TrainingWorkload`."""
 
     samples: int
     tokens: int

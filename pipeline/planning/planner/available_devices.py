@@ -215,9 +215,9 @@ class PartitionDevices:
     def has_device_memory(self) -> bool:
         """True if the profile's memory peaks are of the devices; False: of the node.
 
-        If the profile does not contain this, GPUs are assumed to have their own memory. The
-        exception are the fake GPUs of a dev cluster, which were measured on its CPUs: their type is
-        known, but the inventory has no model for it.
+        If the profile does not contain this, GPUs are assumed to have their own memory, except the
+        fake GPUs of a dev cluster, which were measured on its CPUs. Their type is known, but the
+        inventory has no model for it.
         """
         kind, location = self.kind, self.profile.memory
         if location is not None or not kind.gpus_per_node:
@@ -349,7 +349,7 @@ def with_counts(
     devices: Mapping[str, PartitionDevices], counts: Mapping[str, int]
 ) -> dict[str, PartitionDevices]:
     """Return the devices with other numbers of devices, such as ``{"h100": 8}``. The number of a
-    kind also applies to kinds for which this is the better kind.
+    kind also applies to the kinds of which it is the ``better_kind``.
 
     Raises:
         PlanError: an unknown kind, or a number that is not a multiple of a node's devices.
@@ -370,10 +370,10 @@ def with_counts(
                 del result[other_name]
             else:
                 kind = replace(other.kind, nodes=nodes)
-                names = _resize_names(other.nodes, nodes, name)
+                node_names = _resize_names(other.nodes, nodes, name)
                 allowance = other.allowance.for_kind(kind)
                 result[other_name] = replace(
-                    other, kind=kind, nodes=names, down_nodes=0, allowance=allowance
+                    other, kind=kind, nodes=node_names, down_nodes=0, allowance=allowance
                 )
     return result
 

@@ -1,7 +1,7 @@
 """Lower bounds of the iteration time of a grouping of stages into pools: fast bounds by prices for
 all groupings, and a better bound by a linear program for one grouping.
 
-The linear program: an iteration is a longest path through starts and ends, so everything in
+The linear program: an iteration is a longest path through the starts and ends of stages, so all of
 :mod:`pipeline.planning.planner.predictor` is linear except the measured speeds. The program allows
 fractional GPUs and replaces measured speeds by the smallest concave curve above them. The time of a
 stage is then a convex function of the GPUs, bounded from below by tangents. The optimum is a lower
@@ -9,9 +9,9 @@ bound for all placements of the grouping, and the search starts from its fractio
 
 The prices: each kind of GPU gets a price such that all GPUs together cost 1. To run its stages one
 after the other in ``T`` seconds, a pool needs GPUs of some minimum total price. If the minimums of
-all pools sum to more than 1, no placement of the grouping ends within ``T``. A lower bound of the
-minimum lets each stage spend the pool's whole budget on the GPUs that are best for the stage. Waits
-between stages of different pools are ignored.
+all pools sum to more than 1, no placement of the grouping ends within ``T``. The minimum is bounded
+from below by letting each stage spend the pool's whole budget on the GPUs that are best for it.
+Waits between stages of different pools are ignored.
 """
 
 from __future__ import annotations
@@ -351,12 +351,12 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         pool_s = membership @ np.stack(stage_s) + switches[:, None]
         costs = np.zeros((len(membership), NUM_TIMES))
         for row, seconds in zip(costs[1:], pool_s[1:], strict=True):
-            # The pool needs more than the last insufficient budget; 2: no budget is sufficient.
-            first = np.searchsorted(-seconds, -times * (1 + 1e-9))
-            row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
+            # The largest insufficient budget bounds the cost; 2: no budget is sufficient.
+            enough = np.searchsorted(-seconds, -times * (1 + 1e-9))
+            row[:] = np.where(enough < len(budgets), budgets[np.maximum(enough, 1) - 1], 2.0)
         is_affordable = np.sum([costs[pool_codes[:, p]] for p in range(len(stages))], axis=0) <= 1
-        largest = np.where(is_affordable.any(1), is_affordable.argmax(1), NUM_TIMES) - 1
-        np.maximum.at(bounds, indices, np.where(largest >= 0, times[largest], 0.0))
+        too_short = np.where(is_affordable.any(1), is_affordable.argmax(1), NUM_TIMES) - 1
+        np.maximum.at(bounds, indices, np.where(too_short >= 0, times[too_short], 0.0))
     return bounds
 
 

@@ -495,7 +495,7 @@ def _assignment(
     options: Sequence[StageOption], after: Mapping[str, tuple[str, ...]], objective: Objective
 ) -> StageAssignment:
     costs = [option_cost(option, objective) for option in options]
-    # If jobs run at the same time, all cost money, but only the longest costs time.
+    # Jobs that run at the same time all cost money, but seconds count only once.
     slots = _schedule_stages(options, after, costs).values() if objective.unit == "s" else ()
     cost = max(slot.end for slot in slots) if slots else sum(costs)
     return StageAssignment(tuple(options), after, cost)

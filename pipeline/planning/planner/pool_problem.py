@@ -170,7 +170,7 @@ def build_pool_problem(
                 **chunk_parameters,
             )
         )
-    # A job has devices of one type, but each generator is a job with one device.
+    # Each generator is a job with one device, so kinds may be mixed, but not GPUs with CPUs.
     generators = tables.get(flow.elastic_stage or "", {})
     same_type = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
     problem = PlacementProblem(
@@ -202,7 +202,7 @@ def build_pool_problem(
 def _considered_devices(
     request: PlanRequest, requested_kinds: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Return the kinds without a better kind (these have every node once), and kinds that are
+    """Return the kinds without a better kind, which have every node once, and other kinds that are
     requested or pinned, or allow longer or larger jobs or more devices than their better kind."""
     devices = request.priced_devices()
     required = {*requested_kinds, *_pinned_kinds(request)}
@@ -230,7 +230,7 @@ def _pinned_kinds(request: PlanRequest) -> set[str]:
 def _drop_useless_kinds(
     devices: Mapping[str, PartitionDevices], tables: RateTables, required: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Remove kinds that allow no stage a number of GPUs that their better kind does not allow."""
+    """Remove kinds whose better kind allows each stage the same numbers of GPUs."""
 
     def is_useful(name: str, better: str) -> bool:
         for stage_tables in tables.values():

@@ -2,8 +2,8 @@
 
 The batch of an iteration is divided into ``m`` equal chunks. A stage that takes ``t`` seconds alone
 on its pool takes ``t / m`` for each chunk. It starts when its first input exists and its pool is
-free, works at a constant rate, and waits if its input is slower. The gaps between outputs never
-shrink from stage to stage, so only the start or the last input can determine the end:
+free, works at a constant rate, and waits if its input is slower. Intervals between chunks never
+become shorter from stage to stage, so only a stage's start or its last input can determine its end:
 finish = max(start + t, finish of the last input + t / m).
 
 The first chunk of a stage without inputs may take longer than ``t / m`` (``PlacementStage.lead``),
@@ -108,7 +108,7 @@ class Predictor:
             pools: indices of the stages of each pool.
             gpus: GPUs by pool, int ``[kinds, n]``.
             chunks: chunks per iteration, one number or int ``[n]``.
-            assigned_gpus: GPUs that are certainly assigned; by default ``gpus``. Only these add
+            assigned_gpus: GPUs that are certainly assigned; by default ``gpus``. Only these cost
                 switching and transfers, and must be of one kind in a job that may not mix. If
                 fewer, the prediction is a lower bound for all allocations from these to ``gpus``.
             free: time ``[n]`` from which a pool is free, by pool; 0 by default.
@@ -185,19 +185,19 @@ class Predictor:
         Every pool begins the next iteration as soon as it has finished this one. While it waits
         in an iteration, it does not work on the next.
         """
-        pools, arrived = placement.pools, list[float]()
+        pools, weights_arrivals = placement.pools, list[float]()
         gpus = [np.array(pool)[:, None] for pool in placement.gpus]
         free = [np.zeros(1) for _ in pools]
         for i in range(2 * STEADY_ITERATIONS):
-            weights_s = arrived[i - 1 - staleness] if i > staleness else 0.0
+            weights_s = weights_arrivals[i - 1 - staleness] if i > staleness else 0.0
             prediction = self.predict_batch(
                 pools, gpus, placement.num_chunks, free=free, weights_s=weights_s
             )
             finish_s = prediction.finish_s
             free = [finish_s[list(pool)].max(0) for pool in pools]
             last = finish_s.max() if self.sync_source is None else finish_s[self.sync_source]
-            arrived.append(float((last + prediction.sync_s).max()))
-        return (arrived[-1] - arrived[STEADY_ITERATIONS - 1]) / STEADY_ITERATIONS
+            weights_arrivals.append(float((last + prediction.sync_s).max()))
+        return (weights_arrivals[-1] - weights_arrivals[STEADY_ITERATIONS - 1]) / STEADY_ITERATIONS
 
     def _sum_pools(
         self, pools: Sequence[int], gpus: Sequence[Array], assigned_gpus: Sequence[Array]

@@ -444,12 +444,12 @@ def dump_problem(
     for s, stage in enumerate(problem.stages):
         seconds = {}
         for k, kind in enumerate(problem.kinds):
-            # The table has pins applied; missing numbers use the next lower entry.
+            # Write only changes of the rate: in the file, missing numbers use the next lower entry.
             rates = problem.rate_table(problem.stages[s], k)
-            steps = np.flatnonzero(np.diff(rates, prepend=0.0))
-            if len(steps):
+            changes = np.flatnonzero(np.diff(rates, prepend=0.0))
+            if len(changes):
                 seconds[kind.name] = {
-                    int(n): float(1 / rates[n]) if rates[n] > 0 else None for n in steps
+                    int(n): float(1 / rates[n]) if rates[n] > 0 else None for n in changes
                 }
         stages[stage.name] = {
             "seconds": seconds,
@@ -550,7 +550,7 @@ def placement_from_pools(
 def _split_pool(
     problem: PlacementProblem, pool: PoolPlan, key: str
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the stages and GPUs of a pool, or of each of its parts if stages use only parts.
+    """Return pairs of stage indices and GPUs by kind: of a pool, or of each part that stages use.
 
     Raises:
         PlanError: parts overlap, or a stage on all processes precedes a stage on some of them.
@@ -700,8 +700,8 @@ def interruption_overhead(
 ) -> Array:
     """Return the expected seconds that preemption and failures cost per second of work ``[n]``.
 
-    An interrupted pool waits in the queue again, and half an iteration is repeated on average. For
-    the arguments see :meth:`Objective.cost`.
+    An interrupted pool waits in the queue again, and half an iteration is repeated on average. The
+    arguments are as in :meth:`Objective.cost`.
     """
     rates = np.array([kind.interruptions_per_hour for kind in problem.kinds])[:, None] / 3600
     lost = [rates * (_queue_waits(problem, pool) + total_s / 2) * (pool > 0) for pool in gpus]
@@ -709,5 +709,5 @@ def interruption_overhead(
 
 
 def _queue_waits(problem: PlacementProblem, pool: Array) -> Array:
-    """Return the queue waits for a pool's GPUs of each kind, ``[kinds, n]``."""
+    """Return the queue wait of a pool's job on each kind, ``[kinds, n]`` like ``pool`` (GPUs)."""
     return np.stack([kind.queue_wait_s(n) for kind, n in zip(problem.kinds, pool, strict=True)])

@@ -1,7 +1,7 @@
 """The planner's output: a plan, its forecast, its alternatives and recommendations.
 
-A recommendation is for or against an optional feature (staleness, elastic rollouts, helpers that
-generate, transports of weights), with the predicted saving and the reason.
+A recommendation is for or against an optional feature (staleness, elastic rollouts, other pools
+that help to generate, transports of weights), with the predicted saving and the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 CONSIDERED_STALENESS = 1
-"""Staleness for or against which there is a recommendation, in iterations."""
+"""The staleness, in iterations, that is recommended or advised against."""
 
 
 def recommend(
@@ -52,7 +52,7 @@ def _advice(
 def recommend_staleness(
     request: PlanRequest, problem: PlacementProblem, best: PlacementSolution
 ) -> Recommendation:
-    """Recommend for or against rollouts during training, with weights of the last iteration."""
+    """Recommend for or against rollouts during training, with the previous iteration's weights."""
     feature = f"rollout.staleness={CONSIDERED_STALENESS}"
     total_s = float(best.prediction.total_s)
     staleness = request.config.rollout.staleness
@@ -101,7 +101,7 @@ def recommend_elastic(
 def recommend_helpers(
     problem: PlacementProblem, plan: Plan, best: PlacementSolution
 ) -> Recommendation:
-    """Recommend for or against ``also_generates``: workers of other pools that help to generate."""
+    """Recommend for or against ``also_generates``: other pools help the elastic pool."""
     feature = "also_generates"
     elastic = next((i for i, pool in enumerate(plan.pools) if pool.workers), None)
     if elastic is None:
@@ -131,7 +131,7 @@ def _helper_saving(
     pool: PoolPlan,
     stages: Sequence[str],
 ) -> float:
-    """Return the maximum seconds that a pool saves if it generates until its first stage begins."""
+    """Return the maximum seconds saved if a pool generates until its own first stage begins."""
     stage = problem.stages[rollout]
     rates = [
         problem.rate_table(stage, k)[pool.devices.get(kind.name, 0)]
@@ -146,7 +146,7 @@ def _helper_saving(
 def recommend_transports(
     request: PlanRequest, problem: PlacementProblem, plan: Plan, placement: Placement
 ) -> Iterator[Recommendation]:
-    """Recommend a transport for new weights between pools; the reason has the times of all."""
+    """Recommend the fastest transport for new weights; the reason lists the times of all."""
     if problem.sync is None:
         return
     names = [stage.name for stage in problem.stages]
@@ -187,7 +187,7 @@ class PlanRow:
     place: str
     """Kinds of device on which the stage runs: ``a100+h100``."""
     size: str
-    """Nodes x devices per node, or the pool: ``pool 1: 4 of 8``."""
+    """Nodes x devices per node; or the pool and its used devices: ``pool 1: 4 of 8``."""
     devices: int
     """Number of devices."""
     start_s: float
@@ -265,7 +265,7 @@ def evaluate_what_ifs(
 ) -> list[WhatIf]:
     """Return the best plans for different clusters: ``what_ifs``, and each kind doubled or removed.
 
-    Kinds whose nodes all belong to a better kind change with that kind.
+    Kinds that have a ``better_kind`` change together with it.
 
     Args:
         best: returns the seconds and the cost of the best plan for a request.

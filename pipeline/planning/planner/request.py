@@ -53,8 +53,8 @@ class PlanRequest:
         return replace(self, devices=devices)
 
     def for_user_plan(self) -> PlanRequest:
-        """Return the request for a user's plan, without the limits of the planner's job requests:
-        the job requests in the plan are checked instead."""
+        """Return the request for a user's plan, without the limits of jobs as the planner would
+        request them; the job requests in the plan are checked instead."""
         devices = {
             name: replace(entry, allowance=entry.allowance.without_job_limits())
             for name, entry in self.devices.items()
@@ -85,7 +85,7 @@ class PlanRequest:
         return {name: replace(entry, price=1.0) for name, entry in self.devices.items()}
 
     def with_price_note(self) -> PlanRequest:
-        """Return the request, with a note if only some of the devices have a price."""
+        """For the objective ``money``, add a note if only some of the devices have a price."""
         unpriced = [name for name, entry in self.devices.items() if not entry.has_price]
         if self.objective != "money" or not unpriced or len(unpriced) == len(self.devices):
             return self
@@ -100,13 +100,13 @@ class PlanRequest:
         """Return the stages of the same iteration that each stage waits for."""
         stages = flow_of(self.config).stages
 
-        def sources(stage: str) -> tuple[str, ...]:
+        def producers(stage: str) -> tuple[str, ...]:
             names = [
                 s.stage for s in stages[stage].inputs.values() if s.stage in stages and not s.lag
             ]
             return tuple(dict.fromkeys(names))
 
-        return {stage: sources(stage) for stage in stages}
+        return {stage: producers(stage) for stage in stages}
 
     def learned_corrections(self) -> tuple[TimingCorrection, ...]:
         """Return the corrections in the form in which the plan's file stores them."""

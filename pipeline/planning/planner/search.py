@@ -120,7 +120,7 @@ def gpu_moves(pools: int, sizes: Array, *, allows_idle: bool) -> Array:
     """Return the possible moves of GPUs as changes of a division, ``[moves, pools, kinds]``.
 
     GPUs of a kind move from pool to pool, or two pools exchange GPUs of two kinds. If
-    ``allows_idle``, GPUs may also become unused or used.
+    ``allows_idle``, GPUs also move between a pool and the unused GPUs.
 
     Args:
         pools: number of pools.
@@ -170,7 +170,7 @@ def divisions_without_kind(state: Array) -> Array:
 
 
 EXACT_GPUS, EXACT_GROUPINGS = 16, 52
-"""Problems with up to this many GPUs and groupings (as of five stages) are always enumerated."""
+"""Problems up to this number of GPUs and groupings (five stages have 52) are enumerated."""
 EXACT_DIVISIONS = 200_000
 """Other problems are enumerated if the largest grouping has at most this many divisions. With more
 than ``EXACT_GROUPINGS`` groupings, this limit is proportionally lower."""
@@ -309,15 +309,15 @@ class _Search:
         divisions: _Divisions = {}
         order = sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools))
         remaining, explored = dict.fromkeys(order), set[PoolStages]()
-        neighbours, near_best = GroupingNeighbors(order), iter(list[PoolStages]())
-        best: PoolStages | None = None
+        neighbours, near_leader = GroupingNeighbors(order), iter(list[PoolStages]())
+        previous_leader: PoolStages | None = None
         while remaining and len(explored) < MAX_RELAXED_GROUPINGS:
             cost_limit = _cost_to_beat(divisions, max_solutions)
             leader = min(divisions, key=lambda pools: divisions[pools].cost, default=None)
-            if leader != best:
-                best = leader
-                near_best = iter(neighbours.neighbors_of(best) if best else [])
-            pools = next((p for p in near_best if p in remaining), None) or next(iter(remaining))
+            if leader != previous_leader:
+                previous_leader = leader
+                near_leader = iter(neighbours.neighbors_of(leader) if leader else [])
+            pools = next((p for p in near_leader if p in remaining), None) or next(iter(remaining))
             del remaining[pools]
             if not (math.isfinite(bounds[pools]) and bounds[pools] <= cost_limit):
                 continue
@@ -474,17 +474,17 @@ class _Search:
         """Divide the kind ``order[depth]`` for all ``states``, ``[n, pools, kinds]``."""
         kind = order[depth]
         last = depth + 1 == len(order)
-        parts = enumerate_divisions(
+        splits = enumerate_divisions(
             int(self._kind_gpus[kind]), self.possible_counts(pools, int(kind)), self._allows_idle
         )
-        if not len(parts):
+        if not len(splits):
             return
         undivided = np.zeros(len(order), np.int64)
         undivided[order[depth + 1 :]] = self._kind_gpus[order[depth + 1 :]]
-        step = max(1, BATCH_SIZE // len(parts))
+        step = max(1, BATCH_SIZE // len(splits))
         for first in range(0, len(states), step):
-            children = np.repeat(states[first : first + step], len(parts), axis=0)
-            children[:, :, kind] = np.tile(parts, (len(children) // len(parts), 1))
+            children = np.repeat(states[first : first + step], len(splits), axis=0)
+            children[:, :, kind] = np.tile(splits, (len(children) // len(splits), 1))
             assigned = [children[:, pool].T for pool in range(len(pools))]
             gpus = [pool + undivided[:, None] for pool in assigned]
             costs, chunks = self.best_chunks(pools, gpus, assigned)
@@ -530,7 +530,8 @@ class _Search:
 
     def _initial_divisions(self, pools: PoolStages, gpus: Array, lowest: float) -> Sequence[Array]:
         """Return initial divisions ``[pools, kinds]``: the rounded relaxation, and divisions with a
-        single kind for each job that must not mix kinds, or for every job if all may mix."""
+        single kind for each job that must not mix kinds. If all may mix, each job has a single kind
+        in these, and they cost less than ``PROMISING_FACTOR * lowest``."""
         jobs = pools_of_jobs(pools)
         single_kind_jobs = [job for job in jobs if not self._may_mix(pools, job)]
         rounded = self._round(pools, gpus)
@@ -554,14 +555,14 @@ class _Search:
             choices = np.array(list(itertools.product(range(kinds), repeat=len(jobs))))
         else:
             choices = np.random.default_rng(0).integers(0, kinds, (MAX_KIND_ASSIGNMENTS, len(jobs)))
-        parts = np.tile(gpus, (len(choices), 1, 1))
+        wanted_gpus = np.tile(gpus, (len(choices), 1, 1))
         for i, job in enumerate(jobs):
             for p in job:
-                parts[:, p] = 0.0
-                parts[np.arange(len(choices)), p, choices[:, i]] = max(gpus[p].sum(), 1e-3)
-        shares = parts / np.maximum(parts.sum(1, keepdims=True), 1e-9)
+                wanted_gpus[:, p] = 0.0
+                wanted_gpus[np.arange(len(choices)), p, choices[:, i]] = max(gpus[p].sum(), 1e-3)
+        shares = wanted_gpus / np.maximum(wanted_gpus.sum(1, keepdims=True), 1e-9)
         states = np.floor(shares * self._kind_gpus + 1e-6).astype(np.int64)
-        states = np.maximum(states, parts > 0)
+        states = np.maximum(states, wanted_gpus > 0)
         for k in range(len(self._kind_gpus)):
             for p, counts in enumerate(self.possible_counts(pools, k)):
                 states[:, p, k] = counts[np.searchsorted(counts, states[:, p, k], "right") - 1]

@@ -107,15 +107,15 @@ class StageTimes:
             for count in [len(p.time.seconds)]
         ]
         """All successful measurements of the stage, also of smaller batches."""
-        sizes = {(p.processes, p.size) for p in self.measured}
+        settings = {(p.processes, p.size) for p in self.measured}
         # Estimates exist for every number of processes, and jump where a job exceeds one node.
         self.can_interpolate = not profile.estimated
-        can_fit = self.can_interpolate and len(sizes) >= MIN_POINTS
+        can_fit = self.can_interpolate and len(settings) >= MIN_POINTS
         self._fit: TimeModel | None = fit_times(self.measured) if can_fit else None
         self._whole_batch = {p.processes: p for p in self.measured if p.size == self.samples}
         if self._fit is None and not self._whole_batch:
             raise PlanError(
-                f"{len(sizes)} measurements of stage {stage!r}, none of the whole batch of "
+                f"{len(settings)} measurements of stage {stage!r}, none of the whole batch of "
                 f"{self.samples} samples; continue measuring with: rlinf profile"
             )
 

@@ -25,7 +25,7 @@ from rlinf.errors import PlanError
 Array = np.ndarray
 
 UsedSpeed = tuple[int, int, int]
-"""Stage, kind and number of GPUs of a speed that a placement uses."""
+"""Key of a speed that a placement uses: index of the stage, index of the kind, number of GPUs."""
 DRAWS = 1024
 """Number of samples of the speeds."""
 IMPROVEMENT = 0.1
@@ -54,7 +54,7 @@ class PlacementForecast:
     q50_s: float
     q90_s: float
     idle_shares: tuple[float, ...]
-    """For each job: share of an iteration in which a GPU does no work, the mean over its GPUs."""
+    """For each job: share of the time of its GPUs in which they do no work."""
     memory_bytes: tuple[Mapping[str, float], ...]
     """Maximum memory of a GPU by pool and kind; NaN if a stage's memory is unknown."""
     gpu_hours: float
@@ -97,9 +97,9 @@ def forecast_placement(
     if not np.isfinite(nominal.total_s):
         raise PlanError("this placement cannot run: a stage has no GPUs that it can use")
     total_s = float(nominal.total_s)
-    speeds = list(_used_speeds(problem, placement, predictor))
+    speed_keys = list(_used_speeds(problem, placement, predictor))
     spread = np.zeros((len(problem.stages), len(problem.kinds)))
-    for s, k, gpus in speeds:
+    for s, k, gpus in speed_keys:
         spread[s, k] = _rate_table(problem, tables, s, k).spread[gpus]
     sampler = _SamplingPredictor(problem, spread, draws, np.random.default_rng(seed))
     samples = sampler.total_s(placement)
@@ -109,7 +109,7 @@ def forecast_placement(
         problem, np.array([total_s]), [gpus[:, None] for gpus in job_gpus]
     )
     busy = np.zeros(len(job_gpus))
-    for s, k, gpus in speeds:
+    for s, k, gpus in speed_keys:
         job = next(j for j, pools in enumerate(placement.jobs) if s in placement.stages_of(pools))
         num_working = float(_rate_table(problem, tables, s, k).used[gpus])
         busy[job] += float(nominal.busy_s[s]) * num_working / job_gpus[job].sum()
@@ -121,14 +121,14 @@ def forecast_placement(
         q90_s=q90,
         idle_shares=tuple(float(share) for share in 1 - busy / total_s),
         memory_bytes=tuple(
-            _memory(problem, placement, tables, speeds, p) for p in range(len(placement.pools))
+            _memory(problem, placement, tables, speed_keys, p) for p in range(len(placement.pools))
         ),
         gpu_hours=sum(sum(pool) for pool in placement.gpus) * total_s / 3600,
         interruption_s=float(overhead[0]) * total_s,
-        sensitivities=_sensitivities(problem, placement, speeds, total_s),
+        sensitivities=_sensitivities(problem, placement, speed_keys, total_s),
         unmeasured=tuple(
             f"{_speed_name(problem, s, k)}: {source}"
-            for s, k, gpus in speeds
+            for s, k, gpus in speed_keys
             if (source := tables[problem.stages[s].name][problem.kinds[k].name].source(gpus))
             in ("extrapolated", "data sheet")
         ),
@@ -136,7 +136,7 @@ def forecast_placement(
 
 
 class _SamplingPredictor(Predictor):
-    """A predictor with random speeds, drawn independently for each element of its batch."""
+    """A predictor whose batch has ``draws`` elements, each with other random speeds."""
 
     def __init__(
         self, problem: PlacementProblem, spread: Array, draws: int, rng: np.random.Generator
@@ -201,7 +201,7 @@ def _memory(
     pool: int,
 ) -> dict[str, float]:
     """Return the memory of a GPU in bytes, by kind: the sum over resident stages, plus the largest
-    of the offloaded stages."""
+    of the stages that are offloaded while others run (with ``switch_s`` above 0)."""
     resident: dict[str, float] = {}
     offloaded: dict[str, float] = {}
     for s, k, gpus in speeds:
@@ -235,7 +235,8 @@ def _sensitivities(
 def _improved_problems(
     problem: PlacementProblem, speeds: list[UsedSpeed]
 ) -> Iterator[tuple[str, PlacementProblem]]:
-    """Yield each quantity that determines the placement's time, with a problem that improves it."""
+    """Yield the name of each quantity that determines the placement's time, and a copy of the
+    problem in which this quantity is better by :data:`IMPROVEMENT`."""
     factor = 1 - IMPROVEMENT
 
     def with_stage(s: int, stage: PlacementStage) -> PlacementProblem:

@@ -148,8 +148,8 @@ def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
 def build_queue_wait(
     nodes: int, expected_s: float | None, past_waits: Sequence[tuple[int, float]]
 ) -> QueueWait:
-    """Return the expected wait. Its history is of those ``past_waits`` (nodes, seconds) with half
-    to twice as many nodes."""
+    """Return the expected wait. Its history has the ``past_waits``, pairs of nodes and seconds, of
+    jobs with half to twice as many nodes."""
     similar = [s for size, s in past_waits if nodes <= 2 * size and size <= 2 * nodes]
     history = None
     if similar:
@@ -215,10 +215,8 @@ def _selecting_feature(group: NodeGroup) -> str | None:
 
 
 def relative_speeds(times: Sequence[float]) -> tuple[float, ...]:
-    """Return relative speeds of processes from their seconds for the same work.
-
-    They are rounded, because they are part of the key under which measurements are cached.
-    """
+    """Return relative speeds of processes from their seconds for the same work. They are rounded,
+    because they are part of the key under which measurements are cached."""
     return tuple(round(max(times) / seconds, 1) for seconds in times)
 
 

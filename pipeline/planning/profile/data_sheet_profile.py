@@ -137,7 +137,7 @@ class _RunWork:
     """Maximum number of concurrent requests of an engine."""
     group_size: int
     components: Mapping[str, str | None]
-    """The component that each stage holds: ``engine``, ``trainer`` or None."""
+    """The component that each stage keeps in memory: ``engine``, ``trainer`` or None."""
     train_stage: str
     publish_stage: str
     recompute: Recompute
@@ -147,7 +147,7 @@ class _RunWork:
     copies: int
     """Complete copies of the states; see :class:`TrainingWorkload`."""
     optimizer_limit_bytes: float | None
-    """Optimizer bytes on the device; see :class:`TrainingWorkload`."""
+    """Maximum optimizer bytes on the device; see :class:`TrainingWorkload`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> _RunWork:
@@ -265,11 +265,11 @@ def _state_bytes(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateByte
     optimizer states; all linear layers of the blocks are assumed to have adapters."""
     if not lora:
         return TRAINER_STATE
-    matrix_dims = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
+    parameters_per_rank = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
     matrices = 3 if shape.gated else 2
     ffn_widths = [shape.ffn, shape.shared_ffn, *[shape.expert_ffn] * shape.experts]
-    matrix_dims += [shape.hidden + width for width in ffn_widths if width] * matrices
-    share = int(lora["rank"]) * sum(matrix_dims) * shape.layers / shape.parameters
+    parameters_per_rank += [shape.hidden + width for width in ffn_widths if width] * matrices
+    share = int(lora["rank"]) * sum(parameters_per_rank) * shape.layers / shape.parameters
     return StateBytes(
         TRAINER_STATE.weights * (1 + share),
         TRAINER_STATE.gradients * share,

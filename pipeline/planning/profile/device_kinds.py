@@ -117,8 +117,8 @@ def _hardware(group: NodeGroup) -> tuple[object, ...]:
 
 
 def _constraint(group: NodeGroup, groups: Sequence[NodeGroup], site_constraint: str | None) -> str:
-    """Return a feature that only this group has among different groups with the same GPU name,
-    combined with the site's constraint; "" if there is no such group or no such feature."""
+    """Return a feature that only this group has among groups with the same GPU name, combined with
+    the site's constraint; "" if these groups are equal, or if there is no such feature."""
     same_type = [g for g in groups if g.gpu_type == group.gpu_type]
     others = [g for g in same_type if _hardware(g) != _hardware(group)]
     if not group.gpus_per_node or not others:

@@ -35,7 +35,7 @@ CONVERGED_S = 0.005
 
 
 class ProfileCase(Section):
-    """One size of an iteration, to be measured repeatedly."""
+    """A batch size and a token budget, with which iterations are measured repeatedly."""
 
     starts: int = Field(gt=0)
     """Number of prompts or environments."""
@@ -126,7 +126,7 @@ class CaseRepeats(Section):
 
 
 class Trial(Section):
-    """The measurements so far of the jobs with one number of nodes and processes of a kind."""
+    """The measurements so far of all jobs with the same work, nodes, processes and kind."""
 
     schema_version: Literal[1] = SCHEMA
     key: str

@@ -3,7 +3,8 @@
 Jobs never run at the same time, because they would slow each other down. The measurements of a job
 are its *trial*, a file that is cached in the folder of the runs. So an interrupted pass can
 continue, and a second pass for the same work ends at once. For the execution ``jobs``, stages are
-also measured as separate jobs. A *mixture* is one job with a node of each of two kinds.
+also measured as separate jobs. A *case* is a batch size with a token budget; a job measures several
+cases. A *mixture* is one job with a node of each of two kinds.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ INTERRUPTED_STATES = frozenset(
         JobState.VANISHED,
     }
 )
-"""States of jobs that ended for another reason than their work."""
+"""States of jobs that were ended from outside, not by success or failure of their work."""
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
@@ -109,16 +110,16 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
 
 def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
     """Return a case of the run's own size, then cases of smaller batches or other token budgets."""
-    budget, batch = trainer_token_budget(config), config.rollout.batch_size
+    budget, starts = trainer_token_budget(config), config.rollout.batch_size
     minibatches = create_algorithm(config).minibatches
-    cases = [ProfileCase(starts=batch, token_budget=budget)]
+    cases = [ProfileCase(starts=starts, token_budget=budget)]
     for divisor in (2, 4):
-        num_prompts = batch // divisor
+        num_prompts = starts // divisor
         if num_prompts >= processes and not num_prompts * config.rollout.group_size % minibatches:
             cases.append(ProfileCase(starts=num_prompts, token_budget=budget))
     if budget is not None:
         cases += [
-            ProfileCase(starts=batch, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
+            ProfileCase(starts=starts, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
         ]
     return tuple(dict.fromkeys(cases))
 
@@ -139,9 +140,9 @@ STAGE_JOB_LIMIT_MIN = 5
 STAGE_JOBS_SHARE, LINKS_SHARE, MIXTURE_SHARE = 0.5, 0.1, 0.15
 """Shares of the time: for separate stage jobs, for links between kinds, and for each mixture."""
 MIN_STAGE_JOBS_S = 60.0
-"""Minimum time for separate stage jobs, seconds; they are not measured in less."""
+"""Minimum time for separate stage jobs, seconds; with less time they are not measured."""
 MIN_MEASURING_S = 1.0
-"""Minimum measuring time of a job, seconds; less only if nothing was measured yet."""
+"""Minimum measuring time of a job, seconds. With less time, only a first job still runs."""
 DEFAULT_START_S = 8.0
 """Assumed seconds for the start of a job, until a start was measured."""
 MIN_RESTART_S = 15.0
@@ -279,12 +280,12 @@ class ProfilePass:
                 break
             while remaining := self.tasks_in_time(tasks, remaining, end):
                 # Tasks of an array have equally many nodes; on one machine tasks run one by one.
-                batch = [task for task in remaining if task.nodes == remaining[0].nodes]
-                batch = batch if kind.partition else batch[:1]
+                array = [task for task in remaining if task.nodes == remaining[0].nodes]
+                array = array if kind.partition else array[:1]
                 task_s = max(MIN_MEASURING_S, self.measuring_s(tasks, end, len(remaining)))
-                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(batch), task_s)
-                self.wait_for_jobs(self.submit(kind, batch, task_s), end)
-                remaining = remaining[len(batch) :]
+                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(array), task_s)
+                self.wait_for_jobs(self.submit(kind, array, task_s), end)
+                remaining = remaining[len(array) :]
 
     def tasks_in_time(
         self, tasks: Sequence[ProfileTask], remaining: list[ProfileTask], end: float

@@ -113,9 +113,9 @@ class StageBench:
     stages_run: set[str] = field(default_factory=set)
     """Stages that this process has run."""
     imports_s: float = 0.0
-    """Seconds of the imports before the work."""
+    """Seconds of the imports at the start, without imports on first use."""
     connect_s: float = 0.0
-    """Seconds to create the process group; 0 after they were added to a ``trainer_load``."""
+    """Seconds to create the process group; set to 0 once ``trainer_load`` includes them."""
     first_load_s: float = 0.0
     """Seconds to load the weights for the first time, including imports on first use."""
     num_iterations: int = 0
@@ -327,8 +327,8 @@ class StageBench:
         self.update_trial(links=tuple(link for link in links if link is not None))
 
     def record_imports(self) -> None:
-        """Record the time of imports. Imports on first use took the difference between the first
-        load of the weights and the shortest later load."""
+        """Record the time of imports. Imports on first use count too: their time is the first load
+        of the weights minus the shortest later load."""
         overheads = self.trial.overheads_s
         names = ("engine_load", "trainer_load")
         loads = [overheads[name][-1] for name in names if name in overheads]
@@ -345,6 +345,7 @@ class StageBench:
         if trainer is None or device_memory is None:
             return
         device_memory.acquire(trainer)
+        # Without a limit, the whole state is moved.
         unlimited = DeviceMemoryManager(self.device, sys.maxsize)
         unlimited.acquire(trainer)
         for _ in range(OFFLOAD_REPEATS):

@@ -87,10 +87,8 @@ class InterruptionModel(Section):
 
 
 class Walltime(Section):
-    """A time limit of jobs. A new job follows a job that ends.
-
-    A pool begins no chunk that would end after the job.
-    """
+    """A time limit of jobs. A job that ends is followed by a new job. A pool begins no chunk that
+    would end after its job."""
 
     limit_s: float = Field(gt=0)
     """Time limit of a job, seconds."""
@@ -106,7 +104,7 @@ class Walltime(Section):
 
 
 class NetworkModel(Section):
-    """Transfers that take time and share the network; if None, only ``sync_s`` counts.
+    """Transfers that take time and share the network; without a model only ``sync_s`` counts.
 
     A transfer of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``. Concurrent transfers
     share the bandwidth of their pools' GPUs and of the fabric, max-min fairly.

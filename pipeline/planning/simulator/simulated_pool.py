@@ -42,14 +42,13 @@ MAX_INTERRUPTIONS = 1000
 
 
 class StragglerSpeed:
-    """The relative speed of a pool over time: 1, or less while some of its GPUs are slow.
-
-    Calls of ``finish`` must have ascending ``start``.
-    """
+    """The relative speed of a pool over time: 1, or less while some of its GPUs are slow. Calls of
+    ``finish`` must have ascending ``start``."""
 
     def __init__(self, model: StragglerModel | None, gpus: int, rng: np.random.Generator) -> None:
         self._model, self._gpus, self._rng = model, gpus, rng
         self._slow_until: list[float] = []
+        """Heap: the end of the slow phase of each GPU that is slow now."""
         self._next_slowdown = self._draw_slowdown(0.0) if model else math.inf
 
     def _draw_slowdown(self, now: float) -> float:
@@ -251,7 +250,7 @@ class SimulatedPool:
         return 0.0
 
     def _wait_for_jobs(self, seconds: float, stage: str, iteration: int) -> Process:
-        """Wait until all jobs run and have at least ``seconds`` left."""
+        """Wait until all jobs run, and reach their time limits in ``seconds`` or later."""
         walltime = self._scenario.walltime
         if walltime and seconds > walltime.limit_s - self._scenario.startup_s:
             raise PlanError(

@@ -112,7 +112,7 @@ class SharedNetwork:
 def fair_rates(
     transfers: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
 ) -> list[float]:
-    """Return max-min fair rates of transfers, each given as the set of links that it crosses."""
+    """Return max-min fair rates of transfers, each of which is the set of links that it crosses."""
     rates = [0.0] * len(transfers)
     free = dict(capacities)
     growing = set(range(len(transfers)))
@@ -365,6 +365,8 @@ class _Channel:
 
 @dataclass
 class _Rendezvous:
+    """The meeting of the pools that run a group together; triggers its begin and its end."""
+
     begin: simpy.Event
     end: simpy.Event
     joined: int = 0
@@ -413,7 +415,6 @@ class _Simulation:
         """Number of senders that wait for room in the channel, by edge."""
 
     def run(self) -> SimulationTrace:
-        """Run all iterations."""
         main = self.env.process(self._main())
         try:
             self.env.run(until=main)
@@ -482,6 +483,7 @@ class _Simulation:
         return process
 
     def _end_attempt(self) -> None:
+        """End the iteration after an interruption if the whole iteration must be repeated."""
         losses = self.scenario.losses
         if losses is not None and losses.redo == "iteration" and not self.repeat.triggered:
             self.repeat.succeed()
@@ -652,7 +654,7 @@ class _Simulation:
     def _run_half(self, group: StageGroup, state: _Iteration) -> Process:
         """Run half of a chunk through all steps."""
         steps = self.problem.cycle_steps
-        # Hold the lock of a pool as long as the next stage is in the same pool.
+        # Keep the lock of a pool as long as the next stage is in the same pool.
         by_pools = itertools.groupby(group.stages * steps, lambda s: self.stage_pools[s])
         for pools, members in by_pools:
             pool, *partners = (self.pools[p] for p in pools)
@@ -679,7 +681,7 @@ class _Simulation:
         )
 
     def _decoding(self) -> dict[int, DecodingStage]:
-        """Return the stage whose samples differ in length, by its index; empty without lengths."""
+        """Return the stage whose samples differ in length, by its index; {} if there is none."""
         lengths = self.scenario.lengths
         if lengths is None:
             return {}
@@ -716,8 +718,7 @@ def _network(
 def _decoding_workers(
     lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
 ) -> list[DecodingWorkers]:
-    """Return the workers of each kind, with samples in proportion to the kind's share of the
-    work."""
+    """Return the workers of each kind. Samples are in proportion to the kind's share of work."""
     all_workers, remaining_samples, remaining_share = [], lengths.samples, 1.0
     for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
         replica = lengths.replicas.get(kind, DecodingReplica())

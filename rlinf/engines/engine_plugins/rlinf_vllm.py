@@ -34,7 +34,7 @@ class PolicySampler(Sampler):
 
 
 class GeneratorStateGuard:
-    """A mixin for the model runner: chunked prefill uses up no random numbers of a request.
+    """A mixin for the model runner, so that chunked prefill uses up no random numbers of a request.
 
     After each chunk vLLM samples a token, discards it, and resets the offset of the request's
     random generator. Only GPU generators have an offset, so this class resets CPU generators.

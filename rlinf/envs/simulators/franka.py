@@ -50,16 +50,16 @@ CONNECT_TIMEOUT_S = 10.0
 CLOCK_TIMEOUT_S = 3.0
 """If the arm's clock does not advance for this time, the connection is lost."""
 ACCELERATION_TIME_S, JERK_TIME_S = 0.2, 0.02
-"""Minimum time from rest to full speed, and to full acceleration. At each step the trajectory
-generator receives the arm's velocity, but not its full acceleration, so it may brake too late by
-JERK_TIME_S. Targets therefore keep the corresponding distance from the sides of the box."""
+"""Minimum times: from rest to full speed, and from zero to full acceleration. At each step the
+trajectory generator receives the arm's velocity, but not its full acceleration, so it may brake too
+late by JERK_TIME_S. Targets therefore keep the corresponding distance from the sides of the box."""
 MAX_ROTATION_SPEED = 0.5
 """Rotation speed of the hand and the elbow on the way home, rad/s."""
 POSITION_TOLERANCE_M = 0.01
 """Tolerance of the hand's position, relative to its box and to home."""
 HOMING_TIMEOUT_S, REST_TIME_MS = 10.0, 300.0
-"""Time limit of driving home, in addition to twice the time at full speed; and time at rest that
-follows."""
+"""Time limit of driving home, in addition to twice the time at full speed; and the time at rest
+after the hand has reached home."""
 MODE_HINTS = {
     "UserStopped": "its stop button is pressed; release it when nothing is in the way",
     "Guiding": "a person guides it by hand",
@@ -529,7 +529,6 @@ class FrankaEnv:
             return state
 
     def _observe(self, state: Any) -> None:
-        """Store the observation of the arm's state."""
         hand = hand_position(state)
         velocity = (hand - self._hand) * self._settings.rate_hz / self._settings.speed
         middle, half = (self._high + self._low) / 2, (self._high - self._low) / 2

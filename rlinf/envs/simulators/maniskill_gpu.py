@@ -61,7 +61,7 @@ class ManiSkillGpuEnv:
         import torch
 
         observations: Any = None
-        for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
+        for number, seed in zip(numbers, seeds):  # noqa: B905 - on Python 3.9 zip is never strict
             env_ids = torch.tensor([number], device=self._unwrapped.device)
             options = {"env_idx": env_ids}
             observations, _ = self._env.reset(seed=[seed] * self.count, options=options)

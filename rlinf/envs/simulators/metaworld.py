@@ -42,7 +42,6 @@ _MT50 = (
 TASK_SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
 """Meta-World's own task sets, in its order."""
 SUPPORTS_STATE_SAVING = True
-
 GOALS_SEED = 42
 """Seed of the 50 goals of a task, equal in every process."""
 

@@ -2,10 +2,10 @@
 
 One object of a task class steps all environments. The state is the task's own observation, a
 vector; images are not supported. As in MetaSim, termination counts as success; leave
-``task.score_by_success`` false for tasks in which it means a failure, such as a fall. Some classes
-begin the next episode in the step that ends one, and return the new episode's observation; the last
-observation of the old episode is then that of the previous step. Seeds have no effect on the
-simulator.
+``task.score_by_success`` false for tasks that terminate after a failure, such as a fall. In some
+classes, the step that ends an episode also begins the next one and returns the new episode's
+observation; the last observation of the old episode is then that of the previous step. Seeds have
+no effect on the simulator.
 """
 
 from __future__ import annotations

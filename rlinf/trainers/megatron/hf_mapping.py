@@ -33,7 +33,7 @@ class RankSlice:
     first_expert: int
     """Index, in a layer, of the process's first expert."""
     query_and_kv_rows: tuple[int, int]
-    """Rows of a query group in the fused matrix: of its queries, and of its keys or values."""
+    """Numbers of rows of a query group in the fused matrix: of queries, and of keys (or values)."""
     tied: bool
     """Whether the head shares the weight of the embedding."""
 
@@ -46,7 +46,7 @@ class TensorSlice:
     name: str
     """Name of the tensor."""
     shape: tuple[int, ...]
-    """Shape of the tensor. Its rows are along the last dimension; the others are flattened."""
+    """Shape of the tensor. A row is along the last dimension; the others are flattened into one."""
     first_row: int
     """Index of the first row in the tensor."""
     first_column: int
@@ -196,6 +196,7 @@ def tensor_parts(
             low = np.maximum(ranges[:, 1], start)
             high = np.minimum(ranges[:, 1] + ranges[:, 2], start + length)
             starts, index = ranges[:, 0] + low - ranges[:, 1], np.full(len(ranges), fragment_index)
+            # Columns: offset in the tensor, index of the fragment, offset in the fragment, length.
             overlaps = np.stack([starts, index, low - start, high - low], 1)
             if len(overlaps := overlaps[overlaps[:, 3] > 0]):
                 overlaps_by_name.setdefault(tensor_slice.name, []).append(overlaps)

@@ -51,7 +51,7 @@ from rlinf.trainers.optimizer import create_optimizer, init_optimizer_state, sca
 
 
 class MegatronConfig(MinibatchTrainerConfig):
-    """Settings of the execution of a training step. None of them changes its mathematics."""
+    """Settings of a training step's memory, speed and rounding; the algorithm is unchanged."""
 
     sequence_parallel: bool = False
     """Also split the positions between the matrices over tensor-parallel processes."""
@@ -399,9 +399,9 @@ class MegatronTrainer(MinibatchTrainer):
         for part in filter(self._tensors.is_primary, self._tensors.trained_parts):
             model[part.name] = read_part(weights, part)
             state[part.name] = {name: read_part(moment, part) for name, moment in moments.items()}
-            first = self.optimizer.state[self._params.fragments[part.ranges[0][0]].main]
-            if "step" in first and part.placement.start == 0:
-                state[part.name]["step"] = first["step"].clone()
+            first_state = self.optimizer.state[self._params.fragments[part.ranges[0][0]].main]
+            if "step" in first_state and part.placement.start == 0:
+                state[part.name]["step"] = first_state["step"].clone()
         for name, first_name in self._canonical_names.items():
             if name != first_name and first_name in model:
                 model[name] = model[first_name]

@@ -43,7 +43,7 @@ def test_patches_are_those_of_the_processor(height: int, width: int, seed: int) 
     right = module.Qwen2VLImageProcessorPil()(images=[given_], return_tensors="np")
     fitted = SETTINGS.resize(given_)
     np.testing.assert_allclose(
-        SETTINGS.to_patches(fitted), right["pixel_values"], rtol=0, atol=2e-6
+        SETTINGS.to_patches([fitted]), right["pixel_values"], rtol=0, atol=2e-6
     )
     grids = SETTINGS.patch_grids(np.array([fitted.shape[:2]]))
     np.testing.assert_array_equal(grids, right["image_grid_thw"])
@@ -56,7 +56,7 @@ def test_a_patch_is_what_the_formula_says() -> None:
         image_token_id=TOKEN, suppressed_token_ids=(), patch_size=2, image_mean=(0.5, 0.4, 0.3)
     )
     shown = image(8, 12)
-    found = small.to_patches(shown)
+    found = small.to_patches([shown])
     at = 0
     for row, column in np.ndindex(2, 3):
         for down, right in np.ndindex(2, 2):

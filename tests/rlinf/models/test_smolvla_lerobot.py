@@ -150,7 +150,9 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
             if kind == "learned":
                 with torch.no_grad():
                     at = acted[CHAIN_COLUMN][:, :-1]
-                    raw = made.module.velocity(prefix, at, noise_fractions(made.steps))[1]
+                    raw = made.module.velocity(
+                        prefix, at, noise_fractions(made.num_denoising_steps)
+                    )[1]
                 assert raw is not None
                 spread = bounded_log_std(raw, (0.08, 0.16)).exp() * temperature
                 assert float(spread.std()) > 0.002, "learned noise is the same everywhere"

@@ -55,7 +55,7 @@ if case == "gone":
     sys.exit()
 if case == "damage" and rank == 0:
     pack = BucketLayout.pack_bucket
-    started = end._start
+    started = end._start_broadcast
 
     def start(buffer):
         # As a bad link would: after the checksum was made. Only in the first version.
@@ -64,7 +64,7 @@ if case == "damage" and rank == 0:
             buffer[100] ^= 1
         return started(buffer)
 
-    end._start = start
+    end._start_broadcast = start
 for version in (0, 1, 1, 2):
     if rank == 0:
         values = state(version)
