@@ -26,7 +26,8 @@ from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWrite
 from stages.factory import WEIGHTS
 from stages.layout import setup_stage_folder, stage_folder
 from stages.live_store import LiveStore
-from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordReceiver, RecordSender
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
+from stages.worker.weight_links import WeightLinks, WeightMessageReceiver
 from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 
 SFT_STEPS = 200
@@ -168,14 +169,14 @@ class WeightWorker:
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)
         self.store = LiveStore()
-        self._sender = RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self._sender)
-        handlers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
-        self._receiver = RecordReceiver(folder, name, self.store, handlers)
+        self._links = WeightLinks(folder, name)
+        self.publisher = WeightPublisher(self._links)
+        handle = WeightReceiver(self.store, self.publisher).handle_record
+        self._receiver = WeightMessageReceiver(folder, name, handle)
 
     def close(self) -> None:
         self.publisher.close()
-        self._sender.close()
+        self._links.close()
         self._receiver.close()
 
 

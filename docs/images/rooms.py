@@ -74,7 +74,7 @@ ROOMS = {
         1.5,
         STAGES,
         "stages/worker",
-        ["device schedule, receiving and", "forwarding records, weights"],
+        ["device schedule, policy server,", "fetching of records, weights"],
     ),
     "stages": (
         4.9,

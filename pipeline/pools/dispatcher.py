@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.graph import Graph, StageNode
@@ -32,7 +32,7 @@ Routes = dict[str, dict[str, str]]
 
 
 def route_tree(
-    source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool, turn: int = 0
+    source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool
 ) -> Routes:
     """Return a tree of routes from a worker to all receivers; some receivers forward the data.
 
@@ -44,13 +44,9 @@ def route_tree(
         host: host of the source; None if unknown.
         receivers: host by name of the receiver.
         use_shared_memory: whether workers on one host may use shared memory.
-        turn: index of this source among all that send to these receivers. Each source begins with
-            another receiver, so that forwarding is shared.
     """
-    names = [worker for worker in receivers if worker != source]
-    offset = turn % len(names) if names else 0
     by_host: dict[object, list[str]] = defaultdict(list)
-    for worker in (*names[offset:], *names[:offset]):
+    for worker in (worker for worker in receivers if worker != source):
         worker_host = receivers[worker]
         # A worker whose host is unknown counts as the only one there.
         by_host[(worker,) if worker_host is None else worker_host].append(worker)
@@ -156,16 +152,6 @@ class StageDispatcher:
         self._subscribed.pop(node, None)
         self.policy_assigner.end_attempt(node)
 
-    def resend(self, producer: Lease, receiver: Lease) -> None:
-        """Forget the transfers of a broken connection, so that :meth:`dispatch` repeats them."""
-        lease_names = (producer.name, receiver.name)
-        for subscriptions in self._subscribed.values():
-            for subscription in list(subscriptions):
-                # Receivers forward the data, so the whole tree is rebuilt.
-                is_within_receiver = lease_names == (subscription[2], subscription[2])
-                if subscription[1:] == lease_names or is_within_receiver:
-                    subscriptions.discard(subscription)
-
     def position(self, node: StageNode) -> tuple[int, int, int]:
         """Return (iteration, chunk, stage index), the order in which stages get a shared device
         (:mod:`stages.device_schedule`)."""
@@ -266,8 +252,8 @@ class StageDispatcher:
         )
 
     def _subscribe(self) -> None:
-        """Order producers to send their output to the workers that need it. Workers that join later
-        also get the earlier records."""
+        """Order the transfer of outputs to the workers that need them: workers fetch records, and
+        weights are sent to them."""
         leases = self._leases()
         for target, live in self._live.items():
             for name, source in live.items():
@@ -294,15 +280,38 @@ class StageDispatcher:
                     for worker, host in self._hosts(target, receiver, name).items()
                 }
                 output = self._relative(self._graph.output_folder(self._run.folder, source))
-                for origin, worker, transports in self._routes(
-                    source, target, name, producer, receiver_hosts
-                ):
-                    self._send(
-                        worker,
-                        messages.SendOutput(
-                            output=output, channel=name, transports=transports, producer=origin
-                        ),
-                    )
+                if name in self._flow.stream_channels:
+                    self._order_fetches(source, target, name, output, producer, receiver_hosts)
+                    continue
+                for worker, transports in self._routes(source, target, producer, receiver_hosts):
+                    self._send(worker, messages.SendWeights(output=output, transports=transports))
+
+    def _order_fetches(
+        self,
+        source: StageNode,
+        target: StageNode,
+        channel: str,
+        output: str,
+        producer: Lease,
+        receivers: Iterable[str],
+    ) -> None:
+        """Order workers to fetch records from all primary ranks of the producer."""
+        ranks = self._ranks(source)
+        world = ProcessGroupInfo(size=len(ranks), layout=self._layout(source))
+        workers = producer.workers(ranks)
+        producers = [workers[rank] for rank in world.primary_ranks]
+        for receiver in receivers:
+            if others := tuple(worker for worker in producers if worker != receiver):
+                order = messages.FetchOutput(
+                    output=output,
+                    channel=channel,
+                    producers=others,
+                    transport=self._transport(source, target, SOCKET),
+                )
+                self._send(receiver, order)
+
+    def _transport(self, source: StageNode, target: StageNode, default: str) -> str:
+        return self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
 
     def _receivers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
         """Return the leases that receive an input: leases that compute the stage, all generators of
@@ -332,34 +341,20 @@ class StageDispatcher:
         self,
         source: StageNode,
         target: StageNode,
-        name: str,
         producer: Lease,
         receivers: Mapping[str, str | None],
-    ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Yield the producing worker, a sending worker (the producer or a receiver that forwards),
-        and the transport to each of its receivers.
-
-        Records come from all primary ranks of the producer, weights from its rank 0.
-        """
-        are_records = name in self._flow.stream_channels
-        default = SOCKET if are_records else SHARED_MEMORY
-        transport = self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
+    ) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield a worker that sends weights (rank 0 of the producer, or a receiver that forwards
+        them), and the transport to each of its receivers."""
+        transport = self._transport(source, target, SHARED_MEMORY)
         if not receivers:
             return
-        if transport in WEIGHT_TRANSPORTS and name == WEIGHTS:
-            origin = producer.primary_worker
-            yield origin, origin, dict.fromkeys(receivers, transport)
+        origin, host = next(iter(producer.hosts(self._ranks(source)).items()))
+        if transport in WEIGHT_TRANSPORTS:
+            yield producer.primary_worker, dict.fromkeys(receivers, transport)
             return
         use_shared_memory = transport == SHARED_MEMORY
-        ranks = self._ranks(source)
-        primary_ranks = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
-        producers = list(producer.hosts(ranks).items())
-        for turn, rank in enumerate(primary_ranks if are_records else [0]):
-            origin, host = producers[rank]
-            for sender, targets in route_tree(
-                origin, host, receivers, use_shared_memory=use_shared_memory, turn=turn
-            ).items():
-                yield origin, sender, targets
+        yield from route_tree(origin, host, receivers, use_shared_memory=use_shared_memory).items()
 
     def _reads_own_shard(self, source: StageNode, node: StageNode) -> bool:
         """Return whether each process of a node reads its shard of the weights from the published
@@ -372,8 +367,7 @@ class StageDispatcher:
         """Return whether an output is sent live, and not read from committed files."""
         is_large = self._has_large_steps and source.stage == self._flow.rollout_stage
         default = "file" if is_large else "socket"
-        transport = self._plan.transports.get(f"{source.stage} -> {node.stage}", default)
-        return transport not in COMMITTED_TRANSPORTS
+        return self._transport(source, node, default) not in COMMITTED_TRANSPORTS
 
     def _send_orders(self, pool: PoolState, lease: Lease) -> None:
         """Send the orders of all stages whose inputs are decided."""

@@ -9,7 +9,8 @@ client raises, and may turn to the server's successor. So a request must have th
 is handled twice. Nothing else is guaranteed: what a server holds in memory is also on disk, or can
 be computed again.
 
-A message is a msgpack list, followed by the bytes of all blocks in frames of at most 512 KiB:
+A message is a msgpack list, followed by the bytes of all blocks, one after another, in frames of at
+most 512 KiB:
 
     request  token, number, method, arguments, [size]
     reply    token, number, error or nil, arguments, [size]
@@ -20,7 +21,6 @@ A message is a msgpack list, followed by the bytes of all blocks in frames of at
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections import deque
@@ -52,7 +52,7 @@ from rlinf.channels.mailbox_protocol import (
 )
 from rlinf.errors import DataError
 from rlinf.shared_memory import shared_memory_id
-from rlinf.threads import MalformedCounter, start_service_thread
+from rlinf.threads import MalformedCounter, WakeupEvent, start_service_thread
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Maximum bytes of all blocks of one message."""
@@ -74,12 +74,12 @@ class Message(NamedTuple):
 
 
 class Request:
-    """A request that a server has received; any thread may reply, once."""
+    """A request that a server has received; any thread may reply, once. ``client`` is unique."""
 
     def __init__(
         self, server: RequestServer, client: bytes, number: int, method: str, message: Message
     ) -> None:
-        self._server, self._client, self._number = server, client, number
+        self._server, self.client, self._number = server, client, number
         self.method, self.arguments, self.blocks = method, message.arguments, message.blocks
 
     def reply(self, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()) -> None:
@@ -88,15 +88,19 @@ class Request:
         Raises:
             DataError: the blocks are larger than ``MAX_MESSAGE_BYTES``.
         """
-        self._server.send(self._client, self._number, None, Message(dict(arguments), blocks))
+        self._server.send(self.client, self._number, None, Message(dict(arguments), blocks))
 
     def reject(self, reason: str) -> None:
         """Let the client's call raise :class:`RequestRejected`."""
-        self._server.send(self._client, self._number, reason[:8000], Message({}))
+        self._server.send(self.client, self._number, reason[:8000], Message({}))
 
 
 class RequestRejected(ChannelFailed):
-    """The server has received the request and cannot fulfil it."""
+    """The server has received the request ``number`` and cannot fulfil it."""
+
+    def __init__(self, reason: str, number: int) -> None:
+        super().__init__(reason)
+        self.number = number
 
 
 class RequestServer:
@@ -135,7 +139,7 @@ class RequestServer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = WakeupEvent()
         self._authenticator.open(addresses)
         self._thread = start_service_thread("requests", self._run)
 
@@ -151,21 +155,20 @@ class RequestServer:
         """Send a reply; :class:`Request` calls this, in any thread."""
         self._replies.append([client, *_encode([self._token, number, error], message)])
         self._open.discard((client, number))
-        with contextlib.suppress(OSError):  # the server is closed
-            os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
 
     def close(self) -> None:
         """Stop the server; waiting clients give up after their time limit."""
         if self._closed:
             return
         self._closed = True
-        os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
         self._thread.join()
         pointer = read_pointer(self._pointer)
         if pointer is not None and pointer.token == self._token:
             self._pointer.unlink(missing_ok=True)
         self._context.term()
-        os.close(self._wakeup)
+        self._wakeup.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -174,8 +177,8 @@ class RequestServer:
         try:
             while not self._closed:
                 ready = dict(poller.poll(1000))
-                if self._wakeup in ready:
-                    os.eventfd_read(self._wakeup)
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
                 if self._socket in ready:
                     self._receive()
                 self._send_replies()
@@ -237,6 +240,7 @@ class RequestClient:
         self._open: dict[int, list[Block]] = {}
         """Frames of the requests without a reply, by number."""
         self._last_heard = self._last_ping = 0.0
+        self._wakeup = WakeupEvent()
 
     @property
     def is_local(self) -> bool:
@@ -272,8 +276,14 @@ class RequestClient:
         self._send(socket, frames)
         return self._number
 
+    def wake(self) -> None:
+        """Let :meth:`receive` return; any thread may call this."""
+        self._wakeup.set()
+
     def receive(self) -> tuple[int, Message]:
         """Wait for the next reply and return it with the number of its request.
+
+        After a call of :meth:`wake`, return number 0 and an empty message instead.
 
         Raises:
             RequestRejected: the server cannot fulfil the request.
@@ -282,6 +292,9 @@ class RequestClient:
         socket, host = self._socket, self._host
         if socket is None or host is None:
             raise self._failed("no request was sent")
+        poller = zmq.Poller()
+        for source in (socket, self._wakeup):
+            poller.register(source, zmq.POLLIN)
         while True:
             if self._should_stop():
                 raise self._failed("this process stops")
@@ -291,7 +304,11 @@ class RequestClient:
             if now - max(self._last_ping, self._last_heard) > PING_S:
                 self._last_ping = now
                 self._send(socket, _encode([host.token, 0, PING], Message({})))
-            if not socket.poll(int(1000 * HEARTBEAT_S)):
+            ready = dict(poller.poll(int(1000 * HEARTBEAT_S)))
+            if self._wakeup.fileno() in ready:
+                self._wakeup.clear()
+                return 0, Message({})
+            if socket not in ready:
                 continue
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
             (token, number, error), reply = _decode(frames)
@@ -304,17 +321,19 @@ class RequestClient:
                     self._send(socket, self._open[lost])
             elif self._open.pop(number, None) is not None:
                 if error is not None:
-                    raise RequestRejected(f"{self._pointer.name}: {error}")
+                    raise RequestRejected(f"{self._pointer.name}: {error}", number)
                 return number, reply
 
     def close(self) -> None:
         """Close the connection."""
         self._disconnect()
         self._context.term()
+        self._wakeup.close()
 
     def _connect(self) -> tuple[zmq.Socket[bytes], HostPointer]:
-        """Return a socket to the server; look for a new server unless requests are open."""
-        if self._socket is not None and self._host is not None and self._open:
+        """Return a socket to the server; look for a new server after a pause without requests."""
+        is_in_use = self._open or time.monotonic() - self._last_heard < PING_S
+        if self._socket is not None and self._host is not None and is_in_use:
             return self._socket, self._host
         host = read_pointer(self._pointer)
         if host is None:
@@ -352,14 +371,25 @@ class RequestClient:
 
 
 def _encode(head: list[Any], message: Message) -> list[Block]:
-    """Return the frames of a message."""
+    """Return the frames of a message. Small blocks share frames, because each frame costs time."""
     sizes = [len(block) for block in message.blocks]
     if sum(sizes) > MAX_MESSAGE_BYTES:
         raise DataError(f"a message of {sum(sizes)} bytes; at most {MAX_MESSAGE_BYTES} are sent")
     frames: list[Block] = [msgpack.packb([*head, message.arguments, sizes])]
-    for block in message.blocks:
-        view = memoryview(block)
-        frames += [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
+    small: list[Block] = []
+    small_bytes = 0
+    for block, size in zip(message.blocks, sizes, strict=True):
+        if small and small_bytes + size > PIECE_BYTES:
+            frames.append(b"".join(small))
+            small, small_bytes = [], 0
+        if size <= PIECE_BYTES:
+            small.append(block)
+            small_bytes += size
+        else:
+            view = memoryview(block)
+            frames += [view[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES)]
+    if small_bytes:
+        frames.append(small[0] if len(small) == 1 else b"".join(small))
     return frames
 
 
@@ -373,21 +403,24 @@ def _decode(frames: Sequence[memoryview]) -> tuple[list[Any], Message]:
     if type(content) is not list or len(content) != 5 or type(content[3]) is not dict:
         raise DataError("not a message")
     *head, arguments, sizes = content
-    blocks: list[Block] = []
-    pieces = iter(frames[1:])
-    for size in sizes:
-        if type(size) is not int or not 0 <= size <= MAX_MESSAGE_BYTES:
-            raise DataError("sizes and frames differ")
-        if size <= PIECE_BYTES:
-            block = next(pieces, memoryview(b"")) if size else memoryview(b"")
-        else:
-            block, end = np.empty(size, np.uint8).data, 0
-            while end < size and (piece := next(pieces, None)) is not None:
-                block[end : end + len(piece)] = piece
-                end += len(piece)
-        if len(block) != size:
-            raise DataError("sizes and frames differ")
-        blocks.append(block)
-    if next(pieces, None) is not None:
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise DataError("sizes are not numbers")
+    if sum(sizes) != sum(map(len, frames[1:])):
         raise DataError("sizes and frames differ")
+    blocks: list[Block] = []
+    frame, later_frames = memoryview(b""), iter(frames[1:])
+    for size in sizes:
+        if size and not frame:
+            frame = next(later_frames)
+        if size <= len(frame):
+            blocks.append(frame[:size])
+            frame = frame[size:]
+            continue
+        block, end = np.empty(size, np.uint8).data, 0
+        while end < size:
+            frame = frame or next(later_frames)
+            part, frame = frame[: size - end], frame[size - end :]
+            block[end : end + len(part)] = part
+            end += len(part)
+        blocks.append(block)
     return head, Message(arguments, blocks)

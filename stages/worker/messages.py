@@ -1,9 +1,9 @@
 """The messages between the driver and the pool workers, and between pool workers.
 
 The driver sends orders and workers send reports over the control link
-(:mod:`rlinf.channels.control_link`). A message between workers is the ``info`` of a record
-(:mod:`stages.worker.weight_transfer`, :mod:`stages.worker.policy_client`). Each message is a
-mapping; its key ``type`` names its class. Fields with the same meaning in all messages:
+(:mod:`rlinf.channels.control_link`). A message between workers about weights is the ``info`` of a
+record (:mod:`stages.worker.weight_transfer`). Each message is a mapping; its key ``type`` names its
+class. Fields with the same meaning in all messages:
 
 - ``node``: a stage of one iteration, such as ``rollout/3``;
 - ``output``: an output folder, relative to the run folder;
@@ -65,26 +65,38 @@ class RunStages(WorkerMessage):
     stages: tuple[StageOrder, ...]
 
 
-class SendOutput(WorkerMessage):
-    """Send the existing and future records of an output to other workers."""
+class FetchOutput(WorkerMessage):
+    """Fetch the records of an output from the workers that produce them."""
 
-    type: Literal["send_output"] = "send_output"
+    type: Literal["fetch_output"] = "fetch_output"
     output: str
     channel: str
+    producers: tuple[str, ...]
+    transport: str
+    """``socket``, or ``shared_memory`` for workers on the same machine."""
+    work_item: str = ""
+    """The work item of which the records are trajectories; empty: the records of a whole rank."""
+    source_attempt: str | None = None
+    """The attempt that produced the weights of the work item; None: they are committed."""
+
+
+class SendWeights(WorkerMessage):
+    """Send the weights of an output to other workers, now or once they are published."""
+
+    type: Literal["send_weights"] = "send_weights"
+    output: str
     transports: dict[str, str]
     """The transport to each receiving worker, by name of the worker."""
-    producer: str
-    """The worker that produces the output. A worker that gets this order for another worker's
-    output forwards the records that it receives."""
 
 
 class PartialSamples(WorkerMessage):
-    """Unfinished samples of a work item, sent by the worker that began the item."""
+    """Unfinished samples of a work item, in the worker that began the item."""
 
+    worker: str
     item_number: int
     """The number of the work item in its rollout."""
     channel: str
-    """The channel on which the samples arrive."""
+    """The channel of the samples in that worker."""
     num_samples: int
     weights_attempt: str | None
     """The attempt that produced the weights of the samples; None: it was committed."""
@@ -104,7 +116,7 @@ class GenerateStarts(WorkerMessage):
     weights_attempt: str | None
     """The attempt that produced the weights; None: they are committed."""
     receiver: str
-    """The worker that receives the trajectories."""
+    """The worker that fetches the trajectories."""
     starts: tuple[int, ...]
     partial: PartialSamples | None = None
     """Unfinished samples to continue; None: all samples of the starts begin anew."""
@@ -187,13 +199,6 @@ class WeightsAvailable(WorkerMessage):
     """The iteration of the stage that published the weights."""
 
 
-class ConnectionLost(WorkerMessage):
-    """Another worker no longer accepts records."""
-
-    type: Literal["connection_lost"] = "connection_lost"
-    worker: str
-
-
 class WorkItemEnded(WorkerMessage):
     """A work item was completed (exit code 0) or has failed."""
 
@@ -209,7 +214,7 @@ class WorkItemEnded(WorkerMessage):
     successor: str = ""
     """The worker that continues the unfinished samples, if any."""
     num_partial_samples: int = 0
-    """The number of unfinished samples sent to the successor."""
+    """The number of unfinished samples that the successor can fetch."""
     used_disk_fallback: bool = False
     """Whether weights expected in memory were read from disk."""
 
@@ -287,7 +292,8 @@ GroupMessage = GroupFormed | GroupSendStarted | GroupSendDone | GroupClosed
 WeightMessage = WeightsInSharedMemory | WeightsStart | WeightsBucket | WeightsEnd | GroupMessage
 WorkerOrder = (
     RunStages
-    | SendOutput
+    | FetchOutput
+    | SendWeights
     | ServePolicy
     | AttemptEnded
     | GenerateStarts
@@ -295,7 +301,7 @@ WorkerOrder = (
     | CancelWork
     | ShutDown
 )
-WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | ConnectionLost | WorkItemEnded
+WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
 _WEIGHT_MESSAGE: TypeAdapter[WeightMessage] = TypeAdapter(

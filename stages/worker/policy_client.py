@@ -21,6 +21,7 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import Environment, RolloutRequest
 from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested, RlinfError, UpstreamFailed
 from stages.context import StageContext
+from stages.layout import worker_pointer
 from stages.live_store import LiveOutput, evict_oldest
 from stages.worker.messages import AttemptEnded, StageOrder
 
@@ -33,11 +34,6 @@ CONNECT_TIMEOUT_S = 60.0
 MAX_REMEMBERED_ORDERS = 1024
 POLICY_WAIT = "the policy"
 """Name of the wait for the policy, in the status."""
-
-
-def policy_pointer(folder: Path, worker: str) -> Path:
-    """Return the pointer file of a worker's policy server."""
-    return folder / f"{worker}-policy.json"
 
 
 def check_size(size: int, description: str) -> None:
@@ -188,7 +184,7 @@ class PolicyClient(Channel):
             try:
                 number = self._client.send(ACT, {"attempt": self._order.attempt}, [block])
             except ChannelFailed as error:
-                # The server starts with its first order.
+                # The policy worker may still be starting.
                 self._raise_if_silent(str(error))
                 time.sleep(POLL_S / 4)
                 continue
@@ -218,7 +214,7 @@ class PolicyClient(Channel):
         workers = self._order.policy_workers
         self._worker = workers[self._rank % len(workers)]
         self._client = RequestClient(
-            policy_pointer(self._folder, self._worker), self._should_stop_waiting
+            worker_pointer(self._folder, self._worker), self._should_stop_waiting
         )
 
     @property

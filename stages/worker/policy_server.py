@@ -23,21 +23,20 @@ from typing import Any
 
 from rlinf.channels.channel import ChannelClosed
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.channels.requests import Request, RequestServer
+from rlinf.channels.requests import Request
 from rlinf.channels.wire_format import decode_record, encode_record
 from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested
 from rlinf.user_code import exit_code_and_message
-from stages.context import IDLE_SPANS, LiveContext, RecordWriter, StageContext, StageInput
+from stages.context import IDLE_SPANS, LiveContext, StageContext, StageInput
 from stages.device_schedule import DeviceSchedule, DeviceSlot
 from stages.flow import POLICY_SUFFIX
-from stages.layout import CHANNELS_FOLDER
 from stages.live_store import LiveOutput, LiveStore, evict_oldest
 from stages.rollout import PolicyRunner
 from stages.runner import import_stage_module, withdraw_on_damage
 from stages.worker.messages import AttemptEnded, ServePolicy
-from stages.worker.policy_client import ACT, FINISH, POLL_S, check_size, policy_pointer
+from stages.worker.policy_client import ACT, FINISH, POLL_S, check_size
 from stages.worker_state import ActivityTracker, WorkerState
 
 HOLD_S = 0.05
@@ -227,7 +226,6 @@ class PolicyServer:
         self._live_store, self._schedule, self._worker_state = store, schedule, worker_state
         self._activity, self._should_stop = activity, should_stop
         self._lock = threading.Lock()
-        self._server: RequestServer | None = None
         self._sessions: dict[str, PolicySession] = {}
         """Sessions by attempt."""
         self._ended_attempts: dict[str, None] = {}
@@ -255,9 +253,6 @@ class PolicyServer:
                 if running.order.node == order.node and not same_clients:
                     running.end("another attempt takes its place")
             self._sessions[order.attempt] = session
-        if self._server is None:
-            pointer = policy_pointer(self._run / CHANNELS_FOLDER, self._name)
-            self._server = RequestServer(pointer, self._handle)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(
             target=self._serve_attempt, args=(session, slot), name=key, daemon=True
@@ -273,13 +268,16 @@ class PolicyServer:
                     session.end(message.reason)
 
     def close(self) -> None:
-        """Close the server, which clients notice; the worker is stopping."""
+        """Wait a short time for the sessions to end; the worker is stopping."""
         for thread in self._threads:
             thread.join(1.0)
-        if self._server is not None:
-            self._server.close()
 
-    def _handle(self, request: Request) -> None:
+    def handle(self, request: Request) -> None:
+        """Handle a request of a client.
+
+        Raises:
+            KeyError, DataError: the request is malformed.
+        """
         attempt = str(request.arguments["attempt"])
         with self._lock:
             session = self._sessions.get(attempt)
@@ -336,10 +334,6 @@ class PolicyServer:
             inputs={"weights": StageInput(self._run / folder, None, source, self._should_stop)},
             worker_state=self._worker_state,
             should_stop=self._should_stop,
-            live=LiveContext(LiveOutput(), slot, _no_sink, 1),
+            live=LiveContext(LiveOutput(), slot, 1),
             worker=self._name,
         )
-
-
-def _no_sink(channel: str) -> RecordWriter:
-    raise AssertionError(f"a policy server writes no {channel}")

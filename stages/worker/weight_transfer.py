@@ -62,7 +62,8 @@ from stages.worker.messages import (
     WeightsStart,
     read_weight_message,
 )
-from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, TRANSFER_ERRORS, RecordSender
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
+from stages.worker.weight_links import WeightLinks
 
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
@@ -75,6 +76,8 @@ MAX_GROUPS = 4
 group replaces the oldest."""
 JOIN_GRACE_S = 1.0
 """Seconds that the thread of a closed group may take beyond the timeout of one bucket."""
+TRANSFER_ERRORS = (RlinfError, OSError)
+"""Errors of sending weights; the stages that wait for them then read from disk."""
 GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
 """Errors that end a group."""
 WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
@@ -82,7 +85,7 @@ WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
 
 
 def send_weight_message(
-    sender: RecordSender,
+    links: WeightLinks,
     out: str,
     workers: Sequence[str],
     number: int,
@@ -98,7 +101,7 @@ def send_weight_message(
     """
     context = {} if data is None else {PAYLOAD: data}
     record = Record(RecordId(number, bucket), context=context, info=message.to_dict())
-    sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
+    links.send(out, workers, record)
 
 
 class BroadcastGroups:
@@ -108,8 +111,8 @@ class BroadcastGroups:
         dtype: dtype in which float32 tensors are sent; None: unchanged.
     """
 
-    def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
-        self._record_sender, self._dtype = sender, dtype
+    def __init__(self, links: WeightLinks, dtype: torch.dtype | None = None) -> None:
+        self._links, self._dtype = links, dtype
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, ...], tuple[str, _GroupMember]] = {}
         """Name and membership of each group in which this worker sends, by (backend, *members)."""
@@ -131,12 +134,12 @@ class BroadcastGroups:
         backend: str,
     ) -> bool:
         """Send a version to a group of workers; return False if this or an earlier send failed."""
-        group_key = (backend, self._record_sender.name, *workers)
+        group_key = (backend, self._links.name, *workers)
         if group_key in self._failed_groups:
             return False
         try:
             name, member = self._senders.get(group_key) or self._form_group(group_key)
-            route = (self._record_sender, out, workers, number)
+            route = (self._links, out, workers, number)
             send_weight_message(*route, GroupSendStarted(group=name, attempt=attempt))
             digest = member.broadcast.send(number, tensors, dtype=self._dtype)
             send_weight_message(*route, GroupSendDone(group=name, digest=digest))
@@ -151,7 +154,7 @@ class BroadcastGroups:
     def handle_message(
         self, out: str, number: int, message: GroupMessage, on_weights: WeightsCallback
     ) -> None:
-        """Handle a message about a group and return at once. Only the record receiver calls it.
+        """Handle a message about a group and return at once. Only the message receiver calls it.
 
         Args:
             on_weights: called with complete weights, see :data:`WeightsCallback`.
@@ -162,9 +165,9 @@ class BroadcastGroups:
         name = message.group
         if isinstance(message, GroupFormed):
             members = message.members.split(",")
-            if not GROUP_NAME.fullmatch(name) or self._record_sender.name not in members:
+            if not GROUP_NAME.fullmatch(name) or self._links.name not in members:
                 raise WeightTransferError(f"no group of this worker: {name!r}")
-            rank = members.index(self._record_sender.name)
+            rank = members.index(self._links.name)
             with self._lock:
                 if not self._closed:
                     group_args = (message.backend, self._rendezvous_file(name), rank, len(members))
@@ -200,7 +203,7 @@ class BroadcastGroups:
         members = ",".join(group_key[1:])
         message = GroupFormed(group=name, members=members, backend=backend)
         # The message is about no version, so the group's name replaces the output.
-        send_weight_message(self._record_sender, name, workers, 0, message)
+        send_weight_message(self._links, name, workers, 0, message)
         member = _GroupMember(backend, self._rendezvous_file(name), 0, len(workers) + 1)
         self._senders[group_key] = name, member
         while len(self._senders) > MAX_GROUPS:
@@ -208,14 +211,12 @@ class BroadcastGroups:
         return self._senders[group_key]
 
     def _rendezvous_file(self, name: str) -> Path:
-        return self._record_sender.folder / f"{name}.json"
+        return self._links.folder / f"{name}.json"
 
     def _drop_sender(self, group_key: tuple[str, ...]) -> None:
         if group_key in self._senders:
             name, member = self._senders.pop(group_key)
-            send_weight_message(
-                self._record_sender, name, group_key[2:], 0, GroupClosed(group=name)
-            )
+            send_weight_message(self._links, name, group_key[2:], 0, GroupClosed(group=name))
             member.close()
 
 
@@ -385,9 +386,9 @@ class WeightPublisher:
         dtype: dtype in which float32 tensors are sent; None: unchanged.
     """
 
-    def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
-        self._record_sender, self._dtype = sender, dtype
-        self.groups = BroadcastGroups(sender, dtype)
+    def __init__(self, links: WeightLinks, dtype: torch.dtype | None = None) -> None:
+        self._links, self._dtype = links, dtype
+        self.groups = BroadcastGroups(links, dtype)
         self._lock = threading.Lock()
         self._thread = BackgroundWorker("weights", TRANSFER_ERRORS)
         self._subscribers: dict[str, dict[str, str]] = {}
@@ -450,7 +451,7 @@ class WeightPublisher:
             self._segment.writer.close()
 
     def _forward(self, out: str, workers: Sequence[str], record: Record) -> None:
-        self._record_sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
+        self._links.send(out, workers, record)
 
     def _send(self, out: str, transports: Mapping[str, str]) -> None:
         """Send a version by these transports, or by socket if another transport fails."""
@@ -486,7 +487,7 @@ class WeightPublisher:
             log.warning("%s", error)
             return False
         message = WeightsInSharedMemory(attempt=version.attempt, segment=segment.name)
-        send_weight_message(self._record_sender, version.out, workers, version.number, message)
+        send_weight_message(self._links, version.out, workers, version.number, message)
         return True
 
     def _create_segment(self, layout: BucketLayout) -> _SharedSegment:
@@ -500,7 +501,7 @@ class WeightPublisher:
     def _send_buckets(self, version: _Version, workers: list[str]) -> None:
         layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
         layout_json = layout.to_json().encode()
-        route = (self._record_sender, version.out, workers, version.number)
+        route = (self._links, version.out, workers, version.number)
         send_weight_message(
             *route, WeightsStart(attempt=version.attempt), np.frombuffer(layout_json, np.uint8)
         )
@@ -557,7 +558,7 @@ def _translate_out_of_memory() -> Iterator[None]:
 
 
 class WeightReceiver:
-    """Adds complete received weights to the live store. Only the record receiver calls it.
+    """Adds complete received weights to the live store. Only the message receiver calls it.
 
     Args:
         publisher: forwards received weights to their subscribers.

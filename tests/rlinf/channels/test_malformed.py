@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +19,11 @@ from rlinf.channels.curve_sockets import client_socket, routing_id, run_keys
 from rlinf.channels.mailbox_protocol import read_pointer
 from rlinf.channels.record_streams import RING_SLOTS, SharedMemorySink, SocketSink, SocketSource
 from rlinf.channels.rendezvous import RendezvousClient, RendezvousHost
+from rlinf.channels.requests import RequestClient, RequestRejected, RequestServer
 from rlinf.channels.wire_format import encode_record
 from rlinf.data.record import Record, RecordId
 from stages.live_store import LiveStore
-from stages.worker.record_transfer import COUNT, NUM_RANKS, PRODUCER, RANK, TARGET, RecordReceiver
+from stages.worker.record_transfer import RecordServer
 
 VALUES = st.recursive(
     st.none()
@@ -147,45 +147,39 @@ def test_and_numbers_that_do_not_fit_end_nothing(ends: Ends) -> None:
     assert ends.rank.malformed == before + 2
 
 
-NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never sent
+NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a message with larger ones is never sent
 
 
 @settings(max_examples=60)
 @given(
     st.dictionaries(
-        st.sampled_from([TARGET, PRODUCER, RANK, NUM_RANKS, COUNT]), st.text() | NUMBERS
+        st.sampled_from(["output", "channel", "cursor", "memory"]), st.text() | NUMBERS | VALUES
     )
 )
-def test_a_receiver_goes_on(
-    receiver: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
+def test_a_server_of_records_goes_on(
+    server: tuple[RequestClient, LiveStore], arguments: Any
 ) -> None:
-    receiver[1].put(Record(RecordId(0, 0), info=info))
-
-
-def test_a_receiver_accepts_records_afterwards(
-    receiver: tuple[RecordReceiver, SocketSink, LiveStore],
-) -> None:
-    box, member, store = receiver
-    member.put(Record(RecordId(0, 3), info={"no": "address"}))
-    member.put(Record(RecordId(0, 4), info={TARGET: "it/0:trajectories", PRODUCER: "w"}))
-    member.flush()
-    deadline = time.monotonic() + 20
-    while not store.output("it/0").available_records("trajectories"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert box.num_malformed > 0
+    client, store = server
+    store.output("it/0").stream("trajectories").put(Record(RecordId(0, 4)))
+    client.send("records", arguments)
+    good = client.send("records", {"output": "it/0", "channel": "trajectories", "cursor": 0})
+    number = 0
+    while number != good:
+        with suppress(RequestRejected):
+            number, reply = client.receive()
+    assert len(reply.blocks) == 1
 
 
 @pytest.fixture(scope="module")
-def receiver(
+def server(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[RecordReceiver, SocketSink, LiveStore]]:
-    folder, store = tmp_path_factory.mktemp("receiver"), LiveStore()
-    box = RecordReceiver(folder, "a", store)
-    member = SocketSink(folder, "a")
-    yield box, member, store
-    member.close()
-    box.close()
+) -> Iterator[tuple[RequestClient, LiveStore]]:
+    folder, store = tmp_path_factory.mktemp("server"), LiveStore()
+    server = RequestServer(folder / "a.json", RecordServer(store).handle)
+    client = RequestClient(folder / "a.json")
+    yield client, store
+    client.close()
+    server.close()
 
 
 @settings(max_examples=60)

@@ -141,7 +141,10 @@ def test_a_stop_ends_the_wait(pointer: Path) -> None:
             client.request("never")
 
 
-def test_a_client_finds_the_successor_of_its_server(pointer: Path) -> None:
+def test_a_client_finds_the_successor_of_its_server_after_a_pause(
+    pointer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PING_S", 0.0)
     with contextlib.closing(RequestClient(pointer)) as client:
         with pytest.raises(ChannelFailed, match="there is no server"):
             client.request("echo")
@@ -149,6 +152,20 @@ def test_a_client_finds_the_successor_of_its_server(pointer: Path) -> None:
             with serving(pointer, echo):
                 assert client.request("echo").arguments == {"method": "echo"}
         assert not pointer.exists()
+
+
+def test_a_waiting_client_can_be_woken(client: RequestClient) -> None:
+    number = client.send("never")
+    threading.Timer(0.1, client.wake).start()
+    assert client.receive() == (0, requests.Message({}))
+    assert client.send("echo") == number + 1
+    assert client.receive()[0] == number + 1, "the open requests are kept"
+
+
+@pytest.mark.parametrize("sizes", [[1] * 5000, [0, 1 << 20, 0, 7], [1 << 19, (1 << 19) - 1, 2]])
+def test_blocks_of_all_sizes_arrive_whole(client: RequestClient, sizes: list[int]) -> None:
+    blocks = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    assert [bytes(block) for block in client.request("echo", {}, blocks).blocks] == blocks
 
 
 def test_many_clients_at_once(pointer: Path, server: RequestServer) -> None:

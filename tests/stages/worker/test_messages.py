@@ -23,11 +23,12 @@ STAGE = messages.StageOrder(
     inputs={"rewards": ("it/0003/reward", True)},
 )
 BEGUN = messages.PartialSamples(
-    item_number=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
+    worker="w", item_number=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
 )
 ORDERS = [
     messages.RunStages(stages=(STAGE,)),
-    messages.SendOutput(output="o", channel="c", transports={"w": "socket"}, producer="m"),
+    messages.FetchOutput(output="o", channel="c", producers=("w",), transport="socket"),
+    messages.SendWeights(output="o", transports={"w": "socket"}),
     messages.GenerateStarts(
         work_item="b",
         label="rollout/3 work item 2",
@@ -47,7 +48,6 @@ REPORTS = [
     messages.StageEnded(node="train/3", exit_code=1, reason="why"),
     messages.CollectedPrompts(node="rollout/3", starts=(1, 2)),
     messages.WeightsAvailable(output="o", attempt="a", iteration=3),
-    messages.ConnectionLost(worker="w"),
     messages.WorkItemEnded(
         work_item="b", host="h", spans=(("generate", 0.0, 1.5),), unfinished_starts=(5,)
     ),

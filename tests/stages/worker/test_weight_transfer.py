@@ -21,7 +21,8 @@ from stages.context import StageInput
 from stages.factory import WEIGHTS
 from stages.live_store import LiveStore
 from stages.worker.messages import GroupFormed
-from stages.worker.record_transfer import TARGET, RecordReceiver, RecordSender
+from stages.worker.record_transfer import SOCKET
+from stages.worker.weight_links import WeightLinks, WeightMessageReceiver
 from stages.worker.weight_transfer import PAYLOAD, WeightPublisher, WeightReceiver
 
 OUT = "it/0003/sync"
@@ -82,14 +83,14 @@ class Worker:
     """What a worker_state worker has to send and take weights."""
 
     def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
-        self.store, self.sender = LiveStore(), RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self.sender, dtype)
-        takers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
-        self.receiver = RecordReceiver(folder, name, self.store, takers)
+        self.store, self.links = LiveStore(), WeightLinks(folder, name)
+        self.publisher = WeightPublisher(self.links, dtype)
+        handle = WeightReceiver(self.store, self.publisher).handle_record
+        self.receiver = WeightMessageReceiver(folder, name, handle)
 
     def close(self) -> None:
         self.publisher.close()
-        self.sender.close()
+        self.links.close()
         self.receiver.close()
 
     def holds(self, number: int, out: str = OUT) -> bool:
@@ -378,18 +379,16 @@ def test_who_waits_for_weights_can_be_asked_to_stop(tmp_path: Path) -> None:
         _ = entry.content_id
 
 
-def test_the_receiver_still_accepts_records_after_damaged_weights(
+def test_the_receiver_still_accepts_weights_after_damaged_ones(
     workers: tuple[WeightPublisher, LiveStore], tmp_path: Path
 ) -> None:
-    _, store = workers
-    sender = RecordSender(tmp_path)
-    to = f"{OUT}:{WEIGHTS}"
-    sender.stream_to(to, ["there"], 0, 1).put(Record(RecordId(3, 0), info={"odd": 1}))
-    sender.stream_to("it/0003/rollout:trajectories", ["there"], 0, 1).close()
-    stream = store.output("it/0003/rollout").stream("trajectories")
-    assert soon(lambda: stream.is_complete(range(1)))
-    assert TARGET not in store.output(OUT).objects
-    sender.close()
+    publisher, store = workers
+    links = WeightLinks(tmp_path)
+    links.send(OUT, ["there"], Record(RecordId(3, 0), info={"odd": 1}))
+    publisher.subscribe(OUT, {"there": SOCKET})
+    publisher.publish(OUT, "data-a", 0, {WEIGHTS: state(0)})
+    assert soon(lambda: WEIGHTS in store.output(OUT).objects)
+    links.close()
 
 
 def manifest(data: str) -> Manifest:
