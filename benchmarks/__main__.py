@@ -69,8 +69,6 @@ ROWS = {
     "delta_bytes_ratio": "weights",
     "delta_bytes_ratio_lr1e-6": "weights",
     "weight_sync_vs_memcpy": "weights",
-    "weights_gloo_vs_socket": "weights.measure_transfers",
-    "weights_socket_gb_s": "weights.measure_transfers",
     "weights_gloo_gb_s": "weights.measure_transfers",
     "weights_shared_memory_gb_s": "weights.measure_transfers",
     "shm_vs_memcpy": "channels",

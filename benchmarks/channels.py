@@ -25,7 +25,7 @@ from rlinf.data.record import Record, RecordId
 from stages.layout import worker_pointer
 from stages.live_store import LiveStore, StreamEnd
 from stages.worker.messages import FetchOutput
-from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordFetcher, RecordServer
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, Fetcher, RecordFetch, RecordServer
 
 MIB = 1 << 20
 ROUNDS = 9
@@ -57,18 +57,17 @@ class RecordChannel:
 
     def __init__(self, folder: Path, transport: str) -> None:
         self._store, self._transport = LiveStore(), transport
-        self._fetcher = RecordFetcher(folder, self._store)
+        self._fetcher = Fetcher(folder)
         self._number = 0
 
     def read(self, count: int, pipe: Connection) -> Iterator[Record]:
         """Let the process at the other end of the pipe produce records; yield them."""
         self._number += 1
         output = f"it/{self._number:04d}"
-        self._fetcher.fetch(
-            FetchOutput(
-                output=output, channel="x", producers=("producer",), transport=self._transport
-            )
+        order = FetchOutput(
+            output=output, channel="x", producers=("producer",), transport=self._transport
         )
+        self._fetcher.add("producer", RecordFetch(order, "producer", self._store))
         pipe.send(count)
         yield from self._store.output(output).iter_records("x", count, lambda: False)
         self._store.release_committed(lambda _: True)

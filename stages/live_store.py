@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,6 +48,15 @@ class OwnRecords(NamedTuple):
     end: StreamEnd | None
 
 
+@dataclass
+class FetchProgress:
+    """The progress of fetching the records of another worker."""
+
+    cursor: int = 0
+    """Number of records."""
+    has_ended: bool = False
+
+
 class RecordStream:
     """The records of one output channel, one per sample; repeated records are dropped.
 
@@ -73,6 +84,8 @@ class RecordStream:
         self._first_missing: dict[int, int] = {}
         """For the first sample of a range that was checked: the sample from which the next check
         continues. All earlier records of the range are present."""
+        self.fetched_from: dict[tuple[str, str], FetchProgress] = defaultdict(FetchProgress)
+        """Progress by worker and channel in that worker."""
         self._unread: set[int] = set()
         """Samples from other workers that no stage of this worker has read."""
 

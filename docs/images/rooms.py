@@ -53,7 +53,7 @@ ROOMS = {
         1.5,
         PIPELINE,
         "pipeline/pools",
-        ["resident workers: orders, leases,", "work queue, autoscaling, routes"],
+        ["resident workers: orders, leases,", "work queue, autoscaling"],
     ),
     "core": (
         4.9,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.graph import Graph, StageNode
@@ -21,53 +21,6 @@ from stages.flow import EVALUATE, WEIGHTS
 from stages.worker import messages
 from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder, WorkerOrder
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
-
-FAN_OUT = 2
-"""Maximum number of workers to which a worker sends by socket. More would share its network link,
-fewer would make the tree of routes deeper."""
-Hosts = Mapping[str, str | None]
-"""Host by name of the worker; None if unknown."""
-Routes = dict[str, dict[str, str]]
-"""Transport by name of the sender, then of the receiver."""
-
-
-def route_tree(
-    source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool
-) -> Routes:
-    """Return a tree of routes from a worker to all receivers; some receivers forward the data.
-
-    The data is sent to each host once. The first worker of a host sends it to the other workers of
-    its host and to further hosts.
-
-    Args:
-        source: the sending worker.
-        host: host of the source; None if unknown.
-        receivers: host by name of the receiver.
-        use_shared_memory: whether workers on one host may use shared memory.
-    """
-    by_host: dict[object, list[str]] = defaultdict(list)
-    for worker in (worker for worker in receivers if worker != source):
-        worker_host = receivers[worker]
-        # A worker whose host is unknown counts as the only one there.
-        by_host[(worker,) if worker_host is None else worker_host].append(worker)
-    routes: Routes = defaultdict(dict)
-    same_host = by_host.pop(host, []) if host is not None else []
-    first_per_host = [workers[0] for workers in by_host.values()]
-    _add_socket_tree(routes, source, first_per_host)
-    groups = [(source, same_host), *((first, rest) for first, *rest in by_host.values())]
-    for sender, others in groups:
-        if use_shared_memory:
-            routes[sender] |= dict.fromkeys(others, SHARED_MEMORY)
-        else:
-            _add_socket_tree(routes, sender, others)
-    return {sender: targets for sender, targets in routes.items() if targets}
-
-
-def _add_socket_tree(routes: Routes, source: str, workers: Sequence[str]) -> None:
-    senders = [source, *workers]
-    for number, worker in enumerate(workers):
-        routes[senders[number // FAN_OUT]][worker] = SOCKET
-
 
 BATCH_WAIT_S = 0.5
 """Seconds for which the orders of a pool with several ranks wait for further stages of their
@@ -252,8 +205,7 @@ class StageDispatcher:
         )
 
     def _subscribe(self) -> None:
-        """Order the transfer of outputs to the workers that need them: workers fetch records, and
-        weights are sent to them."""
+        """Order the workers that need an output to fetch it from its producers."""
         leases = self._leases()
         for target, live in self._live.items():
             for name, source in live.items():
@@ -274,26 +226,23 @@ class StageDispatcher:
                 self._subscribed[target].update(
                     (name, producer.name, receiver.name) for receiver in receivers
                 )
-                receiver_hosts = {
-                    worker: host
+                workers = [
+                    worker
                     for receiver in receivers
-                    for worker, host in self._hosts(target, receiver, name).items()
-                }
-                output = self._relative(self._graph.output_folder(self._run.folder, source))
+                    for worker in self._receiving_workers(target, receiver, name)
+                ]
                 if name in self._flow.stream_channels:
-                    self._order_fetches(source, target, name, output, producer, receiver_hosts)
-                    continue
-                for worker, transports in self._routes(source, target, producer, receiver_hosts):
-                    self._send(worker, messages.SendWeights(output=output, transports=transports))
+                    self._order_records(source, target, name, producer, workers)
+                else:
+                    self._order_weights(source, target, producer, workers)
 
-    def _order_fetches(
+    def _order_records(
         self,
         source: StageNode,
         target: StageNode,
         channel: str,
-        output: str,
         producer: Lease,
-        receivers: Iterable[str],
+        receivers: Sequence[str],
     ) -> None:
         """Order workers to fetch records from all primary ranks of the producer."""
         ranks = self._ranks(source)
@@ -303,12 +252,28 @@ class StageDispatcher:
         for receiver in receivers:
             if others := tuple(worker for worker in producers if worker != receiver):
                 order = messages.FetchOutput(
-                    output=output,
+                    output=self._output(source),
                     channel=channel,
                     producers=others,
                     transport=self._transport(source, target, SOCKET),
                 )
                 self._send(receiver, order)
+
+    def _order_weights(
+        self, source: StageNode, target: StageNode, producer: Lease, receivers: Sequence[str]
+    ) -> None:
+        """Order workers to fetch weights from rank 0 of the producer."""
+        transport = self._transport(source, target, SHARED_MEMORY)
+        publisher = producer.workers(self._ranks(source))[0]
+        members = (publisher, *receivers) if transport in WEIGHT_TRANSPORTS else ()
+        order = messages.FetchWeights(
+            output=self._output(source), producer=publisher, transport=transport, members=members
+        )
+        for receiver in receivers:
+            self._send(receiver, order)
+
+    def _output(self, node: StageNode) -> str:
+        return self._relative(self._graph.output_folder(self._run.folder, node))
 
     def _transport(self, source: StageNode, target: StageNode, default: str) -> str:
         return self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
@@ -325,36 +290,17 @@ class StageDispatcher:
         pools = [pool for pool in self._pools if pool.slot is not None or pool.also_generates]
         return [lease for pool in pools if (lease := pool.active_lease) is not None]
 
-    def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
-        """Return the workers of a lease that receive an input of a stage, with their hosts."""
+    def _receiving_workers(self, target: StageNode, receiver: Lease, name: str) -> list[str]:
+        """Return the workers of a lease that receive an input of a stage."""
         if name == WEIGHTS and self.policy_assigner.needs_policy(target.stage):
-            return receiver.hosts(self.policy_assigner.ranks())
-        return receiver.hosts(
-            range(receiver.size) if self._only_collects(target) else self._ranks(target)
-        )
+            return receiver.workers(self.policy_assigner.ranks())
+        if self._only_collects(target):
+            return receiver.workers()
+        return receiver.workers(self._ranks(target))
 
     def _only_collects(self, node: StageNode) -> bool:
         """Return whether a node only collects the samples of generators (elastic workers)."""
         return self._has_elastic_pool and node.stage == self._flow.elastic_stage
-
-    def _routes(
-        self,
-        source: StageNode,
-        target: StageNode,
-        producer: Lease,
-        receivers: Mapping[str, str | None],
-    ) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield a worker that sends weights (rank 0 of the producer, or a receiver that forwards
-        them), and the transport to each of its receivers."""
-        transport = self._transport(source, target, SHARED_MEMORY)
-        if not receivers:
-            return
-        origin, host = next(iter(producer.hosts(self._ranks(source)).items()))
-        if transport in WEIGHT_TRANSPORTS:
-            yield producer.primary_worker, dict.fromkeys(receivers, transport)
-            return
-        use_shared_memory = transport == SHARED_MEMORY
-        yield from route_tree(origin, host, receivers, use_shared_memory=use_shared_memory).items()
 
     def _reads_own_shard(self, source: StageNode, node: StageNode) -> bool:
         """Return whether each process of a node reads its shard of the weights from the published

@@ -2,8 +2,8 @@
 
 The worker receives orders from the run's driver, schedules its stages on the device, and commits
 the output of a stage while the next stage computes. Its stages share records and weights in memory,
-and so do those of other workers, which fetch records from it and get its weights. Data that is not
-in memory is read from disk, so a worker can start, stop or be replaced at any time.
+and other workers fetch both from it. Data that is not in memory is read from disk, so a worker can
+start, stop or be replaced at any time.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from stages.worker.messages import (
     CancelWork,
     CollectedPrompts,
     FetchOutput,
+    FetchWeights,
     GenerateStarts,
     ReassignWork,
     RunStages,
-    SendWeights,
     ServePolicy,
     ShutDown,
     StageEnded,
@@ -59,9 +59,8 @@ from stages.worker.messages import (
 )
 from stages.worker.policy_client import PolicyClients
 from stages.worker.policy_server import PolicyServer
-from stages.worker.record_transfer import RECORDS, RecordFetcher, RecordServer
+from stages.worker.record_transfer import RECORDS, Fetcher, RecordFetch, RecordServer
 from stages.worker.rollout_worker import RolloutWorker
-from stages.worker.weight_links import WeightLinks, WeightMessageReceiver
 from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 from stages.worker_state import ActivityTracker, WorkerState
 
@@ -148,12 +147,11 @@ class PoolWorker:
         self._lock = threading.Lock()
         channels = run / CHANNELS_FOLDER
         self._record_server = RecordServer(self._live_store)
-        self._record_fetcher = RecordFetcher(channels, self._live_store)
-        self._weight_links = WeightLinks(channels, self._name)
-        staleness = config.rollout.staleness
-        self._publisher = WeightPublisher(self._weight_links, dtype)
-        weights = WeightReceiver(self._live_store, self._publisher, staleness, self._report_weights)
-        self._weight_messages = WeightMessageReceiver(channels, self._name, weights.handle_record)
+        self._publisher = WeightPublisher(channels, self._name, dtype)
+        self._fetcher = Fetcher(channels)
+        self._weight_receiver = WeightReceiver(
+            channels, self._name, self._live_store, config.rollout.staleness, self._report_weights
+        )
         self._rollout_worker = RolloutWorker(
             run,
             config,
@@ -199,9 +197,13 @@ class PoolWorker:
                 for order in orders:
                     match order:
                         case FetchOutput():
-                            self._record_fetcher.fetch(order)
-                        case SendWeights():
-                            self._publisher.subscribe(order.output, order.transports)
+                            for worker in order.producers:
+                                fetch = RecordFetch(order, worker, self._live_store)
+                                self._fetcher.add(worker, fetch)
+                        case FetchWeights():
+                            self._fetcher.add(
+                                order.producer, self._weight_receiver.create_fetch(order)
+                            )
                         case ServePolicy():
                             self._policy_server.serve(order)
                         case AttemptEnded():
@@ -261,11 +263,10 @@ class PoolWorker:
         self._schedule.close()
         self._rollout_worker.close()
         self._policy_server.close()
-        self._record_fetcher.close()
+        self._fetcher.close()
         self._publisher.close()
-        self._weight_links.close()
+        self._weight_receiver.close()
         self._link.close()
-        self._weight_messages.close()
         self._server.close()
         self._record_server.close()
         self._worker_state.close()
@@ -274,6 +275,8 @@ class PoolWorker:
         """Handle a request of another worker."""
         if request.method == RECORDS:
             self._record_server.handle(request)
+        elif request.method == WEIGHTS:
+            self._publisher.handle(request)
         else:
             self._policy_server.handle(request)
 
@@ -402,8 +405,8 @@ class PoolWorker:
         """Drop live outputs that are committed and that no running stage of this worker reads."""
         dropped = self._live_store.release_committed(self._is_committed)
         self._record_server.drop_outputs(dropped)
-        self._record_fetcher.drop_outputs(dropped)
-        self._publisher.drop_subscribers(dropped)
+        self._publisher.drop_outputs(dropped)
+        self._fetcher.drop_outputs(dropped)
 
     def _is_committed(self, folder: str) -> bool:
         try:
@@ -438,7 +441,7 @@ class PoolWorker:
                 "active_stages": self._activity.rows(),
                 "version": None if engine is None else engine.version,
                 "queued_records": self._live_store.num_unread,
-                "malformed": self._server.malformed + self._weight_messages.num_malformed,
+                "malformed": self._server.malformed,
             }
         )
 

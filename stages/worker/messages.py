@@ -1,9 +1,8 @@
-"""The messages between the driver and the pool workers, and between pool workers.
+"""The messages between the driver and the pool workers.
 
 The driver sends orders and workers send reports over the control link
-(:mod:`rlinf.channels.control_link`). A message between workers about weights is the ``info`` of a
-record (:mod:`stages.worker.weight_transfer`). Each message is a mapping; its key ``type`` names its
-class. Fields with the same meaning in all messages:
+(:mod:`rlinf.channels.control_link`). Each message is a mapping; its key ``type`` names its class.
+Fields with the same meaning in all messages:
 
 - ``node``: a stage of one iteration, such as ``rollout/3``;
 - ``output``: an output folder, relative to the run folder;
@@ -80,13 +79,16 @@ class FetchOutput(WorkerMessage):
     """The attempt that produced the weights of the work item; None: they are committed."""
 
 
-class SendWeights(WorkerMessage):
-    """Send the weights of an output to other workers, now or once they are published."""
+class FetchWeights(WorkerMessage):
+    """Fetch the weights of an output from the worker that publishes them."""
 
-    type: Literal["send_weights"] = "send_weights"
+    type: Literal["fetch_weights"] = "fetch_weights"
     output: str
-    transports: dict[str, str]
-    """The transport to each receiving worker, by name of the worker."""
+    producer: str
+    transport: str
+    """``shared_memory``, or the backend of a process group: ``gloo`` or ``nccl``."""
+    members: tuple[str, ...] = ()
+    """The members of the group, the producer first."""
 
 
 class PartialSamples(WorkerMessage):
@@ -219,81 +221,10 @@ class WorkItemEnded(WorkerMessage):
     """Whether weights expected in memory were read from disk."""
 
 
-class WeightsInSharedMemory(WorkerMessage):
-    """The weights are in shared memory of the machine that sender and receiver share."""
-
-    type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
-    attempt: str
-    segment: str
-    """Name of the shared-memory segment."""
-
-
-class WeightsStart(WorkerMessage):
-    """The buckets (pieces) of the weights follow. The payload is their layout, as JSON."""
-
-    type: Literal["weights_start"] = "weights_start"
-    attempt: str
-
-
-class WeightsBucket(WorkerMessage):
-    """One bucket of the weights. The payload is its bytes."""
-
-    type: Literal["weights_bucket"] = "weights_bucket"
-    attempt: str
-    checksum: str
-    """Checksum of the bytes, hexadecimal."""
-
-
-class WeightsEnd(WorkerMessage):
-    """All buckets of the weights have been sent."""
-
-    type: Literal["weights_end"] = "weights_end"
-    attempt: str
-    digest: str
-    """Digest of version number, layout and checksums."""
-
-
-class GroupFormed(WorkerMessage):
-    """The members form the process group ``group``; the first member will send weights."""
-
-    type: Literal["group_formed"] = "group_formed"
-    group: str
-    members: str
-    """Worker names, separated by commas."""
-    backend: str
-    """``gloo`` or ``nccl``."""
-
-
-class GroupSendStarted(WorkerMessage):
-    """The next broadcast of the group has the weights that this attempt produced."""
-
-    type: Literal["group_send_started"] = "group_send_started"
-    group: str
-    attempt: str
-
-
-class GroupSendDone(WorkerMessage):
-    """The broadcast has reached all members."""
-
-    type: Literal["group_send_done"] = "group_send_done"
-    group: str
-    digest: str
-    """Digest of the weights that were sent."""
-
-
-class GroupClosed(WorkerMessage):
-    """The group is closed."""
-
-    type: Literal["group_closed"] = "group_closed"
-    group: str
-
-
-GroupMessage = GroupFormed | GroupSendStarted | GroupSendDone | GroupClosed
-WeightMessage = WeightsInSharedMemory | WeightsStart | WeightsBucket | WeightsEnd | GroupMessage
 WorkerOrder = (
     RunStages
     | FetchOutput
-    | SendWeights
+    | FetchWeights
     | ServePolicy
     | AttemptEnded
     | GenerateStarts
@@ -304,9 +235,6 @@ WorkerOrder = (
 WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
-_WEIGHT_MESSAGE: TypeAdapter[WeightMessage] = TypeAdapter(
-    Annotated[WeightMessage, Field(discriminator="type")]
-)
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
     Annotated[WorkerReport, Field(discriminator="type")]
 )
@@ -328,15 +256,6 @@ def read_report(content: Mapping[str, Any]) -> WorkerReport:
         DataError: the content is not a report.
     """
     return _read(_REPORT, content)
-
-
-def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
-    """Validate a message about weights.
-
-    Raises:
-        DataError: the content is not a weight message.
-    """
-    return _read(_WEIGHT_MESSAGE, content)
 
 
 def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:

@@ -5,8 +5,8 @@ output folder, a channel, and the cursor: the number of records that the client 
 reply has further records of the rank of this worker, or the end of its stream. It is sent once
 there are some. A client on the same machine can get the records in shared memory.
 
-The live store is a cache: if a worker does not answer, its records are read from disk after the
-commit.
+What a worker fetches, records or weights (:class:`Fetch`), is a cache of committed files. If
+another worker does not answer, its data is read from disk after the commit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.requests import Message, Request, RequestClient, RequestRejected
 from rlinf.channels.wire_format import ALIGN_BYTES, EncodedRecord, decode_record, encode_record
 from rlinf.data.record import Record
-from rlinf.errors import DataError, InputError, StorageError
+from rlinf.errors import DataError, RlinfError, StorageError
 from rlinf.shared_memory import (
     attach_segment,
     create_segment,
@@ -45,11 +45,11 @@ RECORDS = "records"
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 """The transports of records."""
 MAX_REPLY_RECORDS = 512
-MAX_REPLY_BYTES = 16 << 20
-"""Bytes of records after which a reply gets no further record."""
+MAX_REPLY_BYTES = 4 << 20
+"""Bytes of records after which a reply gets no further record; on a slow network, it must arrive
+before the worker counts as lost."""
 RETRY_S, GIVE_UP_S = 1.0, 30.0
-"""Seconds between two attempts to reach a worker, and after which its records are left to the
-disk."""
+"""Seconds between two attempts to reach a worker, and after which its data is left to the disk."""
 log = logging.getLogger("rlinf")
 
 
@@ -177,71 +177,98 @@ def fetch_stream(
                 return records
 
 
-class RecordFetcher:
-    """Fetches records from other workers into the live store, with one thread per worker.
+class Fetch(ABC):
+    """Data of one worker that is fetched by one or several requests.
+
+    Args:
+        output: the output folder of the data, relative to the run folder.
+        channel: the name of the data in the worker that produces it.
+        destination: where the data goes. A further fetch with the same destination is ignored.
+    """
+
+    method: str
+    """Method of the worker's server."""
+
+    def __init__(self, output: str, channel: str, destination: object) -> None:
+        self.output, self.channel, self.destination = output, channel, destination
+        self.number: int | None = None
+        """Number of the open request."""
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to fetch."""
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the next request."""
+
+    @abstractmethod
+    def handle(self, reply: Message) -> None:
+        """Handle a reply.
+
+        Raises:
+            RlinfError, OSError: the reply cannot be used.
+        """
+
+    def restart(self) -> None:
+        """Start again, because the connection was lost and the worker may have been replaced."""
+        self.number = None
+
+
+class Fetcher:
+    """Fetches data from other workers.
 
     Args:
         folder: the run's folder for channels.
     """
 
-    def __init__(self, folder: Path, store: LiveStore) -> None:
-        self._folder, self._live_store = folder, store
-        self._producers: dict[str, _Producer] = {}
-        self._lock = threading.Lock()
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads: dict[str, _FetchThread] = {}
+        """Thread by worker."""
 
-    def fetch(self, order: FetchOutput) -> None:
-        """Fetch an output's records from now on; return at once."""
-        self._live_store.output(order.output)  # replaces an invalidated output
-        for worker in order.producers:
-            with self._lock:
-                if worker not in self._producers:
-                    pointer = worker_pointer(self._folder, worker)
-                    self._producers[worker] = _Producer(worker, pointer, self._live_store)
-                self._producers[worker].fetch(order)
+    def add(self, worker: str, fetch: Fetch) -> None:
+        """Fetch data of a worker from now on; return at once."""
+        if worker not in self._threads:
+            self._threads[worker] = _FetchThread(worker, worker_pointer(self._folder, worker))
+        self._threads[worker].add(fetch)
 
     def drop_outputs(self, folders: Collection[str]) -> None:
         """Stop to fetch committed outputs; they are read from disk from now on."""
-        for producer in list(self._producers.values()):
-            producer.drop_outputs(folders)
+        for thread in list(self._threads.values()):
+            thread.drop_outputs(folders)
 
     def close(self) -> None:
-        for producer in self._producers.values():
-            producer.close()
+        for thread in self._threads.values():
+            thread.close()
 
 
-@dataclass(eq=False)
-class _FetchedStream:
-    order: FetchOutput
-    channel: str
-    """The channel in the worker that produces the records."""
-    cursor: int = 0
-    request: int | None = None
-    """Number of the open request."""
+class _FetchThread:
+    """A thread that fetches the data of one worker."""
 
-
-class _Producer:
-    """Fetches the records of one worker in its own thread."""
-
-    def __init__(self, worker: str, pointer: Path, store: LiveStore) -> None:
-        self._worker, self._live_store = worker, store
+    def __init__(self, worker: str, pointer: Path) -> None:
+        self._worker = worker
         self._client = RequestClient(pointer, lambda: self._is_closed)
         self._changed = threading.Condition()
-        self._streams: dict[tuple[str, str], _FetchedStream] = {}
-        """Streams that have not ended, by output and channel in the worker."""
+        self._fetches: dict[tuple[str, str], Fetch] = {}
+        """Fetches that have not ended, by output and channel."""
         self._is_closed = False
-        self._thread = start_service_thread(f"records of {worker}", self._run)
+        self._thread = start_service_thread(f"data of {worker}", self._run)
 
-    def fetch(self, order: FetchOutput) -> None:
-        channel = work_item_channel(order.work_item) if order.work_item else order.channel
+    def add(self, fetch: Fetch) -> None:
+        key = (fetch.output, fetch.channel)
         with self._changed:
-            # An earlier order for the same records may be for an output that was invalidated.
-            self._streams[order.output, channel] = _FetchedStream(order, channel)
-            self._wake()
+            existing = self._fetches.get(key)
+            is_repeated = existing is not None and existing.destination is fetch.destination
+            if not is_repeated and not fetch.has_ended:
+                self._fetches[key] = fetch
+                self._wake()
 
     def drop_outputs(self, folders: Collection[str]) -> None:
         with self._changed:
-            for key in [key for key in self._streams if key[0] in folders]:
-                del self._streams[key]
+            for key in [key for key in self._fetches if key[0] in folders]:
+                del self._fetches[key]
 
     def close(self) -> None:
         with self._changed:
@@ -257,78 +284,99 @@ class _Producer:
         failing_since: float | None = None
         while not self._is_closed:
             with self._changed:
-                while not self._streams and not self._is_closed:
+                while not self._fetches and not self._is_closed:
                     self._changed.wait()
-                streams = list(self._streams.values())
+                fetches = list(self._fetches.values())
             try:
-                self._request(streams)
-                number, reply = self._client.receive()
-                self._handle(number, reply)
+                for fetch in fetches:
+                    if fetch.number is None:
+                        fetch.number = self._client.send(fetch.method, fetch.arguments())
+                self._handle(*self._client.receive())
                 failing_since = None
             except RequestRejected as error:
-                self._drop([s for s in streams if s.request == error.number], str(error))
+                self._give_up([f for f in fetches if f.number == error.number], str(error))
             except ChannelFailed as error:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > GIVE_UP_S:
-                    self._drop(streams, str(error))
+                    self._give_up(fetches, str(error))
                     failing_since = None
-                # A new process of the same name may have the records in another order.
-                for stream in streams:
-                    stream.cursor, stream.request = 0, None
+                for fetch in fetches:
+                    fetch.restart()
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closed, RETRY_S)
         self._client.close()
 
-    def _request(self, streams: list[_FetchedStream]) -> None:
-        for stream in streams:
-            if stream.request is None:
-                arguments: dict[str, Any] = {
-                    "output": stream.order.output,
-                    "channel": stream.channel,
-                    "cursor": stream.cursor,
-                }
-                if stream.order.transport == SHARED_MEMORY:
-                    arguments["memory"] = shared_memory_id()
-                stream.request = self._client.send(RECORDS, arguments)
-
     def _handle(self, number: int, reply: Message) -> None:
         with self._changed:
-            stream = next((s for s in self._streams.values() if s.request == number), None)
-        if stream is None:
-            return  # woken, or the stream was dropped
-        stream.request = None
-        order = stream.order
-        if "end" in reply.arguments:
-            if (end := reply.arguments["end"]) is not None and not order.work_item:
-                live = self._live_store.output(order.output).stream(order.channel)
-                live.finish_rank(*StreamEnd(*end))
-            self._remove(stream)
-            return
+            fetch = next((f for f in self._fetches.values() if f.number == number), None)
+        if fetch is None:
+            return  # woken, or the output was dropped
+        fetch.number = None
         try:
-            records = _read_reply(reply)
-        except (DataError, InputError, OSError) as error:
-            self._drop([stream], str(error))
-            return
-        output = self._live_store.output(order.output)
-        if order.source_attempt is not None:
-            output.add_source_attempt(order.source_attempt)
-        output.stream(order.channel).put_remote(*records)
-        stream.cursor += len(records)
+            fetch.handle(reply)
+        except (RlinfError, OSError) as error:
+            self._give_up([fetch], str(error))
+        else:
+            if fetch.has_ended:
+                self._remove(fetch)
 
-    def _drop(self, streams: list[_FetchedStream], reason: str) -> None:
-        for stream in streams:
-            order = stream.order
+    def _give_up(self, fetches: list[Fetch], reason: str) -> None:
+        for fetch in fetches:
             log.warning(
                 "%s of %s from %s: %s; read from disk instead",
-                order.channel,
-                order.output,
+                fetch.channel,
+                fetch.output,
                 self._worker,
                 reason,
             )
-            self._remove(stream)
+            self._remove(fetch)
 
-    def _remove(self, stream: _FetchedStream) -> None:
-        key = (stream.order.output, stream.channel)
-        with self._changed, suppress(KeyError):
-            if self._streams[key] is stream:
-                del self._streams[key]
+    def _remove(self, fetch: Fetch) -> None:
+        key = (fetch.output, fetch.channel)
+        with self._changed:
+            if self._fetches.get(key) is fetch:
+                del self._fetches[key]
+
+
+class RecordFetch(Fetch):
+    """Adds the records of one worker to the live store.
+
+    It continues an earlier fetch of the same records.
+    """
+
+    method = RECORDS
+
+    def __init__(self, order: FetchOutput, worker: str, store: LiveStore) -> None:
+        channel = work_item_channel(order.work_item) if order.work_item else order.channel
+        stream = store.output(order.output).stream(order.channel)
+        progress = stream.fetched_from[worker, channel]
+        super().__init__(order.output, channel, progress)
+        self._order, self._live_store, self._progress = order, store, progress
+
+    @property
+    def has_ended(self) -> bool:
+        return self._progress.has_ended
+
+    def arguments(self) -> dict[str, Any]:
+        cursor = self._progress.cursor
+        arguments = {"output": self.output, "channel": self.channel, "cursor": cursor}
+        if self._order.transport == SHARED_MEMORY:
+            arguments["memory"] = shared_memory_id()
+        return arguments
+
+    def handle(self, reply: Message) -> None:
+        order, output = self._order, self._live_store.output(self.output)
+        if "end" in reply.arguments:
+            self._progress.has_ended = True
+            if (end := reply.arguments["end"]) is not None and not order.work_item:
+                output.stream(order.channel).finish_rank(*StreamEnd(*end))
+            return
+        records = _read_reply(reply)
+        if order.source_attempt is not None:
+            output.add_source_attempt(order.source_attempt)
+        output.stream(order.channel).put_remote(*records)
+        self._progress.cursor += len(records)
+
+    def restart(self) -> None:
+        super().restart()
+        self._progress.cursor = 0  # a new process may have the records in another order

@@ -115,7 +115,7 @@ def test_a_rollout_does_not_keep_the_one_before_in_memory(
         "open_episodes": ("it/0001/rollout", False),
     }
     assert found["train/1"]["trajectories"] == ("it/0001/rollout", True)
-    transfers = (messages.FetchOutput, messages.SendWeights)
+    transfers = (messages.FetchOutput, messages.FetchWeights)
     assert not any(isinstance(order, transfers) for order in sent), "no other worker needs any"
 
 

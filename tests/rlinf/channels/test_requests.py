@@ -223,3 +223,8 @@ def test_malformed_requests_are_dropped(
     socket.send_multipart(frames)
     assert client.request("echo").arguments == {"method": "echo"}
     assert server.malformed == 1
+
+
+def test_files_of_a_channel_are_the_owners_alone(pointer: Path, server: RequestServer) -> None:
+    assert all(path.stat().st_mode & 0o077 == 0 for path in pointer.parent.iterdir())
+    assert pointer.exists()

@@ -170,7 +170,7 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     taker = Worker(bench.run / CHANNELS_FOLDER, "taker")
     for iteration in range(3):
         out = f"it/{iteration:04d}/rollout"
-        taker.fetcher.fetch(
+        taker.fetch_order(
             messages.FetchOutput(
                 output=out, channel="trajectories", producers=(NAME,), transport=SOCKET
             )

@@ -28,7 +28,7 @@ BEGUN = messages.PartialSamples(
 ORDERS = [
     messages.RunStages(stages=(STAGE,)),
     messages.FetchOutput(output="o", channel="c", producers=("w",), transport="socket"),
-    messages.SendWeights(output="o", transports={"w": "socket"}),
+    messages.FetchWeights(output="o", producer="p", transport="gloo", members=("p", "w")),
     messages.GenerateStarts(
         work_item="b",
         label="rollout/3 work item 2",
@@ -75,9 +75,9 @@ def test_a_report_arrives_as_it_was_sent(expected: messages.WorkerReport) -> Non
         {},
         {"type": "shut_down"},
         {"type": "dance"},
-        {"type": "connection_lost"},
-        {"type": "connection_lost", "worker": 5},
-        {"type": "connection_lost", "worker": "w", "more": 1},
+        {"type": "collected_prompts", "node": "n"},
+        {"type": "collected_prompts", "node": 5, "starts": [1]},
+        {"type": "collected_prompts", "node": "n", "starts": [1], "more": 1},
         {"type": "stage_ended", "node": "n", "exit_code": "x"},
     ],
 )

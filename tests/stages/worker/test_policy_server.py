@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rlinf.channels import requests
+from rlinf.channels.requests import RequestServer
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory
@@ -22,7 +23,7 @@ from rlinf.errors import EXIT_BAD_INPUT, DataError, InputError, RlinfError, Upst
 from stages import rollout
 from stages.context import StageContext, StageInput
 from stages.device_schedule import DeviceSchedule
-from stages.layout import CHANNELS_FOLDER
+from stages.layout import CHANNELS_FOLDER, worker_pointer
 from stages.live_store import LiveStore
 from stages.rollout import PolicyRunner
 from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder
@@ -84,6 +85,8 @@ class Sides:
         self.engine, self.turns, self.activity = Doubles(), DeviceSchedule(), ActivityTracker()
         parts = (LiveStore(), self.turns, WorkerState(), self.activity)
         self.server = PolicyServer(run, config, "policy-r0", *parts, lambda: False)
+        pointer = worker_pointer(run / CHANNELS_FOLDER, "policy-r0")
+        self.requests = RequestServer(pointer, self.server.handle)
         self.order = StageOrder(
             node="rollout/3",
             stage="rollout",
@@ -183,6 +186,7 @@ def sides(
         AttemptEnded(node="rollout/3", attempt="first", reason="the test is over")
     )
     made.server.close()
+    made.requests.close()
 
 
 def until(there: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -26,7 +27,8 @@ from stages.worker.messages import FetchOutput
 from stages.worker.record_transfer import (
     SHARED_MEMORY,
     SOCKET,
-    RecordFetcher,
+    Fetcher,
+    RecordFetch,
     RecordServer,
     fetch_stream,
 )
@@ -55,23 +57,26 @@ class Worker:
         self.name, self.store = name, LiveStore()
         self.served = RecordServer(self.store)
         self.server = RequestServer(worker_pointer(folder, name), self.served.handle)
-        self.fetcher = RecordFetcher(folder, self.store)
+        self.fetcher = Fetcher(folder)
 
     @property
     def stream(self) -> RecordStream:
         return self.store.output(OUT).stream(CHANNEL)
 
     def fetch(self, *producers: str, transport: str = SOCKET, work_item: str = "") -> None:
-        self.fetcher.fetch(
-            FetchOutput(
-                output=OUT,
-                channel=CHANNEL,
-                producers=producers,
-                transport=transport,
-                work_item=work_item,
-                source_attempt="data-a" if work_item else None,
-            )
+        order = FetchOutput(
+            output=OUT,
+            channel=CHANNEL,
+            producers=producers,
+            transport=transport,
+            work_item=work_item,
+            source_attempt="data-a" if work_item else None,
         )
+        self.fetch_order(order)
+
+    def fetch_order(self, order: FetchOutput) -> None:
+        for producer in order.producers:
+            self.fetcher.add(producer, RecordFetch(order, producer, self.store))
 
     def samples(self) -> list[int]:
         return [r.identity.sample for r in self.store.output(OUT).available_records(CHANNEL)]
@@ -107,7 +112,7 @@ def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def segments() -> set[str]:
-    return {path.name for path in SHM_FOLDER.glob("rlinf-*")}
+    return {path.name for path in SHM_FOLDER.glob(f"rlinf-*-{os.getpid()}-*")}
 
 
 def start_producer(folder: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
@@ -158,6 +163,24 @@ def test_who_asks_late_gets_what_was_made_and_what_comes(
         assert until(lambda consumer=consumer: consumer.stream.is_complete(range(2001)))
         assert consumer.samples() == list(range(2000)), "each once"
     assert segments() == before, "shared memory that was read is freed"
+
+
+def test_records_are_fetched_once_although_several_stages_need_them(
+    worker: Callable[[str], Worker],
+) -> None:
+    producer, consumer = worker("p"), worker("c")
+    cursors: list[int] = []
+    handle = producer.served.handle
+    producer.server._handle = lambda r: (cursors.append(r.arguments["cursor"]), handle(r))[1]
+    consumer.fetch("p")
+    consumer.fetch("p")
+    producer.stream.put(number(0))
+    assert until(lambda: cursors == [0, 1])
+    producer.stream.finish(StreamEnd(1))
+    assert until(lambda: consumer.stream.is_complete(range(99)))
+    consumer.fetch("p")
+    time.sleep(0.2)
+    assert cursors == [0, 1], "neither while the first fetch goes on nor afterwards"
 
 
 def test_a_rank_serves_only_what_it_has_produced(worker: Callable[[str], Worker]) -> None:
@@ -229,7 +252,7 @@ def test_a_record_that_cannot_be_sent_is_left_to_the_disk(
     assert until(lambda: consumer.samples() == [1])
 
 
-def test_a_producer_that_was_replaced_is_asked_for_everything_again(
+def test_a_producer_that_was_replaced_is_cursors_for_everything_again(
     tmp_path: Path,
     worker: Callable[[str], Worker],
     monkeypatch: pytest.MonkeyPatch,
@@ -291,7 +314,7 @@ def test_a_work_item_is_over_only_once_somebody_has_all_of_it(
     item = worker("g").store.output(OUT).stream("x")
     item.put(number(0))
     item.finish(StreamEnd(1))
-    assert item.read_own(0, 9, lambda: None) is not None, "asked for, but perhaps not arrived"
+    assert item.read_own(0, 9, lambda: None) is not None, "cursors for, but perhaps not arrived"
     assert not item.wait_until_fetched(lambda: True, 20)
     assert not item.wait_until_fetched(lambda: False, 0.1)
     assert item.read_own(1, 9, lambda: None) == ([], StreamEnd(1))
@@ -327,14 +350,14 @@ def test_records_of_outputs_on_disk_are_let_go_by_both_sides(
     producer.stream.put(number(0))
     assert until(lambda: len(consumer.stream) == 1)
     held = weakref.ref(producer.store.output(OUT).available_records(CHANNEL)[0])
-    (thread,) = consumer.fetcher._producers.values()
-    assert thread._streams
+    (thread,) = consumer.fetcher._threads.values()
+    assert thread._fetches
     producer.served.drop_outputs(producer.store.release_committed(lambda _: True))
     assert until(lambda: held() is None)
-    assert until(lambda: not thread._streams), "the consumer knows that no more comes"
+    assert until(lambda: not thread._fetches), "the consumer knows that no more comes"
     consumer.fetch("p")
     consumer.fetcher.drop_outputs({OUT})
-    assert not thread._streams
+    assert not thread._fetches
 
 
 def test_an_invalid_output_is_no_longer_served(worker: Callable[[str], Worker]) -> None:
@@ -344,6 +367,6 @@ def test_an_invalid_output_is_no_longer_served(worker: Callable[[str], Worker]) 
     assert until(lambda: len(consumer.stream) == 1)
     producer.store.output(OUT).invalidated = True
     producer.stream.put(number(1))
-    (thread,) = consumer.fetcher._producers.values()
-    assert until(lambda: not thread._streams)
+    (thread,) = consumer.fetcher._threads.values()
+    assert until(lambda: not thread._fetches)
     assert consumer.samples() == [0]

@@ -30,7 +30,7 @@ from stages.live_store import LiveStore
 from stages.runner import load_config
 from stages.worker import rollout_worker
 from stages.worker.messages import FetchOutput, GenerateStarts, PartialSamples, WorkItemEnded
-from stages.worker.record_transfer import SOCKET, RecordFetcher, RecordServer
+from stages.worker.record_transfer import SOCKET, Fetcher, RecordFetch, RecordServer
 from stages.worker.rollout_worker import RolloutWorker
 from stages.worker_state import ActivityTracker, WorkerState
 from tests.conftest import QUIET, TINY
@@ -47,7 +47,7 @@ class Bench:
         self.store, self.turns = LiveStore(), DeviceSchedule()
         handle = RecordServer(self.store).handle
         self.server = RequestServer(worker_pointer(folder, "w"), handle)
-        self.fetcher = RecordFetcher(folder, self.store)
+        self.fetcher = Fetcher(folder)
         self.fetches = True
         self.reports: Queue[WorkItemEnded] = Queue()
         self.worker_state = WorkerState()
@@ -70,16 +70,15 @@ class Bench:
         about = {"work_item": name, "label": name, "iteration": iteration, "starts": starts}
         order = GenerateStarts(**{**about, **usual, **more})
         if self.fetches:
-            self.fetcher.fetch(
-                FetchOutput(
-                    output=order.output,
-                    channel="trajectories",
-                    producers=("w",),
-                    transport=SOCKET,
-                    work_item=name,
-                    source_attempt=order.weights_attempt,
-                )
+            fetch = FetchOutput(
+                output=order.output,
+                channel="trajectories",
+                producers=("w",),
+                transport=SOCKET,
+                work_item=name,
+                source_attempt=order.weights_attempt,
             )
+            self.fetcher.add("w", RecordFetch(fetch, "w", self.store))
         self.generator.enqueue(order)
 
     def report(self, code: int = 0) -> WorkItemEnded:
