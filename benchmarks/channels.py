@@ -1,4 +1,4 @@
-"""Live channels between two processes: records in shared memory, small and large ones by socket.
+"""Records between two processes: in shared memory, and small and large ones by socket.
 
 Measurements that are compared alternate.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -22,131 +20,113 @@ import torch
 import zmq
 
 from benchmarks.row import BenchmarkRow, median_row
-from rlinf.channels.record_streams import SharedMemorySink, SocketSink, SocketSource
+from rlinf.channels.requests import RequestServer
 from rlinf.data.record import Record, RecordId
+from stages.layout import worker_pointer
+from stages.live_store import LiveStore, StreamEnd
+from stages.worker.messages import FetchOutput
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, Fetcher, RecordFetch, RecordServer
 
 MIB = 1 << 20
 ROUNDS = 9
 SMALL = 20_000
 LARGE_BYTES = 16 * MIB
 LARGE = 16
-BUFFERS_START, WRITTEN, READ = 4096, 0, 64
-IDLE_S = 1e-3
 
 
 def measure() -> list[BenchmarkRow]:
-    """Measure all rows of the live channels."""
-    rows: list[BenchmarkRow] = []
-    ratios_by_size = {size: _shared(size * MIB) for size in (1, 4, 16, 64)}
-    for number, (name, goal) in enumerate((("shm_vs_memcpy", 0.8), ("shm_vs_handover", None))):
-        ratios = {size: pair[number] for size, pair in ratios_by_size.items()}
-        worst = min(ratios.values(), key=lambda values: float(np.median(values)))
-        rows.append(median_row(name, worst, "ratio", goal, "higher"))
-        rows += [
-            median_row(f"{name}_{size}mib", values, "ratio", None, "higher")
+    """Measure all rows of the transfer of records."""
+    ratios = {size: _shared(size * MIB) for size in (1, 4, 16, 64)}
+    worst = min(ratios.values(), key=lambda values: float(np.median(values)))
+    return [
+        median_row("shm_vs_memcpy", worst, "ratio", 0.8, "higher"),
+        *(
+            median_row(f"shm_vs_memcpy_{size}mib", values, "ratio", None, "higher")
             for size, values in ratios.items()
-        ]
-    return [*rows, *_socket_rows()]
+        ),
+        *_socket_rows(),
+    ]
 
 
-def _shared(size: int) -> tuple[list[float], list[float]]:
-    """Return ratios of bandwidth: of ``put``, whose reader reads each record in place, over that of
-    ``copy_``, and over that of a plain copy that is handed over with counters alone."""
-    source = np.ones(size, np.uint8)
-    record = Record(RecordId(0, 0), context={"x": source})
+class RecordChannel:
+    """The transfer of records from another process to this one.
+
+    Args:
+        transport: ``socket`` or ``shared_memory``.
+    """
+
+    def __init__(self, folder: Path, transport: str) -> None:
+        self._store, self._transport = LiveStore(), transport
+        self._fetcher = Fetcher(folder)
+        self._number = 0
+
+    def read(self, count: int, pipe: Connection) -> Iterator[Record]:
+        """Let the process at the other end of the pipe produce records; yield them."""
+        self._number += 1
+        output = f"it/{self._number:04d}"
+        order = FetchOutput(
+            output=output, channel="x", producers=("producer",), transport=self._transport
+        )
+        self._fetcher.add("producer", RecordFetch(order, "producer", self._store))
+        pipe.send(count)
+        yield from self._store.output(output).iter_records("x", count, lambda: False)
+        self._store.release_committed(lambda _: True)
+
+    def close(self) -> None:
+        self._fetcher.close()
+
+
+def produce(folder: str, get_record: Callable[[int], Record], pipe: Connection) -> None:
+    """Produce as many records as the other end of the pipe asks for; the next output each time."""
+    store = LiveStore()
+    served = RecordServer(store)
+    server = RequestServer(worker_pointer(Path(folder), "producer"), served.handle)
+    pipe.send("ready")
+    number = 0
+    while (count := pipe.recv()) is not None:
+        number += 1
+        store.release_committed(lambda _: True)
+        stream = store.output(f"it/{number:04d}").stream("x")
+        for sample in range(count):
+            stream.put(get_record(sample))
+        stream.finish(StreamEnd(count))
+    server.close()
+    served.close()
+
+
+class Repeated:
+    """Returns records with the same array of ``size`` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self._data = np.ones(size, np.uint8)
+
+    def __call__(self, sample: int) -> Record:
+        return Record(RecordId(0, sample), {"tokens": self._data}, info={"group": sample})
+
+
+def _shared(size: int) -> list[float]:
+    """Return the bandwidth of records in shared memory, which are read in place, over that of
+    ``copy_``."""
     tensors = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    count = max(4, 256 * MIB // size)
-    over_copy, over_plain = [], []
+    count, ratios = max(4, 256 * MIB // size), []
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_process(_read_shared, folder) as pipe,
-        _plain_handover(source, count * (ROUNDS + 1)) as hand_over,
+        open_process(produce, folder, Repeated(size)) as pipe,
     ):
-        channel = SharedMemorySink(Path(folder), "c", size=max(8 * size, 64 * MIB))
-
-        def put() -> None:
-            channel.put(record)
-
-        def copy() -> None:
-            tensors[0].copy_(tensors[1])
-
+        channel = RecordChannel(Path(folder), SHARED_MEMORY)
         for _ in range(ROUNDS + 1):
-            seconds = _seconds(put, count)
-            over_copy.append(_seconds(copy, count) / seconds)
-            over_plain.append(_seconds(hand_over, count) / seconds)
-        pipe.send("over")
+            start = time.perf_counter()
+            for record in channel.read(count, pipe):
+                # Read one byte of every cache line, in place.
+                int(record.steps["tokens"][::64].sum())
+            seconds = time.perf_counter() - start
+            start = time.perf_counter()
+            for _ in range(count):
+                tensors[0].copy_(tensors[1])
+            ratios.append((time.perf_counter() - start) / seconds)
+        pipe.send(None)
         channel.close()
-    return over_copy[1:], over_plain[1:]
-
-
-@contextmanager
-def _plain_handover(source: np.ndarray, count: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that copies ``source`` alternately to two buffers, each after the reader has
-    read its previous content."""
-    memory = SharedMemory(create=True, size=BUFFERS_START + 2 * len(source))
-    numbers, buffers = _buffers(memory, len(source))
-    number = 0
-
-    def hand_over() -> None:
-        nonlocal number
-        while numbers[READ] < number - 1:
-            pass
-        buffers[number % 2] = source
-        number += 1
-        numbers[WRITTEN] = number
-
-    try:
-        with open_process(_read_buffers, memory.name, len(source), count):
-            yield hand_over
-    finally:
-        memory.unlink()
-        with suppress(BufferError):
-            memory.close()
-
-
-def _read_buffers(name: str, size: int, count: int, pipe: Connection) -> None:
-    memory = SharedMemory(name)
-    numbers, buffers = _buffers(memory, size)
-    pipe.send("ready")
-    for number in range(count):
-        while numbers[WRITTEN] <= number:
-            if number % (count // (ROUNDS + 1)) == 0:
-                time.sleep(IDLE_S)  # the other methods are measured meanwhile
-        int(buffers[number % 2][::64].sum())
-        numbers[READ] = number + 1
-    with suppress(BufferError):
-        memory.close()
-
-
-def _buffers(memory: SharedMemory, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the counters of both ends, on separate cache lines, and the two buffers."""
-    assert memory.buf is not None
-    numbers = np.frombuffer(memory.buf, np.int64, BUFFERS_START // 8)
-    return numbers, np.frombuffer(memory.buf, np.uint8, 2 * size, BUFFERS_START).reshape(2, size)
-
-
-def _seconds(function: Callable[[], None], count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        function()
-    return time.perf_counter() - start
-
-
-def _read_shared(folder: str, pipe: Connection) -> None:
-    channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
-    pipe.send("ready")
-
-    def read() -> None:
-        for record in channel:
-            # Read one byte of every cache line, in place.
-            int(record.context["x"][::64].sum())
-            del record
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    pipe.recv()
-    channel.close()
-    reader.join()
+    return ratios[1:]
 
 
 def _socket_rows() -> list[BenchmarkRow]:
@@ -168,25 +148,20 @@ def _socket_rows() -> list[BenchmarkRow]:
 
 def _through_channel(count: int, size: int) -> float:
     """Return the seconds from the first to the last record at the consumer."""
-    with tempfile.TemporaryDirectory() as folder:
-        channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
-        with open_process(_write_socket, folder, count, size):
-            channel.get()
-            start = time.perf_counter()
-            for _ in range(count):
-                channel.get()
-            seconds = time.perf_counter() - start
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_process(produce, folder, Repeated(size)) as pipe,
+    ):
+        channel = RecordChannel(Path(folder), SOCKET)
+        records = channel.read(count + 1, pipe)
+        next(records)
+        start = time.perf_counter()
+        for _ in records:
+            pass
+        seconds = time.perf_counter() - start
+        pipe.send(None)
         channel.close()
     return seconds
-
-
-def _write_socket(folder: str, count: int, size: int, pipe: Connection) -> None:
-    channel = SocketSink(Path(folder), "c")
-    data = np.ones(size, np.uint8)
-    pipe.send("ready")
-    for i in range(count + 1):
-        channel.put(Record(RecordId(0, i), {"tokens": data}, info={"group": i}))
-    channel.close()
 
 
 def _through_curve() -> float:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from benchmarks.channels import open_process
+from benchmarks.channels import RecordChannel, open_process, produce
 from benchmarks.row import BenchmarkRow, median_row
 from benchmarks.run_helpers import LOG, start_driver
-from rlinf.channels.record_streams import SharedMemorySink, SocketSink, SocketSource
 from rlinf.data.record import Record, RecordId
 from stages.layout import stage_folder
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 MIB = 1 << 20
 WARM, OPERATIONS, PART = 2000, 10_000, 100
@@ -57,8 +56,8 @@ PLAN = {
 def measure() -> list[BenchmarkRow]:
     """Measure the growth of the process that grew most."""
     channels = [
-        *channel_growth(SharedMemorySink),
-        *channel_growth(SocketSink),
+        *channel_growth(SHARED_MEMORY),
+        *channel_growth(SOCKET),
     ]
     return [
         median_row("memory_10k_operations_mib", [max(channels)], "MiB", 4.0, "lower"),
@@ -66,20 +65,19 @@ def measure() -> list[BenchmarkRow]:
     ]
 
 
-def channel_growth(writes: type[SocketSink]) -> list[float]:
-    """Return the growth of reader and writer over ``OPERATIONS`` records, MiB."""
+def channel_growth(transport: str) -> list[float]:
+    """Return the growth of consumer and producer over ``OPERATIONS`` records, MiB."""
     with tempfile.TemporaryDirectory() as folder:
-        channel = SocketSource(Path(folder), "c")
-        with open_process(_produce, folder, writes) as pipe:
+        channel = RecordChannel(Path(folder), transport)
+        with open_process(produce, folder, _record_of_many_sizes) as pipe:
             readings = []
             for count in (WARM, OPERATIONS):
                 for _ in range(count // PART):
-                    # Send few records at a time, so that queued records do not count as growth.
-                    pipe.send(PART)
-                    for _ in range(PART):
-                        channel.get()
-                pipe.send(0)
-                readings.append((_unique_bytes(), pipe.recv()))
+                    # Fetch few records at a time, so that records in memory do not count as growth.
+                    for _ in channel.read(PART, pipe):
+                        pass
+                child = psutil.Process().children()[0]
+                readings.append((_unique_bytes(), _unique_bytes(child.pid)))
             pipe.send(None)
         channel.close()
     first, last = readings
@@ -88,20 +86,9 @@ def channel_growth(writes: type[SocketSink]) -> list[float]:
     ]
 
 
-def _produce(folder: str, kind: type[SocketSink], pipe: Connection) -> None:
-    channel = kind(Path(folder), "c")
-    pipe.send("ready")
-    number = 0
-    while (count := pipe.recv()) is not None:
-        for _ in range(count):
-            # Use many sizes, so that memory kept per size would be visible.
-            data = np.ones(64 * (1 + number % 97), np.uint8)
-            channel.put(Record(RecordId(0, number), {"x": data}))
-            number += 1
-        if not count:
-            channel.flush()
-            pipe.send(_unique_bytes())
-    channel.close()
+def _record_of_many_sizes(sample: int) -> Record:
+    # Memory that is kept per size would be visible.
+    return Record(RecordId(0, sample), {"x": np.ones(64 * (1 + sample % 97), np.uint8)})
 
 
 def run_growth() -> list[float]:

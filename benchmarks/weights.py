@@ -20,13 +20,15 @@ from benchmarks.demo import THREADS
 from benchmarks.row import BenchmarkRow, median_row
 from rlinf import package_paths
 from rlinf.artifacts import read_manifest
+from rlinf.channels.requests import RequestServer
 from rlinf.weights.buckets import BucketLayout
 from rlinf.weights.delta import WeightSnapshot, compute_delta
 from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWriter
 from stages.factory import WEIGHTS
-from stages.layout import setup_stage_folder, stage_folder
+from stages.layout import setup_stage_folder, stage_folder, worker_pointer
 from stages.live_store import LiveStore
-from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordReceiver, RecordSender
+from stages.worker.messages import FetchWeights
+from stages.worker.record_transfer import SHARED_MEMORY, Fetcher
 from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 
 SFT_STEPS = 200
@@ -159,7 +161,7 @@ def follow(name: str, count: int, done: Connection) -> None:
 
 TENSORS, ELEMENTS, ROUNDS, WARM = 64, 1 << 20, 9, 2
 """256 MiB of float32."""
-TRANSPORTS = (SOCKET, "gloo", SHARED_MEMORY)
+TRANSPORTS = ("gloo", SHARED_MEMORY)
 
 
 class WeightWorker:
@@ -168,15 +170,16 @@ class WeightWorker:
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)
         self.store = LiveStore()
-        self._sender = RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self._sender)
-        handlers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
-        self._receiver = RecordReceiver(folder, name, self.store, handlers)
+        self.publisher = WeightPublisher(folder, name)
+        self.receiver = WeightReceiver(folder, name, self.store)
+        self.fetcher = Fetcher(folder)
+        self._server = RequestServer(worker_pointer(folder, name), self.publisher.handle)
 
     def close(self) -> None:
+        self.fetcher.close()
         self.publisher.close()
-        self._sender.close()
-        self._receiver.close()
+        self.receiver.close()
+        self._server.close()
 
 
 def measure_transfers() -> list[BenchmarkRow]:
@@ -195,10 +198,9 @@ def measure_transfers() -> list[BenchmarkRow]:
         try:
             assert parent_pipe.recv() == "ready"
             for number in range(count):
-                transport, out = TRANSPORTS[number % len(TRANSPORTS)], f"sync/{number}"
-                source.publisher.subscribe(out, {"taker": transport})
+                transport = TRANSPORTS[number % len(TRANSPORTS)]
                 start = time.perf_counter()
-                source.publisher.publish(out, "data", number, {WEIGHTS: state})
+                source.publisher.publish(f"sync/{number}", "data", number, {WEIGHTS: state})
                 assert parent_pipe.recv() == number
                 if number >= WARM * len(TRANSPORTS):
                     elapsed[transport].append(time.perf_counter() - start)
@@ -206,23 +208,27 @@ def measure_transfers() -> list[BenchmarkRow]:
             source.close()
             receiver.join(30)
             receiver.kill()
-    ratios = [a / b for a, b in zip(elapsed[SOCKET], elapsed["gloo"], strict=True)]
     rates = {
         transport: [size / 1e9 / seconds for seconds in elapsed[transport]]
         for transport in TRANSPORTS
     }
     return [
-        median_row("weights_gloo_vs_socket", ratios, "x", None, "higher"),
-        *(
-            median_row(f"weights_{transport}_gb_s", rates[transport], "GB/s", None, "higher")
-            for transport in TRANSPORTS
-        ),
+        median_row(f"weights_{transport}_gb_s", rates[transport], "GB/s", None, "higher")
+        for transport in TRANSPORTS
     ]
 
 
 def take(folder: Path, count: int, done: Connection) -> None:
     """Receive ``count`` versions; send the number of each after it has arrived."""
     worker = WeightWorker(folder, "taker")
+    for number in range(count):
+        order = FetchWeights(
+            output=f"sync/{number}",
+            producer="source",
+            transport=TRANSPORTS[number % len(TRANSPORTS)],
+            members=("source", "taker"),
+        )
+        worker.fetcher.add("source", worker.receiver.create_fetch(order))
     done.send("ready")
     for number in range(count):
         worker.store.output(f"sync/{number}").wait_for_attempt(lambda: False)

@@ -210,11 +210,11 @@ class Plan(Section):
     """Number of chunks in which the batch of an iteration is passed between pools."""
     transports: dict[str, Transport] = {}
     """Transport by edge between pools (``rollout -> reward``); stages in one worker pass
-    references. Defaults: weights use shared memory within a node and sockets between nodes; records
+    references. Defaults: weights use shared memory within a node and files between nodes; records
     use sockets, or files if their rows are large (images); everything else is read from files.
-    Between nodes ``shared_memory`` means socket. Weights also have ``gloo`` and ``nccl`` (process
-    groups: fast, not encrypted) and ``delta`` (files, of which a worker reads only changed
-    tensors)."""
+    Between nodes ``shared_memory`` means ``socket`` for records and ``file`` for weights. Weights
+    also have ``gloo`` and ``nccl`` (process groups: fast, not encrypted) and ``delta`` (files, of
+    which a worker reads only changed tensors)."""
     forecast: Forecast | None = None
     _flow: Flow = PrivateAttr(default=on_policy)
 
@@ -307,6 +307,11 @@ class Plan(Section):
                 raise PlanError(
                     f"plan.transports.{edge}: {transport} carries weights alone, but this edge has "
                     f"{', '.join(sorted(edges[edge]))}; use one of {allowed}"
+                )
+            if transport == "socket" and "weights" in edges[edge]:
+                raise PlanError(
+                    f"plan.transports.{edge}: weights do not go by socket; remove the entry "
+                    "(shared memory within a node, files between nodes), or use gloo or nccl"
                 )
 
     @model_validator(mode="after")

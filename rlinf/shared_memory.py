@@ -90,16 +90,6 @@ def remove_segment(name: str) -> None:
         (SHM_FOLDER / name).unlink(missing_ok=True)
 
 
-def is_orphaned(name: str) -> bool:
-    """Return whether a segment was removed, or its process has ended."""
-    if not (SHM_FOLDER / name).exists():
-        return True
-    match = SEGMENT_NAME.fullmatch(name)
-    if match is None or int(match[2]) != pid_namespace():
-        return False  # of another container, whose process ids are not valid here
-    return not is_alive(int(match[3]), int(match[4]))
-
-
 def shared_memory_id() -> str:
     """Return an id that is equal for processes that see each other's segments."""
     return f"{boot_id()} {SHM_FOLDER.stat().st_dev}"

@@ -50,6 +50,33 @@ def exit_process(name: str, error: BaseException) -> None:
     os._exit(1 if exhausted is None else exhausted.exit_code)
 
 
+class WakeupEvent:
+    """An event that ends the wait of a ``zmq.Poller``, in which it is registered like a file."""
+
+    def __init__(self) -> None:
+        self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._file
+
+    def set(self) -> None:
+        """End the current wait, or the next one; any thread may call this, also after close."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._file, 1)
+
+    def clear(self) -> None:
+        """Reset the event after the wait that it ended."""
+        os.eventfd_read(self._file)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            os.close(self._file)
+
+
 class BackgroundWorker:
     """Runs tasks one after another in its own thread.
 

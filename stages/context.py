@@ -22,7 +22,7 @@ from rlinf.data.trajectory import ChannelItem, Trajectory
 from rlinf.errors import RequeueRequested
 from stages.device_schedule import DeviceSlot, Unscheduled
 from stages.identity import stage_code_digest, stage_key
-from stages.live_store import LiveOutput
+from stages.live_store import LiveOutput, StreamEnd
 from stages.worker_state import COMPUTING, WAITING_FOR_DEVICE, WorkerState
 
 if TYPE_CHECKING:
@@ -134,7 +134,6 @@ class LiveContext:
     Args:
         output: the output of the stage in memory.
         slot: the right of the stage to use the device, by its position in the device schedule.
-        open_sink: opens a writer that sends the records of a channel to other workers.
         num_chunks: number of chunks in which the batch is read and written.
     """
 
@@ -142,11 +141,9 @@ class LiveContext:
         self,
         output: LiveOutput,
         slot: DeviceSlot | Unscheduled,
-        open_sink: Callable[[str], RecordWriter],
         num_chunks: int,
     ) -> None:
-        self.output, self.slot = output, slot
-        self.open_sink, self.num_chunks = open_sink, num_chunks
+        self.output, self.slot, self.num_chunks = output, slot, num_chunks
         self.deferred_writes: list[Callable[[], None]] = []
         """Writes to disk that run when the stage commits."""
         self.stream_digests: dict[str, int] = {}
@@ -162,7 +159,7 @@ class _NullWriter:
 
 
 class _TeeWriter:
-    """A writer that streams records to readers at once, and writes their file at the commit."""
+    """A writer whose records can be read at once; it writes their file at the commit."""
 
     def __init__(
         self, file: RecordFileWriter, live: LiveContext, channel: str, world: ProcessGroupInfo
@@ -171,19 +168,15 @@ class _TeeWriter:
         self._channel = channel
         self._stream = live.output.stream(channel)
         self._records: dict[int, Record] = {}
-        self._sink = live.open_sink(channel)
 
     def put(self, record: Record) -> None:
         self._records.setdefault(record.identity.sample, record)
         self._stream.put(record)
-        self._sink.put(record)
         self._file.put(record)
 
     def close(self) -> None:
-        self._stream.finish_rank(
-            len(self._records), self._world.data_parallel_rank, self._world.data_parallel_size
-        )
-        self._sink.close()
+        rank, num_ranks = self._world.data_parallel_rank, self._world.data_parallel_size
+        self._stream.finish(StreamEnd(len(self._records), rank, num_ranks))
         self._live.deferred_writes.append(self._write_file)
 
     def _write_file(self) -> None:
@@ -303,7 +296,7 @@ class StageContext:
         return [r for r in self._records_by_channel[channel] if r.identity.sample in samples]
 
     def receive_records(self, channel: str, count: int, source_input: str) -> Iterator[Record]:
-        """Yield ``count`` records of an output channel that other workers send, as they arrive.
+        """Yield ``count`` records of an output channel that other workers produce, as they arrive.
 
         Args:
             source_input: name of the input from which the records are computed.

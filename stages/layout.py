@@ -52,6 +52,16 @@ def worker_name(pool: str, rank: int) -> str:
     return f"{pool}-r{rank}"
 
 
+def worker_pointer(folder: Path, worker: str) -> Path:
+    """Return the file in the folder for channels by which other workers find a worker's server."""
+    return folder / f"{worker}.json"
+
+
+def work_item_channel(work_item: str) -> str:
+    """Return the channel of a work item's trajectories in the worker that generates them."""
+    return f"work-item-{work_item}"
+
+
 def partial_samples_channel(work_item: str) -> str:
-    """Return the channel on which a work item's unfinished samples pass to another worker."""
+    """Return the channel of a work item's unfinished samples in the worker that began it."""
     return f"partial-samples-{work_item}"

@@ -1,19 +1,21 @@
 """Stage outputs in memory, which other stages read before the outputs are on disk.
 
 Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance (a stage
-of one iteration) that runs in the worker or sends records to it. An output has a
-:class:`RecordStream` per channel. A stream keeps all records, because several stages read them, and
-a stage may read them again. An output is dropped when it is committed and no running stage of this
-worker reads it.
+of one iteration) that runs in the worker or whose records it fetches from other workers. An output
+has a :class:`RecordStream` per channel. A stream keeps all records, because several stages read
+them, and a stage may read them again. An output is dropped when it is committed and no running
+stage of this worker reads it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlinf.artifacts import Manifest
 from rlinf.data.record import Record, digest_records
@@ -31,11 +33,48 @@ def evict_oldest(entries: dict[Any, Any], max_entries: int) -> None:
         entries.pop(next(iter(entries)), None)
 
 
+class StreamEnd(NamedTuple):
+    """The end of the records that one rank of a stage has produced."""
+
+    num_records: int
+    rank: int = 0
+    num_ranks: int = 1
+
+
+class OwnRecords(NamedTuple):
+    """Some records that this worker produced, and their end if they are the last ones."""
+
+    records: list[Record]
+    end: StreamEnd | None
+
+
+@dataclass
+class FetchProgress:
+    """The progress of fetching the records of another worker."""
+
+    cursor: int = 0
+    """Number of records."""
+    has_ended: bool = False
+
+
 class RecordStream:
-    """The records of one output channel, one per sample; repeated records are dropped."""
+    """The records of one output channel, one per sample; repeated records are dropped.
+
+    Other workers fetch the records that this worker has produced (its *own* records) by a cursor,
+    the number of own records that they have.
+    """
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
+        self._own: list[Record] = []
+        self._own_samples: set[int] = set()
+        self._own_end: StreamEnd | None = None
+        """None: this worker has not produced all its records."""
+        self._callbacks: list[Callable[[], None]] = []
+        """Called once there are more own records."""
+        self._is_closed = False
+        self._is_fetched = False
+        self._last_fetch = time.monotonic()
         self._records: dict[int, Record] = {}
         """Records by sample, in order of arrival."""
         self._rank_counts: dict[int, int] = {}
@@ -45,15 +84,76 @@ class RecordStream:
         self._first_missing: dict[int, int] = {}
         """For the first sample of a range that was checked: the sample from which the next check
         continues. All earlier records of the range are present."""
+        self.fetched_from: dict[tuple[str, str], FetchProgress] = defaultdict(FetchProgress)
+        """Progress by worker and channel in that worker."""
         self._unread: set[int] = set()
         """Samples from other workers that no stage of this worker has read."""
 
     def put(self, record: Record) -> None:
-        """Add a record, unless its sample is already present."""
+        """Add a record that this worker has produced, unless it has produced the sample before."""
+        sample = record.identity.sample
         with self._changed:
-            if record.identity.sample not in self._records:
-                self._records[record.identity.sample] = record
-                self._changed.notify_all()
+            if sample in self._own_samples:
+                return
+            self._own_samples.add(sample)
+            self._own.append(record)
+            self._records.setdefault(sample, record)
+            self._changed.notify_all()
+        self._run_callbacks()
+
+    def finish(self, end: StreamEnd) -> None:
+        """Record that this worker, one rank of the stage, has produced all its records."""
+        self.finish_rank(*end)
+        with self._changed:
+            self._own_end = end
+        self._run_callbacks()
+
+    def read_own(
+        self, cursor: int, max_records: int, on_available: Callable[[], None]
+    ) -> OwnRecords | None:
+        """Return own records from ``cursor`` on, at most ``max_records``.
+
+        The end is only returned to a reader that has all records. After :meth:`close`, there are no
+        records and no end. Returns None if there are no new records yet; ``on_available`` is called
+        once, from any thread, when there are some.
+        """
+        with self._changed:
+            self._last_fetch = time.monotonic()
+            if self._is_closed:
+                return OwnRecords([], None)
+            if cursor < len(self._own):
+                return OwnRecords(self._own[cursor : cursor + max_records], None)
+            if self._own_end is None:
+                self._callbacks.append(on_available)
+                return None
+            self._is_fetched = True
+            self._changed.notify_all()
+            return OwnRecords([], self._own_end)
+
+    def wait_until_fetched(self, should_stop: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until some worker has all own records, after :meth:`finish`.
+
+        Returns False if ``should_stop`` returns True, or if no worker asks for ``timeout_s``.
+        """
+        start = time.monotonic()
+        with self._changed:
+            while not self._is_fetched:
+                if should_stop() or time.monotonic() - max(start, self._last_fetch) > timeout_s:
+                    return False
+                self._changed.wait(POLL_S)
+        return True
+
+    def close(self) -> None:
+        """Let no further records be fetched, because the output is on disk or invalid."""
+        with self._changed:
+            self._is_closed = True
+        self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        with self._changed:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def finish_rank(self, num_records: int, rank: int = 0, num_ranks: int = 1) -> None:
         """Record that a rank has produced all its records. A sample may have no record.
@@ -77,12 +177,14 @@ class RecordStream:
         self._first_missing[samples.start] = sample
         return sample >= samples.stop
 
-    def put_remote(self, record: Record) -> None:
-        """Add a record from another worker; it counts as unread until a stage reads it."""
+    def put_remote(self, *records: Record) -> None:
+        """Add records of another worker; a record counts as unread until a stage reads it."""
         with self._changed:
-            if record.identity.sample not in self._records:
-                self._unread.add(record.identity.sample)
-            self.put(record)
+            for record in records:
+                if record.identity.sample not in self._records:
+                    self._records[record.identity.sample] = record
+                    self._unread.add(record.identity.sample)
+            self._changed.notify_all()
 
     @property
     def num_unread(self) -> int:
@@ -221,8 +323,8 @@ class LiveOutput:
         """Yield ``count`` records of a channel as they arrive.
 
         Args:
-            source_attempt: the committed attempt from which the sender must have computed the
-                records; None: any.
+            source_attempt: the committed attempt from which the records must have been computed;
+                None: any.
 
         Raises:
             UpstreamFailed: as for :meth:`wait_for_attempt`; or a record was computed from another
@@ -244,8 +346,18 @@ class LiveOutput:
             yield from new
 
     def drop_stream(self, channel: str) -> None:
+        """Close the stream of a channel and forget its records."""
         with self._changed:
-            self._streams.pop(channel, None)
+            stream = self._streams.pop(channel, None)
+        if stream is not None:
+            stream.close()
+
+    def close(self) -> None:
+        """Close all streams."""
+        with self._changed:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.close()
 
     def has_stream(self, channel: str) -> bool:
         return channel in self._streams
@@ -309,9 +421,13 @@ class LiveStore:
     def output(self, folder: str) -> LiveOutput:
         """Return the live output of a stage instance; created on first use."""
         with self._lock:
-            if folder not in self._outputs or self._outputs[folder].invalidated:
-                self._outputs[folder] = LiveOutput()
-            return self._outputs[folder]
+            output = self._outputs.get(folder)
+            if output is not None and not output.invalidated:
+                return output
+            new_output = self._outputs[folder] = LiveOutput()
+        if output is not None:
+            output.close()
+        return new_output
 
     def pin(self, node: str, folders: Iterable[str]) -> None:
         """Pin the outputs that a running stage (``node``: ``rollout/3``) writes or reads."""
@@ -335,8 +451,9 @@ class LiveStore:
         committed = {folder for folder in unpinned if is_committed(folder)}
         with self._lock:
             dropped = committed & self._unpinned()
-            for folder in dropped:
-                del self._outputs[folder]
+            outputs = [self._outputs.pop(folder) for folder in dropped]
+        for output in outputs:
+            output.close()
         return dropped
 
     def _unpinned(self) -> set[str]:

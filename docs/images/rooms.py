@@ -53,7 +53,7 @@ ROOMS = {
         1.5,
         PIPELINE,
         "pipeline/pools",
-        ["resident workers: orders, leases,", "work queue, autoscaling, routes"],
+        ["resident workers: orders, leases,", "work queue, autoscaling"],
     ),
     "core": (
         4.9,
@@ -74,7 +74,7 @@ ROOMS = {
         1.5,
         STAGES,
         "stages/worker",
-        ["device schedule, receiving and", "forwarding records, weights"],
+        ["device schedule, policy server,", "fetching of records, weights"],
     ),
     "stages": (
         4.9,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.graph import Graph, StageNode
@@ -21,57 +21,6 @@ from stages.flow import EVALUATE, WEIGHTS
 from stages.worker import messages
 from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder, WorkerOrder
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
-
-FAN_OUT = 2
-"""Maximum number of workers to which a worker sends by socket. More would share its network link,
-fewer would make the tree of routes deeper."""
-Hosts = Mapping[str, str | None]
-"""Host by name of the worker; None if unknown."""
-Routes = dict[str, dict[str, str]]
-"""Transport by name of the sender, then of the receiver."""
-
-
-def route_tree(
-    source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool, turn: int = 0
-) -> Routes:
-    """Return a tree of routes from a worker to all receivers; some receivers forward the data.
-
-    The data is sent to each host once. The first worker of a host sends it to the other workers of
-    its host and to further hosts.
-
-    Args:
-        source: the sending worker.
-        host: host of the source; None if unknown.
-        receivers: host by name of the receiver.
-        use_shared_memory: whether workers on one host may use shared memory.
-        turn: index of this source among all that send to these receivers. Each source begins with
-            another receiver, so that forwarding is shared.
-    """
-    names = [worker for worker in receivers if worker != source]
-    offset = turn % len(names) if names else 0
-    by_host: dict[object, list[str]] = defaultdict(list)
-    for worker in (*names[offset:], *names[:offset]):
-        worker_host = receivers[worker]
-        # A worker whose host is unknown counts as the only one there.
-        by_host[(worker,) if worker_host is None else worker_host].append(worker)
-    routes: Routes = defaultdict(dict)
-    same_host = by_host.pop(host, []) if host is not None else []
-    first_per_host = [workers[0] for workers in by_host.values()]
-    _add_socket_tree(routes, source, first_per_host)
-    groups = [(source, same_host), *((first, rest) for first, *rest in by_host.values())]
-    for sender, others in groups:
-        if use_shared_memory:
-            routes[sender] |= dict.fromkeys(others, SHARED_MEMORY)
-        else:
-            _add_socket_tree(routes, sender, others)
-    return {sender: targets for sender, targets in routes.items() if targets}
-
-
-def _add_socket_tree(routes: Routes, source: str, workers: Sequence[str]) -> None:
-    senders = [source, *workers]
-    for number, worker in enumerate(workers):
-        routes[senders[number // FAN_OUT]][worker] = SOCKET
-
 
 BATCH_WAIT_S = 0.5
 """Seconds for which the orders of a pool with several ranks wait for further stages of their
@@ -155,16 +104,6 @@ class StageDispatcher:
         self._live.pop(node, None)
         self._subscribed.pop(node, None)
         self.policy_assigner.end_attempt(node)
-
-    def resend(self, producer: Lease, receiver: Lease) -> None:
-        """Forget the transfers of a broken connection, so that :meth:`dispatch` repeats them."""
-        lease_names = (producer.name, receiver.name)
-        for subscriptions in self._subscribed.values():
-            for subscription in list(subscriptions):
-                # Receivers forward the data, so the whole tree is rebuilt.
-                is_within_receiver = lease_names == (subscription[2], subscription[2])
-                if subscription[1:] == lease_names or is_within_receiver:
-                    subscriptions.discard(subscription)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
         """Return (iteration, chunk, stage index), the order in which stages get a shared device
@@ -266,8 +205,7 @@ class StageDispatcher:
         )
 
     def _subscribe(self) -> None:
-        """Order producers to send their output to the workers that need it. Workers that join later
-        also get the earlier records."""
+        """Order the workers that need an output to fetch it from its producers."""
         leases = self._leases()
         for target, live in self._live.items():
             for name, source in live.items():
@@ -288,21 +226,57 @@ class StageDispatcher:
                 self._subscribed[target].update(
                     (name, producer.name, receiver.name) for receiver in receivers
                 )
-                receiver_hosts = {
-                    worker: host
+                workers = [
+                    worker
                     for receiver in receivers
-                    for worker, host in self._hosts(target, receiver, name).items()
-                }
-                output = self._relative(self._graph.output_folder(self._run.folder, source))
-                for origin, worker, transports in self._routes(
-                    source, target, name, producer, receiver_hosts
-                ):
-                    self._send(
-                        worker,
-                        messages.SendOutput(
-                            output=output, channel=name, transports=transports, producer=origin
-                        ),
-                    )
+                    for worker in self._receiving_workers(target, receiver, name)
+                ]
+                if name in self._flow.stream_channels:
+                    self._order_records(source, target, name, producer, workers)
+                else:
+                    self._order_weights(source, target, producer, workers)
+
+    def _order_records(
+        self,
+        source: StageNode,
+        target: StageNode,
+        channel: str,
+        producer: Lease,
+        receivers: Sequence[str],
+    ) -> None:
+        """Order workers to fetch records from all primary ranks of the producer."""
+        ranks = self._ranks(source)
+        world = ProcessGroupInfo(size=len(ranks), layout=self._layout(source))
+        workers = producer.workers(ranks)
+        producers = [workers[rank] for rank in world.primary_ranks]
+        for receiver in receivers:
+            if others := tuple(worker for worker in producers if worker != receiver):
+                order = messages.FetchOutput(
+                    output=self._output(source),
+                    channel=channel,
+                    producers=others,
+                    transport=self._transport(source, target, SOCKET),
+                )
+                self._send(receiver, order)
+
+    def _order_weights(
+        self, source: StageNode, target: StageNode, producer: Lease, receivers: Sequence[str]
+    ) -> None:
+        """Order workers to fetch weights from rank 0 of the producer."""
+        transport = self._transport(source, target, SHARED_MEMORY)
+        publisher = producer.workers(self._ranks(source))[0]
+        members = (publisher, *receivers) if transport in WEIGHT_TRANSPORTS else ()
+        order = messages.FetchWeights(
+            output=self._output(source), producer=publisher, transport=transport, members=members
+        )
+        for receiver in receivers:
+            self._send(receiver, order)
+
+    def _output(self, node: StageNode) -> str:
+        return self._relative(self._graph.output_folder(self._run.folder, node))
+
+    def _transport(self, source: StageNode, target: StageNode, default: str) -> str:
+        return self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
 
     def _receivers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
         """Return the leases that receive an input: leases that compute the stage, all generators of
@@ -316,50 +290,17 @@ class StageDispatcher:
         pools = [pool for pool in self._pools if pool.slot is not None or pool.also_generates]
         return [lease for pool in pools if (lease := pool.active_lease) is not None]
 
-    def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
-        """Return the workers of a lease that receive an input of a stage, with their hosts."""
+    def _receiving_workers(self, target: StageNode, receiver: Lease, name: str) -> list[str]:
+        """Return the workers of a lease that receive an input of a stage."""
         if name == WEIGHTS and self.policy_assigner.needs_policy(target.stage):
-            return receiver.hosts(self.policy_assigner.ranks())
-        return receiver.hosts(
-            range(receiver.size) if self._only_collects(target) else self._ranks(target)
-        )
+            return receiver.workers(self.policy_assigner.ranks())
+        if self._only_collects(target):
+            return receiver.workers()
+        return receiver.workers(self._ranks(target))
 
     def _only_collects(self, node: StageNode) -> bool:
         """Return whether a node only collects the samples of generators (elastic workers)."""
         return self._has_elastic_pool and node.stage == self._flow.elastic_stage
-
-    def _routes(
-        self,
-        source: StageNode,
-        target: StageNode,
-        name: str,
-        producer: Lease,
-        receivers: Mapping[str, str | None],
-    ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Yield the producing worker, a sending worker (the producer or a receiver that forwards),
-        and the transport to each of its receivers.
-
-        Records come from all primary ranks of the producer, weights from its rank 0.
-        """
-        are_records = name in self._flow.stream_channels
-        default = SOCKET if are_records else SHARED_MEMORY
-        transport = self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
-        if not receivers:
-            return
-        if transport in WEIGHT_TRANSPORTS and name == WEIGHTS:
-            origin = producer.primary_worker
-            yield origin, origin, dict.fromkeys(receivers, transport)
-            return
-        use_shared_memory = transport == SHARED_MEMORY
-        ranks = self._ranks(source)
-        primary_ranks = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
-        producers = list(producer.hosts(ranks).items())
-        for turn, rank in enumerate(primary_ranks if are_records else [0]):
-            origin, host = producers[rank]
-            for sender, targets in route_tree(
-                origin, host, receivers, use_shared_memory=use_shared_memory, turn=turn
-            ).items():
-                yield origin, sender, targets
 
     def _reads_own_shard(self, source: StageNode, node: StageNode) -> bool:
         """Return whether each process of a node reads its shard of the weights from the published
@@ -372,8 +313,7 @@ class StageDispatcher:
         """Return whether an output is sent live, and not read from committed files."""
         is_large = self._has_large_steps and source.stage == self._flow.rollout_stage
         default = "file" if is_large else "socket"
-        transport = self._plan.transports.get(f"{source.stage} -> {node.stage}", default)
-        return transport not in COMMITTED_TRANSPORTS
+        return self._transport(source, node, default) not in COMMITTED_TRANSPORTS
 
     def _send_orders(self, pool: PoolState, lease: Lease) -> None:
         """Send the orders of all stages whose inputs are decided."""

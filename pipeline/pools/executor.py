@@ -53,7 +53,8 @@ from stages.runner import StageCall
 from stages.worker.messages import (
     CancelWork,
     CollectedPrompts,
-    ConnectionLost,
+    FetchOutput,
+    GenerateStarts,
     ShutDown,
     StageEnded,
     WeightsAvailable,
@@ -62,6 +63,7 @@ from stages.worker.messages import (
     WorkItemEnded,
     read_report,
 )
+from stages.worker.record_transfer import SOCKET
 from stages.worker_state import StageProgressCallback
 
 PROGRESS_KEYS = ("stage", "done", "total", "unit", "note")
@@ -225,6 +227,16 @@ class PoolExecutor:
         leases = [lease for p in self._generators() if (lease := p.active_lease) is not None]
         workers = [lease.primary_worker for lease in leases if not lease.assigned]
         for worker, order in self._scheduler.next_orders(workers, self._helpers()):
+            if isinstance(order, GenerateStarts) and order.starts:
+                fetch = FetchOutput(
+                    output=order.output,
+                    channel="trajectories",
+                    producers=(worker,),
+                    transport=SOCKET,
+                    work_item=order.work_item,
+                    source_attempt=order.weights_attempt,
+                )
+                self._send(order.receiver, fetch)
             self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
@@ -290,10 +302,6 @@ class PoolExecutor:
                     owner.lease.num_finished += 1
             case WeightsAvailable():
                 self._scheduler.on_weights(worker, report.output, report.attempt, report.iteration)
-            case ConnectionLost():
-                receiver = self._find_lease(report.worker)
-                if owner is not None and receiver is not None:
-                    self._dispatcher.resend(owner.lease, receiver.lease)
             case CollectedPrompts() | StageEnded():
                 stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))

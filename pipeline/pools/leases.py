@@ -83,13 +83,6 @@ class Lease:
         """The worker of rank 0."""
         return worker_name(self.name, 0)
 
-    def hosts(self, ranks: Iterable[int]) -> dict[str, str | None]:
-        """Return the host of each worker by name; None if unknown."""
-        return {
-            worker_name(self.name, rank): self.worker_info.get(rank, {}).get("host")
-            for rank in ranks
-        }
-
 
 @dataclass(eq=False)
 class PoolState:

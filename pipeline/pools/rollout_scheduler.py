@@ -1,8 +1,8 @@
 """Scheduling of rollouts on elastic pools: which generator computes which work items.
 
 A rollout has a collector, the worker that consumes its trajectories. A work item is some of the
-prompts of a rollout. Generators (the workers of the elastic pool) get work items and send
-trajectories to the collector. Helpers, which are workers of pools with other stages, also get work
+prompts of a rollout. Generators (the workers of the elastic pool) get work items, and the collector
+fetches their trajectories. Helpers, which are workers of pools with other stages, also get work
 items until the queue is empty. Generators then finish the long samples of the helpers.
 
 Work items go to workers that have the weights in memory, and to all workers after the weights are
@@ -376,6 +376,7 @@ class RolloutScheduler:
         if report.unfinished_starts:
             unfinished = rollout.queue.reassign(item, report.unfinished_starts, report.successor)
             partial = messages.PartialSamples(
+                worker=worker,
                 item_number=number,
                 channel=partial_samples_channel(name),
                 num_samples=report.num_partial_samples,

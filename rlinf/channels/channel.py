@@ -56,13 +56,6 @@ class RecordSink(ABC):
             DataError: the record cannot be sent.
         """
 
-    def flush(self) -> None:  # noqa: B027 - a no-op if put itself waits
-        """Wait until all records that were put survive the end of this process.
-
-        Raises:
-            ChannelFailed: as for ``put``.
-        """
-
     @abstractmethod
     def close(self) -> None:
         """Close the channel to further records; earlier records can still be read."""

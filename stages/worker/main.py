@@ -1,15 +1,14 @@
 """``python -m stages.worker.main``: one resident worker of a pool.
 
 The worker receives orders from the run's driver, schedules its stages on the device, and commits
-the output of a stage while the next stage computes. Its stages share records and weights in memory.
-It also sends both to other workers. Data that is not in memory is read from disk, so a worker can
+the output of a stage while the next stage computes. Its stages share records and weights in memory,
+and other workers fetch both from it. Data that is not in memory is read from disk, so a worker can
 start, stop or be replaced at any time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import logging
 import os
@@ -20,22 +19,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rlinf import process_tuning, shared_memory
 from rlinf.artifacts import DATA_PREFIX, MANIFEST
-from rlinf.channels.channel import ChannelClosed, ChannelFailed
+from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.control_link import WorkerLink
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
+from rlinf.channels.requests import Request, RequestServer
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, RlinfError, exception_line, translate_resource_errors
 from rlinf.user_code import exit_code_and_message, translate_user_errors
 from slurm.stop_signals import StopFlag, seconds_until_stop
-from stages.context import LiveContext, RecordWriter, StageInput
+from stages.context import LiveContext, StageInput
 from stages.device_schedule import DeviceSchedule, DeviceSlot, Unscheduled
 from stages.factory import WEIGHTS, weight_sync_dtype
-from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, worker_name
+from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, worker_name, worker_pointer
 from stages.live_store import LiveOutput, LiveStore
 from stages.rank_reports import AttemptRanks
 from stages.runner import StageAttempt, StageCall, load_config, withdraw_on_damage
@@ -44,11 +43,11 @@ from stages.worker.messages import (
     AttemptEnded,
     CancelWork,
     CollectedPrompts,
-    ConnectionLost,
+    FetchOutput,
+    FetchWeights,
     GenerateStarts,
     ReassignWork,
     RunStages,
-    SendOutput,
     ServePolicy,
     ShutDown,
     StageEnded,
@@ -60,7 +59,7 @@ from stages.worker.messages import (
 )
 from stages.worker.policy_client import PolicyClients
 from stages.worker.policy_server import PolicyServer
-from stages.worker.record_transfer import RecordForwarder, RecordReceiver, RecordSender
+from stages.worker.record_transfer import RECORDS, Fetcher, RecordFetch, RecordServer
 from stages.worker.rollout_worker import RolloutWorker
 from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 from stages.worker_state import ActivityTracker, WorkerState
@@ -146,26 +145,17 @@ class PoolWorker:
         self._last_progress = time.monotonic()
         """When any stage last made progress (monotonic, s)."""
         self._lock = threading.Lock()
-        self._record_sender = RecordSender(
-            run / CHANNELS_FOLDER, self._report_connection_lost, self._name
-        )
-        staleness = config.rollout.staleness
-        self._forwarder = RecordForwarder(self._record_sender)
-        self._publisher = WeightPublisher(self._record_sender, dtype)
-        weights = WeightReceiver(self._live_store, self._publisher, staleness, self._report_weights)
-        handlers = {WEIGHTS: weights.handle_record}
-        self._record_receiver = RecordReceiver(
-            run / CHANNELS_FOLDER,
-            self._name,
-            self._live_store,
-            handlers,
-            forward=self._forwarder.forward if self._world.size > 1 else lambda *_: None,
+        channels = run / CHANNELS_FOLDER
+        self._record_server = RecordServer(self._live_store)
+        self._publisher = WeightPublisher(channels, self._name, dtype)
+        self._fetcher = Fetcher(channels)
+        self._weight_receiver = WeightReceiver(
+            channels, self._name, self._live_store, config.rollout.staleness, self._report_weights
         )
         self._rollout_worker = RolloutWorker(
             run,
             config,
             self._live_store,
-            self._record_sender,
             self._schedule,
             self._worker_state,
             self._activity,
@@ -174,7 +164,8 @@ class PoolWorker:
         )
         shared = (self._live_store, self._schedule, self._worker_state, self._activity)
         self._policy_server = PolicyServer(run, config, self._name, *shared, self._should_stop)
-        self._policy_clients = PolicyClients(run / CHANNELS_FOLDER, self._name)
+        self._policy_clients = PolicyClients(channels, self._name)
+        self._server = RequestServer(worker_pointer(channels, self._name), self._handle_request)
         remaining_s = seconds_until_stop()
         description = {
             "pool": pool,
@@ -185,7 +176,7 @@ class PoolWorker:
             "host": os.uname().nodename,
             "ends": None if remaining_s is None else time.time() + remaining_s,
         }
-        self._link = WorkerLink(run / CHANNELS_FOLDER, self._name, description)
+        self._link = WorkerLink(channels, self._name, description)
 
     def serve(self, orphan_s: float) -> int:
         """Execute the driver's orders; return the exit code."""
@@ -205,8 +196,14 @@ class PoolWorker:
                     break
                 for order in orders:
                     match order:
-                        case SendOutput():
-                            self._send_output(order)
+                        case FetchOutput():
+                            for worker in order.producers:
+                                fetch = RecordFetch(order, worker, self._live_store)
+                                self._fetcher.add(worker, fetch)
+                        case FetchWeights():
+                            self._fetcher.add(
+                                order.producer, self._weight_receiver.create_fetch(order)
+                            )
                         case ServePolicy():
                             self._policy_server.serve(order)
                         case AttemptEnded():
@@ -266,30 +263,25 @@ class PoolWorker:
         self._schedule.close()
         self._rollout_worker.close()
         self._policy_server.close()
+        self._fetcher.close()
         self._publisher.close()
-        self._forwarder.close()
-        self._record_sender.close()
+        self._weight_receiver.close()
         self._link.close()
-        self._record_receiver.close()
+        self._server.close()
+        self._record_server.close()
         self._worker_state.close()
 
-    def _report_connection_lost(self, worker: str) -> None:
-        with contextlib.suppress(ChannelClosed, ChannelFailed):
-            self._send_report(ConnectionLost(worker=worker))
+    def _handle_request(self, request: Request) -> None:
+        """Handle a request of another worker."""
+        if request.method == RECORDS:
+            self._record_server.handle(request)
+        elif request.method == WEIGHTS:
+            self._publisher.handle(request)
+        else:
+            self._policy_server.handle(request)
 
     def _send_report(self, report: WorkerReport) -> None:
         self._link.send_report(report.to_dict())
-
-    def _send_output(self, order: SendOutput) -> None:
-        """Send or forward an output to the workers that wait for it."""
-        out, channel, transports = order.output, order.channel, order.transports
-        self._live_store.output(out)  # replaces an invalidated output
-        if channel == WEIGHTS:
-            self._publisher.subscribe(out, transports)
-        elif order.producer == self._name:
-            self._record_sender.subscribe(f"{out}:{channel}", transports)
-        else:
-            self._forwarder.subscribe(f"{out}:{channel}", order.producer, transports)
 
     def _add_stage(self, order: StageOrder) -> threading.Thread | None:
         """Register a stage and reserve its slot; return its thread, or None if it already runs."""
@@ -356,12 +348,6 @@ class PoolWorker:
             source = self._live_store.output(folder) if live else None
             inputs[name] = StageInput(self._run / folder, None, source, self._should_stop)
 
-        def open_sink(channel: str) -> RecordWriter:
-            records = partial(output.available_records, channel)
-            return self._record_sender.open_stream(
-                f"{out}:{channel}", world.data_parallel_rank, world.data_parallel_size, records
-            )
-
         now = time.time()
         return StageAttempt(
             StageCall(
@@ -379,7 +365,7 @@ class PoolWorker:
             process_start=now,
             start=now,
             name=order.attempt,
-            live=LiveContext(output, slot, open_sink, order.num_chunks),
+            live=LiveContext(output, slot, order.num_chunks),
             worker=self._name,
             receives_trajectories=order.receives_trajectories,
             remote_policy=self._policy_clients.create_client(order, world.rank),
@@ -418,9 +404,9 @@ class PoolWorker:
     def _drop_committed(self) -> None:
         """Drop live outputs that are committed and that no running stage of this worker reads."""
         dropped = self._live_store.release_committed(self._is_committed)
-        self._record_sender.drop_outputs(dropped)
-        self._forwarder.drop_outputs(dropped)
-        self._publisher.drop_subscribers(dropped)
+        self._record_server.drop_outputs(dropped)
+        self._publisher.drop_outputs(dropped)
+        self._fetcher.drop_outputs(dropped)
 
     def _is_committed(self, folder: str) -> bool:
         try:
@@ -455,7 +441,7 @@ class PoolWorker:
                 "active_stages": self._activity.rows(),
                 "version": None if engine is None else engine.version,
                 "queued_records": self._live_store.num_unread,
-                "malformed": self._record_receiver.num_malformed,
+                "malformed": self._server.malformed,
             }
         )
 

@@ -1,9 +1,8 @@
-"""The messages between the driver and the pool workers, and between pool workers.
+"""The messages between the driver and the pool workers.
 
 The driver sends orders and workers send reports over the control link
-(:mod:`rlinf.channels.control_link`). A message between workers is the ``info`` of a record
-(:mod:`stages.worker.weight_transfer`, :mod:`stages.worker.policy_client`). Each message is a
-mapping; its key ``type`` names its class. Fields with the same meaning in all messages:
+(:mod:`rlinf.channels.control_link`). Each message is a mapping; its key ``type`` names its class.
+Fields with the same meaning in all messages:
 
 - ``node``: a stage of one iteration, such as ``rollout/3``;
 - ``output``: an output folder, relative to the run folder;
@@ -65,26 +64,41 @@ class RunStages(WorkerMessage):
     stages: tuple[StageOrder, ...]
 
 
-class SendOutput(WorkerMessage):
-    """Send the existing and future records of an output to other workers."""
+class FetchOutput(WorkerMessage):
+    """Fetch the records of an output from the workers that produce them."""
 
-    type: Literal["send_output"] = "send_output"
+    type: Literal["fetch_output"] = "fetch_output"
     output: str
     channel: str
-    transports: dict[str, str]
-    """The transport to each receiving worker, by name of the worker."""
+    producers: tuple[str, ...]
+    transport: str
+    """``socket``, or ``shared_memory`` for workers on the same machine."""
+    work_item: str = ""
+    """The work item of which the records are trajectories; empty: the records of a whole rank."""
+    source_attempt: str | None = None
+    """The attempt that produced the weights of the work item; None: they are committed."""
+
+
+class FetchWeights(WorkerMessage):
+    """Fetch the weights of an output from the worker that publishes them."""
+
+    type: Literal["fetch_weights"] = "fetch_weights"
+    output: str
     producer: str
-    """The worker that produces the output. A worker that gets this order for another worker's
-    output forwards the records that it receives."""
+    transport: str
+    """``shared_memory``, or the backend of a process group: ``gloo`` or ``nccl``."""
+    members: tuple[str, ...] = ()
+    """The members of the group, the producer first."""
 
 
 class PartialSamples(WorkerMessage):
-    """Unfinished samples of a work item, sent by the worker that began the item."""
+    """Unfinished samples of a work item, in the worker that began the item."""
 
+    worker: str
     item_number: int
     """The number of the work item in its rollout."""
     channel: str
-    """The channel on which the samples arrive."""
+    """The channel of the samples in that worker."""
     num_samples: int
     weights_attempt: str | None
     """The attempt that produced the weights of the samples; None: it was committed."""
@@ -104,7 +118,7 @@ class GenerateStarts(WorkerMessage):
     weights_attempt: str | None
     """The attempt that produced the weights; None: they are committed."""
     receiver: str
-    """The worker that receives the trajectories."""
+    """The worker that fetches the trajectories."""
     starts: tuple[int, ...]
     partial: PartialSamples | None = None
     """Unfinished samples to continue; None: all samples of the starts begin anew."""
@@ -187,13 +201,6 @@ class WeightsAvailable(WorkerMessage):
     """The iteration of the stage that published the weights."""
 
 
-class ConnectionLost(WorkerMessage):
-    """Another worker no longer accepts records."""
-
-    type: Literal["connection_lost"] = "connection_lost"
-    worker: str
-
-
 class WorkItemEnded(WorkerMessage):
     """A work item was completed (exit code 0) or has failed."""
 
@@ -209,157 +216,15 @@ class WorkItemEnded(WorkerMessage):
     successor: str = ""
     """The worker that continues the unfinished samples, if any."""
     num_partial_samples: int = 0
-    """The number of unfinished samples sent to the successor."""
+    """The number of unfinished samples that the successor can fetch."""
     used_disk_fallback: bool = False
     """Whether weights expected in memory were read from disk."""
 
 
-class WeightsInSharedMemory(WorkerMessage):
-    """The weights are in shared memory of the machine that sender and receiver share."""
-
-    type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
-    attempt: str
-    segment: str
-    """Name of the shared-memory segment."""
-
-
-class WeightsStart(WorkerMessage):
-    """The buckets (pieces) of the weights follow. The payload is their layout, as JSON."""
-
-    type: Literal["weights_start"] = "weights_start"
-    attempt: str
-
-
-class WeightsBucket(WorkerMessage):
-    """One bucket of the weights. The payload is its bytes."""
-
-    type: Literal["weights_bucket"] = "weights_bucket"
-    attempt: str
-    checksum: str
-    """Checksum of the bytes, hexadecimal."""
-
-
-class WeightsEnd(WorkerMessage):
-    """All buckets of the weights have been sent."""
-
-    type: Literal["weights_end"] = "weights_end"
-    attempt: str
-    digest: str
-    """Digest of version number, layout and checksums."""
-
-
-class GroupFormed(WorkerMessage):
-    """The members form the process group ``group``; the first member will send weights."""
-
-    type: Literal["group_formed"] = "group_formed"
-    group: str
-    members: str
-    """Worker names, separated by commas."""
-    backend: str
-    """``gloo`` or ``nccl``."""
-
-
-class GroupSendStarted(WorkerMessage):
-    """The next broadcast of the group has the weights that this attempt produced."""
-
-    type: Literal["group_send_started"] = "group_send_started"
-    group: str
-    attempt: str
-
-
-class GroupSendDone(WorkerMessage):
-    """The broadcast has reached all members."""
-
-    type: Literal["group_send_done"] = "group_send_done"
-    group: str
-    digest: str
-    """Digest of the weights that were sent."""
-
-
-class GroupClosed(WorkerMessage):
-    """The group is closed."""
-
-    type: Literal["group_closed"] = "group_closed"
-    group: str
-
-
-class RequestSlot(WorkerMessage):
-    """The client (a worker with simulators) requests a device slot, the right to use the device, of
-    the server (the worker with the policy). Client and server each need a slot of their own."""
-
-    type: Literal["request_slot"] = "request_slot"
-
-
-class SlotOffered(WorkerMessage):
-    """The server has its device slot and offers it for a short time."""
-
-    type: Literal["slot_offered"] = "slot_offered"
-    number: int
-    """Number of the offer."""
-
-
-class SlotAccepted(WorkerMessage):
-    """The client has its own device slot and accepts the offer with this number."""
-
-    type: Literal["slot_accepted"] = "slot_accepted"
-    number: int
-
-
-class SlotConfirmed(WorkerMessage):
-    """Both sides keep their slots until the client releases them."""
-
-    type: Literal["slot_confirmed"] = "slot_confirmed"
-    weights_attempt: str
-    """The attempt that produced the weights; empty: the engine has committed weights that are newer
-    than those of the order."""
-    used_disk_fallback: bool = False
-    """Whether weights expected in memory were read from disk."""
-
-
-class SlotExpired(WorkerMessage):
-    """The offer has expired; the client must request a slot again."""
-
-    type: Literal["slot_expired"] = "slot_expired"
-
-
-class ReleaseSlot(WorkerMessage):
-    """The client needs no more actions."""
-
-    type: Literal["release_slot"] = "release_slot"
-
-
-class SlotReleased(WorkerMessage):
-    """The server's reply to :class:`ReleaseSlot`, with the spans of its work."""
-
-    type: Literal["slot_released"] = "slot_released"
-    spans: str
-    """JSON: a list of [name, start, end]."""
-    host: str
-
-
-class PolicyFailure(WorkerMessage):
-    """The policy has failed and sends no more actions."""
-
-    type: Literal["policy_failure"] = "policy_failure"
-    exit_code: int
-    reason: str
-
-
-GroupMessage = GroupFormed | GroupSendStarted | GroupSendDone | GroupClosed
-WeightMessage = WeightsInSharedMemory | WeightsStart | WeightsBucket | WeightsEnd | GroupMessage
-PolicyMessage = (
-    RequestSlot
-    | SlotOffered
-    | SlotAccepted
-    | SlotConfirmed
-    | SlotExpired
-    | ReleaseSlot
-    | SlotReleased
-    | PolicyFailure
-)
 WorkerOrder = (
     RunStages
-    | SendOutput
+    | FetchOutput
+    | FetchWeights
     | ServePolicy
     | AttemptEnded
     | GenerateStarts
@@ -367,15 +232,9 @@ WorkerOrder = (
     | CancelWork
     | ShutDown
 )
-WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | ConnectionLost | WorkItemEnded
+WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
-_WEIGHT_MESSAGE: TypeAdapter[WeightMessage] = TypeAdapter(
-    Annotated[WeightMessage, Field(discriminator="type")]
-)
-_POLICY_MESSAGE: TypeAdapter[PolicyMessage] = TypeAdapter(
-    Annotated[PolicyMessage, Field(discriminator="type")]
-)
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
     Annotated[WorkerReport, Field(discriminator="type")]
 )
@@ -397,24 +256,6 @@ def read_report(content: Mapping[str, Any]) -> WorkerReport:
         DataError: the content is not a report.
     """
     return _read(_REPORT, content)
-
-
-def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
-    """Validate a message about weights.
-
-    Raises:
-        DataError: the content is not a weight message.
-    """
-    return _read(_WEIGHT_MESSAGE, content)
-
-
-def read_policy_message(content: Mapping[str, Any]) -> PolicyMessage:
-    """Validate a message between a policy client and its server.
-
-    Raises:
-        DataError: the content is not a policy message.
-    """
-    return _read(_POLICY_MESSAGE, content)
 
 
 def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:

@@ -1,156 +1,92 @@
 """The client of a stage whose simulators use the policy of another pool worker.
 
-The worker with the engine hosts a mailbox (:mod:`stages.worker.policy_server`). The client sends
-observations to the mailbox and receives actions. The mailbox is encrypted, authenticated and
-monitored by heartbeats, like every channel of a run.
-
-A rollout needs two device slots, which are rights to use a device (:mod:`stages.device_schedule`):
-one in the worker with the simulators and one in the worker with the policy. To avoid a deadlock,
-neither side keeps its slot while it waits for the other:
-
-1. The client sends :class:`RequestSlot` and waits without a slot.
-2. The server acquires its slot and sends :class:`SlotOffered`. The offer expires soon.
-3. The client acquires its own slot and sends :class:`SlotAccepted`.
-4. The server replies :class:`SlotConfirmed`, and both keep their slots until the client sends
-   :class:`ReleaseSlot`. If the offer has expired, the server replies :class:`SlotExpired`, and the
-   client begins again with step 1.
+The client sends observations to the policy server of that worker and gets actions
+(:mod:`stages.worker.policy_server`). While it waits, the stage releases its device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
-from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import msgpack
-
-from rlinf.channels.channel import Channel, ChannelClosed, ChannelFailed
-from rlinf.channels.curve_sockets import first_reachable, routing_id
-from rlinf.channels.mailbox import MailboxPeer
-from rlinf.channels.mailbox_protocol import Block
-from rlinf.channels.record_streams import find_channel_host
+from rlinf.channels import requests
+from rlinf.channels.channel import Channel, ChannelFailed
+from rlinf.channels.requests import Message, RequestClient
 from rlinf.channels.wire_format import decode_record, encode_record
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import Record
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import Environment, RolloutRequest
-from rlinf.errors import (
-    EXIT_REQUEUE,
-    DataError,
-    InputError,
-    RequeueRequested,
-    RlinfError,
-    UpstreamFailed,
-)
+from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested, RlinfError, UpstreamFailed
 from stages.context import StageContext
+from stages.layout import worker_pointer
 from stages.live_store import LiveOutput, evict_oldest
-from stages.worker.messages import (
-    AttemptEnded,
-    PolicyFailure,
-    PolicyMessage,
-    ReleaseSlot,
-    RequestSlot,
-    SlotAccepted,
-    SlotConfirmed,
-    SlotExpired,
-    SlotOffered,
-    SlotReleased,
-    StageOrder,
-    WorkerMessage,
-    read_policy_message,
-)
+from stages.worker.messages import AttemptEnded, StageOrder
 
+ACT, FINISH = "act", "finish"
+"""Methods of a policy server."""
 POLL_S = 0.2
 """Seconds between checks whether a waiting thread should stop."""
 CONNECT_TIMEOUT_S = 60.0
-"""How long the policy worker may take to accept a connection."""
-RELEASE_TIMEOUT_S = 5.0
-"""How long a finished client waits for the spans of the server."""
+"""How long the policy worker may take to answer for the first time."""
 MAX_REMEMBERED_ORDERS = 1024
-"""Number of orders and of ended attempts to remember."""
-CONTROL_SAMPLE = -1
-"""The sample number of control messages; requests and replies have other numbers."""
 POLICY_WAIT = "the policy"
-"""Name of the wait for a slot of the policy, in the status."""
+"""Name of the wait for the policy, in the status."""
 
 
-def policy_channel(worker: str) -> str:
-    """Return the name of the mailbox of a policy server."""
-    return f"{worker}-policy"
+def check_size(size: int, description: str) -> None:
+    """Check the size of a request or reply, in bytes.
 
+    Args:
+        description: what is sent, for the error.
 
-def encode_message(message: WorkerMessage) -> Block:
-    """Encode a control message for the wire."""
-    return encode_record(Record(RecordId(0, CONTROL_SAMPLE), info=message.to_dict())).to_bytes()
+    Raises:
+        DataError: it is too large.
+    """
+    if size > requests.MAX_MESSAGE_BYTES:
+        raise DataError(
+            f"{description} takes {size} bytes, and a message may have "
+            f"{requests.MAX_MESSAGE_BYTES}: let fewer be simulated together "
+            "(task.max_parallel_envs), or give their stage more processes"
+        )
 
 
 class PolicyFailed(RlinfError):
-    """An error of the policy in another worker, with the exit code of that error."""
+    """An error of the policy in another worker, with its exit code."""
 
-    def __init__(self, worker: str, failed: PolicyFailure) -> None:
-        super().__init__(f"{worker}, which has the policy: {failed.reason}")
-        self.exit_code = failed.exit_code
-
-
-class _Reordered(Exception):
-    """Another driver ordered the stage again before the server had confirmed a slot."""
-
-
-def encode_policy_message(record: Record, max_bytes: int, description: str, kind: str) -> Block:
-    """Encode a request or reply for the wire.
-
-    Args:
-        max_bytes: the largest message that the other worker accepts.
-        description: a description of the record's content, for the error.
-        kind: "a request to ..." or "a reply", for the error.
-
-    Raises:
-        DataError: the encoded record is larger than ``max_bytes``.
-    """
-    encoded = encode_record(record)
-    if encoded.size > max_bytes:
-        raise DataError(
-            f"{description} takes {encoded.size} bytes, and {kind} may have {max_bytes}: let fewer "
-            "be simulated together (task.max_parallel_envs), or give their stage more processes"
-        )
-    return encoded.to_bytes()
+    def __init__(self, worker: str, exit_code: int, reason: str) -> None:
+        super().__init__(f"{worker}, which has the policy: {reason}")
+        self.exit_code = exit_code
 
 
 class PolicyClient(Channel):
-    """A client of one policy server, for one attempt at a stage.
+    """A client of one policy server, for one attempt at a stage and one thread.
 
     Args:
         folder: the run's folder for channels.
         name: the name of this worker.
-        order: the order to compute the stage, with the names of the policy workers.
+        order: the stage order; it names the policy workers.
         rank: rank of this process in the stage.
     """
 
     def __init__(self, folder: Path, name: str, order: StageOrder, rank: int) -> None:
         self._folder, self._name, self._rank = folder, name, rank
         self._order = self._newest_order = order
-        self._server = ""
-        """Name of the worker with the policy."""
-        self._is_confirmed = False
-        """Whether the server has confirmed a slot."""
-        self._max_request_bytes = 0
-        """The largest request that the server accepts, in bytes."""
-        self._peer: MailboxPeer | None = None
-        """This end of the connection; None: not connected."""
+        self._worker = ""
+        self._client: RequestClient | None = None
         self._ctx: StageContext | None = None
-        self._replies: deque[Record] = deque()
-        self._messages: deque[PolicyMessage] = deque()
-        """Control messages that have arrived and are not handled yet."""
+        self._blocks: dict[int, bytearray] = {}
+        """Encoded observations without actions, by number of the request."""
+        self._was_served = False
         self._lost_reason: str | None = None
-        """Why the policy worker is lost; None: it is not."""
+        self._deadline = 0.0
 
     def rollout_iter(
-        self, ctx: StageContext, environment: Environment, request: RolloutRequest
+        self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
     ) -> Generator[Trajectory]:
-        """Yield the trajectories of ``request``; both device slots are kept until :meth:`finish`.
+        """Yield the trajectories of ``episodes``.
 
         Raises:
             RequeueRequested: the allocation is about to end.
@@ -158,9 +94,8 @@ class PolicyClient(Channel):
             PolicyFailed: the policy failed in its worker.
         """
         self._ctx = ctx
-        if self._peer is None:
-            self._acquire_slot(ctx)
-        yield from environment.simulate(request, self, self)
+        self._deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        yield from environment.simulate(episodes, self, self)
 
     def mark_lost(self, reason: str) -> None:
         """Record that the policy worker is lost."""
@@ -169,173 +104,140 @@ class PolicyClient(Channel):
     def update_order(self, order: StageOrder) -> None:
         """Replace the order, because another driver has ordered the stage again.
 
-        The first driver may have died before it sent an order to the policy worker. Until a slot is
-        confirmed, the client therefore connects again, to the policy worker of the new order.
+        The first driver may have died before it sent an order to the policy worker. Until the
+        client has got actions, it turns to the worker of the newest order.
         """
         self._newest_order = order
 
     def put(self, record: Record) -> None:
-        """Send an observation to the policy.
+        """Send observations to the policy.
 
         Raises:
-            DataError: the request is larger than the server accepts.
+            DataError: they are too large for one message.
         """
-        description = f"what the simulators of {self._order.node} observe in one step"
-        self._send(
-            encode_policy_message(
-                record, self._max_request_bytes, description, f"a request to {self._server}"
-            )
-        )
+        encoded = encode_record(record)
+        check_size(encoded.size, f"what the simulators of {self._order.node} observe in one step")
+        self._act(encoded.to_bytes())
 
     def get(self) -> Record:
-        while not self._replies:
-            self._receive()
-        return self._replies.popleft()
+        assert self._ctx is not None
+        with self._ctx.waiting(POLICY_WAIT):
+            while True:
+                number, reply = self._receive()
+                block = self._blocks.pop(number)
+                if not reply.arguments.get("retry"):
+                    break
+                self._raise_if_silent("has no order to serve this attempt")
+                time.sleep(POLL_S / 4)
+                self._act(block)
+        if "reason" in reply.arguments:
+            reason, exit_code = reply.arguments["reason"], reply.arguments["exit_code"]
+            if exit_code == EXIT_REQUEUE:
+                raise UpstreamFailed(f"{self._worker}, which has the policy: {reason}")
+            raise PolicyFailed(self._worker, exit_code, reason)
+        if not self._was_served:
+            self._note_weights(reply)
+        self._was_served = True
+        return decode_record(reply.blocks[0])
 
     def close(self) -> None:
-        """Do nothing: the observations of one rollout end, but another may follow."""
+        """End the observations of this rollout; another :meth:`rollout_iter` may send more."""
 
     def finish(self, *, completed: bool) -> None:
-        """Release the policy's slot and disconnect.
+        """Tell the policy that this client needs no more actions, and disconnect.
 
         Args:
-            completed: whether the rollout was completed. If so, wait for the server's spans.
+            completed: whether the rollout is complete. If so, the server's spans are recorded.
         """
-        peer, ctx = self._peer, self._ctx
-        if peer is None or ctx is None:
+        client, ctx = self._client, self._ctx
+        if client is None or ctx is None:
             return
         try:
             if completed:
-                deadline = time.monotonic() + RELEASE_TIMEOUT_S
-                # Errors are ignored, because missing spans are no reason to repeat the rollout.
-                with contextlib.suppress(RlinfError):
-                    self._send(encode_message(ReleaseSlot()))
-                    while time.monotonic() < deadline and not self._read_slot_released(ctx):
-                        self._receive()
+                arguments = {"attempt": self._order.attempt, "client": self._name}
+                # Missing spans are no reason to repeat the rollout.
+                with contextlib.suppress(ChannelFailed):
+                    reply = client.request(FINISH, arguments).arguments
+                    labels = {"worker": self._worker, "rank": ctx.world.rank, "host": reply["host"]}
+                    for name, start, end in reply["spans"]:
+                        ctx.spans.append({"name": name, **labels, "start": start, "end": end})
         finally:
-            self._peer = None
-            peer.close()
+            self._client = None
+            client.close()
 
-    def _read_slot_released(self, ctx: StageContext) -> bool:
-        """Return whether the server has replied; if so, record the spans of its reply."""
-        if not self._messages:
-            return False
-        message = self._messages.popleft()
-        if isinstance(message, SlotReleased):
-            labels = {"worker": self._server, "rank": ctx.world.rank, "host": message.host}
-            for name, start, end in json.loads(message.spans):
-                ctx.spans.append({"name": name, **labels, "start": start, "end": end})
-        return True
+    def _note_weights(self, reply: Message) -> None:
+        """Let the stage compare the policy's weights with the committed ones before it commits."""
+        assert self._ctx is not None
+        weights = self._ctx.inputs["weights"]
+        weights.used_disk_fallback |= bool(reply.arguments["used_disk_fallback"])
+        if attempt := reply.arguments["attempt"]:
+            weights.live_output, weights.used_live = LiveOutput(), True
+            weights.live_output.mark_complete(attempt)
 
-    def _acquire_slot(self, ctx: StageContext) -> None:
-        while not self._is_confirmed:
-            self._order = order = self._newest_order
-            self._server = order.policy_workers[self._rank % len(order.policy_workers)]
-            try:
-                self._request_slot(ctx)
-            except _Reordered:
-                self._messages.clear()
-                if self._peer is not None:
-                    self._peer.close()
-                    self._peer = None
-
-    def _request_slot(self, ctx: StageContext) -> None:
-        while True:
-            with ctx.waiting(POLICY_WAIT):
-                if self._peer is None:
-                    self._peer = self._connect()
-                self._send(encode_message(RequestSlot()))
-                offer = self._receive_message()
-            if not isinstance(offer, SlotOffered):
-                raise UpstreamFailed(f"{self._server} sent no slot offer: {offer!r}")
-            self._send(encode_message(SlotAccepted(number=offer.number)))
-            while isinstance(message := self._receive_message(), SlotOffered):
-                pass  # A newer offer. The reply to the accepted offer follows.
-            if isinstance(message, SlotConfirmed):
-                self._is_confirmed = True
-                weights = ctx.inputs["weights"]
-                weights.used_disk_fallback |= message.used_disk_fallback
-                if message.weights_attempt:
-                    # This attempt is compared with the committed one before this stage commits.
-                    weights.live_output, weights.used_live = LiveOutput(), True
-                    weights.live_output.mark_complete(message.weights_attempt)
-                return
-            if not isinstance(message, SlotExpired):
-                raise UpstreamFailed(f"{self._server} sent an unexpected message: {message!r}")
-
-    def _connect(self) -> MailboxPeer:
-        order = self._order
-        description = {"client": self._name, "node": order.node, "attempt": order.attempt}
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    def _act(self, block: bytearray) -> None:
+        """Send encoded observations; connect first if necessary."""
         while True:
             self._raise_if_ended()
-            # The server listens once it has received its first order.
-            with contextlib.suppress(InputError):
-                _, host = find_channel_host(self._folder, policy_channel(self._server))
-                self._max_request_bytes = host.max_bytes
-                if (address := first_reachable(host.addresses)) is not None:
-                    return MailboxPeer(
-                        self._folder / f"{policy_channel(self._server)}.socket.json",
-                        routing_id().hex(),
-                        decode_record,
-                        description=msgpack.packb(description),
-                        host=host,
-                        address=address,
-                    )
-            if time.monotonic() > deadline:
-                raise UpstreamFailed(
-                    f"{self._server}, which has the policy, has accepted no connection for "
-                    f"{CONNECT_TIMEOUT_S:g} s"
-                )
-            time.sleep(POLL_S / 4)
+            if self._client is None:
+                self._connect()
+            assert self._client is not None
+            try:
+                number = self._client.send(ACT, {"attempt": self._order.attempt}, [block])
+            except ChannelFailed as error:
+                # The policy worker may still be starting.
+                self._raise_if_silent(str(error))
+                time.sleep(POLL_S / 4)
+                continue
+            self._blocks[number] = block
+            return
 
-    def _receive_message(self) -> PolicyMessage:
-        while not self._messages:
-            self._receive()
-        return self._messages.popleft()
+    def _receive(self) -> tuple[int, Message]:
+        while True:
+            self._raise_if_ended()
+            assert self._client is not None
+            try:
+                return self._client.receive()
+            except ChannelFailed as error:
+                self._raise_if_ended()
+                if not self._is_reordered:
+                    raise UpstreamFailed(
+                        f"{self._worker}, which has the policy, is lost: {error}"
+                    ) from None
+            blocks, self._blocks = list(self._blocks.values()), {}
+            self._client.close()
+            self._client = None
+            for block in blocks:
+                self._act(block)
+
+    def _connect(self) -> None:
+        self._order = self._newest_order
+        workers = self._order.policy_workers
+        self._worker = workers[self._rank % len(workers)]
+        self._client = RequestClient(
+            worker_pointer(self._folder, self._worker), self._should_stop_waiting
+        )
+
+    @property
+    def _is_reordered(self) -> bool:
+        """Whether another driver ordered the stage again before this client got actions."""
+        return self._newest_order is not self._order and not self._was_served
+
+    def _should_stop_waiting(self) -> bool:
+        return (
+            self._lost_reason is not None
+            or (self._ctx is not None and self._ctx.should_stop())
+            or self._is_reordered
+        )
 
     def _raise_if_ended(self) -> None:
-        """Raise if the policy worker is lost, the process must stop, or the order was replaced."""
         if self._lost_reason is not None:
-            raise UpstreamFailed(f"{self._server}, which has the policy: {self._lost_reason}")
+            raise UpstreamFailed(f"{self._worker}, which has the policy: {self._lost_reason}")
         if self._ctx is not None and self._ctx.should_stop():
             raise RequeueRequested(f"{self._ctx.stage}: stopping while waiting for the policy")
-        if self._newest_order is not self._order and not self._is_confirmed:
-            raise _Reordered
 
-    def _send(self, item: Block) -> None:
-        self._raise_if_ended()
-        with self._translate_channel_errors():
-            assert self._peer is not None
-            self._peer.send_item(item, wait=True)
-
-    def _receive(self) -> None:
-        self._raise_if_ended()
-        with self._translate_channel_errors():
-            assert self._peer is not None
-            items = self._peer.receive_items(POLL_S)
-        for item in items:
-            if item.identity.sample != CONTROL_SAMPLE:
-                self._replies.append(item)
-                continue
-            try:
-                message = read_policy_message(item.info)
-            except DataError as error:
-                raise UpstreamFailed(f"{self._server}, which has the policy: {error}") from None
-            if isinstance(message, PolicyFailure) and message.exit_code == EXIT_REQUEUE:
-                raise UpstreamFailed(f"{self._server}, which has the policy: {message.reason}")
-            if isinstance(message, PolicyFailure):
-                raise PolicyFailed(self._server, message)
-            self._messages.append(message)
-
-    @contextlib.contextmanager
-    def _translate_channel_errors(self) -> Generator[None]:
-        try:
-            yield
-        except (ChannelClosed, ChannelFailed) as error:
-            raise UpstreamFailed(
-                f"{self._server}, which has the policy, is lost: {error}"
-            ) from None
+    def _raise_if_silent(self, reason: str) -> None:
+        if self._was_served or time.monotonic() > self._deadline:
+            raise UpstreamFailed(f"{self._worker}, which has the policy: {reason}")
 
 
 class PolicyClients:

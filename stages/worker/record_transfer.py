@@ -1,410 +1,382 @@
-"""Transfer of records from a stage in one worker to the live stores of other workers.
+"""Transfer of records between workers: a worker fetches them from the workers that produced them.
 
-Every worker receives all records on one socket. The ``info`` of a record has the *target*: the
-output folder, relative to the run folder, and the output channel (``FOLDER:CHANNEL``). The worker
-adds received records to its live store. A producer ends its stream with a record without steps,
-whose ``info`` has the number of records.
+Each worker serves the method ``records`` (:mod:`rlinf.channels.requests`). A request names an
+output folder, a channel, and the cursor: the number of records that the client has already. The
+reply has further records of the rank of this worker, or the end of its stream. It is sent once
+there are some. A client on the same machine can get the records in shared memory.
+
+What a worker fetches, records or weights (:class:`Fetch`), is a cache of committed files. If
+another worker does not answer, its data is read from disk after the commit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rlinf.channels.channel import ChannelClosed, ChannelFailed, RecordSink
-from rlinf.channels.record_streams import SharedMemorySink, SocketSink, SocketSource
-from rlinf.data.record import Record, RecordId, Scalar
-from rlinf.errors import DataError, InputError, RlinfError, StorageError
-from rlinf.threads import BackgroundWorker, MalformedCounter, start_service_thread
-from stages.live_store import LiveStore
+import numpy as np
 
-REPORT_DELAY_S = 0.5
-"""Seconds before a lost worker is reported, so that all its streams cause one report."""
-TARGET, PRODUCER, RANK, NUM_RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
-"""Keys of ``info``: target and producing worker; at the end of a stream also the producer's rank,
-the number of ranks, and the number of records."""
-SOURCE_ATTEMPT = "_source_attempt"
-"""Key of ``info``, if the record was computed from an uncommitted output: the attempt that produced
-this output."""
+from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.requests import Message, Request, RequestClient, RequestRejected
+from rlinf.channels.wire_format import ALIGN_BYTES, EncodedRecord, decode_record, encode_record
+from rlinf.data.record import Record
+from rlinf.errors import DataError, RlinfError, StorageError
+from rlinf.shared_memory import (
+    attach_segment,
+    create_segment,
+    new_segment_name,
+    remove_segment,
+    shared_memory_id,
+)
+from rlinf.threads import start_service_thread
+from stages.layout import work_item_channel, worker_pointer
+from stages.live_store import LiveStore, RecordStream, StreamEnd
+from stages.worker.messages import FetchOutput
+
+RECORDS = "records"
+"""Method of a worker's server."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 """The transports of records."""
-SHARED_MEMORY_BYTES = 128 << 20
-"""Shared memory for the records from one worker to another; no record can be larger."""
-RecordHandler = Callable[[str, Record], None]
-"""Called with output folder and record."""
-ForwardCallback = Callable[[str, str, Record], None]
-"""Called with target, producer and record."""
-TRANSFER_ERRORS = (RlinfError, ChannelClosed, OSError)
-"""Errors of sending records or weights; the stages that wait for them then read from disk."""
+MAX_REPLY_RECORDS = 512
+MAX_REPLY_BYTES = 4 << 20
+"""Bytes of records after which a reply gets no further record; on a slow network, it must arrive
+before the worker counts as lost."""
+RETRY_S, GIVE_UP_S = 1.0, 30.0
+"""Seconds between two attempts to reach a worker, and after which its data is left to the disk."""
 log = logging.getLogger("rlinf")
 
 
-class RecordReceiver:
-    """A receiver of records from other workers, with a thread that adds them to the store.
+class RecordServer:
+    """Answers requests for the records that this worker has produced."""
+
+    def __init__(self, store: LiveStore) -> None:
+        self._live_store = store
+        self._segments: dict[tuple[bytes, str, str], str] = {}
+        """Shared memory with the last reply, by client, output and channel."""
+
+    def handle(self, request: Request) -> None:
+        """Answer a request, now or once there are records.
+
+        Raises:
+            KeyError, TypeError, ValueError: the request is malformed.
+        """
+        arguments = request.arguments
+        out, channel = str(arguments["output"]), str(arguments["channel"])
+        cursor = int(arguments["cursor"])
+        if not out or cursor < 0:
+            raise ValueError("no output folder, or a negative cursor")
+        # The client has read its last reply.
+        self._remove_segment((request.client, out, channel))
+        self._answer(request, self._live_store.output(out).stream(channel), cursor)
+
+    def drop_outputs(self, folders: Collection[str]) -> None:
+        """Remove the shared memory with records of these outputs."""
+        for key in [key for key in list(self._segments) if key[1] in folders]:
+            self._remove_segment(key)
+
+    def close(self) -> None:
+        for key in list(self._segments):
+            self._remove_segment(key)
+
+    def _remove_segment(self, key: tuple[bytes, str, str]) -> None:
+        if (name := self._segments.pop(key, None)) is not None:
+            remove_segment(name)
+
+    def _answer(self, request: Request, stream: RecordStream, cursor: int) -> None:
+        answer_later = partial(self._answer, request, stream, cursor)
+        own = stream.read_own(cursor, MAX_REPLY_RECORDS, answer_later)
+        if own is None:
+            return
+        try:
+            if not own.records:
+                request.reply({"end": own.end})
+                return
+            encoded = list(_first_records(own.records))
+            is_local = request.arguments.get("memory") == shared_memory_id()
+            if not (is_local and self._reply_in_shared_memory(request, encoded)):
+                request.reply(blocks=[record.to_bytes() for record in encoded])
+        except DataError as error:
+            request.reject(str(error))
+
+    def _reply_in_shared_memory(self, request: Request, encoded: list[EncodedRecord]) -> bool:
+        """Write the records to new shared memory; return False if there is not enough."""
+        starts, end = [], 0
+        for record in encoded:
+            starts.append(end)
+            end += -(-record.size // ALIGN_BYTES) * ALIGN_BYTES
+        name = new_segment_name()
+        try:
+            data = np.frombuffer(create_segment(name, end), np.uint8)
+        except StorageError as error:
+            log.warning("records are sent by socket: %s", error)
+            return False
+        for start, record in zip(starts, encoded, strict=True):
+            record.write(data[start : start + record.size])
+        arguments = request.arguments
+        self._segments[request.client, arguments["output"], arguments["channel"]] = name
+        places = [(start, record.size) for start, record in zip(starts, encoded, strict=True)]
+        request.reply({"segment": name, "places": places})
+        return True
+
+
+def _first_records(records: list[Record]) -> Iterator[EncodedRecord]:
+    """Yield the encoded records of one reply, at least one."""
+    size = 0
+    for record in records:
+        encoded = encode_record(record)
+        size += encoded.size
+        if size > max(MAX_REPLY_BYTES, encoded.size):
+            return
+        yield encoded
+
+
+def _read_reply(reply: Message) -> list[Record]:
+    """Return the records of a reply.
+
+    Raises:
+        DataError, InputError, OSError: they cannot be read.
+    """
+    segment = reply.arguments.get("segment")
+    if segment is None:
+        return [decode_record(block) for block in reply.blocks]
+    # The arrays of the records keep the memory mapped after its name is removed.
+    memory = memoryview(attach_segment(str(segment))).toreadonly()
+    places = reply.arguments["places"]
+    return [decode_record(memory[start : start + size]) for start, size in places]
+
+
+def fetch_stream(
+    folder: Path, worker: str, output: str, channel: str, should_stop: Callable[[], bool]
+) -> list[Record]:
+    """Fetch all records of a worker's stream, and wait for its end.
 
     Args:
         folder: the run's folder for channels.
-        name: the name of this worker.
-        handlers: handlers of channels that are not record streams, by channel.
-        forward: called with each record of a stream, including its end.
+
+    Raises:
+        ChannelFailed: the worker is lost, its stream was closed, or this process must stop.
+        DataError: a record is malformed.
+    """
+    records: list[Record] = []
+    with closing(RequestClient(worker_pointer(folder, worker), should_stop)) as client:
+        while True:
+            arguments = {"output": output, "channel": channel, "cursor": len(records)}
+            reply = client.request(RECORDS, arguments)
+            if "end" not in reply.arguments:
+                records += _read_reply(reply)
+            elif reply.arguments["end"] is None:
+                raise ChannelFailed(f"{worker} no longer has {channel} of {output}")
+            else:
+                return records
+
+
+class Fetch(ABC):
+    """Data of one worker that is fetched by one or several requests.
+
+    Args:
+        output: the output folder of the data, relative to the run folder.
+        channel: the name of the data in the worker that produces it.
+        destination: where the data goes. A further fetch with the same destination is ignored.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        store: LiveStore,
-        handlers: Mapping[str, RecordHandler] | None = None,
-        *,
-        forward: ForwardCallback = lambda *_: None,
-    ) -> None:
-        self._live_store, self._handlers, self._forward = store, handlers or {}, forward
-        self._source = SocketSource(folder, name)
-        self._malformed = MalformedCounter(f"receiver of {name}")
-        self._thread = start_service_thread("receiver", self._run)
+    method: str
+    """Method of the worker's server."""
+
+    def __init__(self, output: str, channel: str, destination: object) -> None:
+        self.output, self.channel, self.destination = output, channel, destination
+        self.number: int | None = None
+        """Number of the open request."""
 
     @property
-    def num_malformed(self) -> int:
-        """The number of invalid records and messages that were dropped."""
-        return self._malformed.count + self._source.malformed
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to fetch."""
 
-    def close(self) -> None:
-        self._source.close()
-        self._thread.join(5)
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the next request."""
 
-    def _run(self) -> None:
-        for record in self._source:
-            # Copy, because the sender reuses this memory while the live store has the record.
-            self._handle(copy_record(record) if self._source.is_borrowed else record)
+    @abstractmethod
+    def handle(self, reply: Message) -> None:
+        """Handle a reply.
 
-    def _handle(self, record: Record) -> None:
-        info = dict(record.info)
-        try:
-            target, producer = str(info.pop(TARGET)), str(info.pop(PRODUCER, ""))
-            out, separator, channel = target.rpartition(":")
-            if not (out and separator and channel):
-                raise ValueError(f"no output and channel: {target[:80]!r}")
-            if NUM_RANKS in info:
-                count, rank, ranks = (int(info[name]) for name in (COUNT, RANK, NUM_RANKS))
-        except (KeyError, ValueError) as error:
-            self._malformed.count_dropped(error)
-            return
-        if channel in self._handlers:
-            self._handlers[channel](out, replace(record, info=info))
-            return
-        output = self._live_store.output(out)
-        if (source_attempt := info.pop(SOURCE_ATTEMPT, None)) is not None:
-            output.add_source_attempt(str(source_attempt))
-        stream = output.stream(channel)
-        if NUM_RANKS in info:
-            stream.finish_rank(count, rank, ranks)
-        else:
-            stream.put_remote(replace(record, info=info))
-        self._forward(target, producer, record)
+        Raises:
+            RlinfError, OSError: the reply cannot be used.
+        """
+
+    def restart(self) -> None:
+        """Start again, because the connection was lost and the worker may have been replaced."""
+        self.number = None
 
 
-def copy_record(record: Record) -> Record:
-    """Return the record with copies of its arrays."""
-    steps, context = (
-        {name: array.copy() for name, array in columns.items()}
-        for columns in (record.steps, record.context)
-    )
-    return replace(record, steps=steps, context=context)
-
-
-class RecordSender:
-    """Sends records to the live stores of other workers; one connection per worker and transport.
+class Fetcher:
+    """Fetches data from other workers.
 
     Args:
         folder: the run's folder for channels.
-        on_connection_lost: called with the name of a worker that no longer receives records.
-        name: the name of this worker.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        on_connection_lost: Callable[[str], None] = lambda _: None,
-        name: str = "",
-    ) -> None:
-        self.folder, self._on_connection_lost, self.name = folder, on_connection_lost, name
-        self._connections: dict[tuple[str, str], RecordSink] = {}
-        """Connections by worker and transport."""
-        self._subscribers: dict[str, dict[str, str]] = {}
-        """Transport of each subscribed worker, by target."""
-        self._streams: dict[str, StreamSender] = {}
-        """Open streams of this worker's records, by target."""
-        self._lost_workers: set[str] = set()
-        """Workers whose loss will be reported soon."""
-        self._lock = threading.Lock()
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads: dict[str, _FetchThread] = {}
+        """Thread by worker."""
 
-    def open_stream(
-        self, target: str, rank: int, num_ranks: int, get_records: Callable[[], list[Record]]
-    ) -> StreamSender:
-        """Open a stream of this worker's records to its current and future subscribers.
-
-        Args:
-            target: output folder and channel.
-            get_records: returns the existing records.
-        """
-        with self._lock:
-            sender = self._streams[target] = StreamSender(
-                target, self, rank, num_ranks, get_records
-            )
-            subscribers = dict(self._subscribers.get(target, {}))
-        sender.add_receivers(subscribers)
-        return sender
-
-    def subscribe(self, target: str, transports: Mapping[str, str]) -> None:
-        """Send the existing and future records of a target to workers; return at once.
-
-        Args:
-            transports: transport by name of the worker.
-        """
-        with self._lock:
-            self._subscribers.setdefault(target, {}).update(transports)
-            sender = self._streams.get(target)
-        if sender is not None:
-            # Run it in a thread, so that the stage and the worker's orders do not wait.
-            threading.Thread(
-                target=sender.add_receivers, args=(dict(transports),), daemon=True
-            ).start()
+    def add(self, worker: str, fetch: Fetch) -> None:
+        """Fetch data of a worker from now on; return at once."""
+        if worker not in self._threads:
+            self._threads[worker] = _FetchThread(worker, worker_pointer(self._folder, worker))
+        self._threads[worker].add(fetch)
 
     def drop_outputs(self, folders: Collection[str]) -> None:
-        """Drop committed outputs, because their records are read from disk from now on."""
-        with self._lock:
-            for table in (self._streams, self._subscribers):
-                for target in [target for target in table if target.rpartition(":")[0] in folders]:
-                    del table[target]
+        """Stop to fetch committed outputs; they are read from disk from now on."""
+        for thread in list(self._threads.values()):
+            thread.drop_outputs(folders)
 
-    def stream_to(
-        self, target: str, workers: Collection[str], rank: int, num_ranks: int
-    ) -> StreamSender:
-        """Return a new stream of records to these workers only, by socket."""
-        sender = StreamSender(target, self, rank, num_ranks)
-        sender.add_receivers(dict.fromkeys(workers, SOCKET))
-        return sender
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
 
-    def connect(self, name: str, transport: str) -> RecordSink | None:
-        """Return a connection to a worker; by socket if there is no shared memory with it.
 
-        Returns None if the worker has no receiver, or if its receiver does not answer.
-        """
-        with contextlib.suppress(InputError, ChannelFailed), self._lock:
-            if (name, transport) not in self._connections:
-                self._connections[name, transport] = self._connect(name, transport)
-            return self._connections[name, transport]
-        return self.connect(name, SOCKET) if transport == SHARED_MEMORY else None
+class _FetchThread:
+    """A thread that fetches the data of one worker."""
 
-    def _connect(self, name: str, transport: str) -> RecordSink:
-        if transport == SHARED_MEMORY:
+    def __init__(self, worker: str, pointer: Path) -> None:
+        self._worker = worker
+        self._client = RequestClient(pointer, lambda: self._is_closed)
+        self._changed = threading.Condition()
+        self._fetches: dict[tuple[str, str], Fetch] = {}
+        """Fetches that have not ended, by output and channel."""
+        self._is_closed = False
+        self._thread = start_service_thread(f"data of {worker}", self._run)
+
+    def add(self, fetch: Fetch) -> None:
+        key = (fetch.output, fetch.channel)
+        with self._changed:
+            existing = self._fetches.get(key)
+            is_repeated = existing is not None and existing.destination is fetch.destination
+            if not is_repeated and not fetch.has_ended:
+                self._fetches[key] = fetch
+                self._wake()
+
+    def drop_outputs(self, folders: Collection[str]) -> None:
+        with self._changed:
+            for key in [key for key in self._fetches if key[0] in folders]:
+                del self._fetches[key]
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._wake()
+        self._thread.join(5)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        self._client.wake()
+
+    def _run(self) -> None:
+        failing_since: float | None = None
+        while not self._is_closed:
+            with self._changed:
+                while not self._fetches and not self._is_closed:
+                    self._changed.wait()
+                fetches = list(self._fetches.values())
             try:
-                return SharedMemorySink(self.folder, name, size=SHARED_MEMORY_BYTES)
-            except StorageError as error:
-                log.warning("records go to %s by socket: %s", name, error)
-        return SocketSink(self.folder, name)
+                for fetch in fetches:
+                    if fetch.number is None:
+                        fetch.number = self._client.send(fetch.method, fetch.arguments())
+                self._handle(*self._client.receive())
+                failing_since = None
+            except RequestRejected as error:
+                self._give_up([f for f in fetches if f.number == error.number], str(error))
+            except ChannelFailed as error:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > GIVE_UP_S:
+                    self._give_up(fetches, str(error))
+                    failing_since = None
+                for fetch in fetches:
+                    fetch.restart()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, RETRY_S)
+        self._client.close()
 
-    def disconnect(self, name: str, connection: RecordSink | None) -> None:
-        """Drop the connection to a worker that does not answer, and report it."""
-        with self._lock:
-            keys = [key for key, other in self._connections.items() if other is connection]
-            for key in keys:
-                del self._connections[key]
-            # Each stream to this worker calls this method, but one report suffices.
-            should_report = name not in self._lost_workers
-            self._lost_workers.add(name)
-        # Run it in a thread, so that the stage does not wait until the connection has ended.
-        dropped = connection if keys else None
-        threading.Thread(
-            target=self._close_and_report, args=(name, dropped, should_report), daemon=True
-        ).start()
-
-    def _close_and_report(self, name: str, sink: RecordSink | None, should_report: bool) -> None:
+    def _handle(self, number: int, reply: Message) -> None:
+        with self._changed:
+            fetch = next((f for f in self._fetches.values() if f.number == number), None)
+        if fetch is None:
+            return  # woken, or the output was dropped
+        fetch.number = None
         try:
-            if sink is not None:
-                _close_connection(sink)
-        finally:
-            if should_report:
-                time.sleep(REPORT_DELAY_S)
-                with self._lock:
-                    self._lost_workers.discard(name)
-                self._on_connection_lost(name)
+            fetch.handle(reply)
+        except (RlinfError, OSError) as error:
+            self._give_up([fetch], str(error))
+        else:
+            if fetch.has_ended:
+                self._remove(fetch)
 
-    def close(self) -> None:
-        with self._lock:
-            connections, self._connections = list(self._connections.values()), {}
-        for connection in connections:
-            _close_connection(connection)
+    def _give_up(self, fetches: list[Fetch], reason: str) -> None:
+        for fetch in fetches:
+            log.warning(
+                "%s of %s from %s: %s; read from disk instead",
+                fetch.channel,
+                fetch.output,
+                self._worker,
+                reason,
+            )
+            self._remove(fetch)
+
+    def _remove(self, fetch: Fetch) -> None:
+        key = (fetch.output, fetch.channel)
+        with self._changed:
+            if self._fetches.get(key) is fetch:
+                del self._fetches[key]
 
 
-def _close_connection(connection: RecordSink) -> None:
-    """Close a connection after its records have arrived, or at once if it has failed."""
-    with contextlib.suppress(ChannelClosed, ChannelFailed):
-        connection.flush()
-    with contextlib.suppress(ChannelFailed):
-        connection.close()
+class RecordFetch(Fetch):
+    """Adds the records of one worker to the live store.
 
-
-class StreamSender:
-    """A stream of records to receivers; a receiver that is added late gets earlier records too.
-
-    A lost receiver gets no more records. It, or the worker that replaces it, subscribes again or
-    reads from disk.
+    It continues an earlier fetch of the same records.
     """
 
-    def __init__(
-        self,
-        target: str,
-        sender: RecordSender,
-        rank: int,
-        num_ranks: int,
-        get_records: Callable[[], list[Record]] = list,
-    ) -> None:
-        self._target, self._record_sender, self._get_records = target, sender, get_records
-        self._connections: dict[str, RecordSink] = {}
-        """Connections by receiver."""
-        self._lock = threading.Lock()
-        """Ensures that a receiver gets earlier records, then new ones, then the stream's end."""
-        self._all_delivered = True
-        """Whether no receiver was lost so far."""
-        self._stream_info: dict[str, Scalar] = {
-            TARGET: target,
-            PRODUCER: sender.name,
-            RANK: rank,
-            NUM_RANKS: num_ranks,
-        }
-        self._sent_samples: set[int] = set()
-        self._end_record: Record | None = None
-        """The record that ends the stream; None: the stream is open."""
+    method = RECORDS
 
-    def add_receivers(self, transports: Mapping[str, str]) -> None:
-        """Add receivers, by name with their transports; they get all earlier and later records."""
-        for name, transport in sorted(transports.items()):
-            connection = self._record_sender.connect(name, transport)
-            with self._lock:
-                if name in self._connections:
-                    continue
-                if connection is None:
-                    self._all_delivered = False
-                    self._record_sender.disconnect(name, None)
-                    continue
-                self._connections[name] = connection
-                earlier = [self._addressed(record) for record in self._get_records()]
-                self._send(
-                    name, earlier if self._end_record is None else [*earlier, self._end_record]
-                )
+    def __init__(self, order: FetchOutput, worker: str, store: LiveStore) -> None:
+        channel = work_item_channel(order.work_item) if order.work_item else order.channel
+        stream = store.output(order.output).stream(order.channel)
+        progress = stream.fetched_from[worker, channel]
+        super().__init__(order.output, channel, progress)
+        self._order, self._live_store, self._progress = order, store, progress
 
-    def put(self, record: Record) -> None:
-        with self._lock:
-            self._sent_samples.add(record.identity.sample)
-            if self._connections:
-                addressed = self._addressed(record)
-                for name in list(self._connections):
-                    self._send(name, [addressed])
+    @property
+    def has_ended(self) -> bool:
+        return self._progress.has_ended
 
-    def close(self) -> None:
-        with self._lock:
-            info = {**self._stream_info, COUNT: len(self._sent_samples)}
-            self._end_record = Record(RecordId(0, -1, 0), info=info)
-            for name in list(self._connections):
-                self._send(name, [self._end_record])
+    def arguments(self) -> dict[str, Any]:
+        cursor = self._progress.cursor
+        arguments = {"output": self.output, "channel": self.channel, "cursor": cursor}
+        if self._order.transport == SHARED_MEMORY:
+            arguments["memory"] = shared_memory_id()
+        return arguments
 
-    def flush(self) -> bool:
-        """Wait for delivery; return whether every receiver got all records."""
-        for name, connection in list(self._connections.items()):
-            with self._skip_if_lost(name):
-                connection.flush()
-        return self._all_delivered
+    def handle(self, reply: Message) -> None:
+        order, output = self._order, self._live_store.output(self.output)
+        if "end" in reply.arguments:
+            self._progress.has_ended = True
+            if (end := reply.arguments["end"]) is not None and not order.work_item:
+                output.stream(order.channel).finish_rank(*StreamEnd(*end))
+            return
+        records = _read_reply(reply)
+        if order.source_attempt is not None:
+            output.add_source_attempt(order.source_attempt)
+        output.stream(order.channel).put_remote(*records)
+        self._progress.cursor += len(records)
 
-    def _addressed(self, record: Record) -> Record:
-        """Return a record with its target and producer."""
-        # A forwarded record already names its producer.
-        return replace(
-            record, info={PRODUCER: self._record_sender.name, **record.info, TARGET: self._target}
-        )
-
-    def _send(self, name: str, records: Sequence[Record]) -> None:
-        with self._skip_if_lost(name):
-            for record in records:
-                try:
-                    self._connections[name].put(record)
-                except DataError as error:
-                    raise DataError(
-                        f"{self._target}: {error}; for records of this size, leave shared_memory "
-                        "out of the plan's transports"
-                    ) from None
-
-    @contextlib.contextmanager
-    def _skip_if_lost(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (ChannelClosed, ChannelFailed) as error:
-            log.warning("%s no longer receives records: %s", name, error)
-            self._all_delivered = False
-            self._record_sender.disconnect(name, self._connections.pop(name))
-
-
-class RecordForwarder:
-    """Forwards received records in its own thread, so that a slow receiver delays no stage."""
-
-    def __init__(self, sender: RecordSender) -> None:
-        self._record_sender = sender
-        self._thread = BackgroundWorker("forwarding", TRANSFER_ERRORS)
-        self._streams: dict[str, dict[str, _ForwardedStream]] = {}
-        """Forwarded streams by target, then by producer."""
-
-    def subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
-        """Forward the earlier and later records of a producer to workers; return at once."""
-        self._thread.submit(
-            f"{target} of {producer}", self._subscribe, target, producer, dict(transports)
-        )
-
-    def forward(self, target: str, producer: str, record: Record) -> None:
-        """Forward a received record, or the end of a stream; return at once."""
-        self._thread.submit(f"a record of {target}", self._forward_record, target, producer, record)
-
-    def drop_outputs(self, folders: Collection[str]) -> None:
-        """Drop committed outputs, because their records are read from disk from now on."""
-        self._thread.submit("outputs", self._drop_streams, folders)
-
-    def close(self) -> None:
-        """Stop forwarding. A transfer in progress ends with its connection."""
-        self._thread.close(wait=False)
-
-    def _subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
-        self._stream(target, producer).sender.add_receivers(transports)
-
-    def _forward_record(self, target: str, producer: str, record: Record) -> None:
-        self._stream(target, producer).put(record)
-
-    def _drop_streams(self, folders: Collection[str]) -> None:
-        for target in [target for target in self._streams if target.rpartition(":")[0] in folders]:
-            del self._streams[target]
-
-    def _stream(self, target: str, producer: str) -> _ForwardedStream:
-        streams = self._streams.setdefault(target, {})
-        if producer not in streams:
-            streams[producer] = _ForwardedStream(target, self._record_sender)
-        return streams[producer]
-
-
-class _ForwardedStream:
-    """The forwarded records of one producer for one target."""
-
-    def __init__(self, target: str, record_sender: RecordSender) -> None:
-        self._records: dict[int, Record] = {}
-        """Records by sample number; the record that ends the stream has number -1."""
-        self.sender = StreamSender(
-            target, record_sender, 0, 1, lambda: list(self._records.values())
-        )
-
-    def put(self, record: Record) -> None:
-        """Forward a record, unless it was forwarded before; a producer may send a record twice."""
-        if record.identity.sample not in self._records:
-            self._records[record.identity.sample] = record
-            self.sender.put(record)
+    def restart(self) -> None:
+        super().restart()
+        self._progress.cursor = 0  # a new process may have the records in another order

@@ -1,7 +1,8 @@
-"""Rollout workers: generate the starts of a work item and send the trajectories.
+"""Rollout workers: generate the trajectories of a work item's starts.
 
-A work item is some of the starts of a rollout. A rollout worker keeps only its engine and
-environment, so it can start and stop at any time. If it is lost, the trajectories that it has sent
+A work item is some of the starts of a rollout. The worker that collects the rollout fetches the
+trajectories; a work item ends once it has all of them. A rollout worker keeps only its engine and
+environment, so it can start and stop at any time. If it is lost, trajectories that were fetched
 are kept, and other workers generate the remaining starts. A worker that must run other stages can
 pass the last, long samples of a work item to another worker, the *successor*.
 """
@@ -12,30 +13,37 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 
 from rlinf.artifacts import read_manifest
+from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import UNFINISHED
-from rlinf.errors import EXIT_REQUEUE, RequeueRequested, UpstreamFailed
+from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested, UpstreamFailed
 from rlinf.user_code import exit_code_and_message
 from stages.context import StageContext, StageInput
 from stages.device_schedule import DeviceSchedule
 from stages.factory import WEIGHTS
-from stages.layout import WORK_ITEM, partial_samples_channel
-from stages.live_store import LiveOutput, LiveStore
+from stages.layout import (
+    CHANNELS_FOLDER,
+    WORK_ITEM,
+    partial_samples_channel,
+    work_item_channel,
+)
+from stages.live_store import LiveOutput, LiveStore, StreamEnd
 from stages.rollout import generate_trajectories
 from stages.runner import withdraw_on_damage
 from stages.worker.messages import GenerateStarts, WorkItemEnded
-from stages.worker.record_transfer import SOURCE_ATTEMPT, RecordSender
+from stages.worker.record_transfer import fetch_stream
 from stages.worker_state import ActivityTracker, WorkerState
 
 REASSIGN_FRACTION = 0.25
 """A work item passes to its successor once at most this share of its samples is unfinished."""
+FETCH_TIMEOUT_S = 60.0
+"""Seconds without a request for a finished work item's trajectories after which it has failed."""
 log = logging.getLogger("rlinf")
 
 
@@ -53,7 +61,6 @@ class RolloutWorker:
         run: Path,
         config: RunConfig,
         store: LiveStore,
-        sender: RecordSender,
         schedule: DeviceSchedule,
         worker_state: WorkerState,
         activity: ActivityTracker,
@@ -61,7 +68,7 @@ class RolloutWorker:
         should_stop: Callable[[], bool],
     ) -> None:
         self._run, self._config, self._worker_state = run, config, worker_state
-        self._live_store, self._record_sender, self._schedule = store, sender, schedule
+        self._live_store, self._schedule = store, schedule
         self._activity, self._report, self._should_stop = activity, report, should_stop
         self._thread = ThreadPoolExecutor(1, "generate")
         self._items: set[str] = set()
@@ -90,6 +97,7 @@ class RolloutWorker:
             if not queued and work_item in self._items:
                 self._successors[work_item] = successor
         for order in queued:
+            self._drop_trajectories(order)
             starts = order.starts
             self._report_end(
                 WorkItemEnded(work_item=work_item, host=gethostname(), unfinished_starts=starts)
@@ -117,6 +125,11 @@ class RolloutWorker:
                 self._queue.remove(order)
             if order.work_item in self._items:
                 self._process(order)
+            self._drop_trajectories(order)
+
+    def _drop_trajectories(self, order: GenerateStarts) -> None:
+        output = self._live_store.output(order.output)
+        output.drop_stream(work_item_channel(order.work_item))
 
     def _process(self, order: GenerateStarts) -> None:
         work_item, code, reason = order.work_item, 0, ""
@@ -166,53 +179,63 @@ class RolloutWorker:
             self._report(report)
 
     def _generate(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Trajectory], str]:
-        """Generate the trajectories and send them to the receiver.
+        """Generate the trajectories and wait until the receiver has fetched them.
 
         Returns:
-            The unfinished samples, and the successor that received them, if any.
+            The unfinished samples, and the successor that may fetch them, if any.
 
         Raises:
-            UpstreamFailed: the receiver is lost, or the weights are neither live nor committed.
+            UpstreamFailed: the receiver or the worker that began the samples is lost, or the
+                weights are neither live nor committed.
+            RequeueRequested: the worker must stop.
         """
         self._use_weights(ctx, order)
-        # The receiver checks later whether these weights were committed.
-        source_info = (
-            {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
-        )
-        receiver, work_item, out = order.receiver, order.work_item, order.output
-        sender = self._record_sender.stream_to(f"{out}:trajectories", [receiver], 0, 1)
+        work_item, output = order.work_item, self._live_store.output(order.output)
         total, partial_samples = len(order.starts) * self._config.rollout.group_size, None
         if order.partial:
-            channel, total = order.partial.channel, order.partial.num_samples
-            output = self._live_store.output(out)
-            records = output.iter_records(channel, total, ctx.should_stop)
-            partial_samples = {r.identity.sample: Trajectory.from_record(r) for r in records}
-            output.drop_stream(channel)
+            total, partial_samples = order.partial.num_samples, self._fetch_partial(ctx, order)
 
         def should_abort(remaining: int, num_samples: int) -> bool:
             return work_item in self._successors and remaining <= REASSIGN_FRACTION * num_samples
 
         unfinished = []
-        for num_done, trajectory in enumerate(
-            generate_trajectories(ctx, order.starts, partial_samples, should_abort), 1
-        ):
+        stream, num_done = output.stream(work_item_channel(work_item)), 0
+        for trajectory in generate_trajectories(ctx, order.starts, partial_samples, should_abort):
             if trajectory.stop_reason == UNFINISHED:
                 unfinished.append(trajectory)
             else:
-                marked = replace(trajectory, extra={**trajectory.extra, **source_info})
-                sender.put(marked.to_record())
+                stream.put(trajectory.to_record())
+                num_done += 1
                 ctx.report_progress(num_done, total, "samples")
-        if not sender.flush():
-            raise UpstreamFailed(f"{receiver} did not receive all trajectories")
+        stream.finish(StreamEnd(num_done))
+        # A work item may be cancelled because its last sample has ended the rollout.
+        if order.starts and not stream.wait_until_fetched(ctx.should_stop, FETCH_TIMEOUT_S):
+            if self._should_stop():
+                raise RequeueRequested("stopping while the trajectories are fetched")
+            if work_item in self._items:
+                raise UpstreamFailed(f"{order.receiver} has not fetched all trajectories")
         if not unfinished:
             return [], ""
-        successor = self._successors[work_item]
-        sender = self._record_sender.stream_to(
-            f"{out}:{partial_samples_channel(work_item)}", [successor], 0, 1
-        )
+        partial_stream = output.stream(partial_samples_channel(work_item))
         for trajectory in unfinished:
-            sender.put(trajectory.to_record())
-        return unfinished, successor if sender.flush() else ""
+            partial_stream.put(trajectory.to_record())
+        partial_stream.finish(StreamEnd(len(unfinished)))
+        return unfinished, self._successors[work_item]
+
+    def _fetch_partial(self, ctx: StageContext, order: GenerateStarts) -> dict[int, Trajectory]:
+        """Return the samples that another worker began, by number.
+
+        Raises:
+            UpstreamFailed: that worker is lost.
+        """
+        assert order.partial is not None
+        worker, channel = order.partial.worker, order.partial.channel
+        folder = self._run / CHANNELS_FOLDER
+        try:
+            records = fetch_stream(folder, worker, order.output, channel, ctx.should_stop)
+        except (ChannelFailed, DataError) as error:
+            raise UpstreamFailed(f"no unfinished samples from {worker}: {error}") from None
+        return {record.identity.sample: Trajectory.from_record(record) for record in records}
 
     def _use_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
         """Use the work item's weights from the live store, or else from the disk.

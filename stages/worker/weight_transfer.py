@@ -1,35 +1,29 @@
-"""Transfer of weights from the worker that computed them to the live stores of other workers.
+"""Transfer of weights from the worker that publishes them to the live stores of other workers.
 
 A version of the weights is the output of one publish stage: ``out`` is its output folder, relative
 to the run folder, ``attempt`` the attempt that produced it, and ``number`` the iteration, from 0
-(elsewhere these weights are version ``number + 1``). The tensors are packed into one buffer, which
-is sent in pieces of some MiB, the *buckets*.
+(elsewhere these weights are version ``number + 1``).
 
-A version is announced to the workers that subscribed to its output. Workers on the sender's
-machine read it from shared memory. Other workers receive its buckets as records, or through a
-process group if the plan requests that (:class:`BroadcastGroups`).
-
-A worker forwards each bucket at once to its own subscribers, so that the workers form a tree. Only
-complete versions enter the live store. If a bucket is damaged or missing, the worker reads the
-committed folder instead.
+A worker requests a version from the worker that publishes it, by the method ``weights``
+(:mod:`rlinf.channels.requests`). The reply is sent once the version is published, and says how the
+weights arrive (:class:`WeightSync`): in shared memory of the machine, or by a broadcast in a
+process group. A worker that gets them in neither way reads the committed folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import queue
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,184 +33,184 @@ from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.curve_sockets import interface_address, local_addresses
 from rlinf.channels.process_group import GLOO_INTERFACE_VARIABLE
 from rlinf.channels.rendezvous import join_rendezvous
-from rlinf.data.record import Record, RecordId
-from rlinf.errors import ConfigError, RlinfError, StageError, WeightTransferError
+from rlinf.channels.requests import Message, Request
+from rlinf.errors import ConfigError, StageError, WeightTransferError
 from rlinf.models.base import local_device
-from rlinf.shared_memory import SEGMENT_NAME, new_segment_name
+from rlinf.shared_memory import SEGMENT_NAME, new_segment_name, shared_memory_id
 from rlinf.threads import BackgroundWorker
 from rlinf.weights.broadcast import BUCKET_TIMEOUT_S, BroadcastGroup, WeightBroadcast
-from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
+from rlinf.weights.buckets import BucketLayout
 from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWriter
 from stages.factory import WEIGHTS
 from stages.live_store import LiveStore, evict_oldest
-from stages.worker.messages import (
-    GroupClosed,
-    GroupFormed,
-    GroupMessage,
-    GroupSendDone,
-    GroupSendStarted,
-    WeightMessage,
-    WeightsBucket,
-    WeightsEnd,
-    WeightsInSharedMemory,
-    WeightsStart,
-    read_weight_message,
-)
-from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, TRANSFER_ERRORS, RecordSender
+from stages.worker.messages import FetchWeights
+from stages.worker.record_transfer import Fetch
 
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
 """Transports of a plan that use a process group."""
-PAYLOAD = "data"
-"""Key of a record's context: the payload of a message about weights."""
 GROUP_NAME = re.compile(r"group-[0-9a-f]{16}")
 MAX_GROUPS = 4
-"""Maximum number of groups in which a worker sends; also of those in which it receives. A further
-group replaces the oldest."""
-JOIN_GRACE_S = 1.0
-"""Seconds that the thread of a closed group may take beyond the timeout of one bucket."""
-GROUP_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError)
-"""Errors that end a group."""
-WeightsCallback = Callable[[str, int, str, dict[str, Tensor]], None]
-"""Called with complete weights: output, number (from 0), attempt, tensors."""
+"""Maximum number of groups of a worker; a further group replaces the oldest."""
+MAX_VERSIONS = 2
+"""Number of versions that are kept in memory; older versions are read from disk."""
+MAX_WAITING = 64
+"""Maximum number of outputs with waiting requests."""
+TRANSFER_ERRORS = (WeightTransferError, StageError, ConfigError, RuntimeError, OSError)
+"""Errors of a transfer; the workers then read from disk."""
+log = logging.getLogger("rlinf")
 
 
-def send_weight_message(
-    sender: RecordSender,
-    out: str,
-    workers: Sequence[str],
-    number: int,
-    message: WeightMessage,
-    data: np.ndarray | None = None,
-    bucket: int = 0,
-) -> None:
-    """Send a message about version ``number`` of the weights to workers.
+class WeightVersion(NamedTuple):
+    """The weights of one output; see the module docstring."""
 
-    Args:
-        data: payload of the message, uint8; None: it has none.
-        bucket: index of the bucket, if the payload is one.
-    """
-    context = {} if data is None else {PAYLOAD: data}
-    record = Record(RecordId(number, bucket), context=context, info=message.to_dict())
-    sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
+    out: str
+    attempt: str
+    number: int
+    tensors: Mapping[str, Tensor]
 
 
-class BroadcastGroups:
-    """The process groups in which this worker sends or receives weights.
+class WeightSync(ABC):
+    """A way in which published weights get into the memory of other workers."""
+
+    @abstractmethod
+    def send(self, version: WeightVersion, reply: Callable[[Mapping[str, Any]], None]) -> None:
+        """Send a version.
+
+        Args:
+            reply: replies to the waiting workers; its argument is that of :meth:`receive`.
+
+        Raises:
+            WeightTransferError, StageError, ConfigError, RuntimeError, OSError: it is not sent.
+        """
+
+    @abstractmethod
+    def receive(self, number: int, details: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of version ``number``.
+
+        Raises: as :meth:`send`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources."""
+
+
+class SharedMemorySync(WeightSync):
+    """Weights in shared memory of one machine (:mod:`rlinf.weights.shared_weights`).
 
     Args:
         dtype: dtype in which float32 tensors are sent; None: unchanged.
     """
 
-    def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
-        self._record_sender, self._dtype = sender, dtype
-        self._lock = threading.Lock()
-        self._senders: dict[tuple[str, ...], tuple[str, _GroupMember]] = {}
-        """Name and membership of each group in which this worker sends, by (backend, *members)."""
-        self._failed_groups: dict[tuple[str, ...], None] = {}
-        """Groups in which a send failed, by (backend, *members); they are not used again."""
-        self._receivers: dict[str, _GroupReceiver] = {}
-        """Groups in which this worker receives, by name."""
-        self._closing: list[_GroupReceiver] = []
-        """Closed groups whose threads still run."""
-        self._closed = False
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._writer: tuple[str, BucketLayout, SharedWeightsWriter] | None = None
+        """Name, layout and writer of the segment."""
+        self._written = ("", "", -1)
+        """Output, attempt and number of the version that was last written."""
+        self._reader: tuple[str, SharedWeightsReader] | None = None
+        """Name and reader of the segment that was read last."""
 
-    def send(
-        self,
-        out: str,
-        attempt: str,
-        number: int,
-        tensors: Mapping[str, Tensor],
-        workers: Sequence[str],
-        backend: str,
-    ) -> bool:
-        """Send a version to a group of workers; return False if this or an earlier send failed."""
-        group_key = (backend, self._record_sender.name, *workers)
-        if group_key in self._failed_groups:
-            return False
-        try:
-            name, member = self._senders.get(group_key) or self._form_group(group_key)
-            route = (self._record_sender, out, workers, number)
-            send_weight_message(*route, GroupSendStarted(group=name, attempt=attempt))
-            digest = member.broadcast.send(number, tensors, dtype=self._dtype)
-            send_weight_message(*route, GroupSendDone(group=name, digest=digest))
-        except GROUP_ERRORS as error:
-            log.warning("no %s with %s: %s", backend, ", ".join(workers), error)
-            self._failed_groups[group_key] = None
-            evict_oldest(self._failed_groups, MAX_GROUPS)
-            self._drop_sender(group_key)
-            return False
-        return True
+    def send(self, version: WeightVersion, reply: Callable[[Mapping[str, Any]], None]) -> None:
+        layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
+        if self._writer is None or self._written != version[:3]:
+            is_older = self._written[2] >= version.number
+            if self._writer is None or self._writer[1] != layout or is_older:
+                self.close()
+                name = new_segment_name()
+                self._writer = (name, layout, SharedWeightsWriter(name, layout))
+            self._writer[2].publish(version.number, version.tensors)
+            self._written = version[:3]
+        reply({"segment": self._writer[0]})
 
-    def handle_message(
-        self, out: str, number: int, message: GroupMessage, on_weights: WeightsCallback
-    ) -> None:
-        """Handle a message about a group and return at once. Only the record receiver calls it.
-
-        Args:
-            on_weights: called with complete weights, see :data:`WeightsCallback`.
-
-        Raises:
-            WeightTransferError: the message is about a group without this worker.
-        """
-        name = message.group
-        if isinstance(message, GroupFormed):
-            members = message.members.split(",")
-            if not GROUP_NAME.fullmatch(name) or self._record_sender.name not in members:
-                raise WeightTransferError(f"no group of this worker: {name!r}")
-            rank = members.index(self._record_sender.name)
-            with self._lock:
-                if not self._closed:
-                    group_args = (message.backend, self._rendezvous_file(name), rank, len(members))
-                    self._receivers[name] = _GroupReceiver(group_args, on_weights)
-            while len(self._receivers) > MAX_GROUPS:
-                self._leave_group(next(iter(self._receivers)))
-        elif isinstance(message, GroupClosed):
-            self._leave_group(name)
-        elif (receiver := self._receivers.get(name)) is not None:
-            receiver.messages.put((out, number, message))
+    def receive(self, number: int, details: Mapping[str, Any]) -> dict[str, Tensor]:
+        name = str(details["segment"])
+        if not SEGMENT_NAME.fullmatch(name):
+            raise WeightTransferError(f"no name of shared memory: {name!r}")
+        if self._reader is None or self._reader[0] != name:
+            self._reader = None  # released first, because memory may not suffice for both
+            self._reader = (name, SharedWeightsReader(name))
+        view = self._reader[1].newest(after=number - 1)
+        if view is None:
+            raise WeightTransferError(f"version {number} is no longer in shared memory")
+        with view:
+            if view.version != number:
+                raise WeightTransferError(f"version {number} was replaced by {view.version}")
+            # Copy, because the sender may reuse the memory before the engine loads the weights.
+            copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
+            return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
     def close(self) -> None:
-        """Close all groups. Gloo would abort a process that ends with open groups."""
-        with self._lock:
-            self._closed = True
-        for group_key in list(self._senders):
-            self._drop_sender(group_key)
-        for name in list(self._receivers):
-            self._leave_group(name)
-        for receiver in self._closing:
-            receiver.join()
+        if self._writer is not None:
+            self._writer[2].close()
+            self._writer = None
 
-    def _leave_group(self, name: str) -> None:
-        with self._lock:
-            if (receiver := self._receivers.pop(name, None)) is not None:
-                receiver.leave()
-                self._closing = [r for r in [*self._closing, receiver] if r.is_alive]
 
-    def _form_group(self, group_key: tuple[str, ...]) -> tuple[str, _GroupMember]:
-        backend, _, *workers = group_key
-        backend_device(backend)  # raises if this process lacks the backend
-        name = f"group-{secrets.token_hex(8)}"
-        members = ",".join(group_key[1:])
-        message = GroupFormed(group=name, members=members, backend=backend)
-        # The message is about no version, so the group's name replaces the output.
-        send_weight_message(self._record_sender, name, workers, 0, message)
-        member = _GroupMember(backend, self._rendezvous_file(name), 0, len(workers) + 1)
-        self._senders[group_key] = name, member
-        while len(self._senders) > MAX_GROUPS:
-            self._drop_sender(next(iter(self._senders)))
-        return self._senders[group_key]
+class BroadcastSync(WeightSync):
+    """Weights by a broadcast in a process group (:mod:`rlinf.weights.broadcast`).
 
-    def _rendezvous_file(self, name: str) -> Path:
-        return self._record_sender.folder / f"{name}.json"
+    Args:
+        folder: the run's folder for channels.
+        backend: ``gloo`` or ``nccl``.
+        members: the members of the group; the first one sends.
+        name: the name of this worker.
+        dtype: as for :class:`SharedMemorySync`.
+    """
 
-    def _drop_sender(self, group_key: tuple[str, ...]) -> None:
-        if group_key in self._senders:
-            name, member = self._senders.pop(group_key)
-            send_weight_message(
-                self._record_sender, name, group_key[2:], 0, GroupClosed(group=name)
-            )
-            member.close()
+    def __init__(
+        self,
+        folder: Path,
+        backend: str,
+        members: Sequence[str],
+        name: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._folder, self._backend, self._dtype = folder, backend, dtype
+        self._rank, self._size = list(members).index(name), len(members)
+        self._group: tuple[str, _GroupMember] | None = None
+        """Name of the group, and the membership."""
+        self._has_failed = False
+
+    def send(self, version: WeightVersion, reply: Callable[[Mapping[str, Any]], None]) -> None:
+        if self._has_failed:
+            raise WeightTransferError("an earlier broadcast has failed")
+        try:
+            backend_device(self._backend)  # raises if this process lacks the backend
+            name = f"group-{secrets.token_hex(8)}" if self._group is None else self._group[0]
+            reply({"group": name})
+            self._join(name).send(version.number, version.tensors, dtype=self._dtype)
+        except TRANSFER_ERRORS:
+            self._has_failed = True
+            self.close()
+            raise
+
+    def receive(self, number: int, details: Mapping[str, Any]) -> dict[str, Tensor]:
+        name = str(details["group"])
+        if not GROUP_NAME.fullmatch(name):
+            raise WeightTransferError(f"no name of a group: {name!r}")
+        try:
+            received = self._join(name).receive()
+        except TRANSFER_ERRORS:
+            self.close()
+            raise
+        if received.version != number:
+            raise WeightTransferError(f"version {received.version} is not what was sent")
+        return received.tensors
+
+    def close(self) -> None:
+        """Leave the group. Gloo would abort a process that ends with open groups."""
+        if self._group is not None:
+            self._group[1].close()
+            self._group = None
+
+    def _join(self, name: str) -> WeightBroadcast:
+        if self._group is None or self._group[0] != name:
+            self.close()
+            rendezvous_file = self._folder / f"{name}.json"
+            member = _GroupMember(self._backend, rendezvous_file, self._rank, self._size)
+            self._group = (name, member)
+        return self._group[1].broadcast
 
 
 class _GroupMember:
@@ -240,62 +234,6 @@ class _GroupMember:
     def close(self) -> None:
         self.broadcast.close()
         self._store.close()
-
-
-class _GroupReceiver:
-    """Receives the weights of one group in its own thread.
-
-    Args:
-        group_args: backend, rendezvous file, rank and size of the group.
-    """
-
-    def __init__(self, group_args: tuple[str, Path, int, int], on_weights: WeightsCallback) -> None:
-        self.messages: queue.SimpleQueue[tuple[str, int, GroupMessage] | None] = queue.SimpleQueue()
-        """Output, number of the version, and message about the group; None: leave the group."""
-        self._on_weights = on_weights
-        self._thread = threading.Thread(
-            target=self._run, args=group_args, name="group", daemon=True
-        )
-        self._thread.start()
-
-    def leave(self) -> None:
-        """Make the thread leave the group after the version that it is receiving."""
-        self.messages.put(None)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> None:
-        """Wait for the thread to end, at most for the timeout of one bucket."""
-        self._thread.join(BUCKET_TIMEOUT_S + JOIN_GRACE_S)
-
-    def _run(self, backend: str, rendezvous_file: Path, rank: int, size: int) -> None:
-        member = None
-        try:
-            member = _GroupMember(backend, rendezvous_file, rank, size)
-            while (message := self.messages.get()) is not None:
-                self._receive(*message, member.broadcast)
-        except (*GROUP_ERRORS, queue.Empty) as error:
-            log.warning("no weights by %s: %r", backend, error)
-        finally:
-            if member is not None:
-                member.close()
-
-    def _receive(
-        self, out: str, number: int, message: GroupMessage, broadcast: WeightBroadcast
-    ) -> None:
-        if not isinstance(message, GroupSendStarted):
-            return
-        received = broadcast.receive()
-        # The sender confirms that all members have the version; otherwise the send has failed.
-        match self.messages.get(timeout=BUCKET_TIMEOUT_S):
-            case (_, _, GroupSendDone(digest=sent_digest)):
-                if (received.version, received.digest) != (number, sent_digest):
-                    raise WeightTransferError(f"version {received.version} is not what was sent")
-            case _:
-                raise WeightTransferError("the group was closed")
-        self._on_weights(out, received.version, message.attempt, received.tensors)
 
 
 def backend_device(backend: str) -> torch.device:
@@ -349,357 +287,276 @@ def create_process_group(backend: str, store: Store, rank: int, size: int) -> Br
             os.environ[variable] = previous
 
 
-MAX_VERSIONS = 2
-"""Number of versions that are kept in memory; older versions are read from disk."""
-MAX_ANNOUNCED = 64
-"""Maximum number of announced versions that are remembered; some never arrive completely."""
-log = logging.getLogger("rlinf")
+def create_sync(
+    folder: Path,
+    transport: str,
+    members: Sequence[str],
+    name: str,
+    dtype: torch.dtype | None = None,
+) -> WeightSync:
+    """Return the way of a transport; the arguments are those of :class:`BroadcastSync`."""
+    if transport in BACKENDS:
+        return BroadcastSync(folder, transport, members, name, dtype)
+    return SharedMemorySync(dtype)
 
 
-class _Version(NamedTuple):
-    """The weights of one output; see the module docstring."""
+class WeightSyncs:
+    """The ways in which a worker sends or receives weights, by transport and members of the group.
 
-    out: str
-    attempt: str
-    number: int
-    tensors: Mapping[str, Tensor]
+    Args:
+        folder, name, dtype: as for :class:`BroadcastSync`.
+    """
 
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
+        self._folder, self._name, self._dtype = folder, name, dtype
+        self._syncs: dict[tuple[str, ...], WeightSync] = {}
 
-@dataclass
-class _SharedSegment:
-    """A shared-memory segment, and the version that was last written to it."""
+    def get(self, transport: str, members: Sequence[str]) -> WeightSync:
+        """
+        Raises:
+            WeightTransferError: this worker is no member of the group.
+        """
+        key = (transport, *members)
+        if transport in BACKENDS and self._name not in members:
+            raise WeightTransferError(f"{self._name} is no member of {', '.join(members)}")
+        if key not in self._syncs:
+            sync = create_sync(self._folder, transport, members, self._name, self._dtype)
+            self._syncs[key] = sync
+            while len(self._syncs) > MAX_GROUPS:
+                self._syncs.pop(next(iter(self._syncs))).close()
+        return self._syncs[key]
 
-    name: str
-    layout: BucketLayout
-    writer: SharedWeightsWriter
-    number: int = -1
-    """Number of the version that was last written; -1: none."""
-    content: tuple[str, str] = ("", "")
-    """Output and attempt of that version."""
+    def close(self) -> None:
+        for sync in self._syncs.values():
+            sync.close()
 
 
 class WeightPublisher:
-    """Sends the weights of this worker to their subscribers, in its own thread.
+    """Answers requests for the weights that this worker has published, in its own thread.
 
     Args:
-        dtype: dtype in which float32 tensors are sent; None: unchanged.
+        folder, name, dtype: as for :class:`BroadcastSync`.
     """
 
-    def __init__(self, sender: RecordSender, dtype: torch.dtype | None = None) -> None:
-        self._record_sender, self._dtype = sender, dtype
-        self.groups = BroadcastGroups(sender, dtype)
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
+        self._syncs = WeightSyncs(folder, name, dtype)
         self._lock = threading.Lock()
         self._thread = BackgroundWorker("weights", TRANSFER_ERRORS)
-        self._subscribers: dict[str, dict[str, str]] = {}
-        """Transport of each subscribed worker, by output."""
-        self._versions: dict[str, _Version] = {}
+        self._versions: dict[str, WeightVersion] = {}
         """The newest versions by output, oldest first."""
-        self._segment: _SharedSegment | None = None
-
-    def subscribe(self, out: str, transports: Mapping[str, str]) -> None:
-        """Send the weights of an output to workers, now or once they are published.
-
-        Args:
-            transports: transport by name of the worker.
-        """
-        with self._lock:
-            self._subscribers[out] = self._subscribers.get(out, {}) | dict(transports)
-            if out in self._versions:
-                self._thread.submit(f"weights of {out}", self._send, out, dict(transports))
+        self._waiting: dict[str, list[_WeightRequest]] = {}
+        """Requests without a reply, by output."""
+        self._incomplete: set[tuple[str, ...]] = set()
+        """Transport and members of groups in which a member was missing."""
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
         """Send the weights of an output and return at once; the weights must not change later."""
         if WEIGHTS not in objects:
             return
         with self._lock:
-            self._versions[out] = _Version(out, attempt, number, objects[WEIGHTS])
-            while len(self._versions) > MAX_VERSIONS:
-                dropped = next(iter(self._versions))
-                del self._versions[dropped]
-                self._subscribers.pop(dropped, None)
-            if subscribers := self._subscribers.get(out):
-                self._thread.submit(f"weights of {out}", self._send, out, dict(subscribers))
+            self._versions[out] = WeightVersion(out, attempt, number, objects[WEIGHTS])
+            evict_oldest(self._versions, MAX_VERSIONS)
+        self._thread.submit(f"weights of {out}", self._send, out)
 
-    def drop_subscribers(self, outs: Collection[str]) -> None:
-        """Drop the subscribers of committed outputs; they read from disk from now on."""
+    def handle(self, request: Request) -> None:
+        """Answer a request, now or once the weights are published.
+
+        Raises:
+            KeyError, TypeError: the request is malformed.
+        """
+        arguments = request.arguments
+        out = str(arguments["output"])
+        way = (str(arguments["transport"]), *map(str, arguments["members"]))
+        waiting = _WeightRequest(request, str(arguments["worker"]), way)
+        with self._lock:
+            self._waiting.setdefault(out, []).append(waiting)
+            evict_oldest(self._waiting, MAX_WAITING)
+        self._thread.submit(f"weights of {out}", self._send, out)
+
+    def drop_outputs(self, outs: Collection[str]) -> None:
+        """Drop the requests for committed outputs, which are read from disk from now on."""
         with self._lock:
             for out in outs:
-                self._subscribers.pop(out, None)
-
-    def pop_socket_subscribers(self, out: str) -> list[str]:
-        """Remove and return the subscribers of an output that use sockets.
-
-        The caller forwards buckets to them. :meth:`publish` sends to other and later subscribers.
-        """
-        with self._lock:
-            subscribers = self._subscribers.get(out, {})
-            workers = [worker for worker, transport in subscribers.items() if transport == SOCKET]
-            for worker in workers:
-                del subscribers[worker]
-        return workers
-
-    def forward(self, out: str, workers: Sequence[str], record: Record) -> None:
-        """Forward a record about an output's weights and return at once."""
-        if workers:
-            self._thread.submit(f"weights of {out}", self._forward, out, workers, record)
+                self._waiting.pop(out, None)
 
     def close(self) -> None:
         self._thread.close()
-        self.groups.close()
-        if self._segment is not None:
-            self._segment.writer.close()
+        self._syncs.close()
 
-    def _forward(self, out: str, workers: Sequence[str], record: Record) -> None:
-        self._record_sender.stream_to(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
+    def _send(self, out: str, *, is_late: bool = False) -> None:
+        """Send a version to the workers that wait for it.
 
-    def _send(self, out: str, transports: Mapping[str, str]) -> None:
-        """Send a version by these transports, or by socket if another transport fails."""
-        # A dropped version is not sent, because it is on disk.
-        if (version := self._versions.get(out)) is None:
+        Args:
+            is_late: whether to leave incomplete groups to the disk.
+        """
+        with self._lock:
+            version = self._versions.get(out)
+            requests = self._waiting.pop(out, [])
+            by_way: dict[tuple[str, ...], list[_WeightRequest]] = {}
+            for request in requests:
+                if version is None or request.has(version.attempt):
+                    self._waiting.setdefault(out, []).append(request)
+                else:
+                    by_way.setdefault(request.way, []).append(request)
+        if version is None:
             return
-        by_transport = {
-            transport: [worker for worker in transports if transports[worker] == transport]
-            for transport in set(transports.values())
-        }
-        socket_workers = by_transport.get(SOCKET, [])
-        local_workers = by_transport.get(SHARED_MEMORY, [])
-        if local_workers and not self._publish_in_shared_memory(version, local_workers):
-            socket_workers += local_workers
-        for backend in BACKENDS:
-            members = by_transport.get(backend, [])
-            if members and not self.groups.send(*version, members, backend):
-                socket_workers += members
-        if socket_workers:
-            self._send_buckets(version, socket_workers)
+        for way, group in by_way.items():
+            transport, *members = way
+            missing = {*members[1:]} - {request.worker for request in group}
+            if transport not in BACKENDS:
+                local = [request for request in group if request.is_local]
+                _reply(version, [request for request in group if not request.is_local], {})
+                self._send_by(transport, members, version, local)
+            elif not missing:
+                self._send_by(transport, members, version, group)
+            elif is_late or way in self._incomplete:
+                self._incomplete.add(way)
+                log.warning("no %s: %s do not answer", transport, ", ".join(sorted(missing)))
+                _reply(version, group, {})
+            else:
+                with self._lock:
+                    self._waiting.setdefault(out, []).extend(group)
+                timer = threading.Timer(BUCKET_TIMEOUT_S, self._leave_to_disk, (out,))
+                timer.daemon = True
+                timer.start()
 
-    def _publish_in_shared_memory(self, version: _Version, workers: list[str]) -> bool:
-        """Write a version to shared memory and announce it; return False if that fails."""
-        segment = self._segment
-        layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
+    def _leave_to_disk(self, out: str) -> None:
+        self._thread.submit(f"weights of {out}", partial(self._send, is_late=True), out)
+
+    def _send_by(
+        self,
+        transport: str,
+        members: Sequence[str],
+        version: WeightVersion,
+        requests: Sequence[_WeightRequest],
+    ) -> None:
+        if not requests:
+            return
+        is_sent = False
+
+        def reply(details: Mapping[str, Any]) -> None:
+            nonlocal is_sent
+            is_sent = True
+            _reply(version, requests, details)
+
         try:
-            if segment is None or segment.content != (version.out, version.attempt):
-                if segment is None or segment.layout != layout or segment.number >= version.number:
-                    segment = self._create_segment(layout)
-                segment.writer.publish(version.number, version.tensors)
-                segment.content, segment.number = (version.out, version.attempt), version.number
-        except WeightTransferError as error:
-            log.warning("%s", error)
-            return False
-        message = WeightsInSharedMemory(attempt=version.attempt, segment=segment.name)
-        send_weight_message(self._record_sender, version.out, workers, version.number, message)
-        return True
+            self._syncs.get(transport, members).send(version, reply)
+        except TRANSFER_ERRORS as error:
+            log.warning("no %s: %s", transport, error)
+            if not is_sent:
+                _reply(version, requests, {})
 
-    def _create_segment(self, layout: BucketLayout) -> _SharedSegment:
-        if self._segment is not None:
-            self._segment.writer.close()
-            self._segment = None
-        name = new_segment_name()
-        self._segment = _SharedSegment(name, layout, SharedWeightsWriter(name, layout))
-        return self._segment
 
-    def _send_buckets(self, version: _Version, workers: list[str]) -> None:
-        layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
-        layout_json = layout.to_json().encode()
-        route = (self._record_sender, version.out, workers, version.number)
-        send_weight_message(
-            *route, WeightsStart(attempt=version.attempt), np.frombuffer(layout_json, np.uint8)
+class _WeightRequest(NamedTuple):
+    """A request for weights."""
+
+    request: Request
+    worker: str
+    way: tuple[str, ...]
+    """Transport, and the members of the group."""
+
+    def has(self, attempt: str) -> bool:
+        """Return whether the worker has the weights of this attempt already."""
+        return bool(self.request.arguments.get("attempt") == attempt)
+
+    @property
+    def is_local(self) -> bool:
+        return bool(self.request.arguments.get("memory") == shared_memory_id())
+
+
+def _reply(
+    version: WeightVersion, requests: Sequence[_WeightRequest], details: Mapping[str, Any]
+) -> None:
+    """Reply to requests; without ``details`` the workers read from disk."""
+    for waiting in requests:
+        waiting.request.reply(
+            {"attempt": version.attempt, "number": version.number, "details": dict(details)}
         )
-        checksums: list[int] = []
-        for bucket in range(layout.num_buckets):
-            bucket_range = layout.bucket_slice(bucket)
-            data = torch.zeros(bucket_range.stop - bucket_range.start, dtype=torch.uint8)
-            layout.pack_bucket(bucket, version.tensors, data)
-            checksums.append(int(bucket_checksum(data)))
-            message = WeightsBucket(attempt=version.attempt, checksum=f"{checksums[-1]:x}")
-            send_weight_message(*route, message, data.numpy(), bucket)
-        digest = version_digest(version.number, layout_json, checksums)
-        send_weight_message(*route, WeightsEnd(attempt=version.attempt, digest=digest))
 
 
-@dataclass
-class _PartialVersion:
-    """A version whose buckets have not all arrived."""
+class WeightFetch(Fetch):
+    """Fetches each version of an output's weights that a worker publishes."""
 
-    attempt: str
-    number: int
-    layout_json: bytes
-    layout: BucketLayout
-    buffer: Tensor
-    """Memory of all buckets, uint8."""
-    checksums: dict[int, int] = field(default_factory=dict)
-    """Checksum of each bucket that has arrived."""
+    method = WEIGHTS
+    has_ended = False
 
-    def destination(self, bucket: int) -> Tensor:
-        """Return the part of the buffer for a bucket; empty if there is no bucket of this index."""
-        exists = 0 <= bucket < self.layout.num_buckets
-        return self.buffer[self.layout.bucket_slice(bucket)] if exists else self.buffer[:0]
+    def __init__(self, order: FetchWeights, name: str, receiver: WeightReceiver) -> None:
+        super().__init__(order.output, WEIGHTS, receiver)
+        self.order, self._name, self._receiver = order, name, receiver
+        self._attempt: str | None = None
+        """The attempt of the last version."""
 
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "output": self.output,
+            "worker": self._name,
+            "attempt": self._attempt,
+            "transport": self.order.transport,
+            "members": self.order.members,
+            "memory": shared_memory_id(),
+        }
 
-def _payload(record: Record) -> np.ndarray:
-    """Return the payload of a record about weights, uint8.
-
-    Raises:
-        WeightTransferError: the record has no payload.
-    """
-    data = record.context.get(PAYLOAD)
-    if data is None or data.dtype != np.uint8:
-        raise WeightTransferError("a message with weights has no payload")
-    return data
-
-
-@contextlib.contextmanager
-def _translate_out_of_memory() -> Iterator[None]:
-    """Raise WeightTransferError for the ``RuntimeError`` that torch raises without free memory."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise WeightTransferError(f"not enough memory for weights ({error})") from None
+    def handle(self, reply: Message) -> None:
+        self._attempt = str(reply.arguments["attempt"])
+        self._receiver.receive(self.order, self._attempt, reply)
 
 
 class WeightReceiver:
-    """Adds complete received weights to the live store. Only the record receiver calls it.
+    """Adds the weights of other workers to the live store, in its own thread.
 
     Args:
-        publisher: forwards received weights to their subscribers.
+        folder, name: as for :class:`BroadcastSync`.
         extra_versions: number of versions that may arrive while an older version is in use.
         on_arrival: called with output, attempt and number of new weights in the live store.
     """
 
     def __init__(
         self,
+        folder: Path,
+        name: str,
         store: LiveStore,
-        publisher: WeightPublisher,
         extra_versions: int = 0,
         on_arrival: Callable[[str, str, int], None] = lambda *_: None,
     ) -> None:
-        self._live_store, self._publisher = store, publisher
+        self._live_store, self._name = store, name
+        self._syncs = WeightSyncs(folder, name)
         self._max_versions = MAX_VERSIONS + extra_versions
         self._on_arrival = on_arrival
-        self._forward_receivers: dict[str, list[str]] = {}
-        """Workers to which each bucket is forwarded, by output."""
-        self._partial: dict[str, _PartialVersion] = {}
-        """Incomplete versions by output."""
-        self._stored_versions: dict[int, tuple[str, str]] = {}
-        """Output and attempt of each version in the live store, by number."""
-        self._reader: tuple[str, SharedWeightsReader] | None = None
-        """Name and reader of the shared-memory segment that was read last."""
-        self._announced: dict[int, tuple[str, str]] = {}
-        """Output and attempt that were last announced for each version, by number."""
-        self._lock = threading.RLock()
-        """Needed because group receivers add weights in their own threads."""
+        self._stored: dict[int, str] = {}
+        """Output of each version in the live store, by number."""
+        self._thread = BackgroundWorker("new weights", TRANSFER_ERRORS)
 
-    def handle_record(self, out: str, record: Record) -> None:
-        """Handle a record about an output's weights. An error drops the version with a warning."""
+    def create_fetch(self, order: FetchWeights) -> WeightFetch:
+        return WeightFetch(order, self._name, self)
+
+    def receive(self, order: FetchWeights, attempt: str, reply: Message) -> None:
+        """Receive a version and return at once."""
+        number, details = int(reply.arguments["number"]), dict(reply.arguments["details"])
+        arguments = (order, attempt, number, details)
+        self._thread.submit(f"weights of {order.output}", self._receive, *arguments)
+
+    def close(self) -> None:
+        self._thread.close()
+        self._syncs.close()
+
+    def _receive(
+        self, order: FetchWeights, attempt: str, number: int, details: Mapping[str, Any]
+    ) -> None:
+        stored = self._stored
+        if not details or (len(stored) >= self._max_versions and number < min(stored)):
+            log.info("weights of %s are read from disk", order.output)
+            return
         try:
-            with self._lock:
-                self._handle(out, record)
-        except (RlinfError, OSError) as error:
-            self._partial.pop(out, None)
-            log.warning("weights of %s: %s; waiting for its commit", out, error)
-
-    def _handle(self, out: str, record: Record) -> None:
-        message, number = read_weight_message(record.info), record.identity.iteration
-        if self._reader is not None and self._reader[1].is_closed:
-            # Release it now, because two versions at once would need much memory.
-            self._reader = None
-        if isinstance(message, WeightsInSharedMemory | WeightsStart | GroupSendStarted):
-            self._announced[number] = (out, message.attempt)
-            evict_oldest(self._announced, MAX_ANNOUNCED)
-        match message:
-            case WeightsInSharedMemory():
-                tensors = self._read_shared_memory(message.segment, number)
-                self._add_version(out, number, message.attempt, tensors)
-            case WeightsStart():
-                self._start_version(out, number, message.attempt, record)
-            case WeightsBucket() | WeightsEnd():
-                partial = self._partial.get(out)
-                # The message may belong to an abandoned attempt.
-                if partial and (partial.attempt, partial.number) == (message.attempt, number):
-                    self._add_bucket(out, partial, message, record)
-            case _:
-                self._publisher.groups.handle_message(out, number, message, self._add_version)
-
-    def _start_version(self, out: str, number: int, attempt: str, record: Record) -> None:
-        layout_json = _payload(record).tobytes()
-        layout = BucketLayout.from_json(layout_json)
-        with _translate_out_of_memory():
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-        self._partial[out] = _PartialVersion(attempt, number, layout_json, layout, buffer)
-        self._forward_receivers[out] = [
-            *self._forward_receivers.get(out, ()),
-            *self._publisher.pop_socket_subscribers(out),
-        ]
-        evict_oldest(self._forward_receivers, MAX_ANNOUNCED)
-        self._publisher.forward(out, self._forward_receivers[out], record)
-
-    def _add_bucket(
-        self,
-        out: str,
-        partial: _PartialVersion,
-        message: WeightsBucket | WeightsEnd,
-        record: Record,
-    ) -> None:
-        number, receivers = partial.number, self._forward_receivers.get(out, ())
-        if isinstance(message, WeightsBucket):
-            bucket = record.identity.sample
-            data, destination = (
-                torch.from_numpy(_payload(record).copy()),
-                partial.destination(bucket),
-            )
-            partial.checksums[bucket] = checksum = int(bucket_checksum(data))
-            if f"{checksum:x}" != message.checksum or data.shape != destination.shape:
-                raise WeightTransferError(f"bucket {bucket} of version {number} arrived damaged")
-            destination.copy_(data)
-            # The forwarded record and the version share memory.
-            record = replace(record, context={PAYLOAD: destination.numpy()})
-            self._publisher.forward(out, receivers, record)
+            sync = self._syncs.get(order.transport, order.members)
+            tensors = sync.receive(number, details)
+        except TRANSFER_ERRORS as error:
+            log.warning("weights of %s: %s; waiting for its commit", order.output, error)
             return
-        checksums = [checksum for _, checksum in sorted(partial.checksums.items())]
-        if version_digest(number, partial.layout_json, checksums) != message.digest:
-            raise WeightTransferError(f"version {number} is not what was sent")
-        del self._partial[out]
-        self._publisher.forward(out, receivers, record)
-        self._add_version(out, number, partial.attempt, partial.layout.tensor_views(partial.buffer))
-
-    def _read_shared_memory(self, name: str, number: int) -> dict[str, Tensor]:
-        if not SEGMENT_NAME.fullmatch(name):
-            raise WeightTransferError(f"no name of shared memory: {name!r}")
-        if self._reader is None or self._reader[0] != name:
-            self._reader = None  # released first, because memory may not suffice for both
-            self._reader = (name, SharedWeightsReader(name))
-        view = self._reader[1].newest(after=number - 1)
-        if view is None:
-            raise WeightTransferError(f"version {number} is no longer in shared memory")
-        with view:
-            if view.version != number:
-                raise WeightTransferError(f"version {number} was replaced by {view.version}")
-            # Copy, because the sender may reuse the memory before the engine loads the weights.
-            with _translate_out_of_memory():
-                copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
-            return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
-
-    def _add_version(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
-        with self._lock:
-            self._store_version(out, number, attempt, tensors)
-
-    def _store_version(
-        self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]
-    ) -> None:
-        for old in [name for name, partial in self._partial.items() if partial.number <= number]:
-            del self._partial[old]  # the remaining buckets of an older version will not arrive
-        stored = self._stored_versions
-        is_superseded = len(stored) >= self._max_versions and number < min(stored)
-        # Announcements may arrive out of order.
-        is_outdated = self._announced.get(number) != (out, attempt)
-        if is_superseded or is_outdated or stored.get(number) == (out, attempt):
-            return
-        stored[number] = (out, attempt)
+        stored[number] = order.output
         while len(stored) > self._max_versions:
-            dropped, _ = stored.pop(min(stored))
+            dropped = stored.pop(min(stored))
             if dropped in self._live_store:
                 self._live_store.output(dropped).objects.pop(WEIGHTS, None)
-        output = self._live_store.output(out)
-        output.put_object(attempt, WEIGHTS, tensors)
-        log.info("weights of %s arrived", out)
-        self._on_arrival(out, attempt, number)
-        self._publisher.publish(out, attempt, number, output.objects)
+        self._live_store.output(order.output).put_object(attempt, WEIGHTS, tensors)
+        log.info("weights of %s arrived", order.output)
+        self._on_arrival(order.output, attempt, number)

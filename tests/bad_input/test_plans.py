@@ -40,6 +40,7 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("stages", {"stages": []}, ["plan.stages"]),
     ("edge", {"transports": {"rollout -> rewards": "file"}}, ["did you mean 'rollout -> reward'"]),
     ("way", {"transports": {"rollout -> reward": "http"}}, ["rollout -> reward", "'socket'"]),
+    ("sockets", {"transports": {"sync -> rollout": "socket"}}, ["weights do not go by socket"]),
     ("weights", {"transports": {"rollout -> reward": "nccl"}}, ["carries weights alone"]),
     ("in-process", pools(pool()), ["pools need processes", "cluster=local"]),
     ("twice", pools(pool(), pool("train")), ["plan.pools", "'train' is in two"]),

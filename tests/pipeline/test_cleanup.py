@@ -27,38 +27,35 @@ from rlinf.shared_memory import (
 
 WRITE = """
 import sys, time, torch
-from pathlib import Path
-from rlinf.channels.record_streams import SharedMemorySink
-from rlinf.channels.record_streams import SocketSource
-from rlinf.shared_memory import new_segment_name
+from rlinf.shared_memory import create_segment, new_segment_name
 from rlinf.weights.buckets import BucketLayout
 from rlinf.weights.shared_weights import SharedWeightsWriter
 name = new_segment_name()
 writer = SharedWeightsWriter(name, BucketLayout.from_tensors({"w": torch.zeros(100_000)}))
-source = SocketSource(Path(sys.argv[1]), "x")
-channel = SharedMemorySink(Path(sys.argv[1]), "x", size=1 << 20)
-print(name, channel._segment, flush=True)
+records = new_segment_name()
+memory = create_segment(records, 1 << 20)
+print(name, records, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.fixture
-def killed(tmp_path: Path) -> Iterator[tuple[list[Path], Callable[[], None]]]:
+def killed() -> Iterator[tuple[list[Path], Callable[[], None]]]:
     """Segments of a process, and what kills it with its group."""
     child = subprocess.Popen(
-        [sys.executable, "-c", WRITE, str(tmp_path)],
+        [sys.executable, "-c", WRITE],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     assert child.stdout is not None
-    name, channel = child.stdout.readline().split()
+    name, records = child.stdout.readline().split()
 
     def kill() -> None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
-    segments = [SHM_FOLDER / f"{name}-0", SHM_FOLDER / f"{name}-1", SHM_FOLDER / channel]
+    segments = [SHM_FOLDER / f"{name}-0", SHM_FOLDER / f"{name}-1", SHM_FOLDER / records]
     yield segments, kill
     if child.poll() is None:
         kill()

@@ -102,7 +102,7 @@ def reads(row: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["socket", "gloo", "delta", "file"])
+@pytest.mark.parametrize("way", ["shared_memory", "gloo", "delta", "file"])
 def test_weights_go_to_generators_as_the_plan_says(
     reference: Path, tmp_path: Path, way: str
 ) -> None:

@@ -162,20 +162,17 @@ def recommend_transports(
         for b, target_gpus in zip(kinds, placement.gpus_of(target), strict=True):
             if not (source_gpus and target_gpus):
                 continue
-            measured = transfer_seconds(request.devices[a], request.devices[b], request.profile)
-            # Links were measured with gloo, but pools send through encrypted sockets.
-            seconds = {"socket" if name == "gloo" else name: s for name, s in measured.items()}
+            seconds = transfer_seconds(request.devices[a], request.devices[b], request.profile)
             fastest = min(seconds, key=lambda name: seconds[name])
             times = ", ".join(f"{name} {s:.3g} s" for name, s in seconds.items())
             reason = (
-                f"{size / 1e6:.3g} MB from {a} to {b}: {times} (links were measured with gloo; "
-                "sockets are assumed to be as fast); pools on one node use shared memory; gloo "
-                "itself is not chosen, because it is not encrypted; delta is not predicted, "
-                "because its size is not known before a run"
+                f"{size / 1e6:.3g} MB from {a} to {b}: {times}; pools on one node use shared "
+                "memory; gloo must be set in the plan, because it is not encrypted; delta is not "
+                "predicted, because its size is not known before a run"
             )
             slower = [s for name, s in seconds.items() if name != fastest]
             saved_s = min(slower) - seconds[fastest] if slower else None
-            yield _advice(f"{feature}: {fastest}", True, reason, saved_s)
+            yield _advice(f"{feature}: {fastest}", fastest == "file", reason, saved_s)
 
 
 @dataclass(frozen=True)

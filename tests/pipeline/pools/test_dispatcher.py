@@ -115,6 +115,51 @@ def test_a_rollout_does_not_keep_the_one_before_in_memory(
         "open_episodes": ("it/0001/rollout", False),
     }
     assert found["train/1"]["trajectories"] == ("it/0001/rollout", True)
-    assert not any(isinstance(order, messages.SendOutput) for order in sent), (
-        "nobody else takes any"
-    )
+    transfers = (messages.FetchOutput, messages.FetchWeights)
+    assert not any(isinstance(order, transfers) for order in sent), "no other worker needs any"
+
+
+def test_each_rank_fetches_from_all_others_that_produce_records(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    values = compose("cluster=local", "rollout.batch_size=8")
+    values["plan"] = {
+        "num_chunks": 2,
+        "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
+        "pools": [
+            {"stages": HELD[:1], "devices": {"local": 2}},
+            {"stages": HELD[1:], "devices": {"local": 2}},
+        ],
+        "transports": {"rollout -> train": "shared_memory"},
+    }
+    config, plan = validate_experiment(values)
+    run, graph, pools = Run(tmp_path, config), Graph(config), pool_states(plan)
+    for number, pool in enumerate(pools):
+        member = Lease(f"pool-{number}-0", str(number), 2)
+        for rank in range(2):
+            member.add_worker({"rank": rank, "host": "here"})
+        pool.leases.append(member)
+    sent: list[tuple[str, messages.FetchOutput]] = []
+
+    def send(worker: str, order: Any) -> None:
+        if isinstance(order, messages.FetchOutput):
+            sent.append((worker, order))
+
+    orders = StageDispatcher(run, plan, pools, RolloutScheduler(tmp_path, 8, 0), send)
+    for stage in ("rollout", "inference", "train"):
+        node = StageNode(stage, 0)
+        orders.pool_of(node).waiting[node] = stage_call(run, graph, node)
+    for _ in range(2):
+        orders.dispatch()
+    found = {(w, order.output, order.producers, order.transport) for w, order in sent}
+    assert len(found) == len(sent), "each is ordered once"
+    rollout, inference = "it/0000/rollout", "it/0000/inference"
+    both = ("pool-0-0-r0", "pool-0-0-r1")
+    assert found == {
+        ("pool-1-0-r0", rollout, both, "socket"),  # by inference
+        ("pool-1-0-r1", rollout, both, "socket"),
+        ("pool-1-0-r0", rollout, both, "shared_memory"),  # by train
+        ("pool-1-0-r1", rollout, both, "shared_memory"),
+        ("pool-1-0-r0", inference, ("pool-1-0-r1",), "socket"),
+        ("pool-1-0-r1", inference, ("pool-1-0-r0",), "socket"),
+    }

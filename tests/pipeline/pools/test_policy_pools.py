@@ -17,7 +17,7 @@ from pipeline.pools.dispatcher import StageDispatcher
 from pipeline.pools.leases import Lease, pool_states
 from pipeline.pools.rollout_scheduler import RolloutScheduler
 from pipeline.run import Run
-from stages.worker.messages import AttemptEnded, RunStages, SendOutput, ServePolicy, StageOrder
+from stages.worker.messages import AttemptEnded, FetchWeights, RunStages, ServePolicy, StageOrder
 
 PLAN = {
     "stages": {"rollout": {"processes": 3}, "rollout.generate": {"processes": 2}},
@@ -102,10 +102,8 @@ def test_weights_that_are_being_made_are_sent_to_the_policy_alone(driven: Driven
     found = driven.given()
     (answer, *_) = [order for _, order in found if isinstance(order, ServePolicy)]
     assert answer.weights == ("it/0001/sync", True)
-    sends = [
-        order for _, order in found if isinstance(order, SendOutput) and order.channel == "weights"
-    ]
-    assert {taker for send in sends for taker in send.transports} == {"pool-1-0-r0", "pool-1-0-r1"}
+    receivers = {worker for worker, order in found if isinstance(order, FetchWeights)}
+    assert receivers == {"pool-1-0-r0", "pool-1-0-r1"}
 
 
 def test_evaluations_where_the_simulators_are_ask_too(driven: Driven) -> None:

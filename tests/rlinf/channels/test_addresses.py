@@ -8,12 +8,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 
@@ -27,25 +25,23 @@ from rlinf.channels.curve_sockets import (
     interface_towards,
     local_addresses,
 )
-from rlinf.channels.record_streams import SocketSink, SocketSource
-from rlinf.data.record import Record, RecordId
+from rlinf.channels.requests import RequestClient, RequestServer
 from rlinf.errors import ConfigError
 
 NODE = """
 import sys
 from pathlib import Path
 from rlinf.channels.control_link import WorkerLink
-from rlinf.channels.record_streams import SocketSink, SocketSource
+from rlinf.channels.requests import RequestClient, RequestServer
 folder = Path(sys.argv[1])
-mine = SocketSource(folder, "node")
+outside = RequestClient(folder / "outside.json")
+mine = RequestServer(folder / "node.json", lambda r: r.reply(outside.request("any").arguments))
 link = WorkerLink(folder, "w", {})
-outside = SocketSink(folder, "outside")
-outside.put(mine.get())
-outside.close()
 while not link.receive_orders(0.2):
     pass
 link.close()
 mine.close()
+outside.close()
 """
 RANK = """
 import os, sys
@@ -104,17 +100,15 @@ def test_addresses_of_this_node_come_last() -> None:
 
 def test_a_node_without_a_way_out_serves_and_is_served(tmp_path: Path) -> None:
     with namespace() as name, closing(Controller(tmp_path)) as controller:
-        outside = SocketSource(tmp_path, "outside")
+        outside = RequestServer(tmp_path / "outside.json", lambda r: r.reply({"from": "outside"}))
         command = ["ip", "netns", "exec", name, sys.executable, "-c", NODE, str(tmp_path)]
         with subprocess.Popen(command) as node:
             events = []
             while not events and node.poll() is None:
                 events = controller.poll_events(1)
             assert isinstance(events[0], PeerJoined)
-            inside = open_soon(tmp_path, "node")
-            inside.put(Record(RecordId(0, 1, 2), {"actions": np.arange(3)}))
-            assert outside.get().identity == RecordId(0, 1, 2)
-            inside.close()
+            with closing(RequestClient(tmp_path / "node.json")) as inside:
+                assert inside.request("any").arguments == {"from": "outside"}
             controller.send_order("w", {"do": "leave"})
             assert node.wait(30) == 0
         outside.close()
@@ -135,12 +129,6 @@ def test_ranks_on_nodes_of_which_one_has_no_way_out_form_a_group(tmp_path: Path)
             for rank, where in enumerate(([], inside, []))
         ]
         assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
-
-
-def open_soon(folder: Path, name: str) -> SocketSink:
-    while not (folder / f"{name}.socket.json").exists():
-        time.sleep(0.05)
-    return SocketSink(folder, name)
 
 
 @contextmanager

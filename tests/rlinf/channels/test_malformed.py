@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
-import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
@@ -18,12 +16,11 @@ from hypothesis import strategies as st
 from rlinf.channels.control_link import Controller, WorkerLink
 from rlinf.channels.curve_sockets import client_socket, routing_id, run_keys
 from rlinf.channels.mailbox_protocol import read_pointer
-from rlinf.channels.record_streams import RING_SLOTS, SharedMemorySink, SocketSink, SocketSource
 from rlinf.channels.rendezvous import RendezvousClient, RendezvousHost
-from rlinf.channels.wire_format import encode_record
+from rlinf.channels.requests import RequestClient, RequestRejected, RequestServer
 from rlinf.data.record import Record, RecordId
 from stages.live_store import LiveStore
-from stages.worker.record_transfer import COUNT, NUM_RANKS, PRODUCER, RANK, TARGET, RecordReceiver
+from stages.worker.record_transfer import RecordServer
 
 VALUES = st.recursive(
     st.none()
@@ -43,7 +40,6 @@ VERBS = ("set", "value", "missing", "add", "compare_set", "delete", "count")
 class Ends(NamedTuple):
     """Hosts of each kind on a run, and a member's bare socket to each."""
 
-    source: SocketSource
     controller: Controller
     rank: RendezvousHost
     member: RendezvousClient
@@ -57,14 +53,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
     folder = tmp_path_factory.mktemp("run")
     with ExitStack() as stack:
         keys = run_keys(folder)
-        source = SocketSource(folder, "c", interface="127.0.0.1")
-        stack.callback(source.close)
         controller = stack.enter_context(closing(Controller(folder, interface="127.0.0.1")))
         rank = stack.enter_context(closing(RendezvousHost(folder / "group.json")))
         member = stack.enter_context(closing(member_of(rank, folder)))
         context = stack.enter_context(zmq.Context())
         raw, tokens = {}, {}
-        files = {"records": "c.socket.json", "control": "control.json", "rank": "group.json"}
+        files = {"control": "control.json", "rank": "group.json"}
         for name, file in files.items():
             about = read_pointer(folder / file)
             assert about is not None
@@ -73,7 +67,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
             raw[name].connect(about.addresses[-1])
             stack.callback(raw[name].close)
             tokens[name] = about.token
-        yield Ends(source, controller, rank, member, raw, tokens, folder)
+        yield Ends(controller, rank, member, raw, tokens, folder)
 
 
 def member_of(rank: RendezvousHost, folder: Path) -> RendezvousClient:
@@ -89,7 +83,7 @@ def pack(message: Any) -> bytes:
 
 @settings(max_examples=150)
 @given(
-    st.sampled_from(["records", "control", "rank"]),
+    st.sampled_from(["control", "rank"]),
     st.sampled_from(["hello", "data", "bye", "?"]),
     st.lists(VALUES, max_size=8),
     st.lists(st.binary(max_size=80), max_size=2),
@@ -107,17 +101,9 @@ def test_a_mailbox_goes_on(
 def test_and_whatever_the_sizes_and_items_of_a_member_are(
     ends: Ends, sizes: list[int], data: list[bytes]
 ) -> None:
-    raw, token = ends.raw["records"], ends.tokens["records"]
+    raw, token = ends.raw["control"], ends.tokens["control"]
     raw.send(pack(["hello", token, "m", pack({}), pack({})]))
     raw.send_multipart([pack(["data", token, 0, None, 0, 0, 0, None, sizes]), *data])
-
-
-def test_and_takes_what_others_send_afterwards(ends: Ends) -> None:
-    other = SocketSink(ends.folder, "c")
-    other.put(Record(RecordId(0, 7), {"x": np.arange(3)}))
-    assert ends.source.get().identity.sample == 7
-    assert ends.source.malformed > 0
-    other.close()
 
 
 def test_a_controller_serves_workers_afterwards(ends: Ends) -> None:
@@ -147,67 +133,36 @@ def test_and_numbers_that_do_not_fit_end_nothing(ends: Ends) -> None:
     assert ends.rank.malformed == before + 2
 
 
-NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never sent
+NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a message with larger ones is never sent
 
 
 @settings(max_examples=60)
 @given(
     st.dictionaries(
-        st.sampled_from([TARGET, PRODUCER, RANK, NUM_RANKS, COUNT]), st.text() | NUMBERS
+        st.sampled_from(["output", "channel", "cursor", "memory"]), st.text() | NUMBERS | VALUES
     )
 )
-def test_a_receiver_goes_on(
-    receiver: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
+def test_a_server_of_records_goes_on(
+    server: tuple[RequestClient, LiveStore], arguments: Any
 ) -> None:
-    receiver[1].put(Record(RecordId(0, 0), info=info))
-
-
-def test_a_receiver_accepts_records_afterwards(
-    receiver: tuple[RecordReceiver, SocketSink, LiveStore],
-) -> None:
-    box, member, store = receiver
-    member.put(Record(RecordId(0, 3), info={"no": "address"}))
-    member.put(Record(RecordId(0, 4), info={TARGET: "it/0:trajectories", PRODUCER: "w"}))
-    member.flush()
-    deadline = time.monotonic() + 20
-    while not store.output("it/0").available_records("trajectories"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert box.num_malformed > 0
+    client, store = server
+    store.output("it/0").stream("trajectories").put(Record(RecordId(0, 4)))
+    client.send("records", arguments)
+    good = client.send("records", {"output": "it/0", "channel": "trajectories", "cursor": 0})
+    number = 0
+    while number != good:
+        with suppress(RequestRejected):
+            number, reply = client.receive()
+    assert len(reply.blocks) == 1
 
 
 @pytest.fixture(scope="module")
-def receiver(
+def server(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[RecordReceiver, SocketSink, LiveStore]]:
-    folder, store = tmp_path_factory.mktemp("receiver"), LiveStore()
-    box = RecordReceiver(folder, "a", store)
-    member = SocketSink(folder, "a")
-    yield box, member, store
-    member.close()
-    box.close()
-
-
-@settings(max_examples=60)
-@given(st.binary(min_size=1, max_size=300), NUMBERS, NUMBERS)
-def test_a_reader_drops_what_a_writer_that_went_wrong_left(
-    ring: tuple[SocketSource, SharedMemorySink], noise: bytes, start: int, size: int
-) -> None:
-    source, sink = ring
-    before, writes = source.malformed, sink._ring
-    assert writes.put(encode_record(Record(RecordId(0, 1))))
-    writes._data[: len(noise)] = np.frombuffer(noise, np.uint8)
-    writes._slots[(writes._count - 1) % RING_SLOTS] = start, size
-    sink.put(Record(RecordId(0, 5)))
-    assert source.get().identity.sample == 5
-    assert source.malformed == before + 1
-
-
-@pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SocketSource, Any]]:
-    folder = tmp_path_factory.mktemp("ring")
-    source = SocketSource(folder, "r", interface="127.0.0.1")
-    sink = SharedMemorySink(folder, "r", size=1 << 20)
-    yield source, sink
-    sink.close()
-    source.close()
+) -> Iterator[tuple[RequestClient, LiveStore]]:
+    folder, store = tmp_path_factory.mktemp("server"), LiveStore()
+    server = RequestServer(folder / "a.json", RecordServer(store).handle)
+    client = RequestClient(folder / "a.json")
+    yield client, store
+    client.close()
+    server.close()

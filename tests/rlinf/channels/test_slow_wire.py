@@ -1,49 +1,39 @@
-"""Large records over wires that are slow and break: what comes of them is a sign of life."""
+"""Large replies over wires that are slow and break, and strangers who send much."""
 
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
-from rlinf.channels import mailbox
+from rlinf.channels import requests
 from rlinf.channels.curve_sockets import FRAME_BYTES, HANDSHAKE_MS
-from rlinf.channels.record_streams import SocketSink, SocketSource
-from rlinf.data.record import Record, RecordId
+from rlinf.channels.mailbox_protocol import read_pointer
+from rlinf.channels.requests import Request, RequestClient, RequestServer
 from tests.rlinf.channels.proxy import Proxy
 
 MB = 10**6
-WRITER = """
-import sys
-from pathlib import Path
-import numpy as np
-from rlinf.channels.record_streams import SocketSink
-from rlinf.data.record import RecordId, Record
-sink = SocketSink(Path(sys.argv[1]), "c")
-sink.put(Record(RecordId(0, 0), {"x": np.arange(4_000_000, dtype=np.uint8)}))
-print("put", flush=True)
-sink.close()
-"""
+
+
+def reply_with_bytes(request: Request) -> None:
+    request.reply({}, [bytes([request.arguments["value"]]) * request.arguments["size"]])
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> SocketSource:
-    return SocketSource(tmp_path, "c", interface="127.0.0.1", timeout_s=2)
+def pointer(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "one.json"
+    with closing(RequestServer(path, reply_with_bytes, interface="127.0.0.1")):
+        yield path
 
 
-def between(folder: Path, **wire: float) -> Proxy:
-    """A wire by which others reach the host."""
-    pointer = folder / "c.socket.json"
+def between(pointer: Path, **wire: float) -> Proxy:
+    """A wire by which others reach the server."""
     values = json.loads(pointer.read_text())
     ip, port = values["addresses"][0].removeprefix("tcp://").split(":")
     proxy = Proxy((ip, int(port)), **wire)  # type: ignore[arg-type]
@@ -51,91 +41,33 @@ def between(folder: Path, **wire: float) -> Proxy:
     return proxy
 
 
-def large(sample: int, size: int) -> Record:
-    return Record(RecordId(0, sample), {"x": np.arange(size, dtype=np.uint8)})
-
-
-def puts(folder: Path, *records: Record) -> threading.Thread:
-    def put() -> None:
-        sink = SocketSink(folder, "c")
-        for record in records:
-            sink.put(record)
-        sink.close()
-
-    thread = threading.Thread(target=put, daemon=True)
-    thread.start()
-    return thread
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def took_whole(host: SocketSource, sample: int, size: int) -> bool:
-    record = host.get()
-    wanted = np.arange(size, dtype=np.uint8)
-    return record.identity.sample == sample and np.array_equal(record.steps["x"], wanted)
-
-
-def test_a_record_may_take_far_longer_than_silence_is_borne(
-    tmp_path: Path, host: SocketSource
-) -> None:
-    proxy = between(tmp_path, bytes_per_s=1 * MB)
-    start = time.monotonic()
-    writer = puts(tmp_path, large(0, 8 * MB), large(1, 100))
-    assert took_whole(host, 0, 8 * MB)
-    assert time.monotonic() - start > 6, "several times its timeout_s"
-    assert took_whole(host, 1, 100)
-    writer.join(20)
-    assert not writer.is_alive()
-    assert proxy.passed < 12 * MB, "it was not sent twice"
-    host.close()
+def test_a_reply_may_take_some_seconds(pointer: Path) -> None:
+    proxy = between(pointer, bytes_per_s=1 * MB)
+    with closing(RequestClient(pointer)) as client:
+        start = time.monotonic()
+        (block,) = client.request("any", {"value": 5, "size": 5 * MB}).blocks
+        assert time.monotonic() - start > 4
+        assert bytes(block) == b"\5" * (5 * MB)
     proxy.close()
 
 
-def test_a_connection_that_breaks_within_a_record_repeats_only_pieces_in_flight(
-    tmp_path: Path, host: SocketSource
+def test_what_is_lost_with_a_connection_is_sent_again(
+    pointer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy = between(tmp_path, cut_after=3 * MB)
-    writer = puts(tmp_path, large(0, 20 * MB), large(1, 100))
-    assert took_whole(host, 0, 20 * MB)
-    assert took_whole(host, 1, 100)
-    writer.join(20)
-    assert not writer.is_alive()
-    assert proxy.cuts >= 6
-    # Of what a connection has passed all but a piece, or what acknowledgements were late for.
-    assert proxy.passed < 40 * MB
-    host.close()
+    monkeypatch.setattr(requests, "PING_S", 0.3)
+    proxy = between(pointer, cut_after=100_000)
+    with closing(RequestClient(pointer)) as client:
+        for value in range(100):
+            (block,) = client.request("any", {"value": value, "size": 20_000}).blocks
+            assert bytes(block) == bytes([value]) * 20_000
+    assert proxy.cuts >= 4
     proxy.close()
 
 
-def test_the_beginning_of_a_record_is_not_kept_for_ever(
-    tmp_path: Path, host: SocketSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mailbox, "PARTIAL_ITEM_TIMEOUT_S", 1.5)
-    proxy = between(tmp_path, bytes_per_s=1 * MB)
-    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-    begun = lambda: any(s.receiver._partial is not None for s in host._sessions.values())  # noqa: E731
-    assert eventually(begun)
-    child.send_signal(signal.SIGSTOP)
-    # What the wire holds still comes.
-    assert eventually(lambda: not begun())
-    child.send_signal(signal.SIGCONT)
-    assert took_whole(host, 0, 4 * MB), "it is sent again from there"
-    assert child.wait(20) == 0
-    host.close()
-    proxy.close()
-
-
-def test_a_stranger_makes_a_host_hold_no_more_than_a_frame(
-    tmp_path: Path, host: SocketSource
-) -> None:
-    ip, port = host.addresses[0].removeprefix("tcp://").split(":")
+def test_a_stranger_makes_a_server_hold_no_more_than_a_frame(pointer: Path) -> None:
+    about = read_pointer(pointer)
+    assert about is not None
+    ip, port = about.addresses[0].removeprefix("tcp://").split(":")
     greeting = bytes.fromhex("ff00000000000000007f0300") + b"CURVE".ljust(52, b"\0")
 
     def command(size: int) -> socket.socket:
@@ -159,9 +91,7 @@ def test_a_stranger_makes_a_host_hold_no_more_than_a_frame(
         stranger.sendall(bytes(FRAME_BYTES - 1))
     time.sleep(0.5)
     assert psutil.Process().memory_info().rss - before < 41 * FRAME_BYTES + 8 * MB
-    writer = puts(tmp_path, large(0, 2 * MB))
-    assert took_whole(host, 0, 2 * MB)
-    writer.join(20)
+    with closing(RequestClient(pointer)) as client:
+        assert client.request("any", {"value": 1, "size": 1}).blocks
     for stranger in (*over, *within):
         stranger.close()
-    host.close()

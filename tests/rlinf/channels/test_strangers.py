@@ -53,15 +53,12 @@ def files():
     return len(os.listdir("/proc/self/fd"))
 """
 CHANNEL = """
-from rlinf.channels.record_streams import SocketSink, SocketSource
-from rlinf.data.record import RecordId, Record
-host = SocketSource(folder, "c")
-address = pointed("c.socket.json")
+from rlinf.channels.requests import RequestClient, RequestServer
+host = RequestServer(folder / "c.json", lambda request: request.reply(request.arguments))
+address = pointed("c.json")
 def exchange():
-    other = SocketSink(folder, "c")
-    other.put(Record(RecordId(0, 1)))
-    other.flush()
-    assert host.get().identity.sample == 1
+    other = RequestClient(folder / "c.json")
+    assert other.request("any", {"i": 1}).arguments == {"i": 1}
     other.close()
 """
 CONTROL = """

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, Store
 
-from rlinf.data.record import Record, RecordId
-from stages.factory import WEIGHTS
+from rlinf.errors import WeightTransferError
 from stages.worker import weight_transfer
-from stages.worker.messages import GroupFormed, GroupMessage, GroupSendDone
-from stages.worker.weight_transfer import GLOO, NCCL, WeightsCallback, backend_device
-from tests.stages.worker.test_weight_transfer import OUT, Worker, soon, state
-
-Make = Callable[[str], Worker]
+from stages.worker.weight_transfer import GLOO, NCCL, BroadcastSync, backend_device
+from tests.stages.worker.test_weight_transfer import Make, Worker, soon
 
 
 @pytest.fixture
@@ -36,10 +32,12 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def publish(source: Worker, number: int, to: list[str], way: str = GLOO) -> str:
+def publish(source: Worker, number: int, to: list[Worker], *absent: str, way: str = GLOO) -> str:
     out = f"it/{number:04d}/sync"
-    source.publisher.subscribe(out, dict.fromkeys(to, way))
-    source.publisher.publish(out, "data-a", number, {WEIGHTS: state(number)})
+    members = (source.name, *(each.name for each in to), *absent)
+    for each in to:
+        each.fetch(source.name, out, way, members)
+    source.publish(number, out)
     return out
 
 
@@ -48,7 +46,7 @@ def test_every_member_holds_each_version_by_one_group(
 ) -> None:
     source, ranks = worker("s"), [worker(f"r{i}") for i in range(3)]
     for number in (3, 4, 5):
-        out = publish(source, number, ["r0", "r1", "r2"])
+        out = publish(source, number, ranks)
         assert soon(lambda out=out, n=number: all(r.holds(n, out) for r in ranks))
         assert ranks[0].store.output(out).wait_for_attempt(lambda: True) == "data-a"
     assert sorted(formed) == [(rank, 4) for rank in range(4)], "one group serves them all"
@@ -59,57 +57,74 @@ def test_other_members_are_another_group(
     worker: Make, formed: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, first, second = worker("s"), worker("r0"), worker("r1")
-    out = publish(source, 3, ["r0"])
-    assert soon(lambda: first.holds(3, out))
-    out = publish(source, 4, ["r1"])
-    assert soon(lambda: second.holds(4, out))
-    out = publish(source, 5, ["r0"])
-    assert soon(lambda: first.holds(5, out))
+    for number, member in ((3, first), (4, second), (5, first)):
+        out = publish(source, number, [member])
+        assert soon(lambda m=member, n=number, o=out: m.holds(n, o))
     assert sorted(formed) == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert "no gloo" not in caplog.text
 
 
-def test_where_one_is_missing_the_others_get_them_by_socket(
+def test_where_one_is_missing_the_others_read_from_disk(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rlinf")
+    monkeypatch.setattr(weight_transfer, "BUCKET_TIMEOUT_S", 1.0)
+    source, there = worker("s"), worker("r0")
+    out = publish(source, 3, [there], "never was")
+    assert soon(lambda: f"weights of {out} are read from disk" in caplog.text)
+    assert "no gloo: never was do not answer" in caplog.text
+    # Nobody waits for that one a second time.
+    monkeypatch.setattr(weight_transfer, "BUCKET_TIMEOUT_S", 100.0)
+    out = publish(source, 4, [there], "never was")
+    assert soon(lambda: f"weights of {out} are read from disk" in caplog.text)
+    out = publish(source, 5, [there])
+    assert soon(lambda: there.holds(5, out)), "other groups work on"
+
+
+def test_a_member_that_does_not_join_ends_the_group(
     worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(weight_transfer, "BUCKET_TIMEOUT_S", 1.0)
-    source, there = worker("s"), worker("r0")
+    source, there, stuck = worker("s"), worker("r0"), worker("r1")
+    monkeypatch.setattr(stuck.receiver, "receive", lambda *_: None)
     began = time.monotonic()
-    out = publish(source, 3, ["r0", "never was"])
-    assert soon(lambda: there.holds(3, out))
+    out = publish(source, 3, [there, stuck])
+    assert soon(lambda: f"weights of {out}: " in caplog.text)
+    assert soon(lambda: "no gloo: " in caplog.text)
     assert time.monotonic() - began < 8
-    assert "no gloo with r0, never was" in caplog.text
-    # Nobody waits for that one a second time.
-    monkeypatch.setattr(weight_transfer, "BUCKET_TIMEOUT_S", 100.0)
-    out = publish(source, 4, ["r0", "never was"])
-    assert soon(lambda: there.holds(4, out))
+    caplog.set_level("INFO", "rlinf")
+    out = publish(source, 4, [there, stuck])
+    assert soon(lambda: f"weights of {out} are read from disk" in caplog.text)
+    assert "an earlier broadcast has failed" in caplog.text
 
 
-def test_who_has_no_gpu_gets_weights_for_nccl_by_socket(worker: Make) -> None:
+def test_who_has_no_gpu_reads_weights_for_nccl_from_disk(
+    worker: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    caplog.set_level("INFO", "rlinf")
     source, there = worker("s"), worker("r0")
-    out = publish(source, 3, ["r0"], NCCL)
-    assert soon(lambda: there.holds(3, out))
-    with pytest.raises(weight_transfer.WeightTransferError, match="needs a GPU"):
+    out = publish(source, 3, [there], way=NCCL)
+    assert soon(lambda: f"weights of {out} are read from disk" in caplog.text)
+    with pytest.raises(WeightTransferError, match="needs a GPU"):
         backend_device(NCCL)
 
 
-def test_weights_that_are_not_those_announced_are_not_served(
+def test_another_version_than_the_announced_one_is_not_served(
     worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What comes by the group must be what the receiver says."""
     source, there = worker("s"), worker("r0")
-    take = there.publisher.groups.handle_message
+    send = weight_transfer.WeightBroadcast.send
 
-    def forged(out: str, number: int, message: GroupMessage, ready: WeightsCallback) -> None:
-        if isinstance(message, GroupSendDone):
-            message = message.model_copy(update={"digest": "0" * 32})
-        take(out, number, message, ready)
+    def older(
+        self: weight_transfer.WeightBroadcast, version: int, *args: object, **more: object
+    ) -> str:
+        return send(self, version - 1, *args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(there.publisher.groups, "handle_message", forged)
-    out = publish(source, 3, ["r0"])
-    assert soon(lambda: "not what was sent" in caplog.text)
+    monkeypatch.setattr(weight_transfer.WeightBroadcast, "send", older)
+    out = publish(source, 3, [there])
+    assert soon(lambda: "version 2 is not what was sent" in caplog.text)
     assert not there.holds(3, out)
 
 
@@ -148,29 +163,29 @@ def test_gloo_listens_where_the_cluster_says(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_network_that_is_not_there_ends_the_group(
     worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(weight_transfer, "BUCKET_TIMEOUT_S", 2.0)
     source, there = worker("s"), worker("r0")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(weight_transfer, "INTERFACE_VARIABLE", "RLINF_TEST_INTERFACE")
     monkeypatch.setenv("RLINF_TEST_INTERFACE", "none-such")
-    out = publish(source, 3, ["r0"])
-    assert soon(lambda: there.holds(3, out)), "they go by socket"
+    out = publish(source, 3, [there])
+    assert soon(lambda: f"weights of {out}: " in caplog.text), "it waits for the commit"
     assert "no network 'none-such'" in caplog.text
 
 
-def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> None:
-    there = worker("r0")
-    stranger = GroupFormed(group="group-x", members="a,b", backend=GLOO)
-    elsewhere = GroupFormed(group="../group-0123456789abcdef", members="r0,b", backend=GLOO)
-    for info in (
-        GroupSendDone(group="group-none", digest="0").to_dict(),
-        stranger.to_dict(),
-        elsewhere.to_dict(),
-        {"type": "group_formed"},
-        {"type": "nothing known"},
-        {},
-    ):
-        worker_out = there.sender.stream_to(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
-        worker_out.put(Record(RecordId(3, 0), info=dict(info)))
-    source = worker("s")
-    out = publish(source, 4, ["r0"])
-    assert soon(lambda: there.holds(4, out)), "the receiver works on"
+@pytest.mark.parametrize("name", ["group-x", "../group-0123456789abcdef", ""])
+def test_a_group_whose_name_is_not_ours_is_not_joined(tmp_path: Path, name: str) -> None:
+    sync = BroadcastSync(tmp_path, GLOO, ("a", "b"), "b")
+    with pytest.raises(WeightTransferError, match="no name of a group"):
+        sync.receive(3, {"group": name})
+
+
+def test_a_worker_that_is_no_member_takes_no_part(
+    worker: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, there = worker("s"), worker("r0")
+    there.fetch("s", "it/x", GLOO, ("a", "r0"))
+    source.publish(3, "it/x")
+    assert soon(lambda: "s is no member of a, r0" in caplog.text)
+    out = publish(source, 4, [there])
+    assert soon(lambda: there.holds(4, out))

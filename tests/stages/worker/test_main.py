@@ -24,14 +24,14 @@ from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
 from slurm.stop_signals import StopFlag
 from stages.context import StageContext
-from stages.layout import CONFIG_FILE
-from stages.live_store import LiveStore
+from stages.layout import CONFIG_FILE, work_item_channel
 from stages.worker import messages
 from stages.worker.main import CHANNELS_FOLDER, PoolWorker
 from stages.worker.messages import StageEnded, StageOrder, read_report
 from stages.worker.policy_client import PolicyClient
-from stages.worker.record_transfer import SOCKET, RecordReceiver, RecordSender
+from stages.worker.record_transfer import SOCKET
 from tests.conftest import QUIET, TINY
+from tests.stages.worker.test_record_transfer import Worker
 
 NAME, SAMPLES = "pool-0-1-r0", 16
 MANY = 100
@@ -60,6 +60,16 @@ class Bench:
 
     def order(self, *orders: StageOrder) -> None:
         self.controller.send_order(NAME, messages.RunStages(stages=orders).to_dict())
+
+    def fetch(self, producer: str, output: str, work_item: str = "") -> None:
+        order = messages.FetchOutput(
+            output=output,
+            channel="trajectories",
+            producers=(producer,),
+            transport=SOCKET,
+            work_item=work_item,
+        )
+        self.controller.send_order(NAME, order.to_dict())
 
     def ended(self, node: str, timeout_s: float = 20.0) -> StageEnded:
         """What the worker said of a stage in the end."""
@@ -126,13 +136,14 @@ def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: 
         Manifest("sft", 0, "key", content, "data", **about, host="", job="", world=1),
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
-    sender = RecordSender(bench.run / CHANNELS_FOLDER)
+    generator = Worker(bench.run / CHANNELS_FOLDER, "generator")
+    bench.fetch("generator", "it/0000/rollout", "one")
     assert until(lambda: len(bench.worker._stage_threads) == MANY)
-    writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
+    stream = generator.store.output("it/0000/rollout").stream(work_item_channel("one"))
     for sample in range(SAMPLES):
-        writer.put(trajectory(sample))
+        stream.put(trajectory(sample))
     bench.ended("rollout/0")
-    sender.close()
+    generator.close()
 
 
 def test_records_are_freed_once_they_are_on_disk_and_were_read(
@@ -156,12 +167,14 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
 
     monkeypatch.setattr(stages.rollout, "run", rollout)
     monkeypatch.setattr(stages.reward, "run", reward)
-    taker = LiveStore()
-    receiver = RecordReceiver(bench.run / CHANNELS_FOLDER, "taker", taker)
+    taker = Worker(bench.run / CHANNELS_FOLDER, "taker")
     for iteration in range(3):
-        out, to = f"it/{iteration:04d}/rollout", {"taker": SOCKET}
-        send = messages.SendOutput(output=out, channel="trajectories", producer=NAME, transports=to)
-        bench.controller.send_order(NAME, send.to_dict())
+        out = f"it/{iteration:04d}/rollout"
+        taker.fetch_order(
+            messages.FetchOutput(
+                output=out, channel="trajectories", producers=(NAME,), transport=SOCKET
+            )
+        )
     bench.order(
         *(order("rollout", i) for i in range(3)),
         *(order("reward", i, "trajectories<rollout") for i in range(3)),
@@ -175,9 +188,9 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     assert read == [SAMPLES] * 3
     assert len(made) == 3 * SAMPLES
     assert until(lambda: not any(ref() for ref in made))
-    there = taker.output("it/0002/rollout").stream("trajectories")
+    there = taker.store.output("it/0002/rollout").stream("trajectories")
     assert until(lambda: there.is_complete(range(SAMPLES + 1)))
-    receiver.close()
+    taker.close()
 
 
 @pytest.mark.parametrize("came", [0, 3])
@@ -204,15 +217,16 @@ def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
     bench.ended("rollout/0")
     assert read_manifest(bench.run / "it/0000/rollout") is not None
     assert until(lambda: "it/0000/rollout" not in bench.worker._live_store)
-    sender = RecordSender(bench.run / CHANNELS_FOLDER)
-    writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
+    producer = Worker(bench.run / CHANNELS_FOLDER, "producer")
     for sample in range(came):
-        writer.put(trajectory(sample))
-    assert writer.flush()
+        producer.stream.put(trajectory(sample))
+    bench.fetch("producer", "it/0000/rollout")
+    received = bench.worker._live_store.output("it/0000/rollout").stream("trajectories")
+    assert until(lambda: len(received) == came)
     bench.order(order("inference", 0, "trajectories<rollout"))
     bench.ended("inference/0")
     assert read == [[0, 1, 2], list(range(3, SAMPLES))]
-    sender.close()
+    producer.close()
 
 
 def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(

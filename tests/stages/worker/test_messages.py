@@ -23,11 +23,12 @@ STAGE = messages.StageOrder(
     inputs={"rewards": ("it/0003/reward", True)},
 )
 BEGUN = messages.PartialSamples(
-    item_number=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
+    worker="w", item_number=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
 )
 ORDERS = [
     messages.RunStages(stages=(STAGE,)),
-    messages.SendOutput(output="o", channel="c", transports={"w": "socket"}, producer="m"),
+    messages.FetchOutput(output="o", channel="c", producers=("w",), transport="socket"),
+    messages.FetchWeights(output="o", producer="p", transport="gloo", members=("p", "w")),
     messages.GenerateStarts(
         work_item="b",
         label="rollout/3 work item 2",
@@ -47,7 +48,6 @@ REPORTS = [
     messages.StageEnded(node="train/3", exit_code=1, reason="why"),
     messages.CollectedPrompts(node="rollout/3", starts=(1, 2)),
     messages.WeightsAvailable(output="o", attempt="a", iteration=3),
-    messages.ConnectionLost(worker="w"),
     messages.WorkItemEnded(
         work_item="b", host="h", spans=(("generate", 0.0, 1.5),), unfinished_starts=(5,)
     ),
@@ -75,9 +75,9 @@ def test_a_report_arrives_as_it_was_sent(expected: messages.WorkerReport) -> Non
         {},
         {"type": "shut_down"},
         {"type": "dance"},
-        {"type": "connection_lost"},
-        {"type": "connection_lost", "worker": 5},
-        {"type": "connection_lost", "worker": "w", "more": 1},
+        {"type": "collected_prompts", "node": "n"},
+        {"type": "collected_prompts", "node": 5, "starts": [1]},
+        {"type": "collected_prompts", "node": "n", "starts": [1], "more": 1},
         {"type": "stage_ended", "node": "n", "exit_code": "x"},
     ],
 )

@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rlinf.channels import requests
+from rlinf.channels.requests import RequestServer
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory
@@ -21,10 +23,9 @@ from rlinf.errors import EXIT_BAD_INPUT, DataError, InputError, RlinfError, Upst
 from stages import rollout
 from stages.context import StageContext, StageInput
 from stages.device_schedule import DeviceSchedule
-from stages.layout import CHANNELS_FOLDER
+from stages.layout import CHANNELS_FOLDER, worker_pointer
 from stages.live_store import LiveStore
 from stages.rollout import PolicyRunner
-from stages.worker import policy_server
 from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder
 from stages.worker.policy_client import PolicyClient, PolicyClients
 from stages.worker.policy_server import PolicyServer
@@ -56,6 +57,7 @@ class Steps:
         self.sample, self.steps, self.columns = sample, steps, columns
         self.go_on = threading.Event()
         self.go_on.set()
+        self.is_waiting = False
 
     def simulate(
         self, episodes: RolloutRequest, observations: Any, actions: Any
@@ -69,6 +71,7 @@ class Steps:
             replies = [actions.get() for _ in requests]
             found = {int(r.steps["sample"][0]): float(r.steps["action"].flat[0]) for r in replies}
             assert found == {sample: 20.0 * sample + 2 * step for sample in requests}
+            self.is_waiting = True
             assert self.go_on.wait(10)
         yield Trajectory(identity=RecordId(3, self.sample), actions=np.zeros(0))
         observations.close()
@@ -82,6 +85,8 @@ class Sides:
         self.engine, self.turns, self.activity = Doubles(), DeviceSchedule(), ActivityTracker()
         parts = (LiveStore(), self.turns, WorkerState(), self.activity)
         self.server = PolicyServer(run, config, "policy-r0", *parts, lambda: False)
+        pointer = worker_pointer(run / CHANNELS_FOLDER, "policy-r0")
+        self.requests = RequestServer(pointer, self.server.handle)
         self.order = StageOrder(
             node="rollout/3",
             stage="rollout",
@@ -125,7 +130,7 @@ class Sides:
         steps = Steps(0)
         steps.go_on.clear()
         made = self.simulators(name, steps)
-        until(lambda: self.turns.is_busy)
+        until(lambda: steps.is_waiting)
         return made
 
 
@@ -181,6 +186,7 @@ def sides(
         AttemptEnded(node="rollout/3", attempt="first", reason="the test is over")
     )
     made.server.close()
+    made.requests.close()
 
 
 def until(there: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -229,10 +235,9 @@ def test_who_asks_before_the_order_has_come_is_answered(sides: Sides) -> None:
     assert len(one.ended().made) == 1
 
 
-def test_serving_keeps_its_position_and_never_waits_for_late_clients(
+def test_serving_lets_earlier_stages_compute_between_requests_and_later_ones_at_its_end(
     sides: Sides,
 ) -> None:
-    """A service keeps its turn while it answers, and only then."""
     sides.answer("sim-r0", "sim-r1")
     steps = Steps(0)
     steps.go_on.clear()
@@ -250,35 +255,30 @@ def test_serving_keeps_its_position_and_never_waits_for_late_clients(
         thread.start()
         return thread
 
-    until(lambda: sides.turns.is_busy)
+    until(lambda: steps.is_waiting)
     earlier, later = stage("evaluate", (3, 0, -1)), stage("train", (3, 0, 3))
-    time.sleep(0.3)
-    assert not done, "simulators are under way"
+    earlier.join(10)
+    assert done == ["evaluate"], "the simulators take their time"
     steps.go_on.set()
     first.ended()
-    earlier.join(10)
+    time.sleep(0.3)
     assert done == ["evaluate"], "the other process has not asked yet, and train is after it"
     sides.simulators("sim-r1", Steps(4)).ended()
     later.join(10)
     assert done == ["evaluate", "train"]
 
 
-def test_who_has_lost_its_turn_is_granted_the_policys_again(
-    sides: Sides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither waits for the other with its own turn in hand."""
-    monkeypatch.setattr(policy_server, "ACCEPT_TIMEOUT_S", 0.3)
-    turns = DeviceSchedule()
-    one = sides.simulators("sim-r0", Steps(0), turns)
-    until(lambda: not turns.is_busy and one.is_alive())
-    time.sleep(0.2)  # it has opened, and waits
-    with turns.add((2, 0, 0)):
-        sides.answer("sim-r0")
-        time.sleep(1.0)
-        assert one.is_alive()
-        sides_turn = sides.turns.add((2, 0, 0))
-        with sides_turn:
-            assert one.is_alive(), "the policy's worker does something else meanwhile"
+def test_neither_worker_waits_for_the_other_with_its_device_in_hand(sides: Sides) -> None:
+    """Each has an earlier stage, which needs the other's: both can compute before the policy."""
+    sides.answer("sim-r0")
+    steps, turns = Steps(0), DeviceSchedule()
+    steps.go_on.clear()
+    one = sides.simulators("sim-r0", steps, turns)
+    until(lambda: steps.is_waiting)
+    with sides.turns.add((2, 0, 0)):
+        steps.go_on.set()
+        with turns.add((2, 0, 0)):
+            assert one.is_alive(), "it waits for actions"
     assert len(one.ended().made) == 1
 
 
@@ -302,26 +302,23 @@ def test_what_fails_there_fails_the_stage_here_with_its_code(
 def test_more_than_the_other_worker_takes_in_a_request_is_refused(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_server, "MAX_MESSAGE_BYTES", 1 << 12)
+    monkeypatch.setattr(requests, "MAX_MESSAGE_BYTES", 1 << 12)
     sides.answer("sim-r0")
     one = sides.simulators("sim-r0", Steps(0, columns=1 << 10)).ended()
     assert isinstance(one.error, DataError)
     assert re.search(r"rollout/3 .* \d+ bytes, .* 4096: .*max_parallel_envs", str(one.error))
-    until(lambda: not sides.server.is_busy)
 
 
 def test_more_than_a_worker_that_asks_takes_in_a_reply_fails_the_stage(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_server, "MAX_MESSAGE_BYTES", 1 << 12)
+    monkeypatch.setattr(requests, "MAX_MESSAGE_BYTES", 1 << 12)
     sides.engine.says = 1 << 11
     sides.answer("sim-r0")
     one = sides.simulators("sim-r0", Steps(0)).ended()
     assert one.error is not None
     assert one.error.exit_code == EXIT_BAD_INPUT
-    message = (
-        r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*max_parallel_envs"
-    )
+    message = r"answers in one step of rollout/3 takes \d+ bytes, .* 4096: .*max_parallel_envs"
     assert re.search(message, str(one.error))
     until(lambda: not sides.server.is_busy)
 
@@ -343,13 +340,12 @@ def test_simulators_give_up_when_the_driver_says_that_the_policy_is_gone(sides: 
     sides.answer("sim-r0")
     steps = Steps(0, steps=1000)
     one = sides.simulators("sim-r0", steps)
-    until(lambda: sides.turns.is_busy)
+    until(lambda: steps.is_waiting)
     one.askers.end_attempt(
         AttemptEnded(node="rollout/3", attempt="first", reason="its lease is over")
     )
     assert isinstance(one.ended().error, UpstreamFailed)
     assert "its lease is over" in str(one.error)
-    until(lambda: not sides.server.is_busy)
 
 
 def test_simulators_that_heard_so_before_their_turn_give_up_at_once(sides: Sides) -> None:

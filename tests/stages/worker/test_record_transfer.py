@@ -1,61 +1,107 @@
-"""Records go to the stores of other workers; a worker that vanished holds nobody up."""
+"""A worker fetches the records of others; one that vanishes holds nobody up."""
 
 from __future__ import annotations
 
-import signal
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlinf.channels import requests
+from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.requests import RequestServer
 from rlinf.data.record import Record, RecordId
-from rlinf.errors import DataError
-from stages.live_store import LiveStore
+from rlinf.errors import StorageError, UpstreamFailed
+from rlinf.shared_memory import SHM_FOLDER
+from stages.layout import work_item_channel, worker_pointer
+from stages.live_store import LiveStore, RecordStream, StreamEnd
+from stages.worker import record_transfer
+from stages.worker.messages import FetchOutput
 from stages.worker.record_transfer import (
     SHARED_MEMORY,
-    SHARED_MEMORY_BYTES,
     SOCKET,
-    RecordReceiver,
-    RecordSender,
+    Fetcher,
+    RecordFetch,
+    RecordServer,
+    fetch_stream,
 )
 
-TO = "it/0000/rollout:trajectories"
-SENDER = """
-import sys
+OUT, CHANNEL = "it/0000/rollout", "trajectories"
+PRODUCER = """
+import sys, time
 from pathlib import Path
-import numpy as np
-from rlinf.data.record import Record, RecordId
-from stages.worker.record_transfer import RecordSender
-record_sender = RecordSender(Path(sys.argv[1]))
-rank = int(sys.argv[2])
-writer = record_sender.stream_to("it/0000/rollout:trajectories", ["a"], rank, 2)
-for sample in range(rank, 6, 2):
-    steps = {"actions": np.array([sample])}
-    writer.put(Record(RecordId(0, sample, 0), steps, info={"group": rank}))
-writer.close()
-record_sender.close()
+from tests.stages.worker.test_record_transfer import Worker, number
+from stages.live_store import StreamEnd
+folder, name, rank, ranks, has_end = sys.argv[1:]
+worker = Worker(Path(folder), name)
+for sample in range(int(rank), 6, int(ranks)):
+    worker.stream.put(number(sample, rank=int(rank)))
+if has_end == "end":
+    worker.stream.finish(StreamEnd(6 // int(ranks), int(rank), int(ranks)))
+print("ready", flush=True)
+time.sleep(60)
 """
 
 
-def test_the_driver_is_told_once_of_a_worker_that_many_records_do_not_reach(
-    tmp_path: Path,
-) -> None:
-    cut: list[str] = []
-    record_sender = RecordSender(tmp_path, cut.append)
-    for sample in range(20):
-        record_sender.stream_to(TO, ["never was"], 0, 1).put(Record(RecordId(0, sample)))
-    assert until(lambda: bool(cut))
-    time.sleep(1)
-    assert cut == ["never was"]
-    record_sender.stream_to(TO, ["never was"], 0, 1)
-    assert until(lambda: len(cut) == 2), "and once more when it happens again"
-    record_sender.close()
+class Worker:
+    """The parts of a worker that serve and fetch records."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.store = name, LiveStore()
+        self.served = RecordServer(self.store)
+        self.server = RequestServer(worker_pointer(folder, name), self.served.handle)
+        self.fetcher = Fetcher(folder)
+
+    @property
+    def stream(self) -> RecordStream:
+        return self.store.output(OUT).stream(CHANNEL)
+
+    def fetch(self, *producers: str, transport: str = SOCKET, work_item: str = "") -> None:
+        order = FetchOutput(
+            output=OUT,
+            channel=CHANNEL,
+            producers=producers,
+            transport=transport,
+            work_item=work_item,
+            source_attempt="data-a" if work_item else None,
+        )
+        self.fetch_order(order)
+
+    def fetch_order(self, order: FetchOutput) -> None:
+        for producer in order.producers:
+            self.fetcher.add(producer, RecordFetch(order, producer, self.store))
+
+    def samples(self) -> list[int]:
+        return [r.identity.sample for r in self.store.output(OUT).available_records(CHANNEL)]
+
+    def close(self) -> None:
+        self.fetcher.close()
+        self.server.close()
+        self.served.close()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[[str], Worker]]:
+    made: list[Worker] = []
+
+    def make(name: str) -> Worker:
+        made.append(Worker(tmp_path, name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def number(sample: int, rank: int = 0) -> Record:
+    return Record(RecordId(0, sample, 0), {"actions": np.array([sample])}, info={"group": rank})
 
 
 def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
@@ -65,236 +111,262 @@ def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return there()
 
 
-def test_records_and_ends_of_other_processes_arrive_in_the_live_store(tmp_path: Path) -> None:
-    store = LiveStore()
-    receiver = RecordReceiver(tmp_path, "a", store)
-    stream = store.output("it/0000/rollout").stream("trajectories")
-    done = [
-        subprocess.run([sys.executable, "-c", SENDER, str(tmp_path), "0"], check=False),
-    ]
-    assert until(lambda: len(stream) == 3)
-    assert not stream.is_complete(range(6)), "the other rank has not ended"
-    done.append(subprocess.run([sys.executable, "-c", SENDER, str(tmp_path), "1"], check=False))
-    assert until(lambda: stream.is_complete(range(9)))
-    assert [process.returncode for process in done] == [0, 0]
-    records = stream.read(range(9))
+def segments() -> set[str]:
+    return {path.name for path in SHM_FOLDER.glob(f"rlinf-*-{os.getpid()}-*")}
+
+
+def start_producer(folder: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PRODUCER, str(folder), name, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_records_and_ends_of_other_processes_arrive_in_the_live_store(
+    tmp_path: Path, worker: Callable[[str], Worker]
+) -> None:
+    consumer = worker("c")
+    consumer.fetch("r0", "r1")
+    ranks = [start_producer(tmp_path, "r0", "0", "2", "end")]
+    assert until(lambda: len(consumer.stream) == 3), "who asks before the producer starts waits"
+    assert not consumer.stream.is_complete(range(6)), "the other rank has not ended"
+    ranks.append(start_producer(tmp_path, "r1", "1", "2", "end"))
+    assert until(lambda: consumer.stream.is_complete(range(9)))
+    records = consumer.stream.read(range(9))
     assert [record.identity.sample for record in records] == list(range(6))
-    assert records[3].info == {"group": 1}, "what the way needed is not part of the record"
+    assert records[3].info == {"group": 1}
     assert int(records[3].steps["actions"][0]) == 3
-    receiver.close()
+    for process in ranks:
+        process.kill()
+        process.wait()
 
 
-def test_a_sender_goes_on_when_a_receiver_is_missing_or_vanishes(tmp_path: Path) -> None:
-    store = LiveStore()
-    stays, goes = (
-        RecordReceiver(tmp_path, "stays", store),
-        RecordReceiver(tmp_path, "goes", LiveStore()),
-    )
-    record_sender = RecordSender(tmp_path)
-    writer = record_sender.stream_to(TO, ["stays", "goes", "never was"], 0, 1)
-    writer.put(Record(RecordId(0, 0, 0), {"actions": np.array([0])}))
-    goes.close()
-    began = time.monotonic()
-    for sample in range(1, 2000):
-        writer.put(Record(RecordId(0, sample, 0), {"actions": np.array([sample])}))
-    writer.close()
-    assert time.monotonic() - began < 30
-    stream = store.output("it/0000/rollout").stream("trajectories")
-    assert until(lambda: stream.is_complete(range(2000)))
-    assert len(stream) == 2000
-    record_sender.close()
-    stays.close()
-
-
-def number(sample: int) -> Record:
-    return Record(RecordId(0, sample, 0), {"actions": np.array([sample])})
-
-
-@pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
-def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("transport", [SOCKET, SHARED_MEMORY])
+def test_who_asks_late_gets_what_was_made_and_what_comes(
+    worker: Callable[[str], Worker], transport: str
+) -> None:
     """A stage that is started again while its input is still being made need not wait for all."""
-    mine, stores = (
-        LiveStore().output("it/0000/rollout").stream("trajectories"),
-        [LiveStore(), LiveStore()],
-    )
-    receivers = [RecordReceiver(tmp_path, n, b) for n, b in zip("ab", stores, strict=True)]
-    streams = [store.output("it/0000/rollout").stream("trajectories") for store in stores]
-    record_sender = RecordSender(tmp_path)
-    record_sender.subscribe(TO, {"a": way})
-    writer = record_sender.open_stream(TO, 0, 1, mine.all_records)
-    for sample in range(100):
-        mine.put(number(sample))
-        writer.put(number(sample))
-        if sample == 50:
-            record_sender.subscribe(TO, {"b": way})
-    for stream in streams:
-        assert until(lambda stream=stream: stream.is_complete(range(100)))
-        assert not stream.is_complete(range(101))
-    writer.close()
-    late = LiveStore()
-    receivers.append(RecordReceiver(tmp_path, "c", late))
-    streams.append(late.output("it/0000/rollout").stream("trajectories"))
-    record_sender.subscribe(TO, {"c": way})
-    for stream in streams:
-        assert until(lambda stream=stream: stream.is_complete(range(101))), "the end comes too"
-        assert [r.identity.sample for r in stream.read(range(101))] == list(range(100))
-    record_sender.close()
-    for receiver in receivers:
-        receiver.close()
+    before = segments()
+    producer, early, late, last = (worker(name) for name in ("p", "e", "l", "x"))
+    early.fetch("p", transport=transport)
+    for sample in range(2000):
+        producer.stream.put(number(sample))
+        if sample == 1000:
+            late.fetch("p", transport=transport)
+    for consumer in (early, late):
+        assert until(lambda consumer=consumer: consumer.stream.is_complete(range(2000)))
+        assert not consumer.stream.is_complete(range(2001))
+    producer.stream.finish(StreamEnd(2000))
+    last.fetch("p", transport=transport)
+    for consumer in (early, late, last):
+        assert until(lambda consumer=consumer: consumer.stream.is_complete(range(2001)))
+        assert consumer.samples() == list(range(2000)), "each once"
+    assert segments() == before, "shared memory that was read is freed"
 
 
-HOST = """
-import sys, time
-from pathlib import Path
-from stages.worker.record_transfer import RecordReceiver
-from stages.live_store import LiveStore
-taken = RecordReceiver(Path(sys.argv[1]), "a", LiveStore())
-print("in", flush=True)
-time.sleep(60)
-"""
-
-
-def test_another_takes_over_from_one_that_was_killed_with_its_shared_memory_full(
-    tmp_path: Path,
+def test_records_are_fetched_once_although_several_stages_need_them(
+    worker: Callable[[str], Worker],
 ) -> None:
-    """The stage that makes the records waits for room, and who comes anew for the stage."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "in\n"
-    cut: list[str] = []
-    mine = LiveStore().output("it/0000/rollout").stream("trajectories")
-    record_sender = RecordSender(tmp_path, cut.append)
-    record_sender.subscribe(TO, {"a": SHARED_MEMORY})
-    sender, count = record_sender.open_stream(TO, 0, 1, mine.all_records), 3000
-
-    def make() -> None:
-        for sample in range(count):
-            mine.put(number(sample))
-            sender.put(number(sample))
-        sender.close()
-
-    child.send_signal(signal.SIGSTOP)
-    stage = threading.Thread(target=make, daemon=True)
-    stage.start()
-    made, still = 0, 0
-    while stage.is_alive() and still < 10:
-        # On a busy machine a stage that has room may not run for a while.
-        time.sleep(0.2)
-        still = still + 1 if 0 < len(mine) == made else 0
-        made = len(mine)
-    assert len(mine) < count, "it waits for room"
-    store = LiveStore()
-    other = RecordReceiver(tmp_path, "b", store)
-    record_sender.subscribe(TO, {"b": SHARED_MEMORY})
-    child.kill()
-    stream = store.output("it/0000/rollout").stream("trajectories")
-    assert until(lambda: stream.is_complete(range(count + 1)), 10)
-    assert len(stream) == count
-    stage.join(10)
-    assert not stage.is_alive()
-    assert until(lambda: cut == ["a"]), "the driver is told"
-    child.wait()
-    record_sender.close()
-    other.close()
+    producer, consumer = worker("p"), worker("c")
+    cursors: list[int] = []
+    handle = producer.served.handle
+    producer.server._handle = lambda r: (cursors.append(r.arguments["cursor"]), handle(r))[1]
+    consumer.fetch("p")
+    consumer.fetch("p")
+    producer.stream.put(number(0))
+    assert until(lambda: cursors == [0, 1])
+    producer.stream.finish(StreamEnd(1))
+    assert until(lambda: consumer.stream.is_complete(range(99)))
+    consumer.fetch("p")
+    time.sleep(0.2)
+    assert cursors == [0, 1], "neither while the first fetch goes on nor afterwards"
 
 
-def test_records_of_outputs_on_disk_are_let_go_and_not_sent_to_who_asks_late(
-    tmp_path: Path,
+def test_a_rank_serves_only_what_it_has_produced(worker: Callable[[str], Worker]) -> None:
+    """Each rank fetches from all others; nothing goes in circles."""
+    ranks = [worker(f"r{rank}") for rank in range(3)]
+    for rank, each in enumerate(ranks):
+        each.fetch(*(other.name for other in ranks if other is not each))
+        for sample in range(rank, 9, 3):
+            each.stream.put(number(sample))
+        each.stream.finish(StreamEnd(3, rank, 3))
+    for each in ranks:
+        assert until(lambda each=each: each.stream.is_complete(range(99)))
+        assert sorted(each.samples()) == list(range(9))
+        own = each.stream.read_own(0, 99, lambda: None)
+        assert own is not None
+        assert len(own.records) == 3
+
+
+@pytest.mark.parametrize("transport", [SOCKET, SHARED_MEMORY])
+def test_large_records_arrive_whole_and_outlive_what_brought_them(
+    worker: Callable[[str], Worker], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, late = LiveStore(), LiveStore()
-    receiver, record_sender = RecordReceiver(tmp_path, "late", late), RecordSender(tmp_path)
-    output, other = store.output("it/0000/rollout"), "it/0001/rollout:trajectories"
-    stream = output.stream("trajectories")
-    stream.put(number(0))
-    held = weakref.ref(stream.all_records()[0])
-    record_sender.open_stream(TO, 0, 1, stream.all_records).put(held())
-    record_sender.open_stream(other, 0, 1, lambda: [number(1)])
-    del output, stream
-    store.release_committed(lambda _: True)
-    assert held() is not None, "who asks now is sent it"
-    record_sender.drop_outputs({"it/0000/rollout"})
-    assert held() is None
-    record_sender.subscribe(TO, {"late": SOCKET})
-    record_sender.subscribe(other, {"late": SOCKET})
-    assert until(lambda: len(late.output("it/0001/rollout").stream("trajectories")) == 1)
-    assert not len(late.output("it/0000/rollout").stream("trajectories"))
-    record_sender.close()
-    receiver.close()
-
-
-@pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
-def test_a_connection_that_broke_is_told_and_can_be_made_again(tmp_path: Path, way: str) -> None:
-    mine, store = LiveStore().output("it/0000/rollout").stream("trajectories"), LiveStore()
-    stream = store.output("it/0000/rollout").stream("trajectories")
-    cut: list[str] = []
-    record_sender = RecordSender(tmp_path, cut.append)
-    first = RecordReceiver(tmp_path, "a", LiveStore())
-    record_sender.subscribe(TO, {"a": way})
-    writer = record_sender.open_stream(TO, 0, 1, mine.all_records)
-    mine.put(number(0))
-    writer.put(number(0))
-    first.close()
-    sample = 1
-    while not cut and sample < 5000:
-        mine.put(number(sample))
-        writer.put(number(sample))
-        sample += 1
-        time.sleep(0.01)
-    assert cut == ["a"]
-    again = RecordReceiver(tmp_path, "a", store)
-    record_sender.subscribe(TO, {"a": way})
-    writer.close()
-    assert until(lambda: stream.is_complete(range(sample)))
-    assert len(stream) == sample, "what went to the other connection is sent again"
-    record_sender.close()
-    again.close()
-
-
-def test_what_came_through_shared_memory_outlives_it(tmp_path: Path) -> None:
-    """The store keeps records for iterations; their place in shared memory is used again."""
-    store = LiveStore()
-    receiver, record_sender = RecordReceiver(tmp_path, "a", store), RecordSender(tmp_path)
-    stream = store.output("it/0000/rollout").stream("trajectories")
-    record_sender.subscribe(TO, {"a": SHARED_MEMORY})
-    writer = record_sender.open_stream(TO, 0, 1, list)
-    count, size = 12, SHARED_MEMORY_BYTES // 8
-    for sample in range(count):
-        image = np.full(size, sample, np.uint8)
-        writer.put(Record(RecordId(0, sample, 0), {"actions": np.zeros(1)}, {"image": image}))
-    writer.close()
-    assert until(lambda: stream.is_complete(range(count + 1)))
-    for record in stream.read(range(count)):
+    monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 20)
+    before = segments()
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p", transport=transport)
+    for sample in range(12):
+        image = np.full(3 << 19, sample, np.uint8)
+        producer.stream.put(Record(RecordId(0, sample), {"actions": np.zeros(1)}, {"image": image}))
+    producer.stream.finish(StreamEnd(12))
+    assert until(lambda: consumer.stream.is_complete(range(99)))
+    assert segments() == before
+    for record in consumer.stream.read(range(12)):
         image = record.context["image"]
         assert image[0] == image[-1] == record.identity.sample
-    record_sender.close()
-    receiver.close()
 
 
-def test_records_come_by_socket_where_a_worker_has_no_shared_memory(tmp_path: Path) -> None:
-    """As on a node of its own. The connection others use goes on."""
-    store = LiveStore()
-    receiver, record_sender = RecordReceiver(tmp_path, "a", store), RecordSender(tmp_path)
-    record_sender.subscribe(TO, {"a": SHARED_MEMORY})
-    writer = record_sender.open_stream(TO, 0, 1, list)
-    writer.put(number(0))
-    writer.close()
-    assert until(
-        lambda: store.output("it/0000/rollout").stream("trajectories").is_complete(range(1))
-    )
-    record_sender.close()
-    receiver.close()
-
-
-def test_a_record_too_large_for_shared_memory_is_an_error_that_says_what_to_do(
-    tmp_path: Path,
+def test_records_come_by_socket_where_shared_memory_is_full(
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    receiver, record_sender = RecordReceiver(tmp_path, "a", LiveStore()), RecordSender(tmp_path)
-    record_sender.subscribe(TO, {"a": SHARED_MEMORY})
-    writer = record_sender.open_stream(TO, 0, 1, list)
-    image = {"image": np.zeros(SHARED_MEMORY_BYTES, np.uint8)}
-    with pytest.raises(DataError, match="leave shared_memory out of the plan's transports"):
-        writer.put(Record(RecordId(0, 0, 0), {"actions": np.zeros(1)}, image))
-    record_sender.close()
-    receiver.close()
+    def create(name: str, size: int) -> None:
+        raise StorageError("no room")
+
+    monkeypatch.setattr(record_transfer, "create_segment", create)
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p", transport=SHARED_MEMORY)
+    producer.stream.put(number(0))
+    assert until(lambda: consumer.samples() == [0])
+    assert "records are sent by socket: no room" in caplog.text
+
+
+def test_a_record_that_cannot_be_sent_is_left_to_the_disk(
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither the stage that produces it nor the other streams of its worker suffer."""
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p")
+    assert until(lambda: bool(producer.stream._callbacks))
+    monkeypatch.setattr(requests, "MAX_MESSAGE_BYTES", 1 << 10)
+    producer.stream.put(Record(RecordId(0, 0), {"actions": np.zeros(1 << 10)}))
+    assert until(lambda: "read from disk instead" in caplog.text)
+    other = producer.store.output(OUT).stream(work_item_channel("one"))
+    other.put(number(1))
+    consumer.fetch("p", work_item="one")
+    assert until(lambda: consumer.samples() == [1])
+
+
+def test_a_producer_that_was_replaced_is_cursors_for_everything_again(
+    tmp_path: Path,
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new process may have the records in another order."""
+    monkeypatch.setattr(requests, "SERVER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(requests, "PING_S", 0.3)
+    monkeypatch.setattr(record_transfer, "RETRY_S", 0.05)
+    consumer, first = worker("c"), start_producer(tmp_path, "p", "0", "2", "open")
+    consumer.fetch("p")
+    assert until(lambda: len(consumer.stream) == 3)
+    first.kill()
+    first.wait()
+    second = worker("p")
+    for sample in (5, 4, 3, 2, 1, 0):
+        second.stream.put(number(sample))
+    second.stream.finish(StreamEnd(6))
+    assert until(lambda: consumer.stream.is_complete(range(99)))
+    assert sorted(consumer.samples()) == list(range(6))
+
+
+def test_a_worker_that_stays_silent_is_given_up(
+    tmp_path: Path,
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(record_transfer, "RETRY_S", 0.05)
+    monkeypatch.setattr(record_transfer, "GIVE_UP_S", 0.2)
+    consumer, there = worker("c"), worker("there")
+    consumer.fetch("never was", "there")
+    there.stream.put(number(0))
+    assert until(lambda: consumer.samples() == [0]), "others are not kept waiting"
+    assert until(lambda: "from never was: never was.json: there is no server" in caplog.text)
+    with pytest.raises(ChannelFailed, match="no server"):
+        fetch_stream(tmp_path, "never was", OUT, CHANNEL, lambda: False)
+
+
+def test_the_trajectories_of_a_work_item_join_those_of_the_rollout(
+    worker: Callable[[str], Worker],
+) -> None:
+    """The end of a work item is not that of the rollout; its weights are noted."""
+    generator, collector = worker("g"), worker("c")
+    collector.fetch("g", work_item="one")
+    item = generator.store.output(OUT).stream(work_item_channel("one"))
+    item.put(number(4))
+    item.finish(StreamEnd(1))
+    assert item.wait_until_fetched(lambda: False, 20)
+    assert collector.samples() == [4]
+    assert not collector.stream.is_complete(range(9))
+    arriving = collector.store.output(OUT).iter_records(CHANNEL, 1, lambda: False, "data-b")
+    with pytest.raises(UpstreamFailed, match="never committed"):
+        next(arriving)
+
+
+def test_a_work_item_is_over_only_once_somebody_has_all_of_it(
+    worker: Callable[[str], Worker],
+) -> None:
+    item = worker("g").store.output(OUT).stream("x")
+    item.put(number(0))
+    item.finish(StreamEnd(1))
+    assert item.read_own(0, 9, lambda: None) is not None, "cursors for, but perhaps not arrived"
+    assert not item.wait_until_fetched(lambda: True, 20)
+    assert not item.wait_until_fetched(lambda: False, 0.1)
+    assert item.read_own(1, 9, lambda: None) == ([], StreamEnd(1))
+    assert item.wait_until_fetched(lambda: False, 0.1)
+
+
+def test_all_records_of_a_stream_can_be_fetched_at_once(
+    tmp_path: Path, worker: Callable[[str], Worker]
+) -> None:
+    producer = worker("p")
+    got: list[list[Record]] = []
+    thread = threading.Thread(
+        target=lambda: got.append(fetch_stream(tmp_path, "p", OUT, CHANNEL, lambda: False))
+    )
+    thread.start()
+    for sample in range(3):
+        producer.stream.put(number(sample))
+        time.sleep(0.05)
+    assert not got
+    producer.stream.finish(StreamEnd(3))
+    thread.join(20)
+    assert [record.identity.sample for record in got[0]] == [0, 1, 2]
+    producer.store.output(OUT).close()
+    with pytest.raises(ChannelFailed, match="no longer has trajectories"):
+        fetch_stream(tmp_path, "p", OUT, CHANNEL, lambda: False)
+
+
+def test_records_of_outputs_on_disk_are_let_go_by_both_sides(
+    worker: Callable[[str], Worker],
+) -> None:
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p")
+    producer.stream.put(number(0))
+    assert until(lambda: len(consumer.stream) == 1)
+    held = weakref.ref(producer.store.output(OUT).available_records(CHANNEL)[0])
+    (thread,) = consumer.fetcher._threads.values()
+    assert thread._fetches
+    producer.served.drop_outputs(producer.store.release_committed(lambda _: True))
+    assert until(lambda: held() is None)
+    assert until(lambda: not thread._fetches), "the consumer knows that no more comes"
+    consumer.fetch("p")
+    consumer.fetcher.drop_outputs({OUT})
+    assert not thread._fetches
+
+
+def test_an_invalid_output_is_no_longer_served(worker: Callable[[str], Worker]) -> None:
+    producer, consumer = worker("p"), worker("c")
+    producer.stream.put(number(0))
+    consumer.fetch("p")
+    assert until(lambda: len(consumer.stream) == 1)
+    producer.store.output(OUT).invalidated = True
+    producer.stream.put(number(1))
+    (thread,) = consumer.fetcher._threads.values()
+    assert until(lambda: not thread._fetches)
+    assert consumer.samples() == [0]

@@ -14,15 +14,23 @@ from safetensors.torch import load_file
 
 from pipeline.commands.experiment import compose, prepare_run, run_sft
 from rlinf.artifacts import MANIFEST, read_manifest
+from rlinf.channels.requests import RequestServer
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, UpstreamFailed
 from stages.device_schedule import DeviceSchedule
 from stages.factory import WEIGHTS
-from stages.layout import CONFIG_FILE, partial_samples_channel
+from stages.layout import (
+    CHANNELS_FOLDER,
+    CONFIG_FILE,
+    partial_samples_channel,
+    work_item_channel,
+    worker_pointer,
+)
 from stages.live_store import LiveStore
 from stages.runner import load_config
-from stages.worker.messages import GenerateStarts, PartialSamples, WorkItemEnded
-from stages.worker.record_transfer import SOURCE_ATTEMPT, RecordReceiver, RecordSender
+from stages.worker import rollout_worker
+from stages.worker.messages import FetchOutput, GenerateStarts, PartialSamples, WorkItemEnded
+from stages.worker.record_transfer import SOCKET, Fetcher, RecordFetch, RecordServer
 from stages.worker.rollout_worker import RolloutWorker
 from stages.worker_state import ActivityTracker, WorkerState
 from tests.conftest import QUIET, TINY
@@ -31,13 +39,16 @@ OUT = "it/0000/rollout"
 
 
 class Bench:
-    """A generator with the real engine, and the receiver where its trajectories go."""
+    """A generator with the real engine, which also collects its trajectories."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.config = run, load_config(run / CONFIG_FILE)
-        folder = run / "channels"
+        folder = run / CHANNELS_FOLDER
         self.store, self.turns = LiveStore(), DeviceSchedule()
-        self.receiver, self.sender = RecordReceiver(folder, "w", self.store), RecordSender(folder)
+        handle = RecordServer(self.store).handle
+        self.server = RequestServer(worker_pointer(folder, "w"), handle)
+        self.fetcher = Fetcher(folder)
+        self.fetches = True
         self.reports: Queue[WorkItemEnded] = Queue()
         self.worker_state = WorkerState()
         self.generator = self._make(self.config)
@@ -47,7 +58,6 @@ class Bench:
             self.run,
             config,
             self.store,
-            self.sender,
             self.turns,
             self.worker_state,
             ActivityTracker(),
@@ -58,7 +68,18 @@ class Bench:
     def generate(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
         usual = {"output": OUT, "weights": "sft", "weights_attempt": None, "receiver": "w"}
         about = {"work_item": name, "label": name, "iteration": iteration, "starts": starts}
-        self.generator.enqueue(GenerateStarts(**{**about, **usual, **more}))
+        order = GenerateStarts(**{**about, **usual, **more})
+        if self.fetches:
+            fetch = FetchOutput(
+                output=order.output,
+                channel="trajectories",
+                producers=("w",),
+                transport=SOCKET,
+                work_item=name,
+                source_attempt=order.weights_attempt,
+            )
+            self.fetcher.add("w", RecordFetch(fetch, "w", self.store))
+        self.generator.enqueue(order)
 
     def report(self, code: int = 0) -> WorkItemEnded:
         report = self.reports.get(timeout=60)
@@ -71,14 +92,14 @@ class Bench:
         self.store.output(out).put_object(attempt, WEIGHTS, load_file(path))
 
     def texts(self, out: str, count: int) -> dict[int, Any]:
-        """What came to who gathers, by sample, once there are so many."""
+        """The collected texts by sample, once there are so many."""
         arriving = self.store.output(out).iter_records("trajectories", count, lambda: False)
         return {record.identity.sample: record.info["text"] for record in arriving}
 
     def close(self) -> None:
         self.generator.close()
-        self.sender.close()
-        self.receiver.close()
+        self.fetcher.close()
+        self.server.close()
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +160,7 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     whole = bench.texts(OUT, 2 * bench.config.rollout.group_size)
     out = "it/0000/elsewhere"
     bench.generate("cut", 0, 1, output=out)
-    while not bench.turns.is_busy:
+    while not bench.turns.is_busy or bench.generator._queue:
         time.sleep(0)
     bench.generator.reassign("cut", "w")
     report = bench.report()
@@ -147,6 +168,7 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     assert set(report.unfinished_starts) <= {0, 1}
     channel = partial_samples_channel("cut")
     begun = PartialSamples(
+        worker="w",
         item_number=0,
         channel=channel,
         num_samples=report.num_partial_samples,
@@ -157,13 +179,43 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     assert bench.texts(out, len(whole)) == whole
 
 
+def test_unfinished_samples_of_a_lost_worker_go_back(bench: Bench) -> None:
+    lost = PartialSamples(
+        worker="lost", item_number=0, channel="any", num_samples=1, weights_attempt=None
+    )
+    bench.generate("heir", 0, partial=lost)
+    assert "no unfinished samples from lost" in bench.report(EXIT_REQUEUE).reason
+
+
+def test_a_work_item_whose_trajectories_nobody_fetches_goes_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_worker, "FETCH_TIMEOUT_S", 0.5)
+    bench.fetches = False
+    bench.generate("lonely", 0)
+    assert "w has not fetched all trajectories" in bench.report(EXIT_REQUEUE).reason
+    channel = work_item_channel("lonely")
+    assert not bench.store.output(OUT).has_stream(channel), "nothing is kept"
+
+
+def test_a_work_item_that_its_collector_no_longer_needs_is_over(bench: Bench) -> None:
+    """Its last sample may have ended the rollout, which cancels all work items."""
+    bench.fetches = False
+    bench.generate("last", 0)
+    stream = bench.store.output(OUT).stream(work_item_channel("last"))
+    while stream._own_end is None:
+        time.sleep(0.01)
+    bench.generator.cancel()
+    assert not bench.report().unfinished_starts
+
+
 SYNC = "it/0000/sync"
 
 
 def made_of(bench: Bench, attempt: str) -> None:
     """See that all samples that came say of which weights they were made."""
     arriving = bench.store.output(OUT).iter_records("trajectories", 1, lambda: False, attempt)
-    assert SOURCE_ATTEMPT not in next(arriving).info
+    next(arriving)
 
 
 def test_a_work_item_uses_uncommitted_weights_from_the_live_store(bench: Bench) -> None:

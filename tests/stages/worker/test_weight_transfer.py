@@ -1,12 +1,12 @@
-"""Weights from the worker that made them to the stores of others."""
+"""Weights from the worker that publishes them to the stores of others."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +14,20 @@ import torch
 from torch import Tensor
 
 from rlinf.artifacts import Manifest, commit_output, content_digest
-from rlinf.data.record import Record, RecordId
-from rlinf.errors import RequeueRequested
-from rlinf.weights.buckets import BucketLayout, TensorEntry, bucket_checksum
+from rlinf.channels.requests import Message, RequestClient, RequestServer
+from rlinf.errors import RequeueRequested, WeightTransferError
 from stages.context import StageInput
 from stages.factory import WEIGHTS
+from stages.layout import worker_pointer
 from stages.live_store import LiveStore
-from stages.worker.messages import GroupFormed
-from stages.worker.record_transfer import TARGET, RecordReceiver, RecordSender
-from stages.worker.weight_transfer import PAYLOAD, WeightPublisher, WeightReceiver
+from stages.worker.messages import FetchWeights
+from stages.worker.record_transfer import SHARED_MEMORY, Fetcher
+from stages.worker.weight_transfer import (
+    SharedMemorySync,
+    WeightPublisher,
+    WeightReceiver,
+    WeightVersion,
+)
 
 OUT = "it/0003/sync"
 
@@ -42,107 +47,77 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-@dataclass
-class Wire:
-    """An sender whose records a test delivers itself."""
-
-    records: list[Record] = field(default_factory=list)
-
-    def stream_to(self, target: str, workers: list[str], rank: int, ranks: int) -> Wire:
-        return self
-
-    def put(self, record: Record, weight: int = 1) -> None:
-        self.records.append(record)
-
-
-def sent(way: str, out: str = OUT, attempt: str = "data-a", number: int = 3) -> list[Record]:
-    """What a publisher sends of one version."""
-    wire = Wire()
-    publisher = WeightPublisher(wire)  # type: ignore[arg-type]
-    publisher.subscribe(out, {"w": way})
-    publisher.publish(out, attempt, number, {WEIGHTS: state(number)})
-    publisher.close()
-    return wire.records
-
-
-def test_the_first_of_very_many_versions_goes_to_those_who_want_it() -> None:
-    """As many as the driver orders at once of rollouts far behind."""
-    wire = Wire()
-    publisher = WeightPublisher(wire)  # type: ignore[arg-type]
-    for number in range(100):
-        publisher.subscribe(f"it/{number:04d}/sync", {"w": "socket"})
-    publisher.drop_subscribers({"it/0001/sync"})
-    for number in range(2):
-        publisher.publish(f"it/{number:04d}/sync", "data-a", number, {WEIGHTS: state(number)})
-    publisher.close()
-    assert {record.identity.iteration for record in wire.records} == {0}
-
-
 class Worker:
-    """What a worker_state worker has to send and take weights."""
+    """The parts of a worker that publish and fetch weights."""
 
-    def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
-        self.store, self.sender = LiveStore(), RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self.sender, dtype)
-        takers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
-        self.receiver = RecordReceiver(folder, name, self.store, takers)
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype | None, behind: int) -> None:
+        self.name, self.store = name, LiveStore()
+        self.arrived: list[tuple[str, str, int]] = []
+        self.publisher = WeightPublisher(folder, name, dtype)
+        self.receiver = WeightReceiver(folder, name, self.store, behind, self._note)
+        self.fetcher = Fetcher(folder)
+        self.server = RequestServer(worker_pointer(folder, name), self.publisher.handle)
 
-    def close(self) -> None:
-        self.publisher.close()
-        self.sender.close()
-        self.receiver.close()
+    def _note(self, *arrival: Any) -> None:
+        self.arrived.append(arrival)
+
+    def fetch(
+        self, producer: str, out: str = OUT, way: str = SHARED_MEMORY, members: tuple[str, ...] = ()
+    ) -> None:
+        order = FetchWeights(output=out, producer=producer, transport=way, members=members)
+        self.fetcher.add(producer, self.receiver.create_fetch(order))
+
+    def publish(self, number: int, out: str = OUT, attempt: str = "data-a") -> None:
+        self.publisher.publish(out, attempt, number, {WEIGHTS: state(number)})
 
     def holds(self, number: int, out: str = OUT) -> bool:
         held = self.store.output(out).objects.get(WEIGHTS)
         return held is not None and same(held, state(number))
 
-
-@pytest.fixture
-def workers(worker: Callable[[str], Worker]) -> tuple[WeightPublisher, LiveStore]:
-    return worker("here").publisher, worker("there").store
-
-
-def arrivals(store: LiveStore, behind: int = 0) -> WeightReceiver:
-    """Of a worker that nobody asks for anything."""
-    return WeightReceiver(store, WeightPublisher(Wire()), behind)  # type: ignore[arg-type]
+    def close(self) -> None:
+        self.fetcher.close()
+        self.server.close()
+        self.publisher.close()
+        self.receiver.close()
 
 
-def soon(met: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+Make = Callable[..., Worker]
+
+
+def soon(met: Callable[[], bool], timeout_s: float = 10) -> bool:
+    deadline = time.monotonic() + timeout_s
     while not met() and time.monotonic() < deadline:
         time.sleep(0.01)
     return met()
 
 
-@pytest.mark.parametrize("way", ["socket", "shared_memory"])
 @pytest.mark.parametrize("early", [True, False])
 def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
-    workers: tuple[WeightPublisher, LiveStore], way: str, early: bool
+    worker: Make, early: bool
 ) -> None:
-    publisher, store = workers
+    source, there = worker("here"), worker("there")
     for number in (3, 4, 5):
         out = f"it/{number:04d}/sync"
         if early:
-            publisher.subscribe(out, {"there": way})
-        publisher.publish(out, f"data-{number}", number, {WEIGHTS: state(number)})
+            there.fetch("here", out)
+        source.publish(number, out, f"data-{number}")
         if not early:
-            publisher.subscribe(out, {"there": way})
-        entry = StageInput(Path(out), None, store.output(out))
+            there.fetch("here", out)
+        entry = StageInput(Path(out), None, there.store.output(out))
         assert entry.content_id == f"{out}/data-{number}"
         assert same(entry.live_object(WEIGHTS), state(number))
         assert entry.live_object(WEIGHTS)["tied"] is entry.live_object(WEIGHTS)["big"]
+        assert soon(lambda n=number, o=out: there.arrived[-1] == (o, f"data-{n}", n))
     # The oldest made room: it is on disk.
-    assert not store.output("it/0003/sync").objects
+    assert not there.store.output("it/0003/sync").objects
 
 
-@pytest.mark.parametrize("way", ["socket", "shared_memory", "gloo"])
-def test_weights_are_sent_in_the_type_that_engines_take(
-    worker: Callable[..., Worker], way: str
-) -> None:
+@pytest.mark.parametrize("way", ["shared_memory", "gloo"])
+def test_weights_are_sent_in_the_type_that_engines_take(worker: Make, way: str) -> None:
     """Statistics and counts keep their own."""
     source, there = worker("here", torch.bfloat16), worker("there")
     made = {**state(3), "mean": torch.ones(3, dtype=torch.float64)}
-    source.publisher.subscribe(OUT, {"there": way})
+    there.fetch("here", way=way, members=("here", "there"))
     source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: made})
     assert soon(lambda: WEIGHTS in there.store.output(OUT).objects)
     cast = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in made.items()}
@@ -151,210 +126,148 @@ def test_weights_are_sent_in_the_type_that_engines_take(
     assert same(held, cast)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_who_gets_weights_passes_them_on(worker: Callable[[str], Worker], late: bool) -> None:
-    """To another node bucket by bucket, on its own through shared memory; late ones too."""
-    source, relay, far, near = (worker(name) for name in ("source", "relay", "far", "near"))
-    ways = {"far": "socket", "near": "shared_memory"}
-    if not late:
-        relay.publisher.subscribe(OUT, ways)
-    source.publisher.subscribe(OUT, {"relay": "socket"})
-    source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
-    if late:
-        assert soon(lambda: relay.holds(3))
-        relay.publisher.subscribe(OUT, ways)
-    for taker in (relay, far, near):
-        assert soon(lambda taker=taker: taker.holds(3))  # type: ignore[misc]
-        entry = StageInput(Path(OUT), None, taker.store.output(OUT))
-        assert entry.content_id == f"{OUT}/data-a"
+def test_the_first_of_very_many_versions_goes_to_those_who_want_it(worker: Make) -> None:
+    """As many as the driver orders at once of rollouts far behind."""
+    source, there = worker("here"), worker("there")
+    for number in range(60):
+        there.fetch("here", f"it/{number:04d}/sync")
+    for number in range(2):
+        source.publish(number, f"it/{number:04d}/sync")
+        assert soon(lambda n=number: there.holds(n, f"it/{n:04d}/sync"))
 
 
-def test_another_attempt_reaches_those_who_got_a_part_of_the_first() -> None:
-    wire, store = Wire(), LiveStore()
-    publisher = WeightPublisher(wire)  # type: ignore[arg-type]
-    publisher.subscribe(OUT, {"far": "socket"})
-    taker = WeightReceiver(store, publisher)
-    first, second = sent("socket"), sent("socket", attempt="data-b")
-    for record in [*first[:2], *second]:
-        taker.handle_record(OUT, record)
-    assert soon(lambda: len(wire.records) == 2 + len(second))
-    publisher.close()
-    last = LiveStore()
-    end = arrivals(last)
-    for record in wire.records:
-        end.handle_record(OUT, record)
-    assert same(last.output(OUT).objects[WEIGHTS], state(3))
-    assert StageInput(Path(OUT), None, last.output(OUT)).content_id == f"{OUT}/data-b"
+def test_another_attempt_that_is_published_reaches_those_who_have_the_first(worker: Make) -> None:
+    """It is the one that will be committed; who used the first finds out then."""
+    source, there = worker("here"), worker("there")
+    there.fetch("here")
+    for attempt in ("data-a", "data-b"):
+        source.publish(3, attempt=attempt)
+        assert soon(lambda a=attempt: (OUT, a, 3) in there.arrived)
+    assert StageInput(Path(OUT), None, there.store.output(OUT)).content_id == f"{OUT}/data-b"
+    there.fetch("here")
+    time.sleep(0.2)
+    assert len(there.arrived) == 2, "each attempt is sent once"
 
 
-def test_nobody_is_sent_what_nobody_wants() -> None:
-    wire = Wire()
-    publisher = WeightPublisher(wire)  # type: ignore[arg-type]
-    publisher.publish(OUT, "data-a", 3, {WEIGHTS: state()})
-    publisher.close()
-    assert not wire.records
+def test_older_weights_do_not_take_the_place_of_newer_ones(worker: Make) -> None:
+    source, there = worker("here"), worker("there")
+    for number in (5, 6, 4):
+        out = f"it/{number}"
+        there.fetch("here", out)
+        source.publish(number, out)
+        assert number == 4 or soon(lambda n=number, o=out: there.holds(n, o))
+    time.sleep(0.3)
+    assert [n for n in range(4, 7) if there.holds(n, f"it/{n}")] == [5, 6]
 
 
-def flip(record: Record) -> Record:
-    part = record.context[PAYLOAD].copy()
-    part[len(part) // 2] ^= 1
-    return replace(record, context={PAYLOAD: part})
+def test_stale_rollouts_find_the_versions_they_lag_behind(worker: Make) -> None:
+    source, there = worker("here"), worker("there", behind=2)
+    for number in range(6):
+        there.fetch("here", f"it/{number}")
+        source.publish(number, f"it/{number}")
+        assert soon(lambda n=number: there.holds(n, f"it/{n}"))
+    assert [n for n in range(6) if there.holds(n, f"it/{n}")] == [2, 3, 4, 5]
 
 
-def test_a_flipped_bit_is_found_and_the_version_is_never_served() -> None:
-    records = sent("socket")
-    buckets = [i for i, record in enumerate(records) if record.info["type"] == "weights_bucket"]
-    assert len(buckets) > 1
-    for damaged in buckets:
-        store = LiveStore()
-        taker = arrivals(store)
-        for i, record in enumerate(records):
-            taker.handle_record(OUT, flip(record) if i == damaged else record)
-        assert not store.output(OUT).objects
+def test_requests_for_outputs_on_disk_are_dropped(worker: Make) -> None:
+    source, there = worker("here"), worker("there")
+    there.fetch("here")
+    assert soon(lambda: OUT in source.publisher._waiting)
+    source.publisher.drop_outputs({OUT})
+    there.fetcher.drop_outputs({OUT})
+    source.publish(3)
+    time.sleep(0.2)
+    assert not there.arrived
 
 
-def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
-    records, other = sent("socket"), sent("socket", number=4)
-    swapped = [records[0], replace(other[1], identity=records[1].identity), *records[2:]]
-    for stream in (records[:1] + records[2:], swapped, records[:-1]):
-        store = LiveStore()
-        taker = arrivals(store)
-        for record in stream:
-            taker.handle_record(OUT, record)
-        assert not store.output(OUT).objects
-    assert records[-1].info["type"] == "weights_end"
+def test_workers_on_other_machines_read_from_disk(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rlinf")
+    source, there = worker("here"), worker("there")
+    monkeypatch.setattr("stages.worker.weight_transfer._WeightRequest.is_local", False)
+    there.fetch("here")
+    source.publish(3)
+    assert soon(lambda: f"weights of {OUT} are read from disk" in caplog.text)
+    assert not there.store.output(OUT).objects
 
 
-def test_messages_that_make_no_sense_are_dropped() -> None:
-    """Of a program of another version."""
-    records = sent("socket")
-    without = replace(records[0], context={})
-    number = replace(records[1], identity=RecordId(3, 10_000))
-    short = replace(records[1], context={PAYLOAD: records[1].context[PAYLOAD][:8]})
-    checksums = f"{int(bucket_checksum(torch.from_numpy(short.context[PAYLOAD].copy()))):x}"
-    short = replace(short, info={**short.info, "checksum": checksums})
-    huge = BucketLayout((TensorEntry("w", "float32", (1 << 50,), 0),), {}, 1 << 20).to_json()
-    large = replace(records[0], context={PAYLOAD: np.frombuffer(huge.encode(), np.uint8)})
-    for odd in (without, number, short, large):
-        store = LiveStore()
-        taker = arrivals(store)
-        taker.handle_record(OUT, records[0])
-        taker.handle_record(OUT, odd)
-        for record in records[1:]:
-            taker.handle_record(OUT, record)
-        assert not store.output(OUT).objects
-    group = GroupFormed(group="../x", backend="gloo", members="w,v")
-    arrivals(LiveStore()).handle_record(OUT, replace(records[0], info=group.to_dict(), context={}))
-
-
-def test_a_fault_of_the_program_is_no_damage() -> None:
-    """Weights that wait for their commit would hide it for ever."""
-
-    def tell(*_: object) -> None:
-        raise TypeError("a fault of the program")
-
-    taker = WeightReceiver(LiveStore(), WeightPublisher(Wire()), on_arrival=tell)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a fault of the program"):
-        for record in sent("socket"):
-            taker.handle_record(OUT, record)
+def published(number: int = 3) -> tuple[SharedMemorySync, str]:
+    """A sender with a version in shared memory, and the name of its segment."""
+    sync, details = SharedMemorySync(), list[Any]()
+    sync.send(WeightVersion(OUT, "data-a", number, state(number)), details.append)
+    return sync, details[0]["segment"]
 
 
 def test_damage_in_shared_memory_is_found_and_not_served() -> None:
-    wire, store = Wire(), LiveStore()
-    publisher = WeightPublisher(wire)  # type: ignore[arg-type]
-    publisher.subscribe(OUT, {"w": "shared_memory"})
-    publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
-    assert soon(lambda: bool(wire.records))
-    segment = wire.records[0].info["segment"]
+    sync, segment = published()
     for slot in (0, 1):
         memory = np.memmap(f"/dev/shm/{segment}-{slot}", np.uint8, "r+")
         memory[len(memory) // 2] ^= 1
-    arrivals(store).handle_record(OUT, wire.records[0])
-    publisher.close()
-    assert not store.output(OUT).objects
+    with pytest.raises(WeightTransferError, match="damaged"):
+        SharedMemorySync().receive(3, {"segment": segment})
+    sync.close()
     assert not list(Path("/dev/shm").glob(f"{segment}*"))
 
 
-@pytest.mark.parametrize("way", ["socket", "shared_memory"])
-def test_memory_of_a_writer_that_was_replaced_is_let_go(way: str) -> None:
+def test_a_version_that_was_replaced_in_shared_memory_is_not_served() -> None:
+    sync, segment = published()
+    with pytest.raises(WeightTransferError, match="no longer in shared memory"):
+        SharedMemorySync().receive(4, {"segment": segment})
+    for number in (4, 5):
+        sync.send(WeightVersion("it/next", "data-a", number, state(number)), lambda _: None)
+    with pytest.raises(WeightTransferError, match="replaced by 5"):
+        SharedMemorySync().receive(3, {"segment": segment})
+    sync.close()
+
+
+def test_memory_of_a_writer_that_was_replaced_is_let_go() -> None:
     def mapped() -> int:
         lines = Path("/proc/self/maps").read_text().splitlines()
         return sum("/dev/shm/rlinf" in line and "(deleted)" in line for line in lines)
 
-    store, before, wire = LiveStore(), mapped(), Wire()
-    taker = arrivals(store)
-    first = WeightPublisher(wire)  # type: ignore[arg-type]
-    first.subscribe(OUT, {"w": "shared_memory"})
-    first.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
-    assert soon(lambda: bool(wire.records))
-    taker.handle_record(OUT, wire.records[0])
-    assert same(store.output(OUT).objects[WEIGHTS], state(3))
+    before, reader = mapped(), SharedMemorySync()
+    first, segment = published(3)
+    assert same(reader.receive(3, {"segment": segment}), state(3))
     first.close()
     assert mapped() > before
-    later = "it/0004/sync"
-    for record in sent(way, later, "data-b", 4):
-        taker.handle_record(later, record)
+    second, segment = published(4)
+    assert same(reader.receive(4, {"segment": segment}), state(4))
     assert mapped() == before
+    second.close()
 
 
-def test_a_name_that_is_not_ours_is_not_opened() -> None:
-    record = sent("shared_memory")[0]
-    store = LiveStore()
-    arrivals(store).handle_record(
-        OUT, replace(record, info={**record.info, "segment": "../../etc/passwd"})
-    )
-    assert not store.output(OUT).objects
+@pytest.mark.parametrize("name", ["../../etc/passwd", "rlinf-none", ""])
+def test_a_name_that_is_not_ours_is_not_opened(name: str) -> None:
+    with pytest.raises(WeightTransferError):
+        SharedMemorySync().receive(3, {"segment": name})
 
 
-def test_what_a_dead_sender_left_gives_way_to_the_next_attempt() -> None:
-    store = LiveStore()
-    taker = arrivals(store)
-    first, second = sent("socket"), sent("socket", attempt="data-b")
-    for record in [*first[:2], *second[:1], *first[2:], *second[1:]]:
-        taker.handle_record(OUT, record)
-    assert StageInput(Path(OUT), None, store.output(OUT)).content_id == f"{OUT}/data-b"
-    assert same(store.output(OUT).objects[WEIGHTS], state(3))
+def test_a_reply_that_cannot_be_used_is_left_to_the_disk(
+    worker: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, there = worker("here"), worker("there")
+    order = FetchWeights(output=OUT, producer="here", transport=SHARED_MEMORY)
+    reply = Message({"number": 3, "details": {"segment": "rlinf-none"}})
+    there.receiver.receive(order, "data-a", reply)
+    assert soon(lambda: "waiting for its commit" in caplog.text)
+    there.fetch("here")
+    source.publish(3)
+    assert soon(lambda: there.holds(3))
 
 
-def test_another_attempt_that_comes_whole_replaces_the_first() -> None:
-    """It is the one that will be committed; who took the first finds out then."""
-    store = LiveStore()
-    taker = arrivals(store)
-    for attempt in ("data-a", "data-b", "data-b"):
-        for record in sent("socket", attempt=attempt):
-            taker.handle_record(OUT, record)
-    assert StageInput(Path(OUT), None, store.output(OUT)).content_id == f"{OUT}/data-b"
-
-
-def test_weights_that_came_in_part_are_freed_by_the_next(tmp_path: Path) -> None:
-    store = LiveStore()
-    taker = arrivals(store)
-    for number in range(3):
-        for record in sent("socket", f"it/{number}", f"data-{number}", number)[:2]:
-            taker.handle_record(f"it/{number}", record)
-    for record in sent("socket", "it/3", "data-3", 3):
-        taker.handle_record("it/3", record)
-    assert not taker._partial
-
-
-def test_older_weights_do_not_take_the_place_of_newer_ones() -> None:
-    store = LiveStore()
-    taker = arrivals(store)
-    for number in (5, 6, 4, 5):
-        for record in sent("socket", f"it/{number}", f"data-{number}", number):
-            taker.handle_record(f"it/{number}", record)
-    held = [n for n in range(4, 7) if WEIGHTS in store.output(f"it/{n}").objects]
-    assert held == [5, 6]
-
-
-def test_stale_rollouts_find_the_versions_they_lag_behind() -> None:
-    store = LiveStore()
-    taker = arrivals(store, behind=2)
-    for number in range(6):
-        for record in sent("socket", f"it/{number}", f"data-{number}", number):
-            taker.handle_record(f"it/{number}", record)
-    held = [n for n in range(6) if WEIGHTS in store.output(f"it/{n}").objects]
-    assert held == [2, 3, 4, 5]
+@pytest.mark.parametrize("arguments", [{}, {"output": OUT, "transport": "gloo", "members": 3}])
+def test_requests_that_make_no_sense_are_rejected(
+    worker: Make, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    source, there = worker("here"), worker("there")
+    client = RequestClient(worker_pointer(tmp_path, "here"))
+    with pytest.raises(Exception, match=r"Error"):
+        client.request(WEIGHTS, arguments)
+    client.close()
+    there.fetch("here")
+    source.publish(3)
+    assert soon(lambda: there.holds(3))
 
 
 def test_who_waits_for_weights_that_never_come_goes_on_when_they_are_committed(
@@ -376,20 +289,6 @@ def test_who_waits_for_weights_can_be_asked_to_stop(tmp_path: Path) -> None:
     entry = StageInput(tmp_path, None, LiveStore().output("sync"), should_stop=lambda: True)
     with pytest.raises(RequeueRequested):
         _ = entry.content_id
-
-
-def test_the_receiver_still_accepts_records_after_damaged_weights(
-    workers: tuple[WeightPublisher, LiveStore], tmp_path: Path
-) -> None:
-    _, store = workers
-    sender = RecordSender(tmp_path)
-    to = f"{OUT}:{WEIGHTS}"
-    sender.stream_to(to, ["there"], 0, 1).put(Record(RecordId(3, 0), info={"odd": 1}))
-    sender.stream_to("it/0003/rollout:trajectories", ["there"], 0, 1).close()
-    stream = store.output("it/0003/rollout").stream("trajectories")
-    assert soon(lambda: stream.is_complete(range(1)))
-    assert TARGET not in store.output(OUT).objects
-    sender.close()
 
 
 def manifest(data: str) -> Manifest:

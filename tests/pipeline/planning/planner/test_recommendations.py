@@ -159,7 +159,7 @@ def test_the_way_of_the_weights_is_the_quickest_that_was_measured(
         bandwidth_bytes_per_s=1e9,
     )
     slow = link.model_copy(update={"bandwidth_bytes_per_s": 1e5})
-    for given, way in ((link, "socket"), (slow, "file")):
+    for given, way in ((link, "gloo"), (slow, "file")):
         profile = plan_request.profile.model_copy(update={"links": (given,)})
         kinds = {
             name: kind.model_copy(

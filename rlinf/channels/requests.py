@@ -1,0 +1,426 @@
+"""Requests between the processes of a run: a client sends a request and waits for the reply.
+
+A server names itself by a pointer file in the run's folder (:mod:`rlinf.channels.curve_sockets` has
+keys and sockets). A request has a method, arguments and blocks of bytes, and so has a reply.
+
+While a client waits, it asks every two seconds whether the server still has its requests. A request
+that was lost with a connection is sent again. If the server does not answer for ten seconds, the
+client raises, and may turn to the server's successor. So a request must have the same effect if it
+is handled twice. Nothing else is guaranteed: what a server holds in memory is also on disk, or can
+be computed again.
+
+A message is a msgpack list, followed by the bytes of all blocks, one after another, in frames of at
+most 512 KiB:
+
+    request  token, number, method, arguments, [size]
+    reply    token, number, error or nil, arguments, [size]
+
+``token`` names the process of the server, ``number`` the request. Other messages are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import zmq
+
+from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.curve_sockets import (
+    HEARTBEAT_S,
+    Authenticator,
+    client_socket,
+    first_reachable,
+    host_socket,
+    listen,
+    routing_id,
+    run_keys,
+)
+from rlinf.channels.mailbox_protocol import (
+    PIECE_BYTES,
+    Block,
+    HostPointer,
+    read_pointer,
+    write_pointer,
+)
+from rlinf.errors import DataError
+from rlinf.shared_memory import shared_memory_id
+from rlinf.threads import MalformedCounter, WakeupEvent, start_service_thread
+
+MAX_MESSAGE_BYTES = 1 << 30
+"""Maximum bytes of all blocks of one message."""
+MAX_REQUESTS_PER_POLL = 256
+SERVER_TIMEOUT_S = 10.0
+"""Seconds without any message after which a server counts as lost."""
+PING_S = 2.0
+"""Seconds between two checks whether the server still has the requests of a waiting client."""
+PING = "ping"
+"""Method of such a check. The reply's ``open`` lists the numbers of the client's open requests."""
+ZERO_COPY_BYTES = 1 << 16
+
+
+class Message(NamedTuple):
+    """Arguments (numbers, texts, lists and maps) and blocks of a request or reply."""
+
+    arguments: dict[str, Any]
+    blocks: Sequence[Block] = ()
+
+
+class Request:
+    """A request that a server has received; any thread may reply, once. ``client`` is unique."""
+
+    def __init__(
+        self, server: RequestServer, client: bytes, number: int, method: str, message: Message
+    ) -> None:
+        self._server, self.client, self._number = server, client, number
+        self.method, self.arguments, self.blocks = method, message.arguments, message.blocks
+
+    def reply(self, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()) -> None:
+        """Send the reply.
+
+        Raises:
+            DataError: the blocks are larger than ``MAX_MESSAGE_BYTES``.
+        """
+        self._server.send(self.client, self._number, None, Message(dict(arguments), blocks))
+
+    def reject(self, reason: str) -> None:
+        """Let the client's call raise :class:`RequestRejected`."""
+        self._server.send(self.client, self._number, reason[:8000], Message({}))
+
+
+class RequestRejected(ChannelFailed):
+    """The server has received the request ``number`` and cannot fulfil it."""
+
+    def __init__(self, reason: str, number: int) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+class RequestServer:
+    """A server of requests. Its thread calls ``handle`` for each request.
+
+    ``handle`` must return soon. It replies at once, or passes the request on to another thread that
+    replies. An exception rejects the request with its text.
+
+    ``rejected`` counts connections without the run's key, ``malformed`` dropped messages.
+
+    Args:
+        pointer: the file by which clients find the server. Its folder has the keys of the run.
+        interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`.
+    """
+
+    def __init__(
+        self, pointer: Path, handle: Callable[[Request], None], *, interface: str | None = None
+    ) -> None:
+        keys = run_keys(pointer.parent)
+        self._pointer, self._handle = pointer, handle
+        self._token = secrets.token_hex(8)
+        self._malformed = MalformedCounter(f"server of {pointer.name}")
+        self._open: set[tuple[bytes, int]] = set()
+        """Client and number of the requests without a reply."""
+        self._replies: deque[list[Any]] = deque()
+        self._closed = False
+        self._context = zmq.Context()
+        self._socket = host_socket(self._context, keys, timeout_s=SERVER_TIMEOUT_S)
+        self._authenticator = Authenticator(self._context, keys, self._socket)
+        try:
+            addresses = listen(self._socket, interface)
+            host = HostPointer(
+                addresses, self._token, SERVER_TIMEOUT_S, MAX_MESSAGE_BYTES, shared_memory_id()
+            )
+            write_pointer(pointer, host)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wakeup = WakeupEvent()
+        self._authenticator.open(addresses)
+        self._thread = start_service_thread("requests", self._run)
+
+    @property
+    def rejected(self) -> int:
+        return self._authenticator.rejected
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
+
+    def send(self, client: bytes, number: int, error: str | None, message: Message) -> None:
+        """Send a reply; :class:`Request` calls this, in any thread."""
+        self._replies.append([client, *_encode([self._token, number, error], message)])
+        self._open.discard((client, number))
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Stop the server; waiting clients give up after their time limit."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wakeup.set()
+        self._thread.join()
+        pointer = read_pointer(self._pointer)
+        if pointer is not None and pointer.token == self._token:
+            self._pointer.unlink(missing_ok=True)
+        self._context.term()
+        self._wakeup.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._wakeup):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._closed:
+                ready = dict(poller.poll(1000))
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
+                if self._socket in ready:
+                    self._receive()
+                self._send_replies()
+        finally:
+            self._send_replies()
+            self._socket.close()
+            self._authenticator.close()
+
+    def _receive(self) -> None:
+        for _ in range(MAX_REQUESTS_PER_POLL):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                client, *parts = (frame.buffer for frame in frames)
+                (token, number, method), message = _decode(parts)
+                if token != self._token or type(number) is not int or type(method) is not str:
+                    raise DataError("not a request to this server")
+            except Exception as error:  # foreign bytes may cause any error
+                self._malformed.count_dropped(error)
+                continue
+            id_ = bytes(client)
+            request = Request(self, id_, number, method, message)
+            if method == PING:
+                request.reply({"open": [n for other, n in list(self._open) if other == id_]})
+                continue
+            if (id_, number) in self._open:
+                continue  # sent again, although it has arrived
+            self._open.add((id_, number))
+            try:
+                self._handle(request)
+            except Exception as error:
+                request.reject(f"{type(error).__name__}: {error}")
+
+    def _send_replies(self) -> None:
+        while self._replies:
+            parts = self._replies.popleft()
+            # A full socket drops the reply; the client then sends its request again.
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=len(parts) < 3)
+
+
+class RequestClient:
+    """A client of one server, for one thread.
+
+    Args:
+        pointer: the pointer file of the server.
+        should_stop: checked while waiting; when it is True, the wait ends with ``ChannelFailed``.
+    """
+
+    def __init__(self, pointer: Path, should_stop: Callable[[], bool] = lambda: False) -> None:
+        self._pointer, self._should_stop = pointer, should_stop
+        self._keys = run_keys(pointer.parent)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._host: HostPointer | None = None
+        self._number = 0
+        self._open: dict[int, list[Block]] = {}
+        """Frames of the requests without a reply, by number."""
+        self._last_heard = self._last_ping = 0.0
+        self._wakeup = WakeupEvent()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server shares memory with this process; known after the first request."""
+        return self._host is not None and self._host.memory == shared_memory_id()
+
+    def request(
+        self, method: str, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()
+    ) -> Message:
+        """Send a request and return the reply; no other request may be open.
+
+        Raises:
+            RequestRejected, ChannelFailed, DataError: as for :meth:`receive` and :meth:`send`.
+        """
+        self.send(method, arguments, blocks)
+        return self.receive()[1]
+
+    def send(
+        self, method: str, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()
+    ) -> int:
+        """Send a request and return its number.
+
+        Raises:
+            ChannelFailed: there is no server.
+            DataError: the blocks are larger than ``MAX_MESSAGE_BYTES``.
+        """
+        socket, host = self._connect()
+        if not self._open:
+            self._last_heard = time.monotonic()
+        self._number += 1
+        frames = _encode([host.token, self._number, method], Message(dict(arguments), blocks))
+        self._open[self._number] = frames
+        self._send(socket, frames)
+        return self._number
+
+    def wake(self) -> None:
+        """Let :meth:`receive` return; any thread may call this."""
+        self._wakeup.set()
+
+    def receive(self) -> tuple[int, Message]:
+        """Wait for the next reply and return it with the number of its request.
+
+        After a call of :meth:`wake`, return number 0 and an empty message instead.
+
+        Raises:
+            RequestRejected: the server cannot fulfil the request.
+            ChannelFailed: the server is lost, or this process must stop.
+        """
+        socket, host = self._socket, self._host
+        if socket is None or host is None:
+            raise self._failed("no request was sent")
+        poller = zmq.Poller()
+        for source in (socket, self._wakeup):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            if self._should_stop():
+                raise self._failed("this process stops")
+            now = time.monotonic()
+            if now - self._last_heard > SERVER_TIMEOUT_S:
+                raise self._failed(f"nothing heard for {SERVER_TIMEOUT_S:g} s")
+            if now - max(self._last_ping, self._last_heard) > PING_S:
+                self._last_ping = now
+                self._send(socket, _encode([host.token, 0, PING], Message({})))
+            ready = dict(poller.poll(int(1000 * HEARTBEAT_S)))
+            if self._wakeup.fileno() in ready:
+                self._wakeup.clear()
+                return 0, Message({})
+            if socket not in ready:
+                continue
+            frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+            (token, number, error), reply = _decode(frames)
+            if token != host.token:
+                continue
+            self._last_heard = time.monotonic()
+            if number == 0:
+                # The server replies in order, so these requests were lost.
+                for lost in self._open.keys() - set(reply.arguments["open"]):
+                    self._send(socket, self._open[lost])
+            elif self._open.pop(number, None) is not None:
+                if error is not None:
+                    raise RequestRejected(f"{self._pointer.name}: {error}", number)
+                return number, reply
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._disconnect()
+        self._context.term()
+        self._wakeup.close()
+
+    def _connect(self) -> tuple[zmq.Socket[bytes], HostPointer]:
+        """Return a socket to the server; look for a new server after a pause without requests."""
+        is_in_use = self._open or time.monotonic() - self._last_heard < PING_S
+        if self._socket is not None and self._host is not None and is_in_use:
+            return self._socket, self._host
+        host = read_pointer(self._pointer)
+        if host is None:
+            raise self._failed("there is no server")
+        if self._socket is None or self._host is None or host.token != self._host.token:
+            self._disconnect()
+            try:
+                address = first_reachable(host.addresses)
+            except ValueError as error:
+                raise self._failed(f"damaged ({error})") from None
+            if address is None:
+                raise self._failed(f"no answer at {', '.join(host.addresses)}")
+            self._socket = client_socket(
+                self._context, self._keys, routing_id(), timeout_s=SERVER_TIMEOUT_S
+            )
+            self._socket.connect(address)
+            self._host = host
+        return self._socket, host
+
+    @staticmethod
+    def _send(socket: zmq.Socket[bytes], frames: list[Block]) -> None:
+        # A request that a full or broken connection drops is sent again after the next ping.
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) < 2)
+
+    def _disconnect(self) -> None:
+        self._open.clear()
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def _failed(self, reason: str) -> ChannelFailed:
+        self._disconnect()
+        return ChannelFailed(f"{self._pointer.name}: {reason}")
+
+
+def _encode(head: list[Any], message: Message) -> list[Block]:
+    """Return the frames of a message. Small blocks share frames, because each frame costs time."""
+    sizes = [len(block) for block in message.blocks]
+    if sum(sizes) > MAX_MESSAGE_BYTES:
+        raise DataError(f"a message of {sum(sizes)} bytes; at most {MAX_MESSAGE_BYTES} are sent")
+    frames: list[Block] = [msgpack.packb([*head, message.arguments, sizes])]
+    small: list[Block] = []
+    small_bytes = 0
+    for block, size in zip(message.blocks, sizes, strict=True):
+        if small and small_bytes + size > PIECE_BYTES:
+            frames.append(b"".join(small))
+            small, small_bytes = [], 0
+        if size <= PIECE_BYTES:
+            small.append(block)
+            small_bytes += size
+        else:
+            view = memoryview(block)
+            frames += [view[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES)]
+    if small_bytes:
+        frames.append(small[0] if len(small) == 1 else b"".join(small))
+    return frames
+
+
+def _decode(frames: Sequence[memoryview]) -> tuple[list[Any], Message]:
+    """Return the first three values of a message, and its arguments and blocks.
+
+    Raises:
+        DataError: malformed.
+    """
+    content = msgpack.unpackb(frames[0])
+    if type(content) is not list or len(content) != 5 or type(content[3]) is not dict:
+        raise DataError("not a message")
+    *head, arguments, sizes = content
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise DataError("sizes are not numbers")
+    if sum(sizes) != sum(map(len, frames[1:])):
+        raise DataError("sizes and frames differ")
+    blocks: list[Block] = []
+    frame, later_frames = memoryview(b""), iter(frames[1:])
+    for size in sizes:
+        if size and not frame:
+            frame = next(later_frames)
+        if size <= len(frame):
+            blocks.append(frame[:size])
+            frame = frame[size:]
+            continue
+        block, end = np.empty(size, np.uint8).data, 0
+        while end < size:
+            frame = frame or next(later_frames)
+            part, frame = frame[: size - end], frame[size - end :]
+            block[end : end + len(part)] = part
+            end += len(part)
+        blocks.append(block)
+    return head, Message(arguments, blocks)
