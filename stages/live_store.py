@@ -9,6 +9,7 @@ stage of this worker reads it.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -48,12 +49,14 @@ class OwnRecords(NamedTuple):
     end: StreamEnd | None
 
 
-@dataclass
+@dataclass(eq=False)
 class FetchProgress:
     """The progress of fetching the records of another worker."""
 
+    stream: str | None = None
+    """Identity of the stream in the worker that produces the records; None: not known yet."""
     cursor: int = 0
-    """Number of records."""
+    """Number of records that were fetched from this stream."""
     has_ended: bool = False
 
 
@@ -74,7 +77,12 @@ class RecordStream:
         """Called once there are more own records."""
         self._is_closed = False
         self._is_fetched = False
-        self._last_fetch = time.monotonic()
+        self._last_progress = time.monotonic()
+        """When a reader last had more than any reader before."""
+        self._most_read = (0, 0)
+        """Cursor and bytes of a further record that a reader has at most."""
+        self.identity = secrets.token_hex(8)
+        """Another stream has the records in another order."""
         self._records: dict[int, Record] = {}
         """Records by sample, in order of arrival."""
         self._rank_counts: dict[int, int] = {}
@@ -109,16 +117,18 @@ class RecordStream:
         self._run_callbacks()
 
     def read_own(
-        self, cursor: int, max_records: int, on_available: Callable[[], None]
+        self, cursor: int, max_records: int, on_available: Callable[[], None], offset: int = 0
     ) -> OwnRecords | None:
-        """Return own records from ``cursor`` on, at most ``max_records``.
+        """Return own records from ``cursor`` on, at most ``max_records``; ``offset`` is the number
+        of bytes of the next record that the reader has.
 
         The end is only returned to a reader that has all records. After :meth:`close`, there are no
         records and no end. Returns None if there are no new records yet; ``on_available`` is called
         once, from any thread, when there are some.
         """
         with self._changed:
-            self._last_fetch = time.monotonic()
+            if (cursor, offset) > self._most_read:
+                self._most_read, self._last_progress = (cursor, offset), time.monotonic()
             if self._is_closed:
                 return OwnRecords([], None)
             if cursor < len(self._own):
@@ -133,12 +143,13 @@ class RecordStream:
     def wait_until_fetched(self, should_stop: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until some worker has all own records, after :meth:`finish`.
 
-        Returns False if ``should_stop`` returns True, or if no worker asks for ``timeout_s``.
+        Returns False if ``should_stop`` returns True, or if no worker gets any further record for
+        ``timeout_s``.
         """
         start = time.monotonic()
         with self._changed:
             while not self._is_fetched:
-                if should_stop() or time.monotonic() - max(start, self._last_fetch) > timeout_s:
+                if should_stop() or time.monotonic() - max(start, self._last_progress) > timeout_s:
                     return False
                 self._changed.wait(POLL_S)
         return True

@@ -4,10 +4,10 @@ A server names itself by a pointer file in the run's folder (:mod:`rlinf.channel
 keys and sockets). A request has a method, arguments and blocks of bytes, and so has a reply.
 
 While a client waits, it asks every two seconds whether the server still has its requests. A request
-that was lost with a connection is sent again. If the server does not answer for ten seconds, the
-client raises, and may turn to the server's successor. So a request must have the same effect if it
-is handled twice. Nothing else is guaranteed: what a server holds in memory is also on disk, or can
-be computed again.
+that was lost with a connection is sent again. If the server does not answer for eight seconds, the
+client raises, and may turn to the server's successor. A message must arrive within this time. A
+request must have the same effect if it is handled twice. Nothing else is guaranteed: what a server
+holds in memory is also on disk, or can be computed again.
 
 A message is a msgpack list, followed by the bytes of all blocks, one after another, in frames of at
 most 512 KiB:
@@ -57,13 +57,12 @@ from rlinf.threads import MalformedCounter, WakeupEvent, start_service_thread
 MAX_MESSAGE_BYTES = 1 << 30
 """Maximum bytes of all blocks of one message."""
 MAX_REQUESTS_PER_POLL = 256
-SERVER_TIMEOUT_S = 10.0
-"""Seconds without any message after which a server counts as lost."""
+SERVER_TIMEOUT_S = 8.0
+"""Seconds without an answer to a check after which a server counts as lost."""
 PING_S = 2.0
 """Seconds between two checks whether the server still has the requests of a waiting client."""
 PING = "ping"
 """Method of such a check. The reply's ``open`` lists the numbers of the client's open requests."""
-ZERO_COPY_BYTES = 1 << 16
 
 
 class Message(NamedTuple):
@@ -232,6 +231,7 @@ class RequestClient:
 
     def __init__(self, pointer: Path, should_stop: Callable[[], bool] = lambda: False) -> None:
         self._pointer, self._should_stop = pointer, should_stop
+        self._malformed = MalformedCounter(f"client of {pointer.name}")
         self._keys = run_keys(pointer.parent)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -240,12 +240,9 @@ class RequestClient:
         self._open: dict[int, list[Block]] = {}
         """Frames of the requests without a reply, by number."""
         self._last_heard = self._last_ping = 0.0
+        self._unanswered_ping: float | None = None
+        """Time of the first ping since the last message; None: there was none."""
         self._wakeup = WakeupEvent()
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the server shares memory with this process; known after the first request."""
-        return self._host is not None and self._host.memory == shared_memory_id()
 
     def request(
         self, method: str, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()
@@ -298,23 +295,22 @@ class RequestClient:
         while True:
             if self._should_stop():
                 raise self._failed("this process stops")
-            now = time.monotonic()
-            if now - self._last_heard > SERVER_TIMEOUT_S:
-                raise self._failed(f"nothing heard for {SERVER_TIMEOUT_S:g} s")
-            if now - max(self._last_ping, self._last_heard) > PING_S:
-                self._last_ping = now
-                self._send(socket, _encode([host.token, 0, PING], Message({})))
             ready = dict(poller.poll(int(1000 * HEARTBEAT_S)))
             if self._wakeup.fileno() in ready:
                 self._wakeup.clear()
                 return 0, Message({})
             if socket not in ready:
+                self._check_server(socket, host)
                 continue
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
-            (token, number, error), reply = _decode(frames)
+            try:
+                (token, number, error), reply = _decode(frames)
+            except Exception as error:  # foreign bytes may cause any error
+                self._malformed.count_dropped(error)
+                continue
             if token != host.token:
                 continue
-            self._last_heard = time.monotonic()
+            self._last_heard, self._unanswered_ping = time.monotonic(), None
             if number == 0:
                 # The server replies in order, so these requests were lost.
                 for lost in self._open.keys() - set(reply.arguments["open"]):
@@ -323,6 +319,22 @@ class RequestClient:
                 if error is not None:
                     raise RequestRejected(f"{self._pointer.name}: {error}", number)
                 return number, reply
+
+    def _check_server(self, socket: zmq.Socket[bytes], host: HostPointer) -> None:
+        """Ping the server if it is silent.
+
+        Only unanswered pings count as silence: this process may have been busy or paused.
+
+        Raises:
+            ChannelFailed: the server is lost.
+        """
+        now = time.monotonic()
+        if self._unanswered_ping is not None and now - self._unanswered_ping > SERVER_TIMEOUT_S:
+            raise self._failed(f"nothing heard for {SERVER_TIMEOUT_S:g} s")
+        if now - max(self._last_ping, self._last_heard) > PING_S:
+            self._last_ping = now
+            self._unanswered_ping = self._unanswered_ping or now
+            self._send(socket, _encode([host.token, 0, PING], Message({})))
 
     def close(self) -> None:
         """Close the connection."""
@@ -350,7 +362,7 @@ class RequestClient:
                 self._context, self._keys, routing_id(), timeout_s=SERVER_TIMEOUT_S
             )
             self._socket.connect(address)
-            self._host = host
+            self._host, self._unanswered_ping = host, None
         return self._socket, host
 
     @staticmethod

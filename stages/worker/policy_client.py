@@ -158,9 +158,10 @@ class PolicyClient(Channel):
                 # Missing spans are no reason to repeat the rollout.
                 with contextlib.suppress(ChannelFailed):
                     reply = client.request(FINISH, arguments).arguments
-                    labels = {"worker": self._worker, "rank": ctx.world.rank, "host": reply["host"]}
-                    for name, start, end in reply["spans"]:
-                        ctx.spans.append({"name": name, **labels, "start": start, "end": end})
+                    labels = {"worker": self._worker, "rank": ctx.world.rank}
+                    for name, start, end in reply.get("spans", ()):
+                        span = {"name": name, **labels, "host": reply["host"]}
+                        ctx.spans.append({**span, "start": start, "end": end})
         finally:
             self._client = None
             client.close()

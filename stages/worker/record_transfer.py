@@ -3,7 +3,11 @@
 Each worker serves the method ``records`` (:mod:`rlinf.channels.requests`). A request names an
 output folder, a channel, and the cursor: the number of records that the client has already. The
 reply has further records of the rank of this worker, or the end of its stream. It is sent once
-there are some. A client on the same machine can get the records in shared memory.
+there are some. A client on the same machine can get the records in shared memory. A large record is
+sent in parts, and a request says by ``offset`` how many of its bytes the client has.
+
+Every reply names the stream. If the client's cursor is of another stream, because the worker was
+replaced, the reply begins with the first record.
 
 What a worker fetches, records or weights (:class:`Fetch`), is a cache of committed files. If
 another worker does not answer, its data is read from disk after the commit.
@@ -15,19 +19,20 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.mailbox_protocol import Block
 from rlinf.channels.requests import Message, Request, RequestClient, RequestRejected
 from rlinf.channels.wire_format import ALIGN_BYTES, EncodedRecord, decode_record, encode_record
 from rlinf.data.record import Record
-from rlinf.errors import DataError, RlinfError, StorageError
+from rlinf.errors import DataError, StorageError
 from rlinf.shared_memory import (
     attach_segment,
     create_segment,
@@ -37,7 +42,7 @@ from rlinf.shared_memory import (
 )
 from rlinf.threads import start_service_thread
 from stages.layout import work_item_channel, worker_pointer
-from stages.live_store import LiveStore, RecordStream, StreamEnd
+from stages.live_store import FetchProgress, LiveStore, RecordStream, StreamEnd
 from stages.worker.messages import FetchOutput
 
 RECORDS = "records"
@@ -46,8 +51,13 @@ SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 """The transports of records."""
 MAX_REPLY_RECORDS = 512
 MAX_REPLY_BYTES = 4 << 20
-"""Bytes of records after which a reply gets no further record; on a slow network, it must arrive
+"""Bytes of records in a reply, or of one part of a record; on a slow network, a reply must arrive
 before the worker counts as lost."""
+MIN_SEGMENT_BYTES = 256 << 10
+"""Bytes of records below which a reply is sent by socket, because a process can map only a limited
+number of segments (65,530 by default)."""
+IDLE_S = 60.0
+"""Seconds without any fetch after which a thread and its connection end."""
 RETRY_S, GIVE_UP_S = 1.0, 30.0
 """Seconds between two attempts to reach a worker, and after which its data is left to the disk."""
 log = logging.getLogger("rlinf")
@@ -69,12 +79,15 @@ class RecordServer:
         """
         arguments = request.arguments
         out, channel = str(arguments["output"]), str(arguments["channel"])
-        cursor = int(arguments["cursor"])
-        if not out or cursor < 0:
+        cursor, offset = int(arguments["cursor"]), int(arguments.get("offset", 0))
+        if not out or cursor < 0 or offset < 0:
             raise ValueError("no output folder, or a negative cursor")
-        # The client has read its last reply.
-        self._remove_segment((request.client, out, channel))
-        self._answer(request, self._live_store.output(out).stream(channel), cursor)
+        stream = self._live_store.output(out).stream(channel)
+        if arguments.get("stream") != stream.identity:
+            cursor = offset = 0
+        key = (request.client, out, channel)
+        self._remove_segment(key)  # the client has read its last reply
+        self._answer(_RecordRequest(request, key, stream, cursor, offset))
 
     def drop_outputs(self, folders: Collection[str]) -> None:
         """Remove the shared memory with records of these outputs."""
@@ -89,23 +102,34 @@ class RecordServer:
         if (name := self._segments.pop(key, None)) is not None:
             remove_segment(name)
 
-    def _answer(self, request: Request, stream: RecordStream, cursor: int) -> None:
-        answer_later = partial(self._answer, request, stream, cursor)
-        own = stream.read_own(cursor, MAX_REPLY_RECORDS, answer_later)
+    def _answer(self, query: _RecordRequest) -> None:
+        request, stream = query.request, query.stream
+        own = stream.read_own(
+            query.cursor, MAX_REPLY_RECORDS, partial(self._answer, query), query.offset
+        )
         if own is None:
             return
+        # A failure must neither reach the stage that has produced a record nor other readers.
         try:
             if not own.records:
-                request.reply({"end": own.end})
+                request.reply({"stream": stream.identity, "end": own.end})
                 return
             encoded = list(_first_records(own.records))
+            size = sum(record.size for record in encoded)
             is_local = request.arguments.get("memory") == shared_memory_id()
-            if not (is_local and self._reply_in_shared_memory(request, encoded)):
-                request.reply(blocks=[record.to_bytes() for record in encoded])
-        except DataError as error:
-            request.reject(str(error))
+            if is_local and size >= MIN_SEGMENT_BYTES and self._reply_in_memory(query, encoded):
+                return
+            blocks = [record.to_bytes() for record in encoded]
+            arguments: dict[str, Any] = {"stream": stream.identity}
+            if size > MAX_REPLY_BYTES:
+                arguments |= {"size": size, "offset": query.offset}
+                blocks = [blocks[0][query.offset :][:MAX_REPLY_BYTES]]
+            request.reply(arguments, blocks)
+        except Exception as error:
+            log.warning("records of %s are not sent: %s", query.key[1], error)
+            request.reject(f"{type(error).__name__}: {error}")
 
-    def _reply_in_shared_memory(self, request: Request, encoded: list[EncodedRecord]) -> bool:
+    def _reply_in_memory(self, query: _RecordRequest, encoded: list[EncodedRecord]) -> bool:
         """Write the records to new shared memory; return False if there is not enough."""
         starts, end = [], 0
         for record in encoded:
@@ -114,16 +138,25 @@ class RecordServer:
         name = new_segment_name()
         try:
             data = np.frombuffer(create_segment(name, end), np.uint8)
-        except StorageError as error:
+        except (StorageError, OSError) as error:
             log.warning("records are sent by socket: %s", error)
             return False
         for start, record in zip(starts, encoded, strict=True):
             record.write(data[start : start + record.size])
-        arguments = request.arguments
-        self._segments[request.client, arguments["output"], arguments["channel"]] = name
+        self._segments[query.key] = name
         places = [(start, record.size) for start, record in zip(starts, encoded, strict=True)]
-        request.reply({"segment": name, "places": places})
+        query.request.reply({"stream": query.stream.identity, "segment": name, "places": places})
         return True
+
+
+class _RecordRequest(NamedTuple):
+    """A request for records; ``key`` has the client, the output and the channel."""
+
+    request: Request
+    key: tuple[bytes, str, str]
+    stream: RecordStream
+    cursor: int
+    offset: int
 
 
 def _first_records(records: list[Record]) -> Iterator[EncodedRecord]:
@@ -137,19 +170,56 @@ def _first_records(records: list[Record]) -> Iterator[EncodedRecord]:
         yield encoded
 
 
-def _read_reply(reply: Message) -> list[Record]:
-    """Return the records of a reply.
+class RecordReader:
+    """Reads the replies with the records of one stream.
 
-    Raises:
-        DataError, InputError, OSError: they cannot be read.
+    Args:
+        progress: cursor and identity of the stream; updated.
     """
-    segment = reply.arguments.get("segment")
-    if segment is None:
-        return [decode_record(block) for block in reply.blocks]
-    # The arrays of the records keep the memory mapped after its name is removed.
-    memory = memoryview(attach_segment(str(segment))).toreadonly()
-    places = reply.arguments["places"]
-    return [decode_record(memory[start : start + size]) for start, size in places]
+
+    def __init__(self, output: str, channel: str, progress: FetchProgress) -> None:
+        self._output, self._channel, self._progress = output, channel, progress
+        self._part = bytearray()
+        """The first bytes of a large record."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the next request."""
+        return {
+            "output": self._output,
+            "channel": self._channel,
+            "stream": self._progress.stream,
+            "cursor": self._progress.cursor,
+            "offset": len(self._part),
+        }
+
+    def read(self, reply: Message) -> list[Record]:
+        """Return the complete records of a reply.
+
+        Raises:
+            DataError, InputError, OSError: they cannot be read.
+        """
+        arguments, progress = reply.arguments, self._progress
+        if (stream := str(arguments["stream"])) != progress.stream:
+            progress.stream, progress.cursor = stream, 0
+            self._part.clear()
+        records = self._records(arguments, reply.blocks)
+        progress.cursor += len(records)
+        return records
+
+    def _records(self, arguments: Mapping[str, Any], blocks: Sequence[Block]) -> list[Record]:
+        if (size := arguments.get("size")) is not None:
+            if arguments["offset"] != len(self._part):
+                raise DataError("a part of another place of the record")
+            self._part += blocks[0]
+            if len(self._part) < size:
+                return []
+            block, self._part = self._part, bytearray()
+            return [decode_record(block)]
+        if (segment := arguments.get("segment")) is None:
+            return [decode_record(block) for block in blocks]
+        # The arrays of the records keep the memory mapped after its name is removed.
+        memory = memoryview(attach_segment(str(segment))).toreadonly()
+        return [decode_record(memory[start : start + n]) for start, n in arguments["places"]]
 
 
 def fetch_stream(
@@ -165,12 +235,12 @@ def fetch_stream(
         DataError: a record is malformed.
     """
     records: list[Record] = []
+    reader = RecordReader(output, channel, FetchProgress())
     with closing(RequestClient(worker_pointer(folder, worker), should_stop)) as client:
         while True:
-            arguments = {"output": output, "channel": channel, "cursor": len(records)}
-            reply = client.request(RECORDS, arguments)
+            reply = client.request(RECORDS, reader.arguments())
             if "end" not in reply.arguments:
-                records += _read_reply(reply)
+                records += reader.read(reply)
             elif reply.arguments["end"] is None:
                 raise ChannelFailed(f"{worker} no longer has {channel} of {output}")
             else:
@@ -183,7 +253,8 @@ class Fetch(ABC):
     Args:
         output: the output folder of the data, relative to the run folder.
         channel: the name of the data in the worker that produces it.
-        destination: where the data goes. A further fetch with the same destination is ignored.
+        destination: where the data goes. A further fetch of the same data with an equal destination
+            is ignored; one with another destination replaces the earlier one.
     """
 
     method: str
@@ -207,8 +278,7 @@ class Fetch(ABC):
     def handle(self, reply: Message) -> None:
         """Handle a reply.
 
-        Raises:
-            RlinfError, OSError: the reply cannot be used.
+        Any exception means that the reply cannot be used.
         """
 
     def restart(self) -> None:
@@ -230,9 +300,11 @@ class Fetcher:
 
     def add(self, worker: str, fetch: Fetch) -> None:
         """Fetch data of a worker from now on; return at once."""
-        if worker not in self._threads:
-            self._threads[worker] = _FetchThread(worker, worker_pointer(self._folder, worker))
-        self._threads[worker].add(fetch)
+        thread = self._threads.get(worker)
+        if thread is None or not thread.add(fetch):
+            thread = _FetchThread(worker, worker_pointer(self._folder, worker))
+            self._threads[worker] = thread
+            thread.add(fetch)
 
     def drop_outputs(self, folders: Collection[str]) -> None:
         """Stop to fetch committed outputs; they are read from disk from now on."""
@@ -256,14 +328,18 @@ class _FetchThread:
         self._is_closed = False
         self._thread = start_service_thread(f"data of {worker}", self._run)
 
-    def add(self, fetch: Fetch) -> None:
+    def add(self, fetch: Fetch) -> bool:
+        """Fetch data from now on; returns False if the thread has ended."""
         key = (fetch.output, fetch.channel)
         with self._changed:
+            if self._is_closed:
+                return False
             existing = self._fetches.get(key)
-            is_repeated = existing is not None and existing.destination is fetch.destination
+            is_repeated = existing is not None and existing.destination == fetch.destination
             if not is_repeated and not fetch.has_ended:
                 self._fetches[key] = fetch
                 self._wake()
+        return True
 
     def drop_outputs(self, folders: Collection[str]) -> None:
         with self._changed:
@@ -284,8 +360,9 @@ class _FetchThread:
         failing_since: float | None = None
         while not self._is_closed:
             with self._changed:
-                while not self._fetches and not self._is_closed:
-                    self._changed.wait()
+                if not self._changed.wait_for(lambda: self._fetches or self._is_closed, IDLE_S):
+                    self._is_closed = True
+                    break
                 fetches = list(self._fetches.values())
             try:
                 for fetch in fetches:
@@ -314,8 +391,8 @@ class _FetchThread:
         fetch.number = None
         try:
             fetch.handle(reply)
-        except (RlinfError, OSError) as error:
-            self._give_up([fetch], str(error))
+        except Exception as error:  # foreign bytes may cause any error
+            self._give_up([fetch], f"{type(error).__name__}: {error}")
         else:
             if fetch.has_ended:
                 self._remove(fetch)
@@ -352,14 +429,14 @@ class RecordFetch(Fetch):
         progress = stream.fetched_from[worker, channel]
         super().__init__(order.output, channel, progress)
         self._order, self._live_store, self._progress = order, store, progress
+        self._reader = RecordReader(self.output, self.channel, progress)
 
     @property
     def has_ended(self) -> bool:
         return self._progress.has_ended
 
     def arguments(self) -> dict[str, Any]:
-        cursor = self._progress.cursor
-        arguments = {"output": self.output, "channel": self.channel, "cursor": cursor}
+        arguments = self._reader.arguments()
         if self._order.transport == SHARED_MEMORY:
             arguments["memory"] = shared_memory_id()
         return arguments
@@ -371,12 +448,7 @@ class RecordFetch(Fetch):
             if (end := reply.arguments["end"]) is not None and not order.work_item:
                 output.stream(order.channel).finish_rank(*StreamEnd(*end))
             return
-        records = _read_reply(reply)
+        records = self._reader.read(reply)
         if order.source_attempt is not None:
             output.add_source_attempt(order.source_attempt)
         output.stream(order.channel).put_remote(*records)
-        self._progress.cursor += len(records)
-
-    def restart(self) -> None:
-        super().restart()
-        self._progress.cursor = 0  # a new process may have the records in another order

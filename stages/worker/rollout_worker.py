@@ -19,6 +19,7 @@ from socket import gethostname
 from rlinf.artifacts import read_manifest
 from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.wire_format import encode_record
 from rlinf.config import RunConfig
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import UNFINISHED
@@ -188,6 +189,7 @@ class RolloutWorker:
             UpstreamFailed: the receiver or the worker that began the samples is lost, or the
                 weights are neither live nor committed.
             RequeueRequested: the worker must stop.
+            DataError: a trajectory cannot be sent.
         """
         self._use_weights(ctx, order)
         work_item, output = order.work_item, self._live_store.output(order.output)
@@ -204,7 +206,9 @@ class RolloutWorker:
             if trajectory.stop_reason == UNFINISHED:
                 unfinished.append(trajectory)
             else:
-                stream.put(trajectory.to_record())
+                record = trajectory.to_record()
+                encode_record(record)  # raises here if it cannot be sent to the receiver
+                stream.put(record)
                 num_done += 1
                 ctx.report_progress(num_done, total, "samples")
         stream.finish(StreamEnd(num_done))

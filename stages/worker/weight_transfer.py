@@ -370,14 +370,16 @@ class WeightPublisher:
         waiting = _WeightRequest(request, str(arguments["worker"]), way)
         with self._lock:
             self._waiting.setdefault(out, []).append(waiting)
-            evict_oldest(self._waiting, MAX_WAITING)
+            oldest = [] if len(self._waiting) <= MAX_WAITING else [next(iter(self._waiting))]
+        self.drop_outputs(oldest)
         self._thread.submit(f"weights of {out}", self._send, out)
 
     def drop_outputs(self, outs: Collection[str]) -> None:
-        """Drop the requests for committed outputs, which are read from disk from now on."""
+        """Reject the requests for committed outputs, which are read from disk from now on."""
         with self._lock:
-            for out in outs:
-                self._waiting.pop(out, None)
+            dropped = [request for out in outs for request in self._waiting.pop(out, [])]
+        for waiting in dropped:
+            waiting.request.reject("committed")
 
     def close(self) -> None:
         self._thread.close()
@@ -481,7 +483,7 @@ class WeightFetch(Fetch):
     has_ended = False
 
     def __init__(self, order: FetchWeights, name: str, receiver: WeightReceiver) -> None:
-        super().__init__(order.output, WEIGHTS, receiver)
+        super().__init__(order.output, WEIGHTS, (order.transport, *order.members))
         self.order, self._name, self._receiver = order, name, receiver
         self._attempt: str | None = None
         """The attempt of the last version."""

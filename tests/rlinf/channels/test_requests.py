@@ -58,7 +58,6 @@ def test_arguments_and_blocks_come_back(client: RequestClient, sizes: list[int])
     reply = client.request("echo", {"a": [1, "x", None]}, blocks)
     assert reply.arguments == {"method": "echo", "a": [1, "x", None]}
     assert [bytes(block) for block in reply.blocks] == blocks
-    assert client.is_local
 
 
 def test_an_error_of_the_handler_reaches_the_client(client: RequestClient) -> None:
@@ -90,6 +89,22 @@ def test_replies_come_in_any_order(pointer: Path) -> None:
         replies = [client.receive() for _ in numbers]
         assert [number for number, _ in replies] == numbers[::-1]
         assert [reply.arguments["n"] for _, reply in replies] == [11, 10]
+
+
+def test_a_client_that_was_busy_elsewhere_does_not_blame_the_server(
+    pointer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "SERVER_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(requests, "PING_S", 0.2)
+
+    def slow(request: Request) -> None:
+        threading.Timer(request.arguments["delay_s"], request.reply).start()
+
+    with serving(pointer, slow), contextlib.closing(RequestClient(pointer)) as client:
+        for delay_s in (0.1, 2.5):
+            client.send("any", {"delay_s": delay_s})
+            time.sleep(1.5)
+            client.receive()
 
 
 def test_a_server_that_dies_is_noticed_while_a_slow_one_is_waited_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,25 +11,28 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlinf.channels import requests
 from rlinf.channels.channel import ChannelFailed
-from rlinf.channels.requests import RequestServer
+from rlinf.channels.requests import Request, RequestClient, RequestServer
 from rlinf.data.record import Record, RecordId
 from rlinf.errors import StorageError, UpstreamFailed
 from rlinf.shared_memory import SHM_FOLDER
 from stages.layout import work_item_channel, worker_pointer
-from stages.live_store import LiveStore, RecordStream, StreamEnd
+from stages.live_store import FetchProgress, LiveStore, RecordStream, StreamEnd
 from stages.worker import record_transfer
 from stages.worker.messages import FetchOutput
 from stages.worker.record_transfer import (
+    RECORDS,
     SHARED_MEMORY,
     SOCKET,
     Fetcher,
     RecordFetch,
+    RecordReader,
     RecordServer,
     fetch_stream,
 )
@@ -144,9 +148,10 @@ def test_records_and_ends_of_other_processes_arrive_in_the_live_store(
 
 @pytest.mark.parametrize("transport", [SOCKET, SHARED_MEMORY])
 def test_who_asks_late_gets_what_was_made_and_what_comes(
-    worker: Callable[[str], Worker], transport: str
+    worker: Callable[[str], Worker], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage that is started again while its input is still being made need not wait for all."""
+    monkeypatch.setattr(record_transfer, "MIN_SEGMENT_BYTES", 0)
     before = segments()
     producer, early, late, last = (worker(name) for name in ("p", "e", "l", "x"))
     early.fetch("p", transport=transport)
@@ -218,20 +223,117 @@ def test_large_records_arrive_whole_and_outlive_what_brought_them(
         assert image[0] == image[-1] == record.identity.sample
 
 
+@pytest.mark.parametrize("error", [StorageError("no room"), OSError(24, "no room")])
 def test_records_come_by_socket_where_shared_memory_is_full(
     worker: Callable[[str], Worker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
     def create(name: str, size: int) -> None:
-        raise StorageError("no room")
+        raise error
 
+    monkeypatch.setattr(record_transfer, "MIN_SEGMENT_BYTES", 0)
     monkeypatch.setattr(record_transfer, "create_segment", create)
-    producer, consumer = worker("p"), worker("c")
+    producer, consumer, other = worker("p"), worker("c"), worker("d")
+    for each in (consumer, other):
+        each.fetch("p", transport=SHARED_MEMORY)
+    assert until(lambda: len(producer.stream._callbacks) == 2)
+    producer.stream.put(number(0))  # answers both, in this thread
+    for each in (consumer, other):
+        assert until(lambda each=each: each.samples() == [0])
+    assert "records are sent by socket" in caplog.text
+    assert "no room" in caplog.text
+
+
+def test_small_records_take_no_segments(worker: Callable[[str], Worker]) -> None:
+    """Their arrays would keep a mapping each, of which a process can have only so many."""
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("/rlinf-")
+
+    before, (producer, consumer) = mappings(), (worker("p"), worker("c"))
     consumer.fetch("p", transport=SHARED_MEMORY)
+    for sample in range(50):
+        producer.stream.put(number(sample))
+        assert until(lambda sample=sample: len(consumer.samples()) == sample + 1)
+    assert mappings() <= before
+
+
+def test_a_reply_that_makes_no_sense_is_left_to_the_disk(
+    worker: Callable[[str], Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another version of rlinf may send it; the other fetches of this worker go on."""
+    producer, consumer = worker("p"), worker("c")
+    handle = producer.served.handle
+
+    def answer(request: Request) -> None:
+        if request.arguments["channel"] == CHANNEL:
+            request.reply({"stream": "x", "end": 5})
+        else:
+            handle(request)
+
+    producer.server._handle = answer
+    consumer.fetch("p")
+    assert until(lambda: "read from disk instead" in caplog.text)
+    producer.store.output(OUT).stream(work_item_channel("one")).put(number(1))
+    consumer.fetch("p", work_item="one")
+    assert until(lambda: consumer.samples() == [1])
+
+
+def test_a_thread_without_fetches_ends_and_another_one_starts(
+    worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_transfer, "IDLE_S", 0.2)
+    producer, consumer = worker("p"), worker("c")
+
+    def is_running() -> bool:
+        return any(thread.name == "data of p" for thread in threading.enumerate())
+
+    consumer.fetch("p")
     producer.stream.put(number(0))
-    assert until(lambda: consumer.samples() == [0])
-    assert "records are sent by socket: no room" in caplog.text
+    producer.stream.finish(StreamEnd(1))
+    assert until(lambda: consumer.stream.is_complete(range(9)))
+    assert until(lambda: not is_running())
+    item = producer.store.output(OUT).stream(work_item_channel("one"))
+    item.put(number(1))
+    consumer.fetch("p", work_item="one")
+    assert until(lambda: consumer.samples() == [0, 1])
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_slow_large_record_goes_on_where_it_was_interrupted(
+    tmp_path: Path,
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    replaced: bool,
+) -> None:
+    """Unless the stream is another one: then it starts with the first record."""
+    monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 10)
+    record = Record(RecordId(0, 7), {"actions": np.arange(1 << 10)})
+    stream = worker("p").stream
+    other = worker("q").stream
+    for each in (stream, other):
+        each.put(record)
+    progress = FetchProgress()
+    reader = RecordReader(OUT, CHANNEL, progress)
+    replies: list[dict[str, Any]] = []
+    found: list[Record] = []
+    with contextlib.closing(RequestClient(worker_pointer(tmp_path, "p"))) as first:
+        for _ in range(3):
+            reply = first.request(RECORDS, reader.arguments())
+            found += reader.read(reply)
+    assert reader.arguments()["offset"] == 3 << 10
+    with contextlib.closing(
+        RequestClient(worker_pointer(tmp_path, "q" if replaced else "p"))
+    ) as second:
+        while not found:
+            reply = second.request(RECORDS, reader.arguments())
+            replies.append(reply.arguments)
+            found += reader.read(reply)
+    assert replies[0]["offset"] == (0 if replaced else 3 << 10)
+    assert progress.cursor == 1
+    np.testing.assert_array_equal(found[0].steps["actions"], record.steps["actions"])
 
 
 def test_a_record_that_cannot_be_sent_is_left_to_the_disk(
@@ -243,8 +345,7 @@ def test_a_record_that_cannot_be_sent_is_left_to_the_disk(
     producer, consumer = worker("p"), worker("c")
     consumer.fetch("p")
     assert until(lambda: bool(producer.stream._callbacks))
-    monkeypatch.setattr(requests, "MAX_MESSAGE_BYTES", 1 << 10)
-    producer.stream.put(Record(RecordId(0, 0), {"actions": np.zeros(1 << 10)}))
+    producer.stream.put(Record(RecordId(0, 0), {"actions": np.array([object()])}))
     assert until(lambda: "read from disk instead" in caplog.text)
     other = producer.store.output(OUT).stream(work_item_channel("one"))
     other.put(number(1))
