@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.cleanup import remove_orphans
 from pipeline.executors import InProcessExecutor, Outcome, StageExecutor, stage_call
 from pipeline.graph import Graph, StageNode
-from pipeline.lock import RunLock, remove_orphans
+from pipeline.lock import RunLock
 from pipeline.metrics import MetricsLog
 from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run, config_differences

@@ -4,9 +4,8 @@ The file is created atomically with ``link``. Only its owner, or the process tha
 owner, changes it. On the same boot of the same machine the operating system reports whether the
 owner is alive; elsewhere an owner counts as alive while it keeps touching the file. The age of a
 file is the difference between its time and that of a new file, so only the filesystem's clock
-matters.
-
-The owner also removes shared memory and temporary files that killed processes of the run left.
+matters. A file is complete when it appears, so one that cannot be read was changed by somebody else
+and is never replaced.
 """
 
 from __future__ import annotations
@@ -15,21 +14,19 @@ import contextlib
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rlinf import shared_memory
-from rlinf.errors import InputError, RunLockedError
+from pydantic import TypeAdapter, ValidationError
+
+from rlinf.errors import RunLockedError
 from rlinf.shared_memory import boot_id, is_alive, own_start_time, pid_namespace
 from slurm.jobs import current_job_id
-from stages.layout import CONFIG_FILE
 
 LOCK_FILE = "driver.json"
 HEARTBEAT_S = 10.0
@@ -70,19 +67,15 @@ class LockOwner:
 
         Raises:
             OSError: the file does not exist or cannot be read.
-            ValueError: the file is damaged.
+            RunLockedError: the file is damaged.
         """
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("no table")
-        fields: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
-        for name in ("boot_id", "pid_namespace", "start_ticks", "job"):
-            fields[name] = values.get(name) or getattr(cls, name)
-        for name, value in fields.items():
-            expected_type = int if name in ("pid", "pid_namespace", "start_ticks") else str
-            if not isinstance(value, expected_type) or isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}")
-        return cls(**fields)
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise RunLockedError(
+                f"{path}: damaged ({reason}); if no driver runs, remove it"
+            ) from None
 
 
 class RunLock:
@@ -128,7 +121,7 @@ class RunLock:
 
     def _beat(self) -> None:
         # A damaged or unreadable file belongs to no other process.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, RunLockedError):
             self._is_lost = self._is_lost or LockOwner.read(self._path).token != self._owner.token
         if not self._is_lost:
             with contextlib.suppress(OSError):
@@ -143,8 +136,8 @@ def find_live_owner(path: Path) -> LockOwner | None:
         owner = LockOwner.read(path)
     except OSError:
         return None
-    except ValueError as error:
-        log.warning("%s", _damage_message(path, error))
+    except RunLockedError as error:
+        log.warning("%s", error)
         return None
     return owner if _is_owner_alive(path, owner) else None
 
@@ -152,9 +145,13 @@ def find_live_owner(path: Path) -> LockOwner | None:
 def orphaned_lock_files(folder: Path) -> list[Path]:
     """Return lock files in a run folder that dead drivers left; they can be removed."""
     orphaned = []
-    for path in [*folder.glob(f".{LOCK_FILE}.*"), *folder.glob(f"{LOCK_FILE}.stale*")]:
+    for path in folder.glob(f".{LOCK_FILE}.*"):
         with contextlib.suppress(FileNotFoundError):
-            if _is_dead(path):
+            try:
+                is_orphaned = not _is_owner_alive(path, LockOwner.read(path))
+            except RunLockedError:  # its process was killed while it wrote the file
+                is_orphaned = file_age_s(path) > STALE_S
+            if is_orphaned:
                 orphaned.append(path)
     return orphaned
 
@@ -183,21 +180,14 @@ def _acquire(path: Path, new_owner: LockOwner) -> None:
     with _owner_file(path, new_owner) as owner_file:
         while not _try_link(owner_file, path):
             with contextlib.suppress(FileNotFoundError):
+                owner = LockOwner.read(path)
+                if _is_owner_alive(path, owner):
+                    raise RunLockedError(
+                        f"{path.parent}: driven by process {owner.pid} on {owner.host}; "
+                        "stop that one first (rlinf status shows what it is doing)"
+                    )
                 # Replace only the file that was examined, not a newer one.
-                token = _damaged_token(path)
-                try:
-                    owner = LockOwner.read(path)
-                    token = owner.token
-                    if _is_owner_alive(path, owner):
-                        raise RunLockedError(
-                            f"{path.parent}: driven by process {owner.pid} on {owner.host}; "
-                            "stop that one first (rlinf status shows what it is doing)"
-                        )
-                except ValueError as error:
-                    if file_age_s(path) < STALE_S:
-                        raise RunLockedError(_damage_message(path, error)) from None
-                    log.warning("%s; it is replaced", _damage_message(path, error))
-                if _swap(path, token, owner_file):
+                if _swap(path, owner.token, owner_file):
                     return
             if time.monotonic() > deadline:
                 raise RunLockedError(f"{path}: several drivers start at once; try again")
@@ -213,11 +203,11 @@ def _swap(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> 
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
     if not _try_link(owner_file, claim):
-        claim_token = _read_token(claim)
-        if not _is_dead(claim, claim_token) or not _swap(claim, claim_token, owner_file):
+        claimant = LockOwner.read(claim)
+        if _is_owner_alive(claim, claimant) or not _swap(claim, claimant.token, owner_file):
             return False
     try:
-        if _read_token(path) != token:
+        if LockOwner.read(path).token != token:
             return False
         if remove:
             path.unlink()
@@ -255,31 +245,6 @@ def _try_link(source: Path, target: Path) -> bool:
     return True
 
 
-def _read_token(path: Path) -> str:
-    """Return the token of a lock file, or :func:`_damaged_token` if it is damaged."""
-    damaged = _damaged_token(path)
-    try:
-        return LockOwner.read(path).token
-    except ValueError:
-        return damaged
-
-
-def _damaged_token(path: Path) -> str:
-    """Return a token that identifies this version of a damaged lock file."""
-    stat = path.stat()
-    return f"damaged-{stat.st_ino}-{stat.st_mtime_ns}"
-
-
-def _is_dead(path: Path, token: str | None = None) -> bool:
-    """Return whether the process that wrote a file is dead; False if the file has another token
-    than ``token``."""
-    try:
-        owner = LockOwner.read(path)
-        return token in (None, owner.token) and not _is_owner_alive(path, owner)
-    except ValueError:
-        return token in (None, _damaged_token(path)) and file_age_s(path) > STALE_S
-
-
 def _is_owner_alive(path: Path, owner: LockOwner) -> bool:
     if owner.job and owner.job == current_job_id() and owner.pid != os.getpid():
         return False  # Slurm requeued this job: its earlier execution has ended
@@ -289,63 +254,3 @@ def _is_owner_alive(path: Path, owner: LockOwner) -> bool:
         return file_age_s(path) < STALE_S
     except FileNotFoundError:
         return False
-
-
-def _damage_message(path: Path, error: ValueError) -> str:
-    return f"{path}: damaged ({error}); if no driver runs, remove it"
-
-
-TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
-"""Pattern of the temporary name that a file has until it is complete."""
-MIN_AGE_S = 600.0
-"""Age in seconds from which a temporary file counts as abandoned."""
-
-
-def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield removable files with their sizes in bytes: shared memory of this user on this node, and
-    lock and temporary files of these runs.
-
-    Raises:
-        InputError: a folder is no run directory.
-    """
-    folders = [folder.expanduser().absolute() for folder in runs]
-    for folder in folders:
-        if not (folder / CONFIG_FILE).is_file():
-            raise InputError(f"{folder}: no run directory (it has no {CONFIG_FILE})")
-    paths = list(shared_memory.orphaned_segments())
-    for folder in folders:
-        paths += [*orphaned_lock_files(folder), *temporary_files(folder)]
-    for path in dict.fromkeys(paths):
-        with contextlib.suppress(OSError):
-            yield path, path.lstat().st_size
-
-
-def temporary_files(run: Path) -> Iterator[Path]:
-    """Yield temporary files of a run that were never completed."""
-    # os.walk skips folders that jobs of an earlier driver remove meanwhile.
-    for folder, _, names in os.walk(run):
-        for name in names:
-            if not TEMPORARY_NAME.fullmatch(name) or name.startswith(f".{LOCK_FILE}."):
-                continue
-            path = Path(folder, name)
-            with contextlib.suppress(OSError):
-                if path.is_file() and file_age_s(path) > MIN_AGE_S:
-                    yield path
-
-
-def remove_orphans(run: Path) -> None:
-    """Remove unfinished files of earlier drivers. The caller must own the driver lock."""
-    for path in [*orphaned_lock_files(run), *temporary_files(run)]:
-        path.unlink(missing_ok=True)
-
-
-def clean_up(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
-    """Remove all orphans, or only list them; returns one line per file."""
-    lines, total = [], 0
-    for path, size in orphans(runs):
-        lines.append(f"{size / 1e6:10.1f} MB  {path}")
-        total += size
-        if not dry_run:
-            shared_memory.remove_orphan(path)
-    outcome = "would be removed" if dry_run else "removed"
-    return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {outcome}"]

@@ -401,7 +401,7 @@ def clean(
 
     These are shared memory of this node and temporary files of runs.
     """
-    from pipeline.lock import clean_up
+    from pipeline.cleanup import clean_up
 
     for line in clean_up(folders or [], dry_run=dry_run):
         typer.echo(line)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pipeline.cleanup import remove_orphans as sweep_run
 from pipeline.commands.cli import app
 from pipeline.commands.experiment import prepare_run
-from pipeline.lock import remove_orphans as sweep_run
 from rlinf import shared_memory as memory
 from rlinf.shared_memory import (
     SHM_FOLDER,
@@ -95,9 +95,9 @@ def test_clean_lists_and_then_removes(
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).touch()
     (run / ".plan.yaml.78.0123abcd").touch()
-    (run / "driver.json.stale").write_text("{}")
+    (run / ".driver.json.new-0123").write_text("{}")
     litter = [run / "it/0000/sync/.manifest.json.0123abcd", run / ".plan.yaml.77.0123abcd"]
-    litter += [run / "driver.json.stale"]
+    litter += [run / ".driver.json.new-0123"]
     for path in litter:
         os.utime(path, (0, 0))
     before = sorted(run.rglob("*"))
@@ -124,7 +124,7 @@ def test_the_next_driver_sweeps_what_killed_ones_never_finished(
     young = run.folder / ".metrics.jsonl.12.0badc0de"
     for path in (old, young):
         path.touch()
-    stale = run.folder / "driver.json.stale"
+    stale = run.folder / ".driver.json.new-0123"
     stale.write_text("{}")
     for path in (old, stale):
         os.utime(path, (1, 1))

@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 import pipeline.run_state
+from pipeline.cleanup import temporary_files
 from pipeline.commands import workflow
 from pipeline.commands.experiment import reopen_run, run_experiment
 from pipeline.driver import Driver
 from pipeline.executors import Outcome
 from pipeline.graph import Graph, StageNode
-from pipeline.lock import LOCK_FILE, RunLock, temporary_files
+from pipeline.lock import LOCK_FILE, RunLock
 from pipeline.run import Run
 from pipeline.run_state import RunState, is_skipped
 from rlinf.artifacts import MANIFEST, is_pruned, read_manifest, withdraw_manifest
@@ -162,7 +163,7 @@ def test_a_dry_run_of_snakemake_changes_nothing(run: Path) -> None:
 def test_a_folder_that_goes_while_one_sweeps_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.lock.MIN_AGE_S", -1.0)
+    monkeypatch.setattr("pipeline.cleanup.MIN_AGE_S", -1.0)
     (tmp_path / ".one.123.0123abcd").touch()
     (tmp_path / "data-1" / "inner").mkdir(parents=True)
     found = temporary_files(tmp_path)
