@@ -6,7 +6,6 @@ The processes run in the environment that ``make env NAME=megatron`` makes.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from torch import Tensor
 
 from benchmarks.moe_checkpoint import create_moe_checkpoint
 from pipeline.commands.experiment import run_experiment
-from rlinf import package_paths
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.environments import need_environment
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 LR = 1e-3
@@ -43,7 +42,7 @@ from rlinf.trainers import trainers
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 said = json.loads(sys.argv[1])
-rank, size, out = int(sys.argv[2]), said["size"], Path(said["out"])
+rank, size, out = int(sys.argv[2]), int(sys.argv[3]), Path(said["out"])
 layout = ParallelLayout.parse(said["layout"])
 rendezvous = out / "channels" / "group-m.json"
 world = ProcessGroupInfo(rank, size, rendezvous_file=rendezvous, layout=layout)
@@ -87,24 +86,12 @@ def run(
         "folder": str(folder),
         "out": str(out),
         "layout": layout,
-        "size": size,
         "steps": steps,
         "load": None if load is None else str(load),
         "options": options,
     }
     python = need_environment("megatron")
-    processes = [
-        subprocess.Popen(
-            [python, "-c", PROGRAM, json.dumps(message), str(rank)],
-            cwd=package_paths.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    ended = [process.communicate(timeout=280) for process in processes]
-    assert [text for text, _ in ended] == ["ok\n"] * size, "\n".join(e[-3000:] for _, e in ended)
+    run_ranks(PROGRAM, size, json.dumps(message), python=python)
     found: dict[str, Tensor] = {}
     for path in sorted(out.glob("found-*.safetensors")):
         found |= load_file(path)

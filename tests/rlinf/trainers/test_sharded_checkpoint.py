@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from safetensors.torch import load, save_file
 
 from rlinf.errors import DataError
 from rlinf.trainers import sharded_checkpoint
+from tests.rlinf.trainers.ranks import run_ranks
 
 PROGRAM = """
 import pickle, sys
@@ -75,20 +73,6 @@ print("ok")
 """
 
 
-def together(folder: Path, size: int) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), folder, str(rank), str(size)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in outputs] == ["ok\n"] * size, outputs
-
-
 def state(fill: float) -> dict[str, Any]:
     tied = torch.arange(1.0, 22).view(7, 3) * fill
     row, c = torch.tensor([[1.0, 2.0]]) * fill, torch.arange(1.0, 6) * fill
@@ -101,7 +85,7 @@ def state(fill: float) -> dict[str, Any]:
 
 def test_one_rank_reads_what_two_wrote_and_two_what_one_wrote(tmp_path: Path) -> None:
     sharded_checkpoint.write_shards(tmp_path / "alone", state(1.0), 0, 1)
-    together(tmp_path, 2)
+    run_ranks(PROGRAM, 2, tmp_path)
     assert len(list((tmp_path / "both").iterdir())) == 2
     mine, right = state(0.0), state(1.0)
     sharded_checkpoint.read_shards(tmp_path / "both", mine)
