@@ -154,66 +154,42 @@ def assert_weights(
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_processes_share_each_matrix(folder: Path, tmp_path: Path, packing: bool) -> None:
-    check(folder, tmp_path, "tp=2", 2, packing=packing)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "tp=2", 2, sequence_parallel=True)
-
-
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+SOME = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+"""Some projections of a matrix alone."""
+UNEVEN = {"layers_per_pipeline_stage": [3, 1]}
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    # Two processes share each matrix, its positions too, adapters of both, and layers.
+    ("tp=2", 2, {"packing": False}),
+    ("tp=2", 2, {"sequence_parallel": True}),
+    ("tp=2", 2, {"sequence_parallel": True, "lora": {**LORA, "target_modules": SOME}}),
+    ("tp=2", 2, {"lora": LORA}),
+    ("pp=2", 2, UNEVEN),
+    ("pp=2", 2, {**UNEVEN, "lora": LORA}),
+    # Copies share the optimizer's state or have each their own.
+    ("", 2, {"use_distributed_optimizer": True}),
+    ("", 2, {"use_distributed_optimizer": True, "gradient_checkpointing": True, "lora": LORA}),
+    ("", 2, {"lora": LORA}),
+    # Sequences are shared in every layout.
+    ("tp=2,cp=2", 4, {"sequence_parallel": True, "gradient_checkpointing": True}),
+    ("cp=2,pp=2", 4, {"lora": LORA}),
+    ("cp=2", 4, {}),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_they_share_adapters(folder: Path, tmp_path: Path) -> None:
-    """Of matrices and of positions; those of some projections of a matrix alone too."""
-    lora = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
-    check(folder, tmp_path, "tp=2", 2, lora=lora, sequence_parallel=True)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "size", "options"),
     [
-        ("tp=2", {}),
-        ("pp=2", {"layers_per_pipeline_stage": [3, 1]}),
-        ("", {}),
-        ("", {"use_distributed_optimizer": True, "gradient_checkpointing": True}),
+        ("tp=2", 2, {"packing": True}),
+        ("cp=2", 2, {"use_distributed_optimizer": True}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS),
     ],
 )
-def test_adapters_alone_are_trained_in_every_layout(
-    folder: Path, tmp_path: Path, layout: str, options: dict[str, Any]
+def test_a_layout_updates_as_one_process_does(
+    folder: Path, tmp_path: Path, layout: str, size: int, options: dict[str, Any]
 ) -> None:
-    check(folder, tmp_path, layout, 2, lora=LORA, **options)
-
-
-@pytest.mark.timeout(600)
-def test_they_share_each_sequence(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "cp=2", 2, use_distributed_optimizer=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ("tp=2,cp=2", {"sequence_parallel": True, "gradient_checkpointing": True}),
-        ("cp=2,pp=2", {"lora": LORA}),
-        ("cp=2", {}),
-    ],
-)
-def test_sequences_are_shared_in_every_layout(
-    folder: Path, tmp_path: Path, layout: str, options: dict[str, Any]
-) -> None:
-    """On four processes."""
-    check(folder, tmp_path, layout, 4, **options)
+    check(folder, tmp_path, layout, size, **options)
 
 
 @pytest.fixture(scope="module")
@@ -233,18 +209,6 @@ def test_they_share_experts(
 ) -> None:
     """Adapters are those of attention."""
     check(mixture, tmp_path, layout, 2, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "pp=2", 2, layers_per_pipeline_stage=[3, 1])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "", 2, use_distributed_optimizer=True)
 
 
 @pytest.mark.slow
