@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -22,6 +21,7 @@ from rlinf.device_memory import DeviceMemoryManager
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers import trainers
 from rlinf.trainers.base import Trainer
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
@@ -323,8 +323,8 @@ from tests.contracts.test_trainer import Halves, assert_alike, loss_with_largest
 from tests.contracts.test_trainer import streamed, weights, LORA, LR
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, loss, records
 
-name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-root = Path(sys.argv[4])
+name, folder, root = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+rank = int(sys.argv[4])
 alone, rounding = make(peer(name), folder, policy=Halves), 1e-7 if LORA in name else 0.0
 alone.step(records(), loss, lr=LR, groups=["layers"])
 world = ProcessGroupInfo(rank, 2, rendezvous_file=root / "channels" / "group-t.json")
@@ -365,17 +365,7 @@ def test_ranks_update_alike_and_take_the_states_of_others(
     alone = make(name if writer == "itself" else peer(name), folder, policy=Halves)
     alone.step(records(), loss, lr=LR, groups=["layers"])
     alone.save(tmp_path / "alone")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, name, str(folder), str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate() for process in processes]
-    assert [out for out, _ in ended] == ["ok\n"] * 2, ended
+    run_ranks(RANKS, 2, name, folder, tmp_path)
     other = make(name, folder, policy=Halves)
     other.load(tmp_path / "both")
     for trainer in (alone, other):

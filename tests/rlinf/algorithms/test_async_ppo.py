@@ -173,19 +173,6 @@ def test_steps_beyond_the_bound_are_refused(versions: int, word: str, tmp_path: 
         assert learner.num_updates
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"rollout_is_threshold": None}, "set algorithm=ppo"),
-        ({"rollout_is_threshold": 1.0}, "above 1"),
-        ({"old_logprobs": "rollout"}, "old_logprobs: recompute"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        AsyncPPOConfig(**settings)
-
-
 def test_where_all_is_fresh_it_is_ppo() -> None:
     batch = batch_of(7)
     batch = replace(batch, rollout_logprobs=batch.old_logprobs)

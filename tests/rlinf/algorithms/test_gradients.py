@@ -115,9 +115,11 @@ def test_of_the_ratio_of_a_response() -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("huber", [None, 0.5])
-def test_of_the_value_loss(clip: float | None, huber: float | None) -> None:
+@pytest.mark.parametrize("wanted", [0.31, 1.31, -1.19])
+def test_of_the_value_loss(clip: float | None, huber: float | None, wanted: float) -> None:
+    """What is wanted is near the old value, or farther away than the clip on either side."""
     values = torch.linspace(-2, 2, 21).double().requires_grad_()
-    old, returns = torch.full_like(values, 0.13).detach(), torch.full_like(values, 0.31).detach()
+    old, returns = (torch.full_like(values, one).detach() for one in (0.13, wanted))
 
     def loss(given: Tensor) -> Tensor:
         return clipped_value_loss(given, old, returns, clip, huber)
@@ -130,9 +132,9 @@ def test_of_the_value_loss(clip: float | None, huber: float | None) -> None:
         return huber * (abs(error) - 0.5 * huber)
 
     for value, found in zip(values.tolist(), loss(values).tolist(), strict=True):
-        want = cost(value - 0.31)
+        want = cost(value - wanted)
         if clip is not None:
-            want = max(want, cost(0.13 + min(max(value - 0.13, -clip), clip) - 0.31))
+            want = max(want, cost(0.13 + min(max(value - 0.13, -clip), clip) - wanted))
         assert found == pytest.approx(want)
 
 

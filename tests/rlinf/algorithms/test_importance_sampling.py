@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -22,8 +22,6 @@ from rlinf.algorithms.importance_sampling import (
     rollout_mismatch_sums,
     rollout_ratio,
 )
-from rlinf.algorithms.policy_gradient import PolicyGradientConfig
-from rlinf.models.base import StepOutputs
 from tests.contracts.test_algorithm import Update, alike, batch_of, outputs_of, seeds
 
 levels = pytest.mark.parametrize("level", get_args(RolloutISLevel))
@@ -91,29 +89,6 @@ def test_where_engine_and_trainer_agree_nothing_changes_by_a_bit(
     assert more["rollout_is_clip_ratio"] == 0
 
 
-@levels
-@given(seed=seeds)
-def test_the_weight_has_no_gradient_of_its_own(level: RolloutISLevel, seed: int) -> None:
-    """Where the update's own forward pass says the old log-probabilities as well."""
-    batch = batch_of(seed)
-    config = GRPOConfig(rollout_is_threshold=1.05, rollout_is_level=level)
-    algorithm = GRPO(config)
-    batch = algorithm.with_advantages(batch)
-    logprobs = outputs_of(batch, seed).logprobs
-    outputs, own = StepOutputs(logprobs), replace(batch, old_logprobs=logprobs)
-    weights, _ = rollout_is_weights(
-        rollout_ratio(logprobs, batch.require("rollout_logprobs"), batch.mask, level),
-        1.05,
-        "truncate",
-    )
-    assert not weights.requires_grad
-    loss, _ = algorithm.total_loss(
-        outputs, replace(own, old_logprobs=logprobs.detach()), batch.mask
-    )
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(gradient, -weights * batch.mask * batch.require("advantages"))
-
-
 def test_the_gap_is_of_steps_that_both_chose_with_equal_weights() -> None:
     batch = batch_of(0, groups=1, size=2, longest=2)
     ours, theirs = torch.tensor([[-1.0, -2.0], [-1.0, -9.0]]), torch.tensor([[-1.5, -2.0], [0, 0]])
@@ -161,17 +136,3 @@ def test_an_outlier_weighs_a_finite_amount(
     ratio = rollout_ratio(torch.tensor([[gap]]), torch.zeros(1, 1), torch.ones(1, 1), level)
     weight, _ = rollout_is_weights(ratio, 2.0, outside)
     assert 0 <= float(weight) <= 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"rollout_is_threshold": 2, "old_logprobs": "rollout"}, "old_logprobs: recompute"),
-        ({"rollout_is_level": "sequence"}, "set rollout_is_threshold"),
-        ({"rollout_is_mode": "mask"}, "set rollout_is_threshold"),
-        ({"rollout_is_mode": "mask", "rollout_is_threshold": 1}, "above 1"),
-    ],
-)
-def test_weights_that_could_not_be_are_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        PolicyGradientConfig(**settings)

@@ -90,10 +90,3 @@ def test_gradients_are_those_of_the_losses_and_reach_nothing_else() -> None:
 def test_advantages_weigh_exponentially_up_to_a_limit() -> None:
     found = advantage_weights(torch.tensor([-1.0, 0.0, 1.0, 9.0]), 3.0, 100.0)
     torch.testing.assert_close(found, torch.tensor([math.exp(-3), 1.0, math.exp(3), 100.0]))
-
-
-def test_the_temperature_falls_while_there_is_more_entropy_than_wanted() -> None:
-    log_alpha = torch.zeros(1, requires_grad=True)
-    temperature_loss(log_alpha, torch.full((4,), -3.0), 1.0).backward()
-    assert log_alpha.grad is not None
-    assert log_alpha.grad.item() == pytest.approx(2.0), "a step against it lowers it"

@@ -11,7 +11,7 @@ import numpy as np
 from tests.rlinf.envs.speaking_worlds import Space
 
 STEPS = 4
-_resets: list[int] = []
+resets: list[int] = []
 
 
 class World:
@@ -28,8 +28,8 @@ class World:
 
     def reset(self, seed: int | None = None) -> Any:
         self._episode, self._steps, self._shown[0] = self._episode + 1, 0, 0
-        _resets.append(self._episode)
-        if len(_resets) in self._begins_not:
+        resets.append(self._episode)
+        if len(resets) in self._begins_not:
             raise ZeroDivisionError("a reset")
         return self._shown, {}
 

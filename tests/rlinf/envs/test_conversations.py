@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from rlinf.data.trajectory import Trajectory
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.conversations import (
     BEGIN,
     CHATML_TEMPLATE,
@@ -133,11 +134,11 @@ def test_the_prompt_is_that_of_a_rollout(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], train_on="last")
     (record,) = made.test_demonstrations(1)
     assert record.mask.all()
-    problem = made._prompt_sets["test"][0]
-    assert record.prompt.tolist() == made.encode_prompts([problem.model_input])[0].tolist()
-    assert problem.answer == "end"
-    assert made.grade(" end\n", problem.answer) == 1
-    assert made.grade("ended", problem.answer) == 0
+    (prompt,) = made.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
+    assert record.prompt.tolist() == made.encode_prompts([prompt.model_input])[0].tolist()
+    assert prompt.answer == "end"
+    assert made.grade(" end\n", prompt.answer) == 1
+    assert made.grade("ended", prompt.answer) == 0
 
 
 def test_without_a_token_that_ends_a_turn_the_last_one_gets_the_sample_end(tmp_path: Path) -> None:

@@ -119,7 +119,9 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     few = JsonlEnvironment(config, Vocabulary())
     assert max(rendered) == 3
     found = draw_questions(few)
-    assert len(few._prompt_sets["train"]._cache) == 2
+    rendered.clear()
+    assert draw_questions(few) == found
+    assert sum(rendered) > 2, "two are remembered, and the others rendered again"
     assert "q 3 " not in str(found)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
     monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 4096)
@@ -152,7 +154,7 @@ def test_a_later_process_renders_what_it_asks_alone(
     rendered.clear()
     other = JsonlEnvironment(config, Halves())
     assert sum(rendered) >= 20, "another tokenizer has other lengths"
-    assert len(other._prompt_sets["train"]) > len(again._prompt_sets["train"])
+    assert draw_questions(other) != first, "and leaves out fewer problems"
 
 
 def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
@@ -220,6 +222,9 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
         assert record.actions.tolist() == [2, 2, 1, 99]
 
 
+GOOD = '{"question": "q", "answer": 4}\n'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -227,18 +232,21 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
         ("[1]", "line 1: expected an object"),
         ('{"questoin": "a", "answer": "1"}', "line 1: no field 'question'; did you mean"),
         ("\n\n", "is empty"),
+        (GOOD + '{"question": "q", "answer": null}', "line 2: 'answer' is null"),
+        (GOOD + '{"question": "q", "answer": ["4"]}', "line 2: 'answer' is "),
+        (GOOD + '{"question": "q", "answer": "\\ud800 4"}', "line 2: 'answer' has half of a surr"),
+        (GOOD + '{"question": "\\udfff", "answer": "4"}', "line 2: 'question' has half of a surr"),
+        ('{"question": "q", "answer": 4, "unit": "\\ud800"}', "line 1: 'unit' has half of a surr"),
+        (None, r"task\.train: no file .*bad\.jsonl"),
     ],
 )
-def test_a_bad_file_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_refused_by_line(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
+    columns = ["unit"] if text and "unit" in text else []
     with pytest.raises(DataError, match=message):
-        read_problems(path, "question", "answer", "task.train")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"task\.test: no file .*none\.jsonl"):
-        read_problems(tmp_path / "none.jsonl", "question", "answer", "task.test")
+        read_problems(path, "question", "answer", "task.train", columns)
 
 
 def test_prompts_that_are_too_long_are_left_out(
@@ -259,25 +267,6 @@ def test_real_gsm8k_when_it_is_there() -> None:
     problems = read_problems(path, "question", "answer", "task.test")
     assert len(problems) == 1319
     assert all("####" in problem.answer for problem in problems)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question": "q", "answer": null}', "line 2: 'answer' is null"),
-        ('{"question": "q", "answer": ["4"]}', "line 2: 'answer' is "),
-        ('{"question": "q", "answer": "\\ud800 4"}', "line 2: 'answer' has half of a surrogate"),
-        ('{"question": "\\udfff", "answer": "4"}', "line 2: 'question' has half of a surrogate"),
-    ],
-)
-def test_an_answer_that_is_no_text_is_refused_by_line(
-    tmp_path: Path, line: str, message: str
-) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"question": "q", "answer": 4}\n' + line)
-    with pytest.raises(DataError) as raised:
-        read_problems(path, "question", "answer", "task.train")
-    assert message in str(raised.value)
 
 
 def test_data_columns_of_the_file_reach_the_reward(tmp_path: Path) -> None:
@@ -309,13 +298,6 @@ def test_a_data_column_is_of_one_kind(tmp_path: Path, given: list[Any], carried:
     made = [Record(RecordId(0, i), info=dict(p.info)) for i, p in enumerate(problems)]
     write_records(tmp_path / "a.h5", made)
     assert [record.info for record in read_records(tmp_path / "a.h5")] == [r.info for r in made]
-
-
-def test_half_a_character_in_a_data_column_is_refused_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"question": "q", "answer": 4, "unit": "\\ud800"}')
-    with pytest.raises(DataError, match="line 1: 'unit' has half of a surrogate"):
-        read_problems(path, "question", "answer", "task.train", ["unit"])
 
 
 def test_a_data_column_must_be_there_and_have_a_name_of_its_own(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +18,18 @@ from rlinf.envs.reasoning_gym import (
     find_eval_call,
 )
 from rlinf.errors import ConfigError
+from tests.rlinf.envs.test_jsonl import Words
 
 pytest.importorskip("reasoning_gym")
 
 
-class Words:
-    """A tokenizer that makes a token of each word, with a chat template."""
+class Talks(Words):
+    """The same with a chat template."""
 
     chat_template: str | None = (
         "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
     )
-    bos_token_id = None
     eos_token_id = 1
-    special_tokens_map: ClassVar[dict[str, str]] = {}
-
-    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
 
 
 def config(**keys: Any) -> ReasoningGymConfig:
@@ -55,7 +51,7 @@ def trajectory(prompt: Any, text: str) -> Trajectory:
     "dataset", ["letter_counting", "gcd", "word_sorting", "prime_factorization"]
 )
 def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None:
-    task = ReasoningGymEnvironment(config(dataset=dataset), Words())
+    task = ReasoningGymEnvironment(config(dataset=dataset), Talks())
     counts: Counter[str] = Counter()
     for split in ("train", "test"):
         prompts = draw_questions(task, split, 10)
@@ -67,40 +63,41 @@ def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None
 
 
 def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
-    task = ReasoningGymEnvironment(config(dataset="prime_factorization"), Words())
+    task = ReasoningGymEnvironment(config(dataset="prime_factorization"), Talks())
     counts: Counter[str] = Counter()
     assert task.score([trajectory(draw_questions(task, "test", 1)[0], "no idea")], counts) == [0.0]
     assert counts == {"parse_failures": 1}
 
 
-def test_the_answer_stands_behind_the_thoughts() -> None:
-    task = ReasoningGymEnvironment(config(dataset="gcd"), Words())
+class Thinks(Talks):
+    """The same whose template opens a thought, which a response then ends."""
+
+    chat_template = f"{Talks.chat_template}<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "texts", "scores"),
+    [
+        (Talks(), ["<think>{0}0 or not</think>{0}", "<think>{0}</think>{0}0"], [1.0, 0.0]),
+        (Talks(), ["<think>It is {0}"], [0.0]),
+        (Thinks(), ["{0}0</think>{0}"], [1.0]),
+        (Thinks(), ["{0}"], [0.0]),
+    ],
+)
+def test_the_answer_stands_behind_the_thoughts(
+    tokenizer: Talks, texts: list[str], scores: list[float]
+) -> None:
+    task = ReasoningGymEnvironment(config(dataset="gcd"), tokenizer)
     (prompt,) = draw_questions(task, "test", 1)
     counts: Counter[str] = Counter()
-    texts = [
-        f"<think>{prompt.answer}0 or not</think>{prompt.answer}",
-        f"<think>{prompt.answer}</think>{prompt.answer}0",
-        f"<think>It is {prompt.answer}",
-    ]
-    assert task.score([trajectory(prompt, text) for text in texts], counts) == [1.0, 0.0, 0.0]
-    assert counts["unfinished_thoughts"] == 1
-
-
-def test_a_template_may_open_the_thought_that_a_response_ends() -> None:
-    class Thinks(Words):
-        chat_template = f"{Words.chat_template}<think>\n"
-
-    task = ReasoningGymEnvironment(config(dataset="gcd"), Thinks())
-    (prompt,) = draw_questions(task, "test", 1)
-    texts = [f"{prompt.answer}0</think>{prompt.answer}", prompt.answer]
-    counts: Counter[str] = Counter()
-    assert task.score([trajectory(prompt, text) for text in texts], counts) == [1.0, 0.0]
-    assert counts["unfinished_thoughts"] == 1
+    responses = [trajectory(prompt, text.format(prompt.answer)) for text in texts]
+    assert task.score(responses, counts) == scores
+    assert counts["unfinished_thoughts"] == (scores == [0.0])
 
 
 def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
     """Its grader computes with exact fractions."""
-    task = ReasoningGymEnvironment(config(dataset="coin_flip"), Words())
+    task = ReasoningGymEnvironment(config(dataset="coin_flip"), Talks())
     counts: Counter[str] = Counter()
     (prompt,) = draw_questions(task, "test", 1)
     huge = [trajectory(prompt, text) for text in ("1e999999999", "1E+1_000_000", " 2e-99999")]
@@ -112,9 +109,9 @@ def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
 def test_no_held_out_problem_is_trained_on() -> None:
     # Few problems differ at these settings, so that the two splits would meet.
     few = {"dataset": "gcd", "dataset_kwargs": {"max_value": 6}, "train_size": 400}
-    task = ReasoningGymEnvironment(config(**few), Words())
+    task = ReasoningGymEnvironment(config(**few), Talks())
     held_out = {prompt.text for prompt in draw_questions(task, "test", 20)}
-    size = ReasoningGymEnvironment.task_size(task.config, Words()).train
+    size = ReasoningGymEnvironment.task_size(task.config, Talks()).train
     assert size is not None
     assert 0 < size < 400
     assert not held_out & {prompt.text for prompt in draw_questions(task, "train", size)}
@@ -126,14 +123,14 @@ def test_no_held_out_problem_is_trained_on() -> None:
 
 def test_every_problem_is_made_once() -> None:
     _entries.cache_clear()
-    ReasoningGymEnvironment(config(), Words())
+    ReasoningGymEnvironment(config(), Talks())
     ReasoningGymEnvironment.load_problems(config(), "train")
     assert _entries.cache_info().misses == 2, "those for training, and those held out"
 
 
 def test_examples_stand_before_the_question_and_are_not_asked() -> None:
     plain, shown = (
-        ReasoningGymEnvironment(config(num_fewshot=n, system_prompt="be brief"), Words())
+        ReasoningGymEnvironment(config(num_fewshot=n, system_prompt="be brief"), Talks())
         for n in (0, 2)
     )
     examples = ReasoningGymEnvironment.load_problems(plain.config, "train")[:2]
@@ -143,17 +140,15 @@ def test_examples_stand_before_the_question_and_are_not_asked() -> None:
         question = problem.messages[0]["content"]
         opening += f"<user> {question} <assistant> {problem.answer} "
     assert prompt.model_input == f"{opening}<user> {prompt.text} <assistant>"
-    size = ReasoningGymEnvironment.task_size(shown.config, Words()).train
-    assert size == (ReasoningGymEnvironment.task_size(plain.config, Words()).train or 0) - 2
+    size = ReasoningGymEnvironment.task_size(shown.config, Talks()).train
+    assert size == (ReasoningGymEnvironment.task_size(plain.config, Talks()).train or 0) - 2
     texts = {p.text for p in draw_questions(shown, "train", size)}
     assert not texts & {problem.messages[0]["content"] for problem in examples}
 
 
 def test_examples_need_a_chat_template() -> None:
-    plain = Words()
-    plain.chat_template = None
     with pytest.raises(ConfigError, match=r"task\.num_fewshot: .*chat template"):
-        ReasoningGymEnvironment(config(num_fewshot=1), plain)
+        ReasoningGymEnvironment(config(num_fewshot=1), Words())
 
 
 @pytest.mark.parametrize(
@@ -173,19 +168,14 @@ def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], messag
         ReasoningGymEnvironment.model_spec(config(**keys))
 
 
-def test_settings_may_be_lists() -> None:
+def test_settings_may_be_lists_and_graders_that_evaluate_answers_may_be_admitted() -> None:
+    evaluates = config(dataset="countdown", allow_eval_graders=True)
+    assert ReasoningGymEnvironment.model_spec(evaluates) == {}
     weekdays = config(dataset="calendar_arithmetic", dataset_kwargs={"tasks": ["weekday_of_date"]})
     assert ReasoningGymEnvironment.model_spec(weekdays) == {}
     assert (
         "day of the week"
         in ReasoningGymEnvironment.load_problems(weekdays, "test")[0].messages[0]["content"]
-    )
-
-
-def test_a_grader_that_evaluates_answers_is_admitted_where_that_is_asked_for() -> None:
-    assert (
-        ReasoningGymEnvironment.model_spec(config(dataset="countdown", allow_eval_graders=True))
-        == {}
     )
 
 

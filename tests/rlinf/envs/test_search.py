@@ -24,7 +24,7 @@ from rlinf.envs.search import (
     contains_answer,
     is_exact_match,
 )
-from rlinf.envs.search_corpus import SearchQuestion
+from rlinf.envs.search_corpus import SearchQuestion, load_countries, load_python_manual
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
@@ -81,6 +81,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dialogue(config: SearchConfig, **question: Any) -> SearchDialogue:
     request = SearchQuestion(**{"text": "Where?", "answers": ("Rome",), "queries": (), **question})
     return SearchDialogue(request, [], config, lambda query: f"<information>{query}?</information>")
+
+
+def searched(task: SearchEnvironment, query: str) -> str:
+    """What a dialogue of a task is shown for a query."""
+    messages, _, _ = task.create_dialogue("test", generator(0)).step(f"<search>{query}</search>")
+    return messages[0]["content"]
 
 
 @pytest.mark.parametrize(("says", "low", "high"), [(expert, 0.95, 1.0), (guesser, 0.0, 0.3)])
@@ -206,13 +212,13 @@ def test_what_is_found_is_cut_by_tokens_within_its_tags(
     about = {"Nile": "é" * 99, "Nilo": "Nile"}
     config = rivers(tmp_path, about, results_per_search=3, max_result_tokens=frame + most)
     task = SearchEnvironment(config, tokenizer)
-    (ids,) = task.encode([task._search("nile")])
+    (ids,) = task.encode([searched(task, "nile")])
     text = tokenizer.decode(ids)
     assert frame + most - 1 <= len(ids) <= frame + most
     assert text.startswith("\n\n<information>Doc 1")
     assert text.endswith("</information>\n\n")
     assert "\ufffd" not in text
-    assert "nothing found" in task._search("Amazon")
+    assert "nothing found" in searched(task, "Amazon")
 
 
 def learned(folder: Path, task: SearchEnvironment, steps: int, to: Path) -> None:
@@ -397,7 +403,7 @@ def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: P
     (tmp_path / "file").touch()
     task = SearchEnvironment(SearchConfig(index_dir=tmp_path / "file"), HFFolder(folder).tokenizer)
     with pytest.raises(ConfigError, match=r"task\.index_dir: .* cannot be written"):
-        task._search("x")
+        searched(task, "x")
 
 
 def test_countries_are_held_out_whole(folder: Path) -> None:
@@ -406,7 +412,7 @@ def test_countries_are_held_out_whole(folder: Path) -> None:
         split: task.create_dialogue(split, generator(0, split)) for split in ("train", "test")
     }
     assert settings["train"].info["answer"] != settings["test"].info["answer"]
-    named = [{q.text.rpartition(" of ")[2] for q in part} for part in (task._train, task._test)]
+    named = [{q.text.rpartition(" of ")[2] for q in part} for part in load_countries()[1:]]
     assert not named[0] & named[1]
 
 
@@ -414,8 +420,8 @@ def test_the_manual_is_searched_like_any_texts(folder: Path, tmp_path: Path) -> 
     config = SearchConfig(corpus="manual", index_dir=tmp_path)
     assert '"' in SearchEnvironment.model_spec(config)["alphabet"]
     task = SearchEnvironment(config, HFFolder(folder).tokenizer)
-    question = task._test[0]
-    one = SearchDialogue(question, [], config, task._search)
+    question = load_python_manual()[2][0]
+    one = SearchDialogue(question, [], config, lambda query: searched(task, query))
     values, _, done = one.step(f"<search>{question.queries[0]}</search>")
     assert not done
     assert question.answers[0] in values[0]["content"]

@@ -37,7 +37,7 @@ def test_it_ends_the_run_wherever_it_is_stepped(
 def test_one_that_begins_nothing_does_too(processes: int, tmp_path: Path) -> None:
     from tests.rlinf.envs import breaking_worlds
 
-    breaking_worlds._resets.clear()
+    breaking_worlds.resets.clear()
     with pytest.raises(UserCodeError, match="ZeroDivisionError: a reset"):
         kwargs = {"begins_not": [1, 2, 3]}
         played("train", 1, tmp_path, kwargs=kwargs, num_processes=processes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,13 @@ from hypothesis import strategies as st
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from gymnasium import spaces
 
-from rlinf.channels.channel import LocalChannel
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.observations import InvalidEnvConfig, ObservationSelection
 from rlinf.envs.spaces import flatten_env, to_env_actions
 from rlinf.errors import ConfigError
+from tests.rlinf.envs import test_gym
 from tests.rlinf.envs.structured_worlds import GOALS, Sampled
-from tests.rlinf.envs.test_gym import script
 
 SAMPLED = "tests.rlinf.envs.structured_worlds:Sampled-v0"
 LEAVES = st.one_of(
@@ -135,14 +132,10 @@ def environment(**keys: Any) -> Iterator[GymEnvironment]:
 
 
 def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Trajectory]:
-    request, answers = LocalChannel(), LocalChannel()
-    act = script(lambda samples, _: np.repeat(action[None], len(samples), 0), lambda _: {})
-    worker = threading.Thread(target=act, args=(request, answers))
-    worker.start()
-    episodes = RolloutRequest(1, 0, "train", range(starts), starts, 1, 8, 1.0)
-    records = list(task.simulate(episodes, request, answers))
-    worker.join(timeout=30)
-    return records
+    def act(samples: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        return np.repeat(action[None], len(samples), 0)
+
+    return test_gym.played(task, act, horizon=8, starts=starts, say=lambda _: {})
 
 
 @pytest.mark.parametrize("processes", [0, 2])

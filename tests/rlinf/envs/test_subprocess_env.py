@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.data.record import Record
-
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.channels.channel import ChannelClosed, LocalChannel
 from rlinf.channels.record_files import RecordFileWriter
-from rlinf.data.record import RecordId
+from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
@@ -53,10 +51,6 @@ def simulators(task: GymConfig, **options: Any) -> Iterator[GymEnvironment]:
         yield environment
     finally:
         environment.close()
-
-
-def pids(environment: GymEnvironment) -> list[int]:
-    return environment.pids
 
 
 def gone(pid: int, within_s: float = 20.0) -> bool:
@@ -115,13 +109,13 @@ def test_the_division_changes_no_byte(name: str, tmp_path: Path) -> None:
 def test_processes_stay_between_collections_and_end_with_the_environment(tmp_path: Path) -> None:
     engine = engine_for(CARTPOLE, tmp_path)
     with simulators(CARTPOLE, num_processes=2) as environment:
-        assert pids(environment) == [], "they start with the first episodes"
+        assert environment.pids == [], "they start with the first episodes"
         assert run(environment, engine, starts=0) == []
         run(environment, engine)
-        first = pids(environment)
+        first = environment.pids
         run(environment, engine)
         assert len(first) == 2
-        assert pids(environment) == first
+        assert environment.pids == first
     assert all(gone(pid) for pid in first)
 
 
@@ -144,7 +138,7 @@ def test_an_error_has_the_simulators_own_traceback(tmp_path: Path, falling: str)
     with simulators(task, num_processes=2, double_buffer=True) as environment:
         with pytest.raises(SimulatorError, match=r"(?s)in step.*ZeroDivisionError: the third step"):
             run(environment, engine)
-        assert pids(environment) == []
+        assert environment.pids == []
 
 
 def test_a_process_that_dies_is_named_with_its_signal(tmp_path: Path, falling: str) -> None:
@@ -161,11 +155,11 @@ def test_one_that_dies_between_collections_costs_nothing(tmp_path: Path) -> None
     engine = engine_for(CARTPOLE, tmp_path)
     with simulators(CARTPOLE, num_processes=2) as environment:
         expected = contents(run(environment, engine))
-        first = pids(environment)
+        first = environment.pids
         os.kill(first[1], signal.SIGKILL)
         assert contents(run(environment, engine)) == expected
-        assert pids(environment)[0] == first[0]
-        assert pids(environment)[1] != first[1]
+        assert environment.pids[0] == first[0]
+        assert environment.pids[1] != first[1]
 
 
 @pytest.mark.parametrize(("how", "halves"), [("die", False), ("die", True), ("hang", True)])
@@ -182,9 +176,9 @@ def test_one_that_dies_or_hangs_costs_the_episodes_that_it_steps(
     fails = {"how": how, "once": str(tmp_path / "fell")}
     with simulators(task, **options, kwargs=fails, timeout_s=8.0) as environment:
         struck = run(environment, engine)
-        again = pids(environment)
+        again = environment.pids
         assert contents(run(environment, engine)) == contents(whole)
-        assert pids(environment) == again
+        assert environment.pids == again
         counts = Counter[str]()
         environment.score(struck, counts)
     lost = [r.identity.sample for r in struck if not loss_mask(r).all()]
@@ -327,13 +321,15 @@ def test_worlds_share_their_memory_and_leave_none_of_it() -> None:
     assert (files(), maps()) == ([], 0)
 
 
-def test_an_error_of_the_policy_is_raised_and_ends_the_processes(tmp_path: Path) -> None:
+def test_an_error_of_the_policy_is_raised_and_ends_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_for(CARTPOLE, tmp_path)
     with simulators(CARTPOLE, num_processes=2, double_buffer=True) as environment:
         run(environment, engine)
-        first = pids(environment)
-        engine._policy = None
-        with pytest.raises(AttributeError):
+        first = environment.pids
+        monkeypatch.setattr(MLPPolicy, "act", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             run(environment, engine)
         assert all(gone(pid) for pid in first)
 
@@ -359,15 +355,14 @@ def test_what_a_simulator_refuses_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_the_stage_is_killed(tmp_path: Path) -> None:
-    MLPPolicy.create(POLICY, GymEnvironment.read_spec(CARTPOLE), 0, tmp_path)
     program = f"""
         import time
         from pathlib import Path
-        from tests.rlinf.envs.test_subprocess_env import CARTPOLE, engine_for, pids, run, simulators
+        from tests.rlinf.envs.test_subprocess_env import CARTPOLE, engine_for, run, simulators
         engine = engine_for(CARTPOLE, Path({str(tmp_path)!r}))
         with simulators(CARTPOLE, num_processes=2) as environment:
             run(environment, engine)
-            print(*pids(environment), flush=True)
+            print(*environment.pids, flush=True)
             time.sleep(600)
     """
     stage = subprocess.Popen(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.images import pack_images
 from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import loss
 
 CONFIG = Qwen25VLConfig(
@@ -304,7 +303,7 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.rlinf.models.test_qwen2_5_vl import CONFIG, RECORDS, Qwen25VL
 from tests.rlinf.trainers.test_threaded_data_parallel import loss
 
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+folder, rank = Path(sys.argv[1]), int(sys.argv[3])
 
 def trained(world, load):
     config = FSDPConfig(device="cpu", max_tokens_per_microbatch=40, fsdp_wrap_min_mb=0)
@@ -313,7 +312,7 @@ def trained(world, load):
     return made
 
 alone = trained(ProcessGroupInfo(), Qwen25VL.load).full_state_dict()
-world = ProcessGroupInfo(rank, 2, rendezvous_file=Path(sys.argv[3]) / "group-v.json")
+world = ProcessGroupInfo(rank, 2, rendezvous_file=Path(sys.argv[2]) / "group-v.json")
 both = trained(world, Qwen25VL.meta_from_folder).full_state_dict()
 for name, tensor in alone.items():
     torch.testing.assert_close(both[name], tensor, rtol=0, atol=1e-5, msg=name)
@@ -322,14 +321,4 @@ print("ok")
 
 
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(folder), rank, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    outputs = [process.communicate() for process in processes]
-    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs
+    run_ranks(RANKS, 2, folder, tmp_path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.models.denoising import CHAIN_COLUMN, DenoisingProcess
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.package_paths import ROOT
 from rlinf.trainers.base import loss_from_steps
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC, request, stirred
+from tests.rlinf.trainers.ranks import run_ranks
 
 SIZES: dict[str, Any] = {
     "hidden": 32,
@@ -176,15 +174,7 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
 
 def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> None:
     made(tmp_path)
-    command = [sys.executable, "-c", SHARED, str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            [*command, rank], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs
+    run_ranks(SHARED, 2, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,8 @@ def test_several_threads_add_whole_lines(tmp_path: Path) -> None:
 
 
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+    answers = AnswerCache(tmp_path, "a")
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "elsewhere")
-    answers = AnswerCache(None, "a")
-    answers._folder = tmp_path
     with pytest.raises(ConfigError, match="is a link"):
         answers.put("x", "one", 1, 1)
     assert not (tmp_path / "elsewhere").exists()

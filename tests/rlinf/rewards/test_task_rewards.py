@@ -34,10 +34,14 @@ def test_half_a_penalty_is_refused(given: dict[str, int]) -> None:
         validate(ScoreConfig, given, "reward")
 
 
+def penalising() -> ScoreReward:
+    """A reward that takes more the longer a sample is, from two steps to six."""
+    config = ScoreConfig(overlong_penalty_start=2, overlong_penalty_end=6)
+    return ScoreReward(config, RewardResources())
+
+
 def test_the_penalty_grows_linearly_between_its_ends() -> None:
-    reward = ScoreReward(
-        ScoreConfig(overlong_penalty_start=2, overlong_penalty_end=6), RewardResources()
-    )
+    reward = penalising()
     samples = [
         Trajectory(identity=RecordId(0, n), actions=np.zeros(n, np.int64)) for n in (1, 2, 5, 6, 9)
     ]
@@ -46,9 +50,7 @@ def test_the_penalty_grows_linearly_between_its_ends() -> None:
 
 
 def test_what_a_tool_says_is_no_part_of_a_samples_length() -> None:
-    reward = ScoreReward(
-        ScoreConfig(overlong_penalty_start=2, overlong_penalty_end=6), RewardResources()
-    )
+    reward = penalising()
     mask = np.array([1, 0, 0, 0, 0, 1, 0, 1, 0])
     sample = Trajectory(identity=RecordId(0, 0), actions=np.zeros(9, np.int64), mask=mask)
     (got,) = reward.compute_step_rewards([sample], [1.0])
@@ -57,9 +59,7 @@ def test_what_a_tool_says_is_no_part_of_a_samples_length() -> None:
 
 def test_wrong_answers_of_unlike_lengths_teach_nothing() -> None:
     """Nor do right ones: dynamic sampling asks what was right (arXiv 2503.14476, eq. 11)."""
-    reward = ScoreReward(
-        ScoreConfig(overlong_penalty_start=2, overlong_penalty_end=6), RewardResources()
-    )
+    reward = penalising()
     lengths = (2, 3, 6, 2, 2, 5)
     group = [1, 1, 1, 2, 2, 2]
     samples = [

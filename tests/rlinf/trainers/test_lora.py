@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
@@ -144,14 +143,4 @@ print("ok")
 
 def test_ranks_share_adapters(folder: Path) -> None:
     (folder.parent / "channels").mkdir(exist_ok=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(folder), rank],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    outputs = [process.communicate() for process in processes]
-    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs
+    run_ranks(RANKS, 2, folder)

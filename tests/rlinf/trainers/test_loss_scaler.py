@@ -19,6 +19,7 @@ from rlinf.trainers.base import Loss, loss_from_steps
 from rlinf.trainers.fsdp import FSDPTrainer
 from rlinf.trainers.optimizer import LossScaler
 from tests.environments import need_environment
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_options import LR, assert_close, make
 from tests.rlinf.trainers.test_threaded_data_parallel import folder, loss, records, step_loss
 
@@ -241,19 +242,7 @@ def test_processes_leave_a_step_out_together(
         "folder": str(folder),
         "out": str(tmp_path),
     }
-    processes = [
-        subprocess.Popen(
-            [python, "-c", RANKS, json.dumps(message), str(rank)],
-            cwd=package_paths.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=560) for process in processes]
-    # DeepSpeed prints what it runs on, too.
-    assert all(out.endswith("ok\n") for out, _ in ended), "\n".join(e[-3000:] for _, e in ended)
+    run_ranks(RANKS, 2, json.dumps(message), python=python)
     first, skipped, then = json.loads((tmp_path / "said.json").read_text())
     right = make(folder)
     for mine in (first, then):

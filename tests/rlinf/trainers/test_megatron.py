@@ -6,7 +6,6 @@ The processes run in the environment that ``make env NAME=megatron`` makes.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from torch import Tensor
 
 from benchmarks.moe_checkpoint import create_moe_checkpoint
 from pipeline.commands.experiment import run_experiment
-from rlinf import package_paths
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.environments import need_environment
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 LR = 1e-3
@@ -43,7 +42,7 @@ from rlinf.trainers import trainers
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 said = json.loads(sys.argv[1])
-rank, size, out = int(sys.argv[2]), said["size"], Path(said["out"])
+rank, size, out = int(sys.argv[2]), int(sys.argv[3]), Path(said["out"])
 layout = ParallelLayout.parse(said["layout"])
 rendezvous = out / "channels" / "group-m.json"
 world = ProcessGroupInfo(rank, size, rendezvous_file=rendezvous, layout=layout)
@@ -87,24 +86,12 @@ def run(
         "folder": str(folder),
         "out": str(out),
         "layout": layout,
-        "size": size,
         "steps": steps,
         "load": None if load is None else str(load),
         "options": options,
     }
     python = need_environment("megatron")
-    processes = [
-        subprocess.Popen(
-            [python, "-c", PROGRAM, json.dumps(message), str(rank)],
-            cwd=package_paths.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    ended = [process.communicate(timeout=280) for process in processes]
-    assert [text for text, _ in ended] == ["ok\n"] * size, "\n".join(e[-3000:] for _, e in ended)
+    run_ranks(PROGRAM, size, json.dumps(message), python=python)
     found: dict[str, Tensor] = {}
     for path in sorted(out.glob("found-*.safetensors")):
         found |= load_file(path)
@@ -167,66 +154,42 @@ def assert_weights(
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_processes_share_each_matrix(folder: Path, tmp_path: Path, packing: bool) -> None:
-    check(folder, tmp_path, "tp=2", 2, packing=packing)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "tp=2", 2, sequence_parallel=True)
-
-
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+SOME = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+"""Some projections of a matrix alone."""
+UNEVEN = {"layers_per_pipeline_stage": [3, 1]}
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    # Two processes share each matrix, its positions too, adapters of both, and layers.
+    ("tp=2", 2, {"packing": False}),
+    ("tp=2", 2, {"sequence_parallel": True}),
+    ("tp=2", 2, {"sequence_parallel": True, "lora": {**LORA, "target_modules": SOME}}),
+    ("tp=2", 2, {"lora": LORA}),
+    ("pp=2", 2, UNEVEN),
+    ("pp=2", 2, {**UNEVEN, "lora": LORA}),
+    # Copies share the optimizer's state or have each their own.
+    ("", 2, {"use_distributed_optimizer": True}),
+    ("", 2, {"use_distributed_optimizer": True, "gradient_checkpointing": True, "lora": LORA}),
+    ("", 2, {"lora": LORA}),
+    # Sequences are shared in every layout.
+    ("tp=2,cp=2", 4, {"sequence_parallel": True, "gradient_checkpointing": True}),
+    ("cp=2,pp=2", 4, {"lora": LORA}),
+    ("cp=2", 4, {}),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_they_share_adapters(folder: Path, tmp_path: Path) -> None:
-    """Of matrices and of positions; those of some projections of a matrix alone too."""
-    lora = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
-    check(folder, tmp_path, "tp=2", 2, lora=lora, sequence_parallel=True)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "size", "options"),
     [
-        ("tp=2", {}),
-        ("pp=2", {"layers_per_pipeline_stage": [3, 1]}),
-        ("", {}),
-        ("", {"use_distributed_optimizer": True, "gradient_checkpointing": True}),
+        ("tp=2", 2, {"packing": True}),
+        ("cp=2", 2, {"use_distributed_optimizer": True}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS),
     ],
 )
-def test_adapters_alone_are_trained_in_every_layout(
-    folder: Path, tmp_path: Path, layout: str, options: dict[str, Any]
+def test_a_layout_updates_as_one_process_does(
+    folder: Path, tmp_path: Path, layout: str, size: int, options: dict[str, Any]
 ) -> None:
-    check(folder, tmp_path, layout, 2, lora=LORA, **options)
-
-
-@pytest.mark.timeout(600)
-def test_they_share_each_sequence(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "cp=2", 2, use_distributed_optimizer=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ("tp=2,cp=2", {"sequence_parallel": True, "gradient_checkpointing": True}),
-        ("cp=2,pp=2", {"lora": LORA}),
-        ("cp=2", {}),
-    ],
-)
-def test_sequences_are_shared_in_every_layout(
-    folder: Path, tmp_path: Path, layout: str, options: dict[str, Any]
-) -> None:
-    """On four processes."""
-    check(folder, tmp_path, layout, 4, **options)
+    check(folder, tmp_path, layout, size, **options)
 
 
 @pytest.fixture(scope="module")
@@ -246,18 +209,6 @@ def test_they_share_experts(
 ) -> None:
     """Adapters are those of attention."""
     check(mixture, tmp_path, layout, 2, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "pp=2", 2, layers_per_pipeline_stage=[3, 1])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "", 2, use_distributed_optimizer=True)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers import optimizer
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
@@ -185,17 +184,7 @@ print("ok")
 def together(folder: Path, program: str, size: int) -> None:
     (folder.parent / "channels").mkdir(exist_ok=True)
     (folder.parent / "channels" / "group-t.json").unlink(missing_ok=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(folder), str(rank), str(size)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [process.communicate() for process in processes]
-    assert [out for out, _ in outputs] == ["ok\n"] * size, outputs
+    run_ranks(program, size, folder)
 
 
 def test_sharded_updates_are_those_of_one_process_under_every_option(folder: Path) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from safetensors.torch import load, save_file
 
 from rlinf.errors import DataError
 from rlinf.trainers import sharded_checkpoint
+from tests.rlinf.trainers.ranks import run_ranks
 
 PROGRAM = """
 import pickle, sys
@@ -75,20 +72,6 @@ print("ok")
 """
 
 
-def together(folder: Path, size: int) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), folder, str(rank), str(size)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in outputs] == ["ok\n"] * size, outputs
-
-
 def state(fill: float) -> dict[str, Any]:
     tied = torch.arange(1.0, 22).view(7, 3) * fill
     row, c = torch.tensor([[1.0, 2.0]]) * fill, torch.arange(1.0, 6) * fill
@@ -101,7 +84,7 @@ def state(fill: float) -> dict[str, Any]:
 
 def test_one_rank_reads_what_two_wrote_and_two_what_one_wrote(tmp_path: Path) -> None:
     sharded_checkpoint.write_shards(tmp_path / "alone", state(1.0), 0, 1)
-    together(tmp_path, 2)
+    run_ranks(PROGRAM, 2, tmp_path)
     assert len(list((tmp_path / "both").iterdir())) == 2
     mine, right = state(0.0), state(1.0)
     sharded_checkpoint.read_shards(tmp_path / "both", mine)
@@ -122,16 +105,15 @@ def test_every_rank_finds_its_part_however_it_was_cut(data: st.DataObject) -> No
         pairs = itertools.pairwise([0, *ends, whole.numel()])
         return [(begin, whole.view(-1)[begin:end]) for begin, end in pairs]
 
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name:
         folder, writers = Path(name), cut()
         for rank, (start, part) in enumerate(writers):
             places = {"x": sharded_checkpoint.ShardPlacement(shape, start)}
             sharded_checkpoint.write_shards(folder, {"x": part}, rank, len(writers), places)
         for start, part in [*cut(), (0, whole), (whole.numel(), none)]:
             mine = torch.full_like(part, -1.0)
-            files = sharded_checkpoint._StateReader(folder, stack)
-            files.request("x", sharded_checkpoint.ShardPlacement(shape, start), mine)
-            files.fill()
+            place = sharded_checkpoint.ShardPlacement(shape, start)
+            sharded_checkpoint.read_shards(folder, {"x": mine}, {"x": place})
             assert torch.equal(mine, part)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from rlinf.data.record import RecordId
 from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.ranks import run_ranks
 
 LR = 1e-3
 SPEC = {"observation": 3, "action": {"kind": "box", "size": 2}}
@@ -152,14 +151,4 @@ print("ok")
 
 def test_ranks_cut_alike(folder: Path) -> None:
     (folder.parent / "channels").mkdir(exist_ok=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(folder), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate() for process in processes]
-    assert [out for out, _ in ended] == ["ok\n"] * 2, ended
+    run_ranks(RANKS, 2, folder)
