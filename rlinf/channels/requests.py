@@ -21,6 +21,7 @@ most 512 KiB:
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import time
 from collections import deque
@@ -280,10 +281,15 @@ class RequestClient:
         """Let :meth:`receive` return; any thread may call this."""
         self._wakeup.set()
 
-    def receive(self) -> tuple[int, Message]:
+    @property
+    def num_open(self) -> int:
+        """The number of requests without a reply."""
+        return len(self._open)
+
+    def receive(self, timeout_s: float = math.inf) -> tuple[int, Message]:
         """Wait for the next reply and return it with the number of its request.
 
-        After a call of :meth:`wake`, return number 0 and an empty message instead.
+        After a call of :meth:`wake` or ``timeout_s``, return number 0 and an empty message.
 
         Raises:
             RequestRejected: the server cannot fulfil the request.
@@ -295,6 +301,7 @@ class RequestClient:
         poller = zmq.Poller()
         for source in (socket, self._wakeup):
             poller.register(source, zmq.POLLIN)
+        deadline = time.monotonic() + timeout_s
         while True:
             if self._should_stop():
                 raise self._failed("this process stops")
@@ -303,8 +310,14 @@ class RequestClient:
                 raise self._failed(f"nothing heard for {SERVER_TIMEOUT_S:g} s")
             if now - max(self._last_ping, self._last_heard) > PING_S:
                 self._last_ping = now
+                current = read_pointer(self._pointer)
+                if current is not None and current.token != host.token:
+                    raise self._failed("another server has replaced it")
                 self._send(socket, _encode([host.token, 0, PING], Message({})))
-            ready = dict(poller.poll(int(1000 * HEARTBEAT_S)))
+            wait_s = min(HEARTBEAT_S, deadline - now)
+            if wait_s <= 0:
+                return 0, Message({})
+            ready = dict(poller.poll(int(1000 * wait_s) + 1))
             if self._wakeup.fileno() in ready:
                 self._wakeup.clear()
                 return 0, Message({})
@@ -342,14 +355,14 @@ class RequestClient:
             self._disconnect()
             try:
                 address = first_reachable(host.addresses)
-            except ValueError as error:
+                if address is None:
+                    raise self._failed(f"no answer at {', '.join(host.addresses)}")
+                self._socket = client_socket(
+                    self._context, self._keys, routing_id(), timeout_s=SERVER_TIMEOUT_S
+                )
+                self._socket.connect(address)
+            except (ValueError, OSError, zmq.ZMQError) as error:
                 raise self._failed(f"damaged ({error})") from None
-            if address is None:
-                raise self._failed(f"no answer at {', '.join(host.addresses)}")
-            self._socket = client_socket(
-                self._context, self._keys, routing_id(), timeout_s=SERVER_TIMEOUT_S
-            )
-            self._socket.connect(address)
             self._host = host
         return self._socket, host
 
