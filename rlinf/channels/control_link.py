@@ -24,8 +24,7 @@ import msgpack
 
 from rlinf.channels.channel import ChannelClosed, ChannelFailed
 from rlinf.channels.curve_sockets import HEARTBEAT_S, paused_s
-from rlinf.channels.mailbox_protocol import Block
-from rlinf.channels.requests import Message, Request, RequestClient, RequestServer
+from rlinf.channels.requests import Block, Message, Request, RequestClient, RequestServer
 from rlinf.errors import DataError
 from rlinf.threads import start_service_thread
 
