@@ -81,7 +81,7 @@ class PeerStatus(NamedTuple):
     incarnation: str
 
 
-class Outbox:
+class SendQueue:
     """Numbered items that are kept until the other side has them."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _Peer:
     """False before it joins and while it is reported lost."""
     retired: bool = False
     """True once it has left or another process has its name."""
-    orders: Outbox = field(default_factory=Outbox)
+    orders: SendQueue = field(default_factory=SendQueue)
     num_arrived: int = 0
     """Number of the last order that has arrived."""
     request: Request | None = None
@@ -391,7 +391,7 @@ class WorkerLink:
         """See :class:`PeerJoined`."""
         self._changed = threading.Condition()
         self._status: dict[str, Any] = {}
-        self._reports = Outbox()
+        self._reports = SendQueue()
         self._num_sent = 0
         """Number of the last report that was sent."""
         self._orders: deque[dict[str, Any]] = deque()
