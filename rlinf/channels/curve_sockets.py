@@ -28,10 +28,11 @@ from typing import NamedTuple, cast
 
 import psutil
 import zmq
+import zmq.utils.garbage  # imported first: its atexit handler then runs after ours
 from zmq.utils import z85
 
+from rlinf.artifacts import write_atomic
 from rlinf.channels import INTERFACE_VARIABLE
-from rlinf.channels.mailbox_protocol import PIECE_BYTES
 from rlinf.errors import ConfigError, InputError, did_you_mean
 from rlinf.threads import start_service_thread
 
@@ -111,7 +112,9 @@ def _create_keys(path: Path) -> None:
 
 
 HEARTBEAT_S = 0.5
-"""Interval of the heartbeats of a mailbox's peers."""
+"""Interval at which ends of a connection show that they live."""
+PIECE_BYTES = 512 << 10
+"""Maximum bytes of a frame. Smaller frames suit slow networks but cost more work on fast ones."""
 PROBE_TIMEOUT_S = 1.0
 """How long a host may take to answer at one of its addresses."""
 ZAP_DOMAIN = b"rlinf"
@@ -359,6 +362,38 @@ def _address_towards(address: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
+
+
+class HostPointer(NamedTuple):
+    """Content of a pointer file."""
+
+    addresses: list[str]
+    """Addresses at which the host may be reached."""
+    token: str
+    """A random name of the host's process."""
+    memory: str
+    """Shared-memory id of its node; see :func:`rlinf.shared_memory.shared_memory_id`."""
+
+
+def write_pointer(path: Path, pointer: HostPointer) -> None:
+    """Publish the addresses of a host."""
+    write_atomic(path, json.dumps(pointer._asdict()), private=True)
+
+
+def read_pointer(path: Path) -> HostPointer | None:
+    """Return the content of a pointer file, or None if it cannot be read (yet).
+
+    On a shared filesystem the file may be missing, empty or stale for a while.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        pointer = HostPointer(*(values[name] for name in HostPointer._fields))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    addresses = pointer.addresses
+    texts = [*addresses, pointer.token, pointer.memory] if type(addresses) is list else [None]
+    is_valid = all(type(text) is str for text in texts)
+    return pointer if is_valid and addresses else None
 
 
 def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S) -> str | None:

@@ -1,12 +1,11 @@
 """Rendezvous of a process group: a key-value store that rank 0 serves.
 
-Torch's own store accepts connections from anybody. This store is a mailbox of the run
-(:mod:`rlinf.channels.mailbox`): only processes with the run's keys can use it, and it delivers
-every message once. The ranks find it by a pointer file of the run.
+Torch's own store accepts connections from anybody. This store is a server of the run
+(:mod:`rlinf.channels.requests`): only processes with the run's keys can use it. The ranks find it
+by a pointer file of the run.
 
-A request is one msgpack list (number, verb, arguments...); its reply is (number, value). The number
-identifies a request among those of its rank. Rank 0 answers every request immediately, so a rank
-that waits for a missing key repeats its request.
+The method of a request is its verb, and its block has the packed arguments. Rank 0 answers every
+request immediately, so a rank that waits for a missing key repeats its request.
 """
 
 from __future__ import annotations
@@ -24,10 +23,21 @@ import msgpack
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from rlinf.channels.channel import ChannelClosed, ChannelFailed
-from rlinf.channels.curve_sockets import first_reachable, local_addresses, run_keys
-from rlinf.channels.mailbox import MailboxHost, MailboxPeer
-from rlinf.channels.mailbox_protocol import Block, HostPointer, PeerSession, read_pointer
+from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.curve_sockets import (
+    HostPointer,
+    first_reachable,
+    local_addresses,
+    read_pointer,
+    run_keys,
+)
+from rlinf.channels.requests import (
+    Block,
+    Request,
+    RequestClient,
+    RequestRejected,
+    RequestServer,
+)
 from rlinf.errors import DataError, StageError
 
 MIN_RETRY_S, MAX_RETRY_S = 0.002, 0.25
@@ -36,8 +46,6 @@ FILE_POLL_S = 0.5
 """Maximum wait between two reads of the pointer file, which is on a shared filesystem."""
 REQUEST_TIMEOUT_S = 30.0
 """How long a rank waits for rank 0 to answer a request."""
-HEARTBEAT_FRACTION = 1 / 15
-"""Heartbeat interval of each rank, as a fraction of the host's timeout."""
 MAX_BYTES = 1 << 24
 """Maximum size of a request or reply."""
 MAX_VALUE_BYTES = MAX_BYTES - (1 << 10)
@@ -91,41 +99,44 @@ class KeyValueTable:
         return expected if current is None else current
 
 
-class RendezvousHost(MailboxHost):
-    """Rank 0's end. The mailbox's thread answers the other ranks until :meth:`close`.
-
-    Invalid requests get no reply and count as ``malformed``.
-    """
+class RendezvousHost:
+    """Rank 0's end, which answers the other ranks until :meth:`close`."""
 
     def __init__(self, pointer: Path) -> None:
         self.execute = KeyValueTable().execute
-        super().__init__(
-            pointer,
-            self._execute_request,
-            interface=None,
-            timeout_s=REQUEST_TIMEOUT_S,
-            max_bytes=MAX_BYTES,
-            ack_on_poll=False,
-        )
+        self._last_replies: dict[str, tuple[int, bytes]] = {}
+        """Number and reply of the last request of each rank."""
+        self.server = RequestServer(pointer, self._handle)
 
-    def _execute_request(self, request: Block) -> bytes:
-        # The mailbox calls this to decode an item, and drops and counts an item for which it fails.
-        number, verb, *arguments = _unpack(request)
-        answer: bytes = msgpack.packb((number, self.execute(verb, *arguments)))
-        return answer
+    def close(self) -> None:
+        self.server.close()
 
-    def _queue_item(self, session: PeerSession, content: bytes, number: int) -> None:
-        session.sender.add(content)
+    def _handle(self, request: Request) -> None:
+        rank, number = str(request.arguments["rank"]), int(request.arguments["number"])
+        last_number, answer = self._last_replies.get(rank, (0, b""))
+        if number != last_number:
+            answer = msgpack.packb(self.execute(request.method, *_unpack(request.blocks[0])))
+            self._last_replies[rank] = (number, answer)
+        # A request whose reply was lost arrives again, and must not count twice.
+        request.reply({}, [answer])
 
 
-class RendezvousClient(MailboxPeer):
-    """The end of another rank, for any number of threads; one request at a time."""
+class RendezvousClient:
+    """The end of another rank, for any number of threads; one request at a time.
+
+    Args:
+        name: the name of the rank.
+        address: the address at which ``host`` answered.
+    """
 
     def __init__(self, pointer: Path, name: str, host: HostPointer, address: str) -> None:
-        self._number, self._request_lock = 0, threading.Lock()
-        heartbeat_s = host.timeout_s * HEARTBEAT_FRACTION
-        super().__init__(
-            pointer, name, _unpack, host=host, address=address, heartbeat_s=heartbeat_s
+        self._name, self._address = name, address
+        self._number, self._lock, self._is_closed = 0, threading.Lock(), False
+        self._client = RequestClient(
+            pointer,
+            lambda: self._is_closed,
+            server=(host, address),
+            timeout_s=REQUEST_TIMEOUT_S,
         )
 
     def execute(self, verb: str, *arguments: Any) -> Any:
@@ -137,31 +148,35 @@ class RendezvousClient(MailboxPeer):
             ValueError: a key with its value is too large.
         """
         if verb in ("set", "compare_set"):
-            # Rank 0 would drop an oversized request without a reply, as if it had ended.
             _check_sizes(*arguments)
-        with self._request_lock:
+        request = msgpack.packb(arguments)
+        if len(request) > MAX_BYTES:
+            raise DistStoreError(
+                f"{verb} of {len(request)} bytes: a rendezvous carries at most {MAX_BYTES}"
+            )
+        with self._lock:
             self._number += 1
-            deadline = time.monotonic() + REQUEST_TIMEOUT_S
-            request = msgpack.packb((self._number, verb, *arguments))
-            if len(request) > MAX_BYTES:
-                raise DistStoreError(
-                    f"{verb} of {len(request)} bytes: a rendezvous carries at most {MAX_BYTES}"
-                )
+            numbered = {"rank": self._name, "number": self._number}
             try:
-                self.send_item(request)
-                while (remaining_s := deadline - time.monotonic()) > 0:
-                    for number, value in self.receive_items(remaining_s):
-                        if number == self._number:
-                            return value
-            except ChannelClosed:
-                reason = "the process is ending: it has left the rendezvous"
-                raise DistStoreError(reason) from None
+                if not self._is_closed:
+                    reply = self._client.request(verb, numbered, [request])
+                    return msgpack.unpackb(reply.blocks[0])
+            except RequestRejected as error:
+                raise DistStoreError(f"{verb}: {error}") from None
             except ChannelFailed as error:
-                raise DistStoreError(f"{error}; the log of rank 0 says more") from None
-        raise DistStoreError(
-            f"rank 0 at {self._address} has not answered for {REQUEST_TIMEOUT_S:g} s: it has "
-            "ended, is stopped or cut off; its log says more"
-        )
+                if not self._is_closed:
+                    raise DistStoreError(
+                        f"rank 0 at {self._address} does not answer ({error}): it has ended, is "
+                        "stopped or cut off; its log says more"
+                    ) from None
+        raise DistStoreError("the process is ending: it has left the rendezvous")
+
+    def close(self) -> None:
+        """Close the connection; a waiting request fails."""
+        self._is_closed = True
+        self._client.wake()
+        with self._lock:
+            self._client.close()
 
 
 class RendezvousStore(Store):
@@ -256,7 +271,7 @@ def join_rendezvous(
     endpoint: RendezvousHost | RendezvousClient
     if rank == 0:
         endpoint = host = RendezvousHost(pointer)
-        rank_0_host, own_host = "", _host_name(host.addresses[0])
+        rank_0_host, own_host = "", _host_name(host.server.addresses[0])
     else:
         location, address = _find_rank_0(pointer, rank, timeout_s)
         endpoint = RendezvousClient(pointer, f"rank {rank}", location, address)

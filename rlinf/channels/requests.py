@@ -21,6 +21,7 @@ most 512 KiB:
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import time
 from collections import deque
@@ -35,24 +36,23 @@ import zmq
 from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.curve_sockets import (
     HEARTBEAT_S,
+    PIECE_BYTES,
     Authenticator,
+    HostPointer,
     client_socket,
     first_reachable,
     host_socket,
     listen,
+    read_pointer,
     routing_id,
     run_keys,
-)
-from rlinf.channels.mailbox_protocol import (
-    PIECE_BYTES,
-    Block,
-    HostPointer,
-    read_pointer,
     write_pointer,
 )
 from rlinf.errors import DataError
 from rlinf.shared_memory import shared_memory_id
 from rlinf.threads import MalformedCounter, WakeupEvent, start_service_thread
+
+Block = bytes | bytearray | memoryview
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Maximum bytes of all blocks of one message."""
@@ -108,7 +108,8 @@ class RequestServer:
     ``handle`` must return soon. It replies at once, or passes the request on to another thread that
     replies. An exception rejects the request with its text.
 
-    ``rejected`` counts connections without the run's key, ``malformed`` dropped messages.
+    ``addresses`` are those at which it listens. ``rejected`` counts connections without the run's
+    key, ``malformed`` dropped messages.
 
     Args:
         pointer: the file by which clients find the server. Its folder has the keys of the run.
@@ -130,16 +131,14 @@ class RequestServer:
         self._socket = host_socket(self._context, keys, timeout_s=SERVER_TIMEOUT_S)
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
-            addresses = listen(self._socket, interface)
-            host = HostPointer(
-                addresses, self._token, SERVER_TIMEOUT_S, MAX_MESSAGE_BYTES, shared_memory_id()
-            )
+            self.addresses = listen(self._socket, interface)
+            host = HostPointer(self.addresses, self._token, shared_memory_id())
             write_pointer(pointer, host)
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._wakeup = WakeupEvent()
-        self._authenticator.open(addresses)
+        self._authenticator.open(self.addresses)
         self._thread = start_service_thread("requests", self._run)
 
     @property
@@ -157,7 +156,7 @@ class RequestServer:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Stop the server; waiting clients give up after their time limit."""
+        """Stop the server and reject all open requests."""
         if self._closed:
             return
         self._closed = True
@@ -182,6 +181,8 @@ class RequestServer:
                     self._receive()
                 self._send_replies()
         finally:
+            for client, number in list(self._open):
+                self.send(client, number, "the server has closed", Message({}))
             self._send_replies()
             self._socket.close()
             self._authenticator.close()
@@ -227,11 +228,23 @@ class RequestClient:
     Args:
         pointer: the pointer file of the server.
         should_stop: checked while waiting; when it is True, the wait ends with ``ChannelFailed``.
+        server: the only server, and the address at which it answered; None: any server that the
+            pointer names.
+        timeout_s: seconds without an answer to a ping after which the server counts as lost; None:
+            ``SERVER_TIMEOUT_S``.
     """
 
-    def __init__(self, pointer: Path, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        pointer: Path,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        server: tuple[HostPointer, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._pointer, self._should_stop = pointer, should_stop
         self._malformed = MalformedCounter(f"client of {pointer.name}")
+        self._only_server, self._timeout_s = server, timeout_s
         self._keys = run_keys(pointer.parent)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -277,10 +290,15 @@ class RequestClient:
         """Let :meth:`receive` return; any thread may call this."""
         self._wakeup.set()
 
-    def receive(self) -> tuple[int, Message]:
+    @property
+    def num_open(self) -> int:
+        """The number of requests without a reply."""
+        return len(self._open)
+
+    def receive(self, timeout_s: float = math.inf) -> tuple[int, Message]:
         """Wait for the next reply and return it with the number of its request.
 
-        After a call of :meth:`wake`, return number 0 and an empty message instead.
+        After a call of :meth:`wake` or ``timeout_s``, return number 0 and an empty message.
 
         Raises:
             RequestRejected: the server cannot fulfil the request.
@@ -292,10 +310,14 @@ class RequestClient:
         poller = zmq.Poller()
         for source in (socket, self._wakeup):
             poller.register(source, zmq.POLLIN)
+        deadline = time.monotonic() + timeout_s
         while True:
             if self._should_stop():
                 raise self._failed("this process stops")
-            ready = dict(poller.poll(int(1000 * HEARTBEAT_S)))
+            wait_s = min(HEARTBEAT_S, deadline - time.monotonic())
+            if wait_s <= 0:
+                return 0, Message({})
+            ready = dict(poller.poll(int(1000 * wait_s) + 1))
             if self._wakeup.fileno() in ready:
                 self._wakeup.clear()
                 return 0, Message({})
@@ -328,10 +350,13 @@ class RequestClient:
         Raises:
             ChannelFailed: the server is lost.
         """
-        now = time.monotonic()
-        if self._unanswered_ping is not None and now - self._unanswered_ping > SERVER_TIMEOUT_S:
-            raise self._failed(f"nothing heard for {SERVER_TIMEOUT_S:g} s")
+        now, timeout_s = time.monotonic(), self._timeout_s or SERVER_TIMEOUT_S
+        if self._unanswered_ping is not None and now - self._unanswered_ping > timeout_s:
+            raise self._failed(f"nothing heard for {timeout_s:g} s")
         if now - max(self._last_ping, self._last_heard) > PING_S:
+            current = None if self._only_server else read_pointer(self._pointer)
+            if current is not None and current.token != host.token:
+                raise self._failed("another server has replaced it")
             self._last_ping = now
             self._unanswered_ping = self._unanswered_ping or now
             self._send(socket, _encode([host.token, 0, PING], Message({})))
@@ -347,21 +372,21 @@ class RequestClient:
         is_in_use = self._open or time.monotonic() - self._last_heard < PING_S
         if self._socket is not None and self._host is not None and is_in_use:
             return self._socket, self._host
-        host = read_pointer(self._pointer)
+        host, address = self._only_server or (read_pointer(self._pointer), None)
         if host is None:
             raise self._failed("there is no server")
         if self._socket is None or self._host is None or host.token != self._host.token:
             self._disconnect()
             try:
-                address = first_reachable(host.addresses)
-            except ValueError as error:
+                address = address or first_reachable(host.addresses)
+                if address is None:
+                    raise self._failed(f"no answer at {', '.join(host.addresses)}")
+                self._socket = client_socket(
+                    self._context, self._keys, routing_id(), timeout_s=SERVER_TIMEOUT_S
+                )
+                self._socket.connect(address)
+            except (ValueError, OSError, zmq.ZMQError) as error:
                 raise self._failed(f"damaged ({error})") from None
-            if address is None:
-                raise self._failed(f"no answer at {', '.join(host.addresses)}")
-            self._socket = client_socket(
-                self._context, self._keys, routing_id(), timeout_s=SERVER_TIMEOUT_S
-            )
-            self._socket.connect(address)
             self._host, self._unanswered_ping = host, None
         return self._socket, host
 

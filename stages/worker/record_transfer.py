@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlinf.channels.channel import ChannelFailed
-from rlinf.channels.mailbox_protocol import Block
-from rlinf.channels.requests import Message, Request, RequestClient, RequestRejected
+from rlinf.channels.requests import Block, Message, Request, RequestClient, RequestRejected
 from rlinf.channels.wire_format import ALIGN_BYTES, EncodedRecord, decode_record, encode_record
 from rlinf.data.record import Record
 from rlinf.errors import DataError, StorageError

@@ -12,10 +12,10 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import DistStoreError
 
 from rlinf.channels.control_link import Controller, WorkerLink
-from rlinf.channels.curve_sockets import client_socket, routing_id, run_keys
-from rlinf.channels.mailbox_protocol import read_pointer
+from rlinf.channels.curve_sockets import client_socket, read_pointer, routing_id, run_keys
 from rlinf.channels.rendezvous import RendezvousClient, RendezvousHost
 from rlinf.channels.requests import RequestClient, RequestRejected, RequestServer
 from rlinf.data.record import Record, RecordId
@@ -38,7 +38,7 @@ VERBS = ("set", "value", "missing", "add", "compare_set", "delete", "count")
 
 
 class Ends(NamedTuple):
-    """Hosts of each kind on a run, and a member's bare socket to each."""
+    """A server of each kind, and a member's bare socket to each."""
 
     controller: Controller
     rank: RendezvousHost
@@ -58,8 +58,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         member = stack.enter_context(closing(member_of(rank, folder)))
         context = stack.enter_context(zmq.Context())
         raw, tokens = {}, {}
-        files = {"control": "control.json", "rank": "group.json"}
-        for name, file in files.items():
+        for name, file in {"control": "control.json", "rank": "group.json"}.items():
             about = read_pointer(folder / file)
             assert about is not None
             raw[name] = client_socket(context, keys, routing_id(), timeout_s=9)
@@ -73,7 +72,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
 def member_of(rank: RendezvousHost, folder: Path) -> RendezvousClient:
     about = read_pointer(folder / "group.json")
     assert about is not None
-    return RendezvousClient(folder / "group.json", "rank 1", about, rank.addresses[-1])
+    return RendezvousClient(folder / "group.json", "rank 1", about, rank.server.addresses[-1])
 
 
 def pack(message: Any) -> bytes:
@@ -81,29 +80,37 @@ def pack(message: Any) -> bytes:
     return packed
 
 
+METHODS = st.sampled_from(["exchange", "leave", "ping", "?", *VERBS])
+NAMES = (
+    *("worker", "process", "description", "status", "session", "arrived", "read", "first"),
+    *("rank", "number"),
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(NAMES), VALUES)
+
+
 @settings(max_examples=150)
 @given(
     st.sampled_from(["control", "rank"]),
-    st.sampled_from(["hello", "data", "bye", "?"]),
-    st.lists(VALUES, max_size=8),
+    METHODS,
+    ARGUMENTS | VALUES,
+    st.lists(st.integers(-2, 90) | VALUES, max_size=2),
     st.lists(st.binary(max_size=80), max_size=2),
     st.binary(max_size=40),
 )
-def test_a_mailbox_goes_on(
-    ends: Ends, which: str, kind: str, values: list[Any], data: list[bytes], noise: bytes
+def test_a_server_goes_on(
+    ends: Ends,
+    which: str,
+    method: str,
+    arguments: Any,
+    sizes: list[Any],
+    data: list[bytes],
+    noise: bytes,
 ) -> None:
-    ends.raw[which].send_multipart([pack([kind, ends.tokens[which], *values]), *data])
+    ends.raw[which].send_multipart([pack([ends.tokens[which], 1, method, arguments, sizes]), *data])
+    blocks = [len(block) for block in data]
+    message = pack([ends.tokens[which], 2, method, arguments, blocks])
+    ends.raw[which].send_multipart([message, *data])
     ends.raw[which].send_multipart([noise, *data])
-
-
-@settings(max_examples=150)
-@given(st.lists(st.integers(-2, 90), max_size=3), st.lists(st.binary(max_size=80), max_size=2))
-def test_and_whatever_the_sizes_and_items_of_a_member_are(
-    ends: Ends, sizes: list[int], data: list[bytes]
-) -> None:
-    raw, token = ends.raw["control"], ends.tokens["control"]
-    raw.send(pack(["hello", token, "m", pack({}), pack({})]))
-    raw.send_multipart([pack(["data", token, 0, None, 0, 0, 0, None, sizes]), *data])
 
 
 def test_a_controller_serves_workers_afterwards(ends: Ends) -> None:
@@ -114,23 +121,14 @@ def test_a_controller_serves_workers_afterwards(ends: Ends) -> None:
     link.close()
 
 
-@settings(max_examples=150)
-@given(st.integers(), st.sampled_from(VERBS), st.lists(VALUES, max_size=3), st.binary(min_size=1))
-def test_a_rendezvous_goes_on(
-    ends: Ends, number: int, verb: str, values: list[Any], noise: bytes
-) -> None:
-    ends.member.send_item(pack([number % 2**63, verb, *values]))
-    ends.member.send_item(noise)
-
-
 def test_and_numbers_that_do_not_fit_end_nothing(ends: Ends) -> None:
     ends.member.execute("set", "n", b"0")
     ends.member.execute("add", "n", 2**62)
-    before = ends.rank.malformed
-    ends.member.send_item(pack([1, "add", "n", 2**62]))
-    ends.member.send_item(pack([2, "set", "n", "text"]))
+    with pytest.raises(DistStoreError, match="64 bits"):
+        ends.member.execute("add", "n", 2**62)
+    with pytest.raises(DistStoreError, match="keys are text"):
+        ends.member.execute("add", 5, 1)
     assert ends.member.execute("value", "n") == b"%d" % 2**62
-    assert ends.rank.malformed == before + 2
 
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a message with larger ones is never sent

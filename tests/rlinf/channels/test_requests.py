@@ -121,7 +121,11 @@ def test_a_server_that_dies_is_noticed_while_a_slow_one_is_waited_for(
         client.request("any")
         assert time.monotonic() - began > 3.5
         client.send("any")
+        time.sleep(0.3)
         server.close()
+        with pytest.raises(ChannelFailed, match="the server has closed"):
+            client.receive()
+        client.send("any")
         with pytest.raises(ChannelFailed, match=r"nothing heard for 1\.5 s"):
             client.receive()
 

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from rlinf.channels import requests
-from rlinf.channels.curve_sockets import FRAME_BYTES, HANDSHAKE_MS
-from rlinf.channels.mailbox_protocol import read_pointer
+from rlinf.channels.curve_sockets import FRAME_BYTES, HANDSHAKE_MS, read_pointer
 from rlinf.channels.requests import Request, RequestClient, RequestServer
 from tests.rlinf.channels.proxy import Proxy
 
