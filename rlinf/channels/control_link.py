@@ -558,9 +558,9 @@ class WorkerLink:
                     self._orders.clear()
                 self._add_orders(arguments["first"], reply.blocks)
                 self._reports.acknowledge(arguments["handled"])
-                if arguments["received"] < self._num_sent:
-                    self._num_sent = max(arguments["received"], self._reports.first - 1)
-                    self._is_dirty = self._is_dirty or not self._client.num_open
+                # Send reports again that have not arrived, but none that were handled and dropped.
+                num_arrived = min(self._num_sent, arguments["received"])
+                self._num_sent = max(num_arrived, self._reports.first - 1)
             self._changed.notify_all()
 
     def _add_orders(self, first: int, blocks: Iterable[Block]) -> None:

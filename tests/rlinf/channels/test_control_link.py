@@ -36,7 +36,7 @@ from rlinf.channels.control_link import (
     WorkerLink,
 )
 from rlinf.channels.curve_sockets import client_socket, routing_id, run_keys
-from rlinf.channels.requests import RequestClient, RequestRejected
+from rlinf.channels.requests import Message, RequestClient, RequestRejected
 from rlinf.errors import ConfigError
 from tests.rlinf.channels.proxy import Proxy
 
@@ -510,6 +510,28 @@ def test_orders_that_nobody_reads_yet_are_sent_once(tmp_path: Path, controller: 
     assert link._client._number - before < 5 * (time.monotonic() - start), "only signs of life"
     assert numbers(link, 1) == [0]
     link.close()
+
+
+def test_reports_keep_their_numbers_after_earlier_ones_were_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply may be older than what is on its way, and the next one newer."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(WorkerLink, "_run", lambda self: None)
+    link = WorkerLink(tmp_path, "w", {})
+    for i in range(2):
+        link.send_report({"i": i})
+    monkeypatch.setattr(
+        link._client, "send", lambda _, about, blocks: sent.append((about["first"], len(blocks)))
+    )
+    link._send_exchange()
+    state = {"session": "s", "first": 1}
+    link._handle(Message({**state, "received": 1, "handled": 0}))
+    link._handle(Message({**state, "received": 2, "handled": 2}))
+    link.send_report({"i": 2})
+    link._send_exchange()
+    assert sent == [(1, 2), (3, 1)]
+    link._client.close()
 
 
 def test_what_comes_again_is_taken_once(tmp_path: Path, controller: Controller) -> None:
