@@ -432,6 +432,18 @@ def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S
                 selector.unregister(key.fileobj)
 
 
+def refuses_connections(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Return whether a node says that no process listens at this address of its own."""
+    ip, port = address.removeprefix("tcp://").rsplit(":", 1)
+    try:
+        socket.create_connection((ip, int(port)), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass  # no answer: the process may be there
+    return False
+
+
 def _is_zeromq(probe: socket.socket) -> bool:
     """Return whether the other end is a ZeroMQ socket, not a firewall that accepts connections.
 

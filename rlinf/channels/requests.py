@@ -44,6 +44,7 @@ from rlinf.channels.curve_sockets import (
     host_socket,
     listen,
     read_pointer,
+    refuses_connections,
     routing_id,
     run_keys,
     write_pointer,
@@ -249,6 +250,7 @@ class RequestClient:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._host: HostPointer | None = None
+        self._address = ""
         self._number = 0
         self._open: dict[int, list[Block]] = {}
         """Frames of the requests without a reply, by number."""
@@ -357,6 +359,8 @@ class RequestClient:
             current = None if self._only_server else read_pointer(self._pointer)
             if current is not None and current.token != host.token:
                 raise self._failed("another server has replaced it")
+            if self._unanswered_ping is not None and refuses_connections(self._address):
+                raise self._failed("its process has ended")
             self._last_ping = now
             self._unanswered_ping = self._unanswered_ping or now
             self._send(socket, _encode([host.token, 0, PING], Message({})))
@@ -387,7 +391,7 @@ class RequestClient:
                 self._socket.connect(address)
             except (ValueError, OSError, zmq.ZMQError) as error:
                 raise self._failed(f"damaged ({error})") from None
-            self._host, self._unanswered_ping = host, None
+            self._host, self._address, self._unanswered_ping = host, address, None
         return self._socket, host
 
     @staticmethod

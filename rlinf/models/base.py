@@ -23,7 +23,6 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.attention import avoid_plans_for_shapes
 from rlinf.registry import Component
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_rows, local_shard
@@ -366,6 +365,8 @@ def local_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
+        from rlinf.models.attention import avoid_plans_for_shapes
+
         avoid_plans_for_shapes()
     if device.type != "cuda" or ":" in name:
         return device

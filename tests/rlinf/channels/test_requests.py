@@ -126,7 +126,7 @@ def test_a_server_that_dies_is_noticed_while_a_slow_one_is_waited_for(
         with pytest.raises(ChannelFailed, match="the server has closed"):
             client.receive()
         client.send("any")
-        with pytest.raises(ChannelFailed, match=r"nothing heard for 1\.5 s"):
+        with pytest.raises(ChannelFailed, match="its process has ended"):
             client.receive()
 
 
