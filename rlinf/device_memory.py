@@ -99,6 +99,8 @@ class DeviceMemoryManager:
     ) -> None:
         """Load groups of an object on the device, and make room for what they will allocate.
 
+        The object's device becomes the current one of this thread.
+
         Args:
             owner: the object.
             groups: names of groups; none: all groups of the object.
@@ -108,6 +110,7 @@ class DeviceMemoryManager:
         Raises:
             ConfigError: these groups alone exceed the budget; nothing has moved.
         """
+        use_device(owner.device)
         if self._limit is None or owner.device != self._device:
             return
         sizes_by_group = owner.group_sizes()
@@ -236,6 +239,16 @@ class OffloadableTensors:
         """Return the distinct storages of tensors on the device, without memory-mapped ones."""
         storages = (t.untyped_storage() for t in tensors if t.device == self.device)
         return list(dict.fromkeys(storage for storage in storages if storage.resizable()))
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this thread, before it computes there.
+
+    CUDA's current device belongs to a thread, and that of a new thread is GPU 0. Collectives and
+    streams of FSDP2 are those of the current device, whatever device its tensors are on.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def synchronize(device: torch.device) -> None:

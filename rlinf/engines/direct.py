@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.device_memory import OffloadableTensors, move_to_device
+from rlinf.device_memory import OffloadableTensors, move_to_device, use_device
 from rlinf.engines.base import (
     ACTION_REQUEST_COLUMNS,
     NO_HOOKS,
@@ -90,6 +90,7 @@ class DirectEngine(OffloadableTensors, Engine):
         self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
+        use_device(self.device)
         for request in requests:
             check_columns(request, ACTION_REQUEST_COLUMNS)
             self.load_newer_weights(hooks)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.device_memory import OffloadableTensors, move_to_device
+from rlinf.device_memory import OffloadableTensors, move_to_device, use_device
 from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks
 from rlinf.engines.continuous_batching import ContinuousBatching, PromptImages
 from rlinf.engines.cuda_graph_decoding import GraphedDecodeStep
@@ -136,6 +136,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
+        use_device(self.device)
         # Between generations, the weights may move to other addresses.
         uses_graph = self.device.type == "cuda" and self._config.cuda_graphs
         self._graphed_step = GraphedDecodeStep() if uses_graph else None

@@ -29,7 +29,7 @@ from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.load_balancing import StepSpan, balance_costs, even_microbatches, pack_microbatches
 from rlinf.data.trajectory import Trajectory
-from rlinf.device_memory import OffloadableTensors, synchronize
+from rlinf.device_memory import OffloadableTensors, synchronize, use_device
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import Batch, DeviceName, Policy, StepOutputs, concat_outputs, local_device
 from rlinf.safetensors_io import StreamedState
@@ -132,8 +132,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         self._torch_threads = config.cpu_threads
         """Number of threads of a torch operation, if the caller's thread computes micro-batches."""
         self.device = local_device(config.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        use_device(self.device)
         self._is_packed = policy.supports_packing if config.packing is None else config.packing
         if self._is_packed:
             policy.enable_packing(self.device, getattr(torch, config.param_dtype))

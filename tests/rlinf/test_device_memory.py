@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -288,3 +289,23 @@ def test_what_cannot_move_stays(mapped: Any) -> None:
     residency.acquire(Held(weights=[module.weight]))
     residency.offload_all()
     assert torch.equal(module.weight, mapped().weight)
+
+
+def test_each_thread_computes_on_the_gpu_of_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of a pool runs in a new thread, whose current GPU is the first one."""
+    current: dict[str, torch.device] = {}
+
+    def set_device(device: torch.device) -> None:
+        current[threading.current_thread().name] = device
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    second, owner = torch.device("cuda", 1), Held()
+    owner.device = second
+    manager = DeviceMemoryManager(second, 1 << 20)
+    for name in ("train of iteration 0", "train of iteration 1"):
+        thread = threading.Thread(target=manager.acquire, args=(owner,), name=name)
+        thread.start()
+        thread.join()
+        assert current.pop(name) == second
+    manager.acquire(Held(weights=[filled(4)]))
+    assert not current, "an object on a CPU changes nothing"
