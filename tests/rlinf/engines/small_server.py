@@ -37,7 +37,7 @@ class SmallEngine(ServerEngine):
 
     Config = SmallConfig
     server_module = "tests.rlinf.engines.small_server"
-    server_package = "torch"
+    server_packages = ("torch",)
 
     def server_args(self, model: Path, context_length: int, socket: Path) -> list[str]:
         return [str(socket), str(model), str(self._config.step_s)]
