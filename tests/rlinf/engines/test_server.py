@@ -167,6 +167,7 @@ def test_an_environment_that_is_not_there_is_named_before_anything_is_written(
     from rlinf.config import RunConfig
 
     monkeypatch.setenv("RLINF_ENVS", str(tmp_path))
+    monkeypatch.delenv("RLINF_INTERPRETERS", raising=False)  # interpreters with CPU shims
     config = RunConfig.model_validate(compose(f"engine={name}"))
     with pytest.raises(ConfigError, match=f"engine.server_python.*make env NAME={name}"):
         validate_config(config)
