@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -544,22 +544,16 @@ def check_demo(check: Check) -> None:
 
 def check_pool(check: Check) -> None:
     """Stages take turns on the GPU in a resident worker; each must make room for the next."""
-    stages = ["rollout", "reward", "inference", "train"]
-    run_experiment(
-        check,
-        "iterations=4",
-        f"sft.max_steps={20 if check.tiny else 200}",
-        "rollout.batch_size=32",
-        "evaluate.samples=64",
-        "experiment=arithmetic_short",
-        "cluster=local",
-        "device_memory_gib=0.016",
-        plan={"pools": [{"stages": stages, "devices": {"local": 1}}]},
-    )
+    run_pools(check, ["rollout", "reward", "inference", "train"], words=["device_memory_gib=0.016"])
 
 
 def check_apart(check: Check) -> None:
     """Rollout and training in workers of their own, which exchange weights and samples."""
+    run_pools(check, ["rollout"], ["reward", "inference", "train"])
+
+
+def run_pools(check: Check, *pools: list[str], words: Sequence[str] = ()) -> None:
+    """Run a short experiment with one pool for each list of stages."""
     run_experiment(
         check,
         "iterations=4",
@@ -568,12 +562,8 @@ def check_apart(check: Check) -> None:
         "evaluate.samples=64",
         "experiment=arithmetic_short",
         "cluster=local",
-        plan={
-            "pools": [
-                {"stages": ["rollout"], "devices": {"local": 1}},
-                {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
-            ],
-        },
+        *words,
+        plan={"pools": [{"stages": stages, "devices": {"local": 1}} for stages in pools]},
     )
 
 

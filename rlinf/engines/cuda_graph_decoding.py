@@ -97,38 +97,33 @@ class GraphedDecodeStep:
         cache: KeyValueCache,
     ) -> Tensor:
         """Compute what ``step`` computes with the same arguments."""
-        if self._fixed is None or not self._fixed.fits(step, cache):
-            self._capture(step, tokens, positions, mask, cache)
-        else:
-            self._fixed.set_inputs(tokens, positions, mask, cache.length)
+        fixed = self._fixed
+        if is_new := fixed is None or not fixed.fits(step, cache):
+            columns = covered_columns(cache.length, cache.capacity)
+            fixed = self._fixed = FixedInputStep(step, cache, columns, len(tokens))
+        assert fixed is not None
+        fixed.set_inputs(tokens, positions, mask, cache.length)
+        if is_new:
+            self._capture(fixed)
         self._graph.replay()
         assert self._logits is not None
         return self._logits
 
-    def _capture(
-        self,
-        step: FusedDecodeStep,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: KeyValueCache,
-    ) -> None:
+    def _capture(self, fixed: FixedInputStep) -> None:
+        """Capture a step whose inputs are set."""
         self._logits = None
-        columns = covered_columns(cache.length, cache.capacity)
-        self._fixed = FixedInputStep(step, cache, columns, len(tokens))
-        self._fixed.set_inputs(tokens, positions, mask, cache.length)
         # The first run of a kernel allocates workspaces, which a capture does not allow. Running
         # the step twice stores the same keys and values twice.
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._fixed.run()
+            fixed.run()
         torch.cuda.current_stream().wait_stream(stream)
         # The new graph reuses the memory of the old one, which must exist until then.
         pool = None if self._graph is None else self._graph.pool()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-            self._logits = self._fixed.run()
+            self._logits = fixed.run()
         self._graph = graph
 
 

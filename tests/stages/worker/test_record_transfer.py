@@ -133,7 +133,9 @@ def test_records_and_ends_of_other_processes_arrive_in_the_live_store(
     consumer = worker("c")
     consumer.fetch("r0", "r1")
     ranks = [start_producer(tmp_path, "r0", "0", "2", "end")]
-    assert until(lambda: len(consumer.stream) == 3), "who asks before the producer starts waits"
+    assert until(lambda: len(consumer.stream) == 3), (
+        "a fetch waits for a producer that has not started"
+    )
     assert not consumer.stream.is_complete(range(6)), "the other rank has not ended"
     ranks.append(start_producer(tmp_path, "r1", "1", "2", "end"))
     assert until(lambda: consumer.stream.is_complete(range(9)))
