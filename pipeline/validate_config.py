@@ -475,8 +475,15 @@ def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> Non
         ConfigError: the task has too few problems, or the model too few positions.
     """
     eval_horizon = config.evaluate.horizon or config.rollout.horizon
+    if config.iterations and size.train == 0:
+        raise ConfigError(
+            f"task.train: task {config.task.name!r} has no training problems; name a file of them, "
+            "or only evaluate (rlinf evaluate)"
+        )
+    # Without iterations nothing is trained, as in rlinf evaluate.
+    num_training = size.train if config.iterations else None
     for key, requested, available, file in (
-        ("rollout.batch_size", config.rollout.batch_size, size.train, "task.train"),
+        ("rollout.batch_size", config.rollout.batch_size, num_training, "task.train"),
         ("evaluate.samples", config.evaluate.samples, size.test, "task.test"),
     ):
         if available is not None and requested > available:

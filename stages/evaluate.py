@@ -57,7 +57,8 @@ EVAL_SEED = 0
 
 
 def run(ctx: StageContext) -> None:
-    """Input: ``weights``. Output channel: ``trajectories`` (test split); metric ``score``."""
+    """Input: ``weights``. Output channel: ``trajectories`` (test split), with their scores; metric
+    ``score``."""
     environment = primary_rank_environment(ctx)
     policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
@@ -89,8 +90,8 @@ def run(ctx: StageContext) -> None:
                 fps=settings.video_fps,
             )
     output = ctx.open_writer("trajectories")
-    for trajectory in trajectories:
-        output.put(replace(trajectory, videos={}).to_record())
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        output.put(replace(trajectory, videos={}, score=score).to_record())
     output.close()
     if trajectories:
         valid = [score for score in scores if not np.isnan(score)]

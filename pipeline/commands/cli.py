@@ -200,6 +200,59 @@ def report(folder: RunFolder) -> None:
 
 
 @app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a run directory")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides key=value, such as engine=vllm or gsm8k.temperature=0.6"),
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE: a protocol and its problems; may be repeated"),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A JSON-lines file with question and answer; may be repeated"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the evaluation; default: names of model and sets")
+    ] = None,
+    weights_version: Annotated[
+        int | None,
+        typer.Option("--version", help="Of a run: version of the weights; default: the best"),
+    ] = None,
+    redo: Redo = False,
+    keep: Keep = False,
+) -> None:
+    """Score a language model on sets of problems, without training. It can be interrupted."""
+    from pipeline.commands.evaluate import PAGE, run_evaluation, show_result
+    from pipeline.resume import OnMismatch
+
+    folder, result = run_evaluation(
+        model,
+        suite or (),
+        data or (),
+        overrides or (),
+        name,
+        weights_version,
+        OnMismatch.from_flags(redo=redo, keep=keep),
+    )
+    show_result(result)
+    typer.echo(f"page: {folder / PAGE}")
+
+
+@app.command()
+def compare(
+    left: Annotated[Path, typer.Argument(help="The run directory of an evaluation")],
+    right: Annotated[Path, typer.Argument(help="Another one, of the same sets")],
+) -> None:
+    """Compare two evaluations, problem by problem."""
+    from pipeline.commands.evaluate import show_comparison
+
+    show_comparison(left, right)
+
+
+@app.command()
 def export(
     folder: RunFolder,
     target: Annotated[Path, typer.Argument(help="New folder for the model")],

@@ -139,6 +139,8 @@ class Trajectory(ChannelItem):
     """The decoded response; in a dialogue with the output of tools in brackets."""
     answer: str | None = None
     """The task's reference answer."""
+    score: float | None = None
+    """The task's score, in an evaluation; NaN: it could not be scored. None: not scored yet."""
     pixels: np.ndarray | None = None
     """Images of the prompt one after the other, uint8 ``[N]``, each ``[H, W, 3]`` flattened."""
     image_sizes: np.ndarray | None = None
@@ -265,6 +267,7 @@ class Trajectory(ChannelItem):
         "prompt_text": "prompt_text",
         "text": "text",
         "answer": "answer",
+        "score": "score",
         "turns": "num_turns",
         "tool_errors": "tool_errors",
         "tool_retries": "tool_retries",

@@ -11,6 +11,8 @@ environments = Registry(
         "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGymEnvironment",
         "search": "rlinf.envs.search:SearchEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
+        "multiple_choice": "rlinf.envs.multiple_choice:MultipleChoiceEnvironment",
+        "suite": "rlinf.envs.suite:SuiteEnvironment",
         "visual_questions": "rlinf.envs.visual_questions:VisualQuestionsEnvironment",
         "conversations": "rlinf.envs.conversations:ConversationsEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",

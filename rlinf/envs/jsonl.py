@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from rlinf.data.json_lines import JsonLinesFile
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs.problem_set import (
     ChatProblem,
@@ -22,13 +21,15 @@ from rlinf.envs.text_environment import RESERVED_INFO_KEYS
 from rlinf.errors import require_package
 from rlinf.models.base import ModelSpec
 from rlinf.rewards.math_grader import MathGrader, count_outcomes
+from rlinf.rewards.math_normalization import UnparsableAnswerError
+from rlinf.rewards.math_parsing import extract_answer
 
 
 class JsonlConfig(ProblemSetConfig):
     """The data files and their fields."""
 
-    train: Path
-    """JSON-lines file of training problems."""
+    train: Path | None = None
+    """JSON-lines file of training problems. None: the task is only for evaluation."""
     test: Path
     """JSON-lines file of test problems."""
     prompt_field: str = "question"
@@ -64,8 +65,10 @@ class JsonlEnvironment(ProblemSetEnvironment):
     _grader: MathGrader | None = None
 
     @classmethod
-    def load_problems(cls, config: JsonlConfig, split: Split) -> JsonLinesFile[ChatProblem]:
+    def load_problems(cls, config: JsonlConfig, split: Split) -> Sequence[ChatProblem]:
         path = config.train if split == "train" else config.test
+        if path is None:
+            return ()
         fields = config.prompt_field, config.answer_field
         return read_problems(path, *fields, f"task.{split}", config.info_fields)
 
@@ -79,6 +82,13 @@ class JsonlEnvironment(ProblemSetEnvironment):
         grades = self._math_grader().grade(pairs)
         counts.update(count_outcomes(grades))
         return [grade.score for grade in grades]
+
+    def final_answer(self, trajectory: Trajectory) -> str | None:
+        text = self.reasoning_tags().strip_reasoning(str(trajectory.text))
+        try:
+            return None if text is None else repr(extract_answer(text))
+        except UnparsableAnswerError:
+            return None
 
     def _math_grader(self) -> MathGrader:
         if self._grader is None:

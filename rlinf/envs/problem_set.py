@@ -428,18 +428,19 @@ class ProblemSetEnvironment(PromptEnvironment):
                 {"role": "assistant", "content": problem.demonstration or problem.answer},
             )
         ]
-        self._prompt_sets: dict[str, RenderedDataset[RenderedProblem]] = {
-            "train": self._load(training, "task.train"),
-            "test": self._load(self.load_problems(config, "test"), "task.test"),
-        }
+        test = self._load(self.load_problems(config, "test"), "task.test")
+        self._prompt_sets: dict[str, RenderedDataset[RenderedProblem]] = {"test": test}
+        if len(training) or config.num_fewshot:
+            self._prompt_sets["train"] = self._load(training, "task.train")
 
     @classmethod
     @abstractmethod
     def load_problems(cls, config: Any, split: Split) -> Sequence[ChatProblem]:
-        """Return all problems of a split, in a fixed order.
+        """Return all problems of a split, in a fixed order. A task that is only for evaluation has
+        no training problems.
 
         Raises:
-            DataError: there are none, or one is malformed.
+            DataError: there are no test problems, or a problem is malformed.
         """
 
     @classmethod
@@ -453,8 +454,18 @@ class ProblemSetEnvironment(PromptEnvironment):
         environment = cls(config, processor)
         longest = max(prompts.longest for prompts in environment._prompt_sets.values())
         return TaskSize(
-            len(environment._prompt_sets["train"]), len(environment._prompt_sets["test"]), longest
+            environment.num_problems("train"), environment.num_problems("test"), longest
         )
+
+    def num_problems(self, split: Split) -> int:
+        """Return the number of problems whose prompts are within the limit."""
+        return len(self._prompt_sets.get(split, ()))
+
+    def final_answer(self, trajectory: Trajectory) -> str | None:
+        """Return the final answer of a response in a normalised form, so that equal answers are
+        equal texts and responses can vote. None: the response has no answer, or the task has no
+        such form."""
+        return None
 
     def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
         """Return training problems without replacement, in a new order for each epoch, or the first

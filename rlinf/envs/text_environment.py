@@ -32,6 +32,9 @@ class Prompt:
     answer: str
     info: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
     """Extra fields for the reward; they are in ``extra`` of every trajectory."""
+    sampling: Mapping[str, Scalar] | None = field(default=None, kw_only=True)
+    """Sampling settings, fields of :class:`rlinf.engines.token_sampling.SamplingParams`; None:
+    those of the request."""
 
     def extra_columns(self) -> Mapping[str, np.ndarray]:
         """Return further columns of requests and of trajectories (such as images)."""
@@ -111,28 +114,17 @@ class PromptEnvironment(TextEnvironment):
     ) -> Iterator[Trajectory]:
         prompts = self.prompts(request)
         encoded = self.encode_prompts([prompt.model_input for prompt in prompts])
-        samples = request.sample_ids()
         rows_by_group = {group: row for row, group in enumerate(request.group_ids)}
-        rows = [rows_by_group[sample // request.group_size] for sample in samples.tolist()]
-        partial = request.partial_samples or {}
-        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-        padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
-        for padded_row, ids in zip(padded, encoded, strict=True):
-            padded_row[: len(ids)] = ids
+        samples = request.sample_ids()
+        rows = np.array([rows_by_group[s // request.group_size] for s in samples.tolist()], int)
         columns = [prompt.extra_columns() for prompt in prompts]
-        observations.put(
-            Record(
-                RecordId(request.iteration, int(samples[0]) if len(samples) else 0),
-                steps={
-                    "sample": samples,
-                    "prompt": padded[rows],
-                    "prompt_length": lengths[rows],
-                    **{name: column[rows] for name, column in _stack_columns(columns).items()},
-                    **_partial_columns([partial[sample] for sample in samples.tolist() if partial]),
-                },
-                info=request.request_info,
-            ),
-        )
+        partial = request.partial_samples or {}
+        for settings, positions in _positions_by_sampling(prompts, rows):
+            observations.put(
+                _token_request(
+                    request, settings, samples[positions], rows[positions], encoded, columns
+                )
+            )
         observations.close()
         for reply in actions:
             replies = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
@@ -173,6 +165,60 @@ class PromptEnvironment(TextEnvironment):
         override :meth:`score`.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
+
+
+def _positions_by_sampling(
+    prompts: Sequence[Prompt], rows: np.ndarray
+) -> list[tuple[Mapping[str, Scalar] | None, list[int]]]:
+    """Return the positions in ``rows`` of the samples with equal sampling settings.
+
+    Args:
+        rows: index of the prompt of each sample, int64 ``[N]``.
+    """
+    groups: list[tuple[Mapping[str, Scalar] | None, list[int]]] = []
+    for position, row in enumerate(rows.tolist()):
+        sampling = prompts[row].sampling
+        positions = next((other for settings, other in groups if settings == sampling), None)
+        if positions is None:
+            groups.append((sampling, positions := []))
+        positions.append(position)
+    # An engine expects a request even if this process has no samples.
+    return groups or [(None, [])]
+
+
+def _token_request(
+    request: RolloutRequest,
+    sampling: Mapping[str, Scalar] | None,
+    samples: np.ndarray,
+    rows: np.ndarray,
+    prompts: Sequence[np.ndarray],
+    columns: Sequence[Mapping[str, np.ndarray]],
+) -> Record:
+    """Return the request for some samples.
+
+    Args:
+        sampling: their sampling settings; None: those of ``request``.
+        samples: their numbers, int64 ``[N]``.
+        rows: index of the prompt of each sample, int64 ``[N]``.
+        prompts: token ids of all prompts.
+        columns: further columns of all prompts.
+    """
+    lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
+    padded = np.zeros((len(prompts), int(lengths.max(initial=1))), dtype=np.int64)
+    for padded_row, ids in zip(padded, prompts, strict=True):
+        padded_row[: len(ids)] = ids
+    partial = request.partial_samples or {}
+    return Record(
+        RecordId(request.iteration, int(samples[0]) if len(samples) else 0),
+        steps={
+            "sample": samples,
+            "prompt": padded[rows],
+            "prompt_length": lengths[rows],
+            **{name: column[rows] for name, column in _stack_columns(columns).items()},
+            **_partial_columns([partial[sample] for sample in samples.tolist() if partial]),
+        },
+        info=request.request_info if sampling is None else dict(sampling),
+    )
 
 
 def _with_prefix(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:

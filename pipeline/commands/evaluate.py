@@ -1,0 +1,256 @@
+"""``rlinf evaluate`` and ``rlinf compare``: score models on sets of problems, and compare them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipeline.commands.experiment import compose_words, drive, prepare_run
+from pipeline.commands.results import best_version, weight_versions
+from pipeline.console import create_console
+from pipeline.evaluation.results import (
+    EvaluationResult,
+    SetComparison,
+    compare_results,
+    read_evaluation,
+)
+from pipeline.evaluation.statistics import Estimate
+from pipeline.report.theme import render_template
+from pipeline.resume import OnMismatch
+from rlinf import package_paths
+from rlinf.artifacts import read_manifest, write_atomic
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError, InputError, did_you_mean, translate_resource_errors
+from rlinf.hydra_config import to_override_value
+from rlinf.user_code import translate_user_errors
+from stages.factory import WEIGHTS, environment_class, policy_class
+from stages.layout import CONFIG_FILE
+
+SUITE_FOLDER = package_paths.ROOT / "configs" / "suite"
+GENERIC_SUITE = "data"
+"""The protocol of ``--data``."""
+PAGE = Path("report") / "evaluation.html"
+"""The page of an evaluation, below its run directory."""
+
+
+def run_evaluation(
+    model: Path,
+    suites: Sequence[str],
+    data: Sequence[Path],
+    overrides: Sequence[str],
+    name: str | None = None,
+    version: int | None = None,
+    on_mismatch: OnMismatch = OnMismatch.ERROR,
+) -> tuple[Path, EvaluationResult]:
+    """Evaluate a model on sets of problems; an interrupted evaluation continues.
+
+    Returns the run directory, which also has ``evaluation.json`` and the page, and the results.
+
+    Args:
+        model: a Hugging Face folder, or a run directory.
+        suites: ``NAME=FILE``: a protocol of ``configs/suite``, and the file with its problems.
+        data: files of problems that are graded as mathematics.
+        overrides: overrides of the configuration; ``SET.KEY=VALUE`` changes the protocol of a set.
+        name: name of the evaluation's run; by default the names of model and sets.
+        version: version of the weights, if ``model`` is a run; by default the best or the newest.
+
+    Raises:
+        ConfigError, DataError, InputError: nothing was written.
+    """
+    sets = named_sets(suites, data)
+    folder = model_folder(model, version)
+    words = evaluation_words(folder, sets, overrides)
+    if not any(word.startswith("run.name=") for word in words):
+        words.append(f"run.name={name or default_name(model, sets)}")
+    with translate_resource_errors(), translate_user_errors():
+        values = complete_sizes(compose_words(words))
+        run = prepare_run(values, on_mismatch)
+        drive(run)
+    result = read_evaluation(run)
+    result.save(run.folder)
+    write_page(run.folder, result)
+    return run.folder, result
+
+
+def write_page(folder: Path, result: EvaluationResult) -> Path:
+    """Write the page of an evaluation into its run directory; returns the file."""
+    page = folder / PAGE
+    page.parent.mkdir(exist_ok=True)
+    write_atomic(page, render_template("evaluation.html.jinja", name=folder.name, result=result))
+    return page
+
+
+def named_sets(suites: Sequence[str], data: Sequence[Path]) -> dict[str, tuple[str, Path]]:
+    """Return protocol and file of each set by its name.
+
+    Raises:
+        ConfigError: there is none, a suite is unknown or has no file, or two sets have one name.
+    """
+    available = sorted(path.stem for path in SUITE_FOLDER.glob("*.yaml"))
+    entries = []
+    for entry in suites:
+        suite, _, file = entry.partition("=")
+        if suite not in available:
+            raise ConfigError(
+                f"--suite {entry}: unknown suite {suite!r}{did_you_mean(suite, available)}"
+            )
+        if not file:
+            raise ConfigError(
+                f"--suite {suite}: name the file with its problems: --suite {suite}=FILE.jsonl; "
+                f"{SUITE_FOLDER / suite}.yaml says which fields its rows have"
+            )
+        entries.append((suite, suite, Path(file)))
+    entries += [(_set_name(path.stem), GENERIC_SUITE, path) for path in data]
+    sets: dict[str, tuple[str, Path]] = {}
+    for name, suite, path in entries:
+        if name in sets:
+            raise ConfigError(
+                f"{path}: the set {name!r} is already that of {sets[name][1]}; rename the file"
+            )
+        sets[name] = suite, path.expanduser().absolute()
+    if not sets:
+        raise ConfigError(
+            "nothing to evaluate on: add --suite NAME=FILE or --data FILE; suites: "
+            + ", ".join(name for name in available if name != GENERIC_SUITE)
+        )
+    return sets
+
+
+def _set_name(text: str) -> str:
+    return re.sub(r"\W+", "_", text).strip("_") or "set"
+
+
+def default_name(model: Path, sets: Mapping[str, Any]) -> str:
+    """Return the name of an evaluation's run."""
+    text = "-".join([model.expanduser().absolute().name, *sets])
+    return "evaluate-" + re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:100]
+
+
+def model_folder(model: Path, version: int | None) -> Path:
+    """Return the folder with the weights of a model: itself, or that of a version in a run.
+
+    Raises:
+        InputError: there is no such folder or version.
+    """
+    folder = model.expanduser().absolute()
+    if not (folder / CONFIG_FILE).is_file():
+        if version is not None:
+            raise InputError(f"--version {version}: {model} is no run directory")
+        if not folder.is_dir():
+            raise InputError(f"{model}: no such folder; name a model folder or a run directory")
+        return folder
+    versions = weight_versions(folder)
+    if version is None:
+        try:
+            version, _ = best_version(folder)
+        except InputError:  # nothing was evaluated
+            version = max(versions, default=None)
+    if version not in versions:
+        raise InputError(
+            f"{model}: no version {version} of the weights on disk; available: {sorted(versions)}"
+        )
+    manifest = read_manifest(versions[version])
+    assert manifest is not None, "listed as committed"
+    return versions[version] / manifest.data / WEIGHTS
+
+
+def evaluation_words(
+    folder: Path, sets: Mapping[str, tuple[str, Path]], overrides: Sequence[str]
+) -> list[str]:
+    """Return the overrides that describe an evaluation."""
+    words = ["experiment=evaluation", f"model.path={to_override_value(str(folder))}"]
+    for name, (suite, file) in sets.items():
+        words.append(f"+suite@task.sets.{name}={suite}")
+        words.append(f"task.sets.{name}.task.test={to_override_value(str(file))}")
+    for word in overrides:
+        key = word.lstrip("+~").partition("=")[0].partition(".")
+        words.append(f"task.sets.{word}" if key[0] in sets and key[2] else word)
+    return words
+
+
+def complete_sizes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a composed configuration with the number of samples of its sets, and the longest
+    response.
+
+    Raises:
+        ConfigError, DataError: model or sets are invalid.
+    """
+    config = validate(RunConfig, values)
+    environment, options = environment_class(config)
+    policy, model_options = policy_class(config)
+    processor = policy.check(model_options, environment.model_spec(options))
+    size = environment.task_size(options, processor)
+    horizon = max(settings.horizon for settings in options.sets.values())
+    evaluate = {**values["evaluate"], "samples": size.test, "horizon": horizon}
+    return {**values, "evaluate": evaluate}
+
+
+def show_result(result: EvaluationResult) -> None:
+    """Print the results as a table: per cent ± standard error."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("set", no_wrap=True)
+    for header in ("problems", "k", "avg@k", "pass@k", "maj@k", "truncated"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for name, values in result.sets.items():
+        size = values.samples_per_problem
+        table.add_row(
+            name,
+            str(values.num_problems),
+            str(size),
+            percent(values.average),
+            percent(values.pass_at_k.get(size)),
+            percent(values.majority),
+            f"{100 * values.truncated_share:.1f}",
+        )
+    console = create_console()
+    console.print(table)
+    for name, values in result.sets.items():
+        for kind, number in values.failures.items():
+            console.print(f"{name}: {number} responses not graded: {kind.replace('_', ' ')}")
+    console.print(f"{result.tokens_per_s:,.0f} tokens/s in {result.generation_s:,.1f} s")
+
+
+def show_comparison(left: Path, right: Path) -> dict[str, SetComparison]:
+    """Print the comparison of two evaluations, paired by problem.
+
+    Args:
+        left, right: run directories of evaluations, or their ``evaluation.json``.
+
+    Raises:
+        InputError: an evaluation is missing or unfinished.
+        ConfigError: they are not comparable.
+    """
+    results = EvaluationResult.load(left), EvaluationResult.load(right)
+    comparisons = compare_results(*results)
+    table = Table("set", str(left), str(right), "difference", "95 % interval", box=SIMPLE_HEAD)
+    for name, values in comparisons.items():
+        interval = values.difference.interval
+        table.add_row(
+            name,
+            percent(values.left),
+            percent(values.right),
+            f"{100 * values.difference.mean:+.1f} points",
+            "" if interval is None else f"{100 * interval[0]:+.1f} to {100 * interval[1]:+.1f}",
+        )
+    console = create_console()
+    console.print(table)
+    for name in comparisons:
+        a, b = (result.sets[name].prompts_digest for result in results)
+        if a != b:
+            console.print(
+                f"{name}: the prompts differ as tokens, because tokenizers or chat templates differ"
+            )
+    return comparisons
+
+
+def percent(estimate: Estimate | None) -> str:
+    """Return an estimate as per cent, with its standard error; empty if there is none."""
+    if estimate is None:
+        return ""
+    error = estimate.standard_error
+    return f"{100 * estimate.mean:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

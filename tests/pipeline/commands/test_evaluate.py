@@ -1,0 +1,166 @@
+"""``rlinf evaluate`` scores a model folder or a run on sets of problems; compare pairs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.commands.cli import app
+from pipeline.commands.evaluate import (
+    model_folder,
+    named_sets,
+    run_evaluation,
+    show_comparison,
+    show_result,
+)
+from pipeline.evaluation.results import EvaluationResult
+from rlinf.errors import ConfigError, InputError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from tests.rlinf.envs.test_multiple_choice import ROWS, write
+
+pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
+SUMS = [{"question": f"{i}+{i}=", "answer": f"{i} plus {i}\n#### {2 * i}"} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two model folders, and the files of two sets."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    config = CausalLMConfig(
+        architecture="llama", hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64
+    )
+    for seed in (0, 1):
+        model = folder / f"model-{seed}"
+        model.mkdir()
+        alphabet = "".join(map(chr, range(32, 127))) + "\n"
+        CausalLM.create(config, {"alphabet": alphabet}, seed, model)
+    write(folder / "sums.jsonl", SUMS)
+    write(folder / "gpqa.jsonl", ROWS[:4])
+    return folder
+
+
+def evaluate(
+    folder: Path, model: Path, *overrides: str, sets: Sequence[str] = ("sums", "gpqa_diamond")
+) -> tuple[Path, EvaluationResult]:
+    suites = [f"gpqa_diamond={folder / 'gpqa.jsonl'}"] if "gpqa_diamond" in sets else []
+    protocol = ["gpqa_diamond.samples_per_problem=3", "gpqa_diamond.horizon=12"]
+    words = [f"run.root={folder / 'runs'}", "sums.horizon=6", *(protocol if suites else [])]
+    return run_evaluation(model, suites, [folder / "sums.jsonl"], [*words, *overrides])
+
+
+def test_sets_with_their_own_protocols_are_scored_and_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, result = evaluate(folder, folder / "model-0")
+    sums, choices = result.sets["sums"], result.sets["gpqa_diamond"]
+    assert (sums.num_problems, sums.samples_per_problem) == (6, 1)
+    assert (choices.num_problems, choices.samples_per_problem) == (4, 3)
+    assert sorted(choices.pass_at_k) == [1, 2, 3]
+    assert [len(scores) for scores in choices.scores] == [3] * 4
+    assert choices.average.mean == choices.pass_at_k[1].mean
+    assert 0 < sums.mean_tokens <= 6
+    assert 0 < choices.mean_tokens <= 12
+    assert choices.protocol["temperature"] == 0.6
+    assert EvaluationResult.load(run) == result
+    show_result(result)
+    assert "gpqa_diamond" in capsys.readouterr().out
+    page = (run / "report" / "evaluation.html").read_text()
+    assert "Protocol of gpqa_diamond" in page
+    assert result.model_digest in page
+    manifest = run / "evaluate/0000/manifest.json"
+    before = manifest.stat().st_mtime_ns
+    assert evaluate(folder, folder / "model-0")[1] == result, "the same command computes nothing"
+    assert manifest.stat().st_mtime_ns == before
+    other, _ = evaluate(folder, folder / "model-1")
+    capsys.readouterr()
+    comparison = show_comparison(run, other)
+    assert sorted(comparison) == ["gpqa_diamond", "sums"]
+    assert "95 % interval" in capsys.readouterr().out
+
+
+def test_the_commands_evaluate_and_compare(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "aime.jsonl", [{"problem": "1+1=", "answer": "2"}])
+    runs = []
+    for seed in (0, 1):
+        words = [f"run.root={tmp_path}", "aime.samples_per_problem=2", "aime.horizon=4"]
+        suite = ["--suite", f"aime={tmp_path / 'aime.jsonl'}", "--name", f"aime-{seed}"]
+        done = CliRunner().invoke(app, ["evaluate", str(folder / f"model-{seed}"), *suite, *words])
+        assert done.exit_code == 0, done.output
+        assert f"page: {tmp_path / f'aime-{seed}' / 'report' / 'evaluation.html'}" in done.output
+        runs.append(str(tmp_path / f"aime-{seed}"))
+    done = CliRunner().invoke(app, ["compare", *runs])
+    assert done.exit_code == 0, done.output
+    assert "points" in done.output
+
+
+def test_unlike_protocols_are_not_compared(folder: Path) -> None:
+    results = []
+    for seed, words in ((0, ["sums.temperature=0.5"]), (1, [])):
+        name = f"run.name=unlike-{seed}"
+        results.append(evaluate(folder, folder / f"model-{seed}", name, *words, sets=["sums"])[0])
+    with pytest.raises(ConfigError, match=r"sums: .*not comparable.* differ in temperature;"):
+        show_comparison(*results)
+
+
+def test_other_problems_are_another_protocol(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "sums.jsonl"
+    write(other, [*SUMS[:5], {"question": "9+9=", "answer": "18"}])
+    words = [f"run.root={tmp_path}", "sums.horizon=6"]
+    left, _ = run_evaluation(folder / "model-0", (), [other], [*words, "run.name=left"])
+    right, _ = run_evaluation(
+        folder / "model-0", (), [folder / "sums.jsonl"], [*words, "run.name=right"]
+    )
+    with pytest.raises(ConfigError, match="differ in test_file"):
+        show_comparison(left, right)
+
+
+def test_weights_of_a_run_are_evaluated(tiny_run: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(3)]
+    write(tmp_path / "sums.jsonl", rows)
+    words = [f"run.root={tmp_path}", "sums.horizon=4"]
+    run, result = run_evaluation(tiny_run, (), [tmp_path / "sums.jsonl"], words)
+    assert result.sets["sums"].num_problems == 3
+    assert run.name == "evaluate-tiny-sums"
+    assert model_folder(tiny_run, 0) != model_folder(tiny_run, 2)
+    with pytest.raises(InputError, match=r"no version 9 of the weights on disk; available: \[0"):
+        model_folder(tiny_run, 9)
+
+
+def test_a_damaged_or_missing_result_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluation.json: no such file"):
+        EvaluationResult.load(tmp_path)
+    (tmp_path / "evaluation.json").write_text(json.dumps({"sets": {}}))
+    with pytest.raises(InputError, match=r"evaluation.json: damaged"):
+        EvaluationResult.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("suites", "data", "message"),
+    [
+        ([], [], "nothing to evaluate on: add --suite NAME=FILE or --data FILE; suites: aime"),
+        (["gsm9k=x"], [], "unknown suite 'gsm9k'; did you mean 'gsm8k'"),
+        (["gsm8k"], [], r"--suite gsm8k: name the file .* gsm8k=FILE.jsonl"),
+        (["gsm8k=a"], ["gsm8k.jsonl"], "the set 'gsm8k' is already that of"),
+    ],
+)
+def test_sets_that_are_none_are_refused(suites: list[str], data: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        named_sets(suites, list(map(Path, data)))
+
+
+def test_nothing_is_written_if_a_file_is_malformed(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    shutil.copy(folder / "sums.jsonl", path)
+    path.write_text(path.read_text() + '\n{"question": "1+1="}')
+    with pytest.raises(
+        InputError, match=r"task.sets.sums: .*sums.jsonl, line 7: no field 'answer'"
+    ):
+        run_evaluation(folder / "model-0", (), [path], [f"run.root={tmp_path / 'runs'}"])
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(InputError, match="no such folder; name a model folder or a run directory"):
+        run_evaluation(folder / "model-9", (), [path], [])
