@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -306,6 +307,7 @@ def _dependencies(config: RunConfig, stage: str) -> set[str]:
     ]
     names = {*targets, *_data_file_names(config, flow.all_stages[stage].config_sections)}
     pending = [flow.module_of(stage), *(target.partition(":")[0] for target in targets)]
+    pending += _named_modules(config, flow.all_stages[stage].config_sections)
     simulator = (config.task.model_extra or {}).get("simulator")
     if "task" in flow.all_stages[stage].config_sections and isinstance(simulator, str):
         # Maybe only the simulator's process can import this module, so find it by name.
@@ -325,6 +327,19 @@ def _dependencies(config: RunConfig, stage: str) -> set[str]:
     return names
 
 
+def _named_modules(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
+    """Yield the modules that options name as ``module:attribute``, such as
+    ``reward.function``."""
+    for section in CLASS_REGISTRIES.keys() & set(sections):
+        for _, text in _text_options(getattr(config, section).model_extra or {}):
+            if _TARGET.fullmatch(text) and _module_path(module := text.partition(":")[0]):
+                yield module
+
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Matches ``module:attribute``."""
+
+
 def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     """Yield the names of a configuration's data files: their keys, not their paths.
 
@@ -338,10 +353,13 @@ def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str
 
 
 def _text_options(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield text options by key; keys of nested mappings are dotted."""
+    """Yield text options by key; keys of nested mappings are dotted, and items of lists have their
+    index as the last part."""
     for key, value in values.items():
         if isinstance(value, str):
             yield key, value
+        elif isinstance(value, list | tuple):
+            yield from _text_options({f"{key}.{i}": item for i, item in enumerate(value)})
         elif isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", text) for inner, text in _text_options(value))
 

@@ -7,6 +7,7 @@ rewards = Registry(
     {
         "score": "rlinf.rewards.task_rewards:ScoreReward",
         "digits": "rlinf.rewards.task_rewards:DigitsReward",
+        "function": "rlinf.rewards.function:FunctionReward",
         "judge": "rlinf.rewards.judge:JudgeReward",
         "reward_model": "rlinf.rewards.reward_model:RewardModelReward",
         "environment": "rlinf.rewards.task_rewards:EnvironmentReward",
