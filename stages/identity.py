@@ -22,6 +22,7 @@ from rlinf import __version__, package_paths
 from rlinf.algorithms import algorithms
 from rlinf.artifacts import SCHEMA, Manifest
 from rlinf.config import LOCATION_KEYS, RunConfig, json_digest
+from rlinf.data.tables import is_table
 from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.simulators import simulators
@@ -344,7 +345,8 @@ def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str
     """Yield the names of a configuration's data files: their keys, not their paths.
 
     Classes are not imported here, so every text option that is the path of a file counts as a data
-    file. In the algorithm section a folder counts too, because offline data may be one.
+    file. A folder counts too if it is a saved data set or, in the algorithm section, any other one,
+    because offline data may be one.
     """
     for section in DATA_FILE_SECTIONS.intersection(sections):
         for key, text in _text_options(getattr(config, section).model_extra or {}):
@@ -367,7 +369,8 @@ def _text_options(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _is_data_file(section: str, text: str) -> bool:
     try:
         path = Path(text).expanduser()
-        return path.is_file() or (section == "algorithm" and bool(text) and path.is_dir())
+        is_folder_of_data = section == "algorithm" and bool(text) and path.is_dir()
+        return path.is_file() or is_folder_of_data or is_table(path)
     except (OSError, RuntimeError):  # too long for a path, or an unknown home
         return False
 

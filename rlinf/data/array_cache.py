@@ -66,7 +66,7 @@ def cached_arrays(
 
 def _from_folder(name: str, compute: Callable[[], Arrays]) -> Arrays:
     try:
-        folder = _private_folder()
+        folder = private_folder()
     except (OSError, RuntimeError) as error:
         _warn(str(error))
         return compute()
@@ -94,7 +94,7 @@ def cache_folder() -> Path:
     return Path(home).expanduser() / "rlinf" / "rows"
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     """Return the folder, created if necessary and private to the user.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows of a JSON-lines file, each parsed when it is used.
+"""Rows of a JSON-lines file or of a table, each parsed when it is used.
 
 The file is checked once, row by row, and only an index of the row offsets stays in memory: about
 20 MB for a million rows. A malformed row is an error before a run begins, with its line number. The
@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from rlinf.data.array_cache import cached_arrays
+from rlinf.data.tables import convert_table, is_table
 from rlinf.errors import DataError, name_key_in_memory_errors
 from rlinf.yaml_file import check_is_file, not_utf8_error
 
@@ -53,7 +54,8 @@ class JsonLinesIndex:
 
 
 class JsonLinesFile(Sequence[T], Generic[T]):
-    """A sequence of all or some rows of a JSON-lines file, parsed on access.
+    """A sequence of all or some rows of a JSON-lines file, a Parquet file or a saved Hugging Face
+    data set, parsed on access.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8, or a row is malformed; the message names
@@ -81,9 +83,13 @@ class JsonLinesFile(Sequence[T], Generic[T]):
             row_text: text of a row; rows with equal texts are equal.
             observe: sets flags of the file from the JSON object of a row.
         """
-        check_is_file(path, key, DataError)
         self.path, self.key, self._parse = path.expanduser(), key, parse
-        self._file = _OpenFile(self.path, key)
+        if is_table(self.path):
+            self._line_name, file = "row", convert_table(self.path, key)
+        else:
+            check_is_file(path, key, DataError)
+            self._line_name, file = "line", self.path
+        self._file = _OpenFile(file, key)
         self._flags = np.zeros(num_flags, bool)
         self.digest = self._file.digest
 
@@ -134,7 +140,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 
     def _parse_line(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
         """Return the JSON object of a line, and the row that ``parse`` makes from it."""
-        location = f"{self.key}: {self.path}, line {number}"
+        location = f"{self.key}: {self.path}, {self._line_name} {number}"
         try:
             item = json.loads(line.decode(), parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:

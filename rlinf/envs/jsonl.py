@@ -15,6 +15,7 @@ from rlinf.envs.problem_set import (
     ProblemSetConfig,
     ProblemSetEnvironment,
     Split,
+    accepted_answers,
     read_problems,
 )
 from rlinf.envs.text_environment import RESERVED_INFO_KEYS
@@ -29,13 +30,15 @@ class JsonlConfig(ProblemSetConfig):
     """The data files and their fields."""
 
     train: Path | None = None
-    """JSON-lines file of training problems. None: the task is only for evaluation."""
+    """JSON-lines file, Parquet file or saved Hugging Face data set with training problems. None:
+    the task is only for evaluation."""
     test: Path
-    """JSON-lines file of test problems."""
+    """The same with test problems."""
     prompt_field: str = "question"
     """Field that holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
-    """Field that holds the reference answer."""
+    """Field that holds the reference answer, or a list of answers, each of which is right. ``a.b``
+    is the field ``b`` of the mapping in the field ``a``."""
     info_fields: tuple[str, ...] = ()
     """Further fields of each row that the reward receives in ``extra`` of a trajectory. Texts
     and numbers stay as they are; other values become JSON. If a field is not a number in some row
@@ -78,10 +81,20 @@ class JsonlEnvironment(ProblemSetEnvironment):
         return {}
 
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
-        pairs = [(str(t.text), str(t.answer)) for t in trajectories]
-        grades = self._math_grader().grade(pairs)
-        counts.update(count_outcomes(grades))
-        return [grade.score for grade in grades]
+        answers = [accepted_answers(str(t.answer)) for t in trajectories]
+        pairs = [
+            (str(t.text), answer)
+            for t, accepted in zip(trajectories, answers, strict=True)
+            for answer in accepted
+        ]
+        grades = iter(self._math_grader().grade(pairs))
+        # Of several accepted answers, the one that fits best counts.
+        best = [
+            max((next(grades) for _ in accepted), key=lambda grade: grade.score)
+            for accepted in answers
+        ]
+        counts.update(count_outcomes(best))
+        return [grade.score for grade in best]
 
     def final_answer(self, trajectory: Trajectory) -> str | None:
         text = self.reasoning_tags().strip_reasoning(str(trajectory.text))

@@ -34,6 +34,8 @@ from rlinf.seeding import generator
 
 ROLES = ("system", "user", "assistant")
 PROMPT_PLACEHOLDER = "{prompt}"
+ANSWER_SEPARATOR = "\n<or>\n"
+"""Separates several reference answers, each of which is right, in the text of the answer."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages that may hold the assistant's reasoning."""
 
@@ -91,7 +93,8 @@ def read_problems(
         # If a field is a text in some row, its numbers become JSON texts, because the records of a
         # channel have one schema.
         for i, name in enumerate(info_fields):
-            is_text_field[i] |= isinstance(_scalar(item[name], "", name), str)
+            value = _field(item, name, "info_fields", "")
+            is_text_field[i] |= isinstance(_scalar(value, "", name), str)
 
     settings = f"problems {prompt_field!r} {answer_field!r} {[*info_fields]!r}"
     return JsonLinesFile(
@@ -144,6 +147,12 @@ def collapse_whitespace(text: str) -> str:
     return " ".join(text.split())
 
 
+def accepted_answers(answer: str) -> list[str]:
+    """Return the reference answers in the text of :attr:`ChatProblem.answer`, each of which is
+    right."""
+    return answer.split(ANSWER_SEPARATOR)
+
+
 def text_field(item: dict[str, Any], name: str, option: str, prefix: str) -> str:
     """Return a field that is a text or a number, as text. ``option`` is the key of ``task`` that
     has the field's name; for ``prefix`` see :func:`read_problems`.
@@ -168,10 +177,19 @@ def _parse_problem(
         demonstration = messages.pop()["content"]
     if not messages or messages[-1]["role"] != "user":
         raise DataError(f"{prefix}: {prompt_field!r} holds no message of the user to answer")
-    if answer_field not in item and demonstration is not None:
+    if answer_field not in item and "." not in answer_field and demonstration is not None:
         return ChatProblem(tuple(messages), demonstration, location, demonstration)
-    answer = text_field(item, answer_field, "answer_field", prefix)
-    return ChatProblem(tuple(messages), answer, location, demonstration)
+    answer = _field(item, answer_field, "answer_field", prefix)
+    if not isinstance(answer, list):
+        text = text_field(item, answer_field, "answer_field", prefix)
+        return ChatProblem(tuple(messages), text, location, demonstration)
+    answers = [
+        text_field({answer_field: accepted}, answer_field, "answer_field", prefix)
+        for accepted in answer
+    ]
+    if not answers:
+        raise DataError(f"{prefix}: {answer_field!r} is an empty list")
+    return ChatProblem(tuple(messages), ANSWER_SEPARATOR.join(answers), location, demonstration)
 
 
 def _scalar(value: Any, prefix: str, field: str) -> Scalar:
@@ -183,7 +201,12 @@ def _scalar(value: Any, prefix: str, field: str) -> Scalar:
 
 
 def _field(item: dict[str, Any], name: str, option: str, prefix: str) -> Any:
+    """Return a field of a row. ``a.b`` is the field ``b`` of the mapping in the field ``a``, unless
+    a field has this name itself."""
     if name not in item:
+        outer, _, inner = name.partition(".")
+        if inner and isinstance(item.get(outer), dict):
+            return _field(item[outer], inner, option, f"{prefix}: {outer!r}")
         raise DataError(
             f"{prefix}: no field {name!r}{did_you_mean(name, item)} (set task.{option})"
         )

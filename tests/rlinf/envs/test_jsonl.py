@@ -233,7 +233,7 @@ GOOD = '{"question": "q", "answer": 4}\n'
         ('{"questoin": "a", "answer": "1"}', "line 1: no field 'question'; did you mean"),
         ("\n\n", "is empty"),
         (GOOD + '{"question": "q", "answer": null}', "line 2: 'answer' is null"),
-        (GOOD + '{"question": "q", "answer": ["4"]}', "line 2: 'answer' is "),
+        (GOOD + '{"question": "q", "answer": [["4"]]}', "line 2: 'answer' is "),
         (GOOD + '{"question": "q", "answer": "\\ud800 4"}', "line 2: 'answer' has half of a surr"),
         (GOOD + '{"question": "\\udfff", "answer": "4"}', "line 2: 'question' has half of a surr"),
         ('{"question": "q", "answer": 4, "unit": "\\ud800"}', "line 1: 'unit' has half of a surr"),
