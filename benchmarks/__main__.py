@@ -30,6 +30,7 @@ ROWS = {
     "engine_vs_generate_tail": "engine_vs_generate",
     "engine_tokens_per_cpu_s": "engine_vs_generate",
     "generate_tokens_per_cpu_s": "engine_vs_generate",
+    "evaluate_vs_rollout": "evaluate_vs_rollout",
     "vllm_adapter_ratio": "engine_servers",
     "sglang_adapter_ratio": "engine_servers",
     "engine_update_vs_restart": "engine_servers",

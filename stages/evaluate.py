@@ -71,9 +71,11 @@ def run(ctx: StageContext) -> None:
     counts = Counter[str]()
     with ctx.span("generate"):
         num_videos = ctx.config.evaluate.videos
-        trajectories, scores = run_eval_episodes(
-            ctx, environment, policy, starts, counts, num_videos=num_videos
+        trajectories = generate_eval_episodes(
+            ctx, environment, policy, starts, num_videos=num_videos
         )
+    with ctx.span("score"):
+        scores = score_trajectories(environment, trajectories, counts)
     failures = DialogueFailures()
     for trajectory in trajectories:
         failures.add(trajectory)
@@ -133,14 +135,29 @@ def run_eval_episodes(
     policy: PolicyRunner | None,
     starts: Sequence[int],
     counts: Counter[str],
-    *,
-    num_videos: int = 0,
 ) -> tuple[list[Trajectory], list[float]]:
     """Run the held-out episodes; return their trajectories and scores.
 
     Args:
         policy: see :func:`stages.rollout.rollout_iter`.
         counts: updated with the number of failures by kind.
+    """
+    trajectories = generate_eval_episodes(ctx, environment, policy, starts)
+    return trajectories, score_trajectories(environment, trajectories, counts)
+
+
+def generate_eval_episodes(
+    ctx: StageContext,
+    environment: Environment,
+    policy: PolicyRunner | None,
+    starts: Sequence[int],
+    *,
+    num_videos: int = 0,
+) -> list[Trajectory]:
+    """Return the trajectories of the held-out episodes, in the order of their samples.
+
+    Args:
+        policy: see :func:`stages.rollout.rollout_iter`.
         num_videos: see :class:`rlinf.envs.base.RolloutRequest`.
     """
     request = RolloutRequest(
@@ -163,4 +180,4 @@ def run_eval_episodes(
             trajectories.append(trajectory)
             ctx.report_progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda trajectory: trajectory.identity)
-    return trajectories, score_trajectories(environment, trajectories, counts)
+    return trajectories

@@ -25,11 +25,13 @@ def test_lost_episodes_have_no_weight_in_the_score(
     actions = np.zeros(3, np.int64)
     records = [Trajectory(identity=RecordId(0, sample), actions=actions) for sample in range(2)]
     environment: Any = SimpleNamespace(
-        video_columns=lambda config: (), episode_metrics=lambda records: {}
+        video_columns=lambda config: (),
+        episode_metrics=lambda records: {},
+        score=lambda trajectories, counts: scores,
     )
     monkeypatch.setattr(stages.evaluate, "primary_rank_environment", lambda ctx: environment)
     monkeypatch.setattr(stages.evaluate, "get_engine", lambda *_: None)
-    monkeypatch.setattr(stages.evaluate, "run_eval_episodes", lambda *_, **__: (records, scores))
+    monkeypatch.setattr(stages.evaluate, "generate_eval_episodes", lambda *_, **__: records)
     config = validate(RunConfig, compose(["experiment=arithmetic_grpo"]))
     ctx = StageContext(
         config, "evaluate", 0, tmp_path, tmp_path, tmp_path, ProcessGroupInfo(1, 2), {}

@@ -20,7 +20,8 @@ from pipeline.commands.evaluate import (
 )
 from pipeline.evaluation.results import EvaluationResult
 from rlinf.errors import ConfigError, InputError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from tests.rlinf.envs.test_multiple_choice import ROWS, write
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")

@@ -109,9 +109,10 @@ def test_a_malformed_row_or_file_is_named(tmp_path: Path) -> None:
 def test_a_missing_nested_field_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", VERL_ROWS)
     config = JsonlConfig(test=path, prompt_field="prompt", answer_field="reward_model.truth")
-    with pytest.raises(
-        DataError, match=r"row 1: 'reward_model': no field 'truth'; valid: ground_truth, style .set task.answer_field"
-    ):
+    message = (
+        r"row 1: 'reward_model': no field 'truth'; valid: ground_truth, style .set task.answer"
+    )
+    with pytest.raises(DataError, match=message):
         JsonlEnvironment.load_problems(config, "test")
 
 
