@@ -59,9 +59,12 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
         RunLockedError: the run has a driver, or another process is starting it.
     """
-    from pipeline.resume import create_run  # imported lazily: loads algorithms
+    # Imported lazily: these load algorithms and policies.
+    from pipeline.disk_space import check_disk_space
+    from pipeline.resume import create_run
 
     config, plan = validate_experiment(values, current_job_resources())
+    check_disk_space(config)
     with start_lock(Run(config.run.folder, config)):
         return create_run(config, plan.to_dict(), on_mismatch)
 
