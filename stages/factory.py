@@ -83,6 +83,14 @@ def engine_max_batch(config: RunConfig) -> int | None:
     return max_batch
 
 
+def required_context(config: RunConfig) -> int | None:
+    """Return the largest number of tokens of prompt and response together; None: unknown."""
+    cls, options = environment_class(config)
+    horizon = max(config.rollout.horizon, config.evaluate.horizon or 0)
+    context: int | None = cls.max_context(options, horizon)
+    return context
+
+
 def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:
     """Return the resident environment, created with the processor of the policy in ``folder()``."""
     worker_state = ctx.worker_state
@@ -157,6 +165,7 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
             ctx.config.engine.validate_options(cls.Config, "engine"), policy_cls, options
         )
         engine.log_folder = ctx.run_folder / "logs" / "engine"
+        engine.required_context = required_context(ctx.config)
         ctx.worker_state.engine = engine
     ctx.worker_state.engine.world = world
     return ctx.worker_state.engine

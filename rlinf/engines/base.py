@@ -163,6 +163,9 @@ class Engine(Component, ABC):
     the same weights. The primary rank serves the requests; the others call :meth:`run_follower`."""
     log_folder: Path | None = None
     """Folder for the logs of the engine's processes, set before the first load. None: no logs."""
+    required_context: int | None = None
+    """Largest number of tokens of prompt and response together that the run will ask for, set
+    before the first load. None: unknown."""
     version: int = -1
     """Version of the loaded weights; -1 if no weights are loaded."""
     device: torch.device = torch.device("cpu")

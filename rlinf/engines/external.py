@@ -22,6 +22,13 @@ from rlinf.registry import LANGUAGE_MODEL
 
 DEFAULT_MODEL_LEN = 4096
 """Context length for models whose config.json has no limit, because vLLM requires one."""
+BLOCK_MARGIN = 256
+"""Tokens that the cache holds for a sample beyond the context. The cache is divided into blocks of
+up to 128 tokens, vLLM keeps one of them free, and SGLang's context is a little longer."""
+KV_CACHE_SHARE = 0.4
+"""Largest share of a GPU's memory that the KV cache takes by default."""
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Largest KV cache on CPUs by default."""
 
 
 class ExternalConfig(Section):
@@ -36,10 +43,13 @@ class ExternalConfig(Section):
     device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights for generation; null: ``model.dtype``."""
-    kv_cache_gib: float = Field(default=1.0, gt=0)
-    """Memory of the KV cache on each GPU, GiB."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Memory of the KV cache on each GPU, GiB; null: as much as ``max_num_seqs`` samples of the
+    longest context need, at most 40 % of the GPU's memory (on CPUs at most 1 GiB), and at least as
+    much as one sample needs."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Largest number of tokens of prompt and response together; null: the limit of the model."""
+    """Largest number of tokens of prompt and response together; null: what the task and
+    ``rollout.horizon`` need if that is known, else the limit of the model."""
     ignore_eos: bool = False
     """Ignore stop tokens and decode to the horizon (for benchmarks)."""
     extra_args: tuple[str, ...] = ()
@@ -97,7 +107,27 @@ class ExternalEngine(Engine):
 
     def kv_cache_bytes(self) -> int:
         """Return the size of the KV cache on each GPU, bytes."""
-        return int(self._config.kv_cache_gib * 2**30)
+        if self._config.kv_cache_gib is not None:
+            return int(self._config.kv_cache_gib * 2**30)
+        limit = CPU_KV_CACHE_BYTES
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            limit = int(KV_CACHE_SHARE * properties.total_memory)
+        one_sample = (self._max_model_len + BLOCK_MARGIN) * self.kv_bytes_per_token()
+        return max(one_sample, min(limit, self._config.max_num_seqs * one_sample))
+
+    def kv_bytes_per_token(self) -> int:
+        """Return the bytes of the keys and values of one token on each GPU.
+
+        There are 2 x layers x key-value heads of this GPU x head size numbers.
+        """
+        config = self._text_config
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        vectors = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
+        itemsize: int = getattr(torch, self._policy_config.dtype).itemsize
+        return int(vectors * head_size * itemsize)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the decoded tokens: the text in which stop strings are searched."""
@@ -139,7 +169,12 @@ class ExternalEngine(Engine):
         self._text_config = module.config.get_text_config()
         hf_folder = HFFolder.from_config(config, model)
         model_limit = hf_folder.max_model_len(config.max_model_len)
-        self._max_model_len = self._config.max_model_len or model_limit or DEFAULT_MODEL_LEN
+        limit = self._config.max_model_len or model_limit or DEFAULT_MODEL_LEN
+        # Rotary frequencies that depend on the length are those of the model's limit.
+        depends_on_length = length_scaling(read_config_json(model)) is not None
+        if self._config.max_model_len is None and self.required_context and not depends_on_length:
+            limit = min(limit, self.required_context)
+        self._max_model_len = limit
         self.chat_format = hf_folder.chat_format
         self.stop_token_ids = frozenset() if self._config.ignore_eos else hf_folder.stop_token_ids
         self._exporter = CheckpointExporter(module)

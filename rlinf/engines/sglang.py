@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from pydantic import Field
 from torch import Tensor
 
 from rlinf.engines.external import ExternalConfig, ExternalEngine
@@ -37,33 +37,29 @@ ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for CONTEXT_
 class SGLangCacheConfig(ExternalConfig):
     """Options of SGLang, as a server and in the stage's process."""
 
-    max_total_tokens: int = 65536
-    """Size of the KV cache in tokens; replaces ``kv_cache_gib``."""
+    max_total_tokens: int | None = Field(default=None, gt=0)
+    """Size of the KV cache in tokens; null: that of ``kv_cache_gib``."""
 
 
 class SGLangCacheEngine(ExternalEngine):
     """An engine whose KV cache size is given in tokens."""
 
-    def kv_cache_bytes(self) -> int:
-        """Return the size of the KV cache on each GPU, bytes.
+    def max_total_tokens(self) -> int:
+        """Return the size of the KV cache in tokens."""
+        if self._config.max_total_tokens is not None:
+            return int(self._config.max_total_tokens)
+        return super().kv_cache_bytes() // self.kv_bytes_per_token()
 
-        Each token has keys and values: 2 x layers x key-value heads of this GPU x head size.
-        """
-        config = self._text_config
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        vectors_per_token = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
-        itemsize: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(self._config.max_total_tokens * vectors_per_token * head_size * itemsize)
+    def kv_cache_bytes(self) -> int:
+        return self.max_total_tokens() * self.kv_bytes_per_token()
 
     def _read_model(self, model: Path) -> None:
         super()._read_model(model)
         length = self._config.max_model_len
-        max_cached = self._config.max_total_tokens - CONTEXT_MARGIN
+        max_cached = self.max_total_tokens() - CONTEXT_MARGIN
         if max_cached < (length or 1):
             raise ConfigError(
-                f"engine.max_total_tokens: {self._config.max_total_tokens} hold no sample of "
+                f"engine.max_total_tokens: {self.max_total_tokens()} hold no sample of "
                 f"{length or 1} tokens and {CONTEXT_MARGIN} more; raise it, or lower "
                 "engine.max_model_len"
             )
@@ -132,7 +128,7 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
         )
 
 
-def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> list[str]:
+def sglang_args(engine: SGLangCacheEngine, model: Path, context_length: int) -> list[str]:
     """Return the command-line arguments of SGLang for the model and its decoding.
 
     Args:
@@ -144,7 +140,7 @@ def sglang_args(engine: ExternalEngine, model: Path, context_length: int) -> lis
         *("--dtype", policy.dtype, "--context-length", str(context_length + CONTEXT_MARGIN)),
         *("--tp-size", str(engine.world.layout.tp)),
         *("--max-running-requests", str(config.max_num_seqs)),
-        *("--max-total-tokens", str(config.max_total_tokens)),
+        *("--max-total-tokens", str(engine.max_total_tokens())),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *(["--enable-memory-saver"] if engine.can_sleep else []),
         *(["--trust-remote-code"] if policy.trust_remote_code else []),

@@ -218,6 +218,15 @@ class Environment(Component, ABC):
         return ()
 
     @classmethod
+    def max_context(cls, config: Any, horizon: int) -> int | None:
+        """Return the largest number of tokens of prompt and response together; None: unknown.
+
+        Args:
+            horizon: maximum number of tokens of a response, of training or evaluation.
+        """
+        return None
+
+    @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         """Return the size of the task, after a check of all problems. Called before a run begins.
 

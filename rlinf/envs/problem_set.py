@@ -480,6 +480,10 @@ class ProblemSetEnvironment(PromptEnvironment):
             environment.num_problems("train"), environment.num_problems("test"), longest
         )
 
+    @classmethod
+    def max_context(cls, config: Any, horizon: int) -> int | None:
+        return int(config.max_prompt_length) + horizon
+
     def num_problems(self, split: Split) -> int:
         """Return the number of problems whose prompts are within the limit."""
         return len(self._prompt_sets.get(split, ()))

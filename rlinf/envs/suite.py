@@ -125,6 +125,14 @@ class SuiteEnvironment(PromptEnvironment):
         )
         return TaskSize(0, len(environment.attempts), longest)
 
+    @classmethod
+    def max_context(cls, config: Any, horizon: int) -> int | None:
+        contexts = []
+        for name, settings in config.sets.items():
+            set_cls, options = set_class(name, settings)
+            contexts.append(set_cls.max_context(options, settings.horizon))
+        return max(context for context in contexts if context is not None)
+
     @cached_property
     def attempts(self) -> list[Attempt]:
         """All attempts, in the order of their sample numbers."""
