@@ -7,6 +7,7 @@ whether a step is a token or an action.
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -354,15 +355,39 @@ DeviceName = Annotated[str, AfterValidator(_device_name)]
 """A device name in a configuration; see :func:`local_device`."""
 
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""The device file of NVIDIA's driver."""
+
+
+def _check_no_unused_gpus() -> None:
+    """Check that Slurm gave this job no GPUs. Otherwise CPUs would compute while GPUs are idle.
+
+    Raises:
+        ConfigError: it did, and this node has NVIDIA's driver.
+    """
+    gpus = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("SLURM_JOB_GPUS")
+    if gpus and NVIDIA_DRIVER.exists():
+        raise ConfigError(
+            f"device: auto: Slurm gave this job GPUs ({gpus}), but torch {torch.__version__} sees "
+            "none; install a build of torch for CUDA that the driver supports (nvidia-smi shows "
+            "its version), or set engine.device=cpu and trainer.device=cpu"
+        )
+
+
 def local_device(name: str) -> torch.device:
     """Return the device of this process for a configured device name, prepared for attention.
 
     Args:
         name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` (the visible GPU with the index of
             the local rank), or one GPU such as ``cuda:1``.
+
+    Raises:
+        ConfigError: ``auto`` in a job with GPUs that torch does not see.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu":
+            _check_no_unused_gpus()
     device = torch.device(name)
     if device.type == "cuda":
         from rlinf.models.attention import avoid_plans_for_shapes

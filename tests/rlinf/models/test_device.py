@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from rlinf.errors import ConfigError
+from rlinf.models import base
 from rlinf.models.base import local_device
 
 
@@ -24,3 +28,18 @@ def test_each_rank_has_a_gpu_of_its_own(
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert local_device("auto") == torch.device("cpu")
+
+
+def test_gpus_of_a_job_are_not_left_idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    monkeypatch.setattr(base, "NVIDIA_DRIVER", tmp_path / "none")
+    assert local_device("auto") == torch.device("cpu"), "the GPUs of a test cluster are no devices"
+    monkeypatch.setattr(base, "NVIDIA_DRIVER", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"Slurm gave this job GPUs \(0,1\), but torch .* sees none"
+    ):
+        local_device("auto")
+    assert local_device("cpu") == torch.device("cpu")
+    monkeypatch.delenv("SLURM_JOB_GPUS")
+    assert local_device("auto") == torch.device("cpu"), "a login node with a GPU"
