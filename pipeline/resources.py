@@ -418,8 +418,9 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
     if cluster.launcher != "slurm" or not (plan.pools or cluster.site):
         return plan
     from slurm.client import SlurmClient
+    from slurm.discovery import discover_partitions
 
-    return resolve_with_partitions(plan, SlurmClient().partitions())
+    return resolve_with_partitions(plan, discover_partitions(SlurmClient()))
 
 
 def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:

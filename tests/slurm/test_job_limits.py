@@ -10,9 +10,8 @@ import pytest
 
 from rlinf.errors import PlanError
 from slurm.client import SlurmClient
+from slurm.inventory import MAX_ARRAY_SIZE, MAX_JOB_COUNT
 from slurm.job_limits import (
-    MAX_ARRAY_SIZE,
-    MAX_JOB_COUNT,
     ClusterLimits,
     is_queue_full,
     read_cluster_limits,
@@ -196,8 +195,10 @@ class Recorded(SlurmClient):
     def run(self, *command: str) -> str:
         if "config" in command:
             return self.config
+        if "--version" in command:
+            return "slurm-wlm 22.05.8\n"
         name = {"scontrol": "partitions", "sacctmgr": "qos" if "qos" in command else "assoc"}
-        return (SAMPLES / f"22.05-inventory-{name[command[0]]}.txt").read_text()
+        return (SAMPLES / f"22.05-inventory-{name.get(command[0], 'sinfo')}.txt").read_text()
 
 
 @pytest.mark.parametrize(
