@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,58 +33,6 @@ from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
 NESTED_ACCOUNTS_SINCE = (23, 11)
 """From about this Slurm version on, an account in a list includes its subaccounts (manual page of
 slurm.conf). Subaccounts are not queried, so lists of accounts are then not checked."""
-
-
-@dataclass(frozen=True)
-class PartitionAccess:
-    """The accounts and QOS that a partition accepts, in lower case as Slurm compares them.
-
-    None allows all but the denied ones.
-    """
-
-    accounts: frozenset[str] | None = None
-    denied_accounts: frozenset[str] = frozenset()
-    qos: frozenset[str] | None = None
-    denied_qos: frozenset[str] = frozenset()
-
-    def check(self, account: str, qos: str, partition: str, prefix: str) -> None:
-        """Check that the partition accepts jobs of an account and a QOS; "" stands for unknown.
-
-        Raises:
-            PlanError: the partition does not accept them.
-        """
-        for kind, name, allowed, denied in (
-            ("account", account, self.accounts, self.denied_accounts),
-            ("QOS", qos, self.qos, self.denied_qos),
-        ):
-            # If there is a list of allowed names, Slurm ignores the denied names.
-            is_refused = (
-                name.casefold() in denied if allowed is None else name.casefold() not in allowed
-            )
-            if name and is_refused:
-                only = "" if allowed is None else f", only of {', '.join(sorted(allowed))}"
-                raise PlanError(
-                    f"{prefix}.partition: partition {partition!r} takes no jobs of {kind} "
-                    f"{name}{only}; choose another partition, or another {kind} in the site file "
-                    "(cluster.site)"
-                )
-
-
-def partition_access(partition: PartitionInventory, version: str) -> PartitionAccess:
-    """Return the access rules of a partition, as this version of Slurm applies them."""
-    accounts = _casefolded(partition.allowed_accounts)
-    denied = frozenset[str]() if accounts is not None else _casefolded(partition.denied_accounts)
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return PartitionAccess(
-        None if not numbers or numbers >= NESTED_ACCOUNTS_SINCE else accounts,
-        denied or frozenset(),
-        _casefolded(partition.allowed_qos),
-        _casefolded(partition.denied_qos) or frozenset(),
-    )
-
-
-def _casefolded(names: Collection[str] | None) -> frozenset[str] | None:
-    return None if names is None else frozenset(name.casefold() for name in names)
 
 
 QUEUE_FULL_MESSAGES = ("SubmitJob", "job queue full", "temporarily unable to accept job")
@@ -162,11 +110,8 @@ class ClusterLimits:
     max_jobs: int = MAX_JOB_COUNT
     """MaxJobCount: maximum number of jobs of all users."""
     accounting: AccountingLimits = field(default_factory=AccountingLimits)
-    partition_qos: Mapping[str, str] = field(default_factory=dict)
-    """The QOS of each partition that has one."""
-    default_partition: str = ""
-    access: Mapping[str, PartitionAccess] = field(default_factory=dict)
-    """The accounts and QOS that each partition accepts."""
+    partitions: Mapping[str, PartitionInventory] = field(default_factory=dict)
+    slurm_version: str = ""
 
     def job_count_limits(self, resources: JobResources) -> tuple[JobCountLimit, ...]:
         """Return the limits on the number of jobs to which a job with these resources is subject,
@@ -193,8 +138,7 @@ class ClusterLimits:
         for partition in self._partitions(resources):
             association = self._association(resources, partition)
             account = resources.account or (association.account if association else "")
-            access = self.access.get(partition, PartitionAccess())
-            access.check(account, _job_qos(resources, association), partition, prefix)
+            self._check_access(partition, account, _job_qos(resources, association), prefix)
             _check_job(resources, tuple(self._hierarchy(resources, partition)), prefix)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
@@ -243,10 +187,10 @@ class ClusterLimits:
         """Yield the levels of a job's hierarchy; of each limit, the first level that sets it
         applies."""
         association = self._association(resources, partition)
-        partition_qos = self.partition_qos.get(partition, "")
+        partition_qos = self.partitions[partition].qos if partition in self.partitions else ""
         if partition_qos in self.accounting.qos:
             partitions = frozenset(
-                p.casefold() for p, qos in self.partition_qos.items() if qos == partition_qos
+                name.casefold() for name, p in self.partitions.items() if p.qos == partition_qos
             )
             yield _qos_level(partition_qos, self.accounting.qos[partition_qos], partitions)
         job_qos = _job_qos(resources, association)
@@ -269,7 +213,33 @@ class ClusterLimits:
         return next(iter([*specific, *general]), None)
 
     def _partitions(self, resources: JobResources) -> tuple[str, ...]:
-        return partition_names(resources.partition or self.default_partition)
+        return partition_names(resources.partition or default_partition(self.partitions) or "")
+
+    def _check_access(self, name: str, account: str, qos: str, prefix: str) -> None:
+        """Check that a partition accepts jobs of an account and a QOS; "" stands for unknown.
+
+        Raises:
+            PlanError: the partition does not accept them.
+        """
+        if (partition := self.partitions.get(name)) is None:
+            return
+        version = tuple(int(n) for n in re.findall(r"\d+", self.slurm_version)[:2])
+        may_be_nested = not version or version >= NESTED_ACCOUNTS_SINCE
+        for kind, value, allowed, denied in (
+            ("account", account, partition.allowed_accounts, partition.denied_accounts),
+            ("QOS", qos, partition.allowed_qos, partition.denied_qos),
+        ):
+            if not value or (kind == "account" and allowed is not None and may_be_nested):
+                continue
+            # If there is a list of allowed names, Slurm ignores the denied names. It ignores case.
+            names = {word.casefold() for word in (denied if allowed is None else allowed)}
+            if (value.casefold() in names) == (allowed is None):
+                only = "" if allowed is None else f", only of {', '.join(sorted(names))}"
+                raise PlanError(
+                    f"{prefix}.partition: partition {name!r} takes no jobs of {kind} "
+                    f"{value}{only}; choose another partition, or another {kind} in the site file "
+                    "(cluster.site)"
+                )
 
 
 def read_cluster_limits(client: SlurmClient) -> ClusterLimits:
@@ -283,20 +253,14 @@ def read_cluster_limits(client: SlurmClient) -> ClusterLimits:
 
 def cluster_limits_from_inventory(inventory: Inventory) -> ClusterLimits:
     """Return the limits that an inventory contains, of accounting and of partitions."""
-    accounting, partitions = inventory.limits, inventory.partitions
-    if not inventory.enforces_limits or accounting is None:
-        accounting = AccountingLimits()
+    accounting = inventory.limits if inventory.enforces_limits else None
     return ClusterLimits(
         cluster=inventory.cluster,
         max_array_size=inventory.max_array_size,
         max_jobs=inventory.max_jobs,
-        accounting=accounting,
-        partition_qos={name: p.qos for name, p in partitions.items() if p.qos},
-        default_partition=default_partition(partitions) or "",
-        access={
-            name: partition_access(partition, inventory.slurm_version)
-            for name, partition in partitions.items()
-        },
+        accounting=accounting or AccountingLimits(),
+        partitions=inventory.partitions,
+        slurm_version=inventory.slurm_version,
     )
 
 

@@ -16,7 +16,7 @@ from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
 from slurm.discovery import discover_partitions
 from slurm.job_limits import ClusterLimits, read_cluster_limits
-from slurm.jobs import JobState
+from slurm.jobs import JobState, default_partition
 from tests.cluster.helpers import finish, finish_all, job, several
 
 pytestmark = pytest.mark.cluster
@@ -93,7 +93,7 @@ def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
     with limited("user", "root", "MaxSubmitJobs=7", "MaxWall=01:00:00"):
         quotas = read_cluster_limits(SlurmClient())
     assert quotas.max_array_size == 10001
-    assert quotas.default_partition == "cpu"
+    assert default_partition(quotas.partitions) == "cpu"
     needs = job(cluster, "pass").resources
     assert [quota.max_jobs for quota in quotas.job_count_limits(needs)] == [7, 20000]
     with pytest.raises(PlanError, match="61 minutes requested, account root allows 60"):

@@ -10,13 +10,14 @@ import pytest
 
 from rlinf.errors import PlanError
 from slurm.client import SlurmClient
+from slurm.discovery import build_partition
 from slurm.inventory import MAX_ARRAY_SIZE, MAX_JOB_COUNT
 from slurm.job_limits import (
     ClusterLimits,
     is_queue_full,
     read_cluster_limits,
 )
-from slurm.jobs import JobResources, JobState
+from slurm.jobs import JobResources, JobState, default_partition
 from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -32,8 +33,14 @@ def quotas(*associations: Association, qos: dict[str, QosLimits] | None = None) 
         accounting=AccountingLimits(
             associations=associations or (TEAM,), qos=qos or {"normal": QosLimits()}
         ),
-        partition_qos={"Short": "part", "Shorter": "part"},
-        default_partition="cpu",
+        partitions={
+            name: build_partition({"PartitionName": name, "QoS": qos, "Default": default})
+            for name, qos, default in (
+                ("Short", "part", "NO"),
+                ("Shorter", "part", "NO"),
+                ("cpu", "N/A", "YES"),
+            )
+        },
     )
 
 
@@ -224,7 +231,7 @@ def test_limits_that_nobody_enforces_do_not_count() -> None:
     ] == [MAX_JOB_COUNT]
     client.config = "AccountingStorageEnforce = associations,limits,qos\nClusterName = dev\n"
     found = read_cluster_limits(client)
-    assert found.default_partition == "cpu"
+    assert default_partition(found.partitions) == "cpu"
     assert found.job_count_limits(JobResources())[0].description == "MaxSubmitJobs of account root"
     assert (
         found.job_count_limits(JobResources(qos="high"))[0].description
