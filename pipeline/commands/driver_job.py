@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from launchers.launcher import JobSpec
-from launchers.sbatch import batch_script, new_tag, restarting_script, submit_restarting, with_tag
+from launchers.sbatch import batch_script, new_tag, restarting_script, submit_restarting
 from launchers.submission_queue import write_submitted_job
 from pipeline.commands.experiment import (
     cluster_config,
@@ -151,7 +151,7 @@ def submit_driver_job(job: JobSpec) -> str:
     tag = new_tag()
     write_submitted_job(job, tag=tag)
     try:
-        job_id = submit_restarting(with_tag(job, tag))
+        job_id = submit_restarting(job, tag)
     except SlurmUnresponsiveError:
         raise  # the job may be queued; it is found by its tag
     except SlurmError:
