@@ -7,6 +7,7 @@ Slurm.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -150,6 +151,11 @@ class PartitionInventory(Section):
         """The maximum number of GPUs per node, by GPU type."""
         counts = [item for group in self.groups for item in group.gpus.items()]
         return dict(sorted(counts, key=lambda item: item[1]))
+
+
+def default_partition(partitions: Mapping[str, PartitionInventory]) -> str | None:
+    """Return the name of the partition that jobs use by default; None if there is none."""
+    return next((name for name, partition in partitions.items() if partition.is_default), None)
 
 
 class Inventory(Section):

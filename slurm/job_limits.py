@@ -26,8 +26,9 @@ from slurm.inventory import (
     Inventory,
     NodeGroup,
     PartitionInventory,
+    default_partition,
 )
-from slurm.jobs import JobResources, default_partition, partition_names
+from slurm.jobs import JobResources, partition_names
 from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
 
 NESTED_ACCOUNTS_SINCE = (23, 11)

@@ -49,9 +49,9 @@ from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError, PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import SlurmClient
 from slurm.discovery import discover_inventory
-from slurm.inventory import PartitionInventory
+from slurm.inventory import PartitionInventory, default_partition
 from slurm.job_limits import check_resources, cluster_limits_from_inventory
-from slurm.jobs import JOB_FILE, JobResources, default_partition, partition_names
+from slurm.jobs import JOB_FILE, JobResources, partition_names
 from slurm.sbatch_options import check_log_folder, portable_options
 from slurm.site import PartitionSettings, load_site
 from stages.layout import CONFIG_FILE, DRIVER_JOB_FOLDER, PLAN_FILE

@@ -15,8 +15,9 @@ from launchers.slurm_launcher import SlurmLauncher
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
 from slurm.discovery import discover_partitions
+from slurm.inventory import default_partition
 from slurm.job_limits import ClusterLimits, read_cluster_limits
-from slurm.jobs import JobState, default_partition
+from slurm.jobs import JobState
 from tests.cluster.helpers import finish, finish_all, job, several
 
 pytestmark = pytest.mark.cluster

@@ -11,13 +11,13 @@ import pytest
 from rlinf.errors import PlanError
 from slurm.client import SlurmClient
 from slurm.discovery import build_partition
-from slurm.inventory import MAX_ARRAY_SIZE, MAX_JOB_COUNT
+from slurm.inventory import MAX_ARRAY_SIZE, MAX_JOB_COUNT, default_partition
 from slurm.job_limits import (
     ClusterLimits,
     is_queue_full,
     read_cluster_limits,
 )
-from slurm.jobs import JobResources, JobState, default_partition
+from slurm.jobs import JobResources, JobState
 from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
 
 SAMPLES = Path(__file__).parent / "samples"

@@ -26,7 +26,8 @@ from launchers.slurm_launcher import SlurmLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
 from slurm.client import SlurmClient  # noqa: E402
 from slurm.discovery import discover_partitions  # noqa: E402
-from slurm.jobs import JobResources, default_partition  # noqa: E402
+from slurm.inventory import default_partition  # noqa: E402
+from slurm.jobs import JobResources  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
 

@@ -53,7 +53,8 @@ from rlinf.artifacts import MANIFEST, commit_output, read_manifest, write_atomic
 from rlinf.config import EvaluateSection, RunConfig, RunSection, json_digest, validate
 from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, RequeueRequested, StageError
 from slurm.client import SlurmClient, expected_wait_s, past_waits_s
-from slurm.jobs import JobState, JobStatus, default_partition
+from slurm.inventory import default_partition
+from slurm.jobs import JobState, JobStatus
 from slurm.site import SiteConfig, load_site
 from stages.factory import component_class, create_algorithm
 from stages.flow import Flow, flow_of
