@@ -7,12 +7,11 @@ their calls are an array, and jobs that start together are one heterogeneous job
 
 from __future__ import annotations
 
-import re
 import secrets
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -67,10 +66,14 @@ HEALTHY_RUN_S, MAX_QUICK_RESTARTS = 600, 10
 ``MAX_QUICK_RESTARTS`` times."""
 
 
-def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
+def submit_jobs(jobs: Sequence[JobSpec], tag: str) -> list[str]:
     """Submit jobs that differ only in arguments and outputs. Returns their ids.
 
     Several jobs become one job array; a single one does not.
+
+    Args:
+        tag: a :func:`new_tag`, which is added to the comment of the jobs. So they can be found
+            without their ids.
 
     Raises:
         PlanError: text of a job does not fit into a batch script; nothing was submitted.
@@ -78,35 +81,43 @@ def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
         SlurmError: the job was refused, with Slurm's message; or the answer contains no readable
             id, and the job was cancelled.
     """
-    job_id = _submit(array_script(jobs), jobs)
+    job_id = _submit(array_script, jobs, tag)
     return [job_id] if len(jobs) == 1 else [f"{job_id}_{number}" for number in range(len(jobs))]
 
 
-def submit_hetjob(jobs: Sequence[JobSpec]) -> list[str]:
+def submit_hetjob(jobs: Sequence[JobSpec], tag: str) -> list[str]:
     """Submit jobs that start at the same moment, as one heterogeneous job. Returns their ids.
 
     A job has one or more components, each with its own resources and ranks. If one job fails, the
     others end too, and Slurm reports all jobs as failed.
 
+    Args:
+        tag: as for :func:`submit_jobs`.
+
     Raises:
         SlurmUnresponsiveError, SlurmError: as :func:`submit_jobs`.
     """
-    het_job_id = _submit(hetjob_script(jobs), jobs)
+    het_job_id = _submit(hetjob_script, jobs, tag)
     return [f"{het_job_id}+{number}" for number in _first_components(jobs)]
 
 
-def submit_restarting(job: JobSpec) -> str:
+def submit_restarting(job: JobSpec, tag: str) -> str:
     """Submit a job of one process that is requeued if a signal kills it. Returns its id.
+
+    Args:
+        tag: as for :func:`submit_jobs`.
 
     Raises:
         SlurmUnresponsiveError, SlurmError: as :func:`submit_jobs`.
     """
-    return _submit(restarting_script(job), [job])
+    return _submit(lambda jobs: restarting_script(jobs[0]), [job], tag)
 
 
-def _submit(script: str, jobs: Sequence[JobSpec]) -> str:
+def _submit(
+    write_script: Callable[[Sequence[JobSpec]], str], jobs: Sequence[JobSpec], tag: str
+) -> str:
     _create_folders(jobs)
-    tag = _tag_in(jobs[0].resources.sbatch.get("comment"))
+    script = write_script([_with_tag(job, tag) for job in jobs])
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
@@ -115,7 +126,7 @@ def _submit(script: str, jobs: Sequence[JobSpec]) -> str:
         except SlurmError as error:
             raise _submission_error(" and ".join(job.name for job in jobs), error) from None
     try:
-        return parse_submitted_id(answer, lambda: _tagged_ids(tag))
+        return parse_submitted_id(answer, lambda: SlurmClient().find_by_comment(tag))
     except UnreadableSubmission as error:
         raise _cancel_unreadable(" and ".join(job.name for job in jobs), tag, error) from None
 
@@ -125,8 +136,8 @@ def new_tag() -> str:
     return f"{TAG_PREFIX}{secrets.token_hex(8)}"
 
 
-def with_tag(job: JobSpec, tag: str) -> JobSpec:
-    """Return the job with a tag in its comment, so that it can be found without its id."""
+def _with_tag(job: JobSpec, tag: str) -> JobSpec:
+    """Return the job with a tag in its comment."""
 
     def with_comment(part: JobResources) -> JobResources:
         comment = f"{part.sbatch.get('comment', '')} {tag}".strip()
@@ -136,25 +147,13 @@ def with_tag(job: JobSpec, tag: str) -> JobSpec:
     return replace(job, resources=with_comment(job.resources), extra_components=extra_components)
 
 
-def _tag_in(comment: object) -> str | None:
-    """Return the tag in the comment of a job; None without one."""
-    match = re.search(rf"(?<!\S){TAG_PREFIX}[0-9a-f]{{16}}$", str(comment or ""))
-    return None if match is None else match[0]
-
-
-def _tagged_ids(tag: str | None) -> list[str]:
-    return [] if tag is None else SlurmClient().find_by_comment(tag)
-
-
-def _cancel_unreadable(name: str, tag: str | None, error: UnreadableSubmission) -> SlurmError:
+def _cancel_unreadable(name: str, tag: str, error: UnreadableSubmission) -> SlurmError:
     """Cancel the jobs of a submission without a readable id. Returns the error to raise."""
     advice = "let sbatch print 'Submitted batch job ID', as Slurm's own does"
-    if tag is None:
-        state = "the job has no tag to find it by and may be queued: see squeue --me"
-        return SlurmError(f"{name}: {error}; {state}; {advice}")
+    client = SlurmClient()
     try:
-        job_ids = {parent_job_id(job_id) for job_id in _tagged_ids(tag)}
-        SlurmClient().cancel(job_ids)
+        job_ids = {parent_job_id(job_id) for job_id in client.find_by_comment(tag)}
+        client.cancel(job_ids)
     except SlurmUnresponsiveError as no_answer:
         return SlurmUnresponsiveError(f"{name}: {error}; {no_answer}")
     except SlurmError as refusal:

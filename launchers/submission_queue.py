@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from launchers.launcher import JobSpec
-from launchers.sbatch import new_tag, submit_hetjob, submit_jobs, with_tag
+from launchers.sbatch import new_tag, submit_hetjob, submit_jobs
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import SlurmClient
@@ -217,7 +217,7 @@ class SubmissionQueue:
         for entry in entries:
             write_submitted_job(entry.job, tag=tag)
         try:
-            ids = submit([with_tag(entry.job, tag) for entry in entries])
+            ids = submit([entry.job for entry in entries], tag)
         except SlurmUnresponsiveError:
             self._unanswered_tag, self._retry_at = tag, time.monotonic() + self.visibility_timeout_s
             raise
@@ -263,7 +263,7 @@ class SubmittedJob:
     key: str = ""
     """See :attr:`launchers.launcher.JobSpec.content_key`."""
     tag: str = ""
-    """Tag in the comment of a job without a known id; see :func:`launchers.sbatch.with_tag`."""
+    """Tag in the comment of a job without a known id; see :func:`launchers.sbatch.submit_jobs`."""
 
     def find_ids(self, client: SlurmClient) -> list[str]:
         """Return the job's id, or the ids of queued jobs with its tag if the id is unknown.

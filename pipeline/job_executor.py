@@ -48,10 +48,12 @@ def create_launcher(
         return LocalLauncher()
     from launchers.slurm_launcher import SlurmLauncher
     from slurm.client import SlurmClient
-    from slurm.job_limits import check_resources, read_cluster_limits
+    from slurm.discovery import discover_inventory
+    from slurm.job_limits import check_resources, cluster_limits_from_inventory
 
     client = SlurmClient(poll_interval_s=cluster.poll_interval_s)
-    partitions, cluster_limits = client.partitions(), read_cluster_limits(client)
+    inventory = discover_inventory(client, with_usage=False)
+    partitions, cluster_limits = inventory.partitions, cluster_limits_from_inventory(inventory)
     if cluster.site is not None:
         from slurm.site import load_site
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -20,6 +20,7 @@ from slurm.sbatch_options import EnvironmentVariables, OptionText, ShellText
 from stages.flow import Flow
 
 if TYPE_CHECKING:
+    from slurm.inventory import PartitionInventory
     from slurm.job_limits import ClusterLimits
 
 
@@ -27,16 +28,6 @@ JobRequests = dict[str, list[JobResources]]
 """Resource requests by key of the plan. If a key has several alternatives, any one suffices."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
 """Pattern of the number of nodes with a feature, as in the constraint ``[h100*1&a100*1]``."""
-
-
-class PartitionInfo(Protocol):
-    """The properties of a partition that this module reads, from Slurm or from an inventory."""
-
-    @property
-    def is_default(self) -> bool: ...
-    @property
-    def gpus(self) -> Mapping[str, int]:
-        """GPUs per node by GPU type; empty without GPUs."""
 
 
 def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
@@ -233,7 +224,7 @@ def _format_devices(devices: Mapping[str, int]) -> str:
     return " and ".join(f"{count} {kind}" for kind, count in devices.items())
 
 
-def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
     """Return the plan with one GPU per process in pools on GPU partitions that do not set ``gpus``.
 
     Args:
@@ -254,14 +245,14 @@ def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Pl
     return plan if stages == plan.stages else plan.model_copy(update={"stages": stages})
 
 
-def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
     """Return the plan with the cluster's default partition for stages that name none.
 
     Args:
         partitions: the partitions of the cluster by name.
     """
     # Imported lazily: only plans for Slurm need the client.
-    from slurm.jobs import default_partition
+    from slurm.inventory import default_partition
 
     default = default_partition(partitions)
     unnamed = [stage for stage in plan.flow.all_stages if plan.stage_plan(stage).partition is None]
@@ -418,11 +409,12 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
     if cluster.launcher != "slurm" or not (plan.pools or cluster.site):
         return plan
     from slurm.client import SlurmClient
+    from slurm.discovery import discover_partitions
 
-    return resolve_with_partitions(plan, SlurmClient().partitions())
+    return resolve_with_partitions(plan, discover_partitions(SlurmClient()))
 
 
-def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
     """Return the plan with defaults from these partitions of the cluster."""
     return (
         with_default_gpus(plan, partitions)

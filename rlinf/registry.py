@@ -11,11 +11,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlinf.errors import ConfigError, RlinfError, did_you_mean
 from rlinf.user_code import register_user_component
+
+if TYPE_CHECKING:
+    from rlinf.config import RunConfig
 
 
 class Registry:
@@ -175,10 +180,40 @@ STALE_ROLLOUTS = (
 SAMPLE_GROUPS = "several samples of each start (rollout.group_size above 1)"
 
 
+@dataclass(frozen=True)
+class RunComponents:
+    """All components of a run, which each component's :meth:`Component.check` compares with its
+    own."""
+
+    config: RunConfig
+    classes: Mapping[str, Any]
+    """Class of each component, by section of the configuration: ``task``, ``model``, ``engine``,
+    ``trainer``, ``reward`` and ``algorithm``."""
+    options: Mapping[str, Any]
+    """Validated options of each component, by section."""
+    provided: frozenset[str]
+    """Capabilities that the components and the flow provide."""
+
+
 class Component:
-    """Base of environments, policies, engines, rewards and algorithms."""
+    """Base of environments, policies, engines, trainers, rewards and algorithms."""
 
     requires: ClassVar[frozenset[str]] = frozenset()
     """Capabilities that other components must provide."""
     provides: ClassVar[frozenset[str]] = frozenset()
     """Capabilities that other components may require."""
+
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        """Check, before a run is created, that the options fit the other components and settings.
+
+        What :attr:`requires` can express has been checked before. Base classes check what holds for
+        all components of their kind, so an override must call ``super().check(options, run)``.
+
+        Args:
+            options: validated options of this component.
+
+        Raises:
+            ConfigError: the run could not work; the message names the key.
+            DataError: a file that the component reads is missing or malformed.
+        """

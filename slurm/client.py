@@ -20,15 +20,12 @@ from slurm.jobs import (
 )
 from slurm.records import (
     SACCT_JOBS,
-    SINFO_PARTITIONS,
     SQUEUE_COMMENTS,
     SQUEUE_JOBS,
-    Partition,
     QueuedJob,
     parse_accounting,
     parse_comments,
     parse_expected_wait,
-    parse_partitions,
     parse_past_waits,
     parse_queue,
     parse_settings,
@@ -65,14 +62,6 @@ class SlurmClient:
 
     poll_interval_s: float = 1.0
     """Minimum seconds between two queries of the queue."""
-
-    def partitions(self) -> dict[str, Partition]:
-        """Return all partitions by name.
-
-        Raises:
-            SlurmError: Slurm is not installed or does not answer.
-        """
-        return parse_partitions(self.run(*SINFO_PARTITIONS))
 
     def queue(self) -> dict[str, QueuedJob]:
         """Return this user's jobs in the queue by id; each array element is an entry (``12_3``).

@@ -12,13 +12,15 @@ import pwd
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from rlinf.errors import SlurmError
 from slurm import gpus
 from slurm.client import SlurmClient
 from slurm.inventory import (
+    MAX_ARRAY_SIZE,
+    MAX_JOB_COUNT,
     SCHEMA,
     Inventory,
     NodeGroup,
@@ -85,17 +87,36 @@ class SlurmOutput:
 NO_DEMAND = PendingDemand(0, 0)
 
 
-def discover_inventory(client: SlurmClient, now: datetime) -> Inventory:
+def discover_inventory(
+    client: SlurmClient, now: datetime | None = None, *, with_usage: bool = True
+) -> Inventory:
     """Return the inventory of this cluster as this user sees it, without settings of a site file.
+
+    Args:
+        now: the time of the inventory; None: the current time.
+        with_usage: query also which nodes are free and which jobs wait. Otherwise, partly used
+            nodes count as used, and no jobs wait.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
     """
-    return build_inventory(query_slurm(client), now)
+    return build_inventory(query_slurm(client, with_usage=with_usage), now or datetime.now(UTC))
 
 
-def query_slurm(client: SlurmClient) -> SlurmOutput:
+def discover_partitions(client: SlurmClient) -> dict[str, PartitionInventory]:
+    """Return the partitions of this cluster by name, without the jobs that wait for them.
+
+    Raises:
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    return build_partitions(client.run(*SINFO_NODES), client.run(*SCONTROL_PARTITIONS))
+
+
+def query_slurm(client: SlurmClient, *, with_usage: bool = True) -> SlurmOutput:
     """Run all queries. A cluster without accounting is not an error.
+
+    Args:
+        with_usage: see :func:`discover_inventory`.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
@@ -104,8 +125,8 @@ def query_slurm(client: SlurmClient) -> SlurmOutput:
         "version": client.version(),
         "nodes": client.run(*SINFO_NODES),
         "partitions": client.run(*SCONTROL_PARTITIONS),
-        "usage": client.run(*SCONTROL_NODE_USAGE),
-        "pending": client.run(*SQUEUE_PENDING),
+        "usage": client.run(*SCONTROL_NODE_USAGE) if with_usage else "",
+        "pending": client.run(*SQUEUE_PENDING) if with_usage else "",
     }
     qos, associations = query_accounting(client) or (None, None)
     return SlurmOutput(**output, qos=qos, associations=associations, settings=client.settings())
@@ -127,29 +148,52 @@ def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
 
 def build_inventory(output: SlurmOutput, created_at: datetime) -> Inventory:
     """Build an inventory from the output of Slurm's commands."""
-    nodes_by_partition: dict[str, list[PartitionNode]] = defaultdict(list)
-    for node in parse_nodes(output.nodes):
-        nodes_by_partition[node.partition].append(node)
-    gpus_in_use = parse_usage(output.usage)
-    demand = parse_pending(output.pending)
-    partitions = {}
-    for record in parse_partition_records(output.partitions):
-        name = record["PartitionName"]
-        whole_nodes = record.get("OverSubscribe") == "EXCLUSIVE"
-        groups = group_nodes(nodes_by_partition.get(name, ()), gpus_in_use, whole_nodes=whole_nodes)
-        partitions[name] = build_partition(record, groups, demand.get(name, NO_DEMAND))
-    limits = None
+    settings, limits = output.settings or {}, None
     if output.qos is not None and output.associations is not None:
         limits = parse_limits(output.qos, output.associations)
     return Inventory(
         schema_version=SCHEMA,
         created_at=created_at,
         slurm_version=output.version,
-        partitions=partitions,
+        partitions=build_partitions(output.nodes, output.partitions, output.usage, output.pending),
         limits=limits,
-        cluster=(output.settings or {}).get("ClusterName", ""),
-        enforces_limits=output.settings is None or enforces_limits(output.settings),
+        cluster=settings.get("ClusterName", ""),
+        enforces_limits=output.settings is None or enforces_limits(settings),
+        max_array_size=_array_size(settings),
+        max_jobs=_int_or_default(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
     )
+
+
+def build_partitions(
+    nodes: str, partitions: str, usage: str = "", pending: str = ""
+) -> dict[str, PartitionInventory]:
+    """Build the partitions from the output of Slurm's commands; see :class:`SlurmOutput`."""
+    nodes_by_partition: dict[str, list[PartitionNode]] = defaultdict(list)
+    for node in parse_nodes(nodes):
+        nodes_by_partition[node.partition].append(node)
+    gpus_in_use, demand, built = parse_usage(usage), parse_pending(pending), {}
+    for record in parse_partition_records(partitions):
+        name = record["PartitionName"]
+        whole_nodes = record.get("OverSubscribe") == "EXCLUSIVE"
+        groups = group_nodes(nodes_by_partition.get(name, ()), gpus_in_use, whole_nodes=whole_nodes)
+        built[name] = build_partition(record, groups, demand.get(name, NO_DEMAND))
+    return built
+
+
+def _array_size(settings: Mapping[str, str]) -> int:
+    """Return the maximum number of elements of an array."""
+    # MaxArraySize is one more than the largest index.
+    max_size = _int_or_default(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
+    for word in settings.get("SchedulerParameters", "").split(","):
+        key, _, value = word.partition("=")
+        if key == "max_array_tasks":
+            max_size = min(max_size, _int_or_default(value, max_size))
+    # MaxArraySize=0 disables arrays; a single job is not an array.
+    return max(max_size, 1)
+
+
+def _int_or_default(text: str, default: int) -> int:
+    return int(text) if text.isdigit() else default
 
 
 def enforces_limits(settings: Mapping[str, str]) -> bool:
@@ -200,7 +244,8 @@ def group_nodes(
     for node in members:
         by_hardware[(_gpu_hardware(node.gres, node.features), node.cpus, node.mem_mb)].append(node)
     groups = []
-    for ((gpu_type, gpus_per_node, _), cpus, mem_mb), nodes in by_hardware.items():
+    for ((gpus_by_type, _), cpus, mem_mb), nodes in by_hardware.items():
+        (gpu_type, gpus_per_node), *others = gpus_by_type or (("", 0),)
         num_nodes = Counter[str]()
         idle_gpus = 0
         for node in nodes:
@@ -217,6 +262,7 @@ def group_nodes(
                 count=len(nodes),
                 gpu_type=gpu_type,
                 gpus_per_node=gpus_per_node,
+                other_gpus=dict(others),
                 cpus_per_node=cpus,
                 mem_mb_per_node=mem_mb,
                 features=tuple(sorted(set.intersection(*feature_sets))),
@@ -232,12 +278,12 @@ def group_nodes(
 
 
 @functools.lru_cache(maxsize=4096)
-def _gpu_hardware(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
-    """Return the GPU type, the count, and the features that describe the GPU."""
-    gpus_by_type = parse_gpus(gres)
-    gpu_type = min(gpus_by_type, key=lambda name: (-gpus_by_type[name], name), default="")
+def _gpu_hardware(gres: str, features: str) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """Return the number of GPUs of each type, the most frequent type first, and the features that
+    describe the GPU."""
+    counts = sorted(parse_gpus(gres).items(), key=lambda item: (-item[1], item[0]))
     gpu_features = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
-    return gpu_type, gpus_by_type.get(gpu_type, 0), tuple(gpu_features)
+    return tuple(counts), tuple(gpu_features)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ Slurm.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,10 @@ SCHEMA = 1
 NEVER_PREEMPTED = frozenset({"", "OFF", "GANG"})
 """Words of PreemptMode that let no other job preempt the jobs of a partition."""
 GIGA = 10**9
+MAX_ARRAY_SIZE = 1001
+"""MaxArraySize of slurm.conf by default."""
+MAX_JOB_COUNT = 10000
+"""MaxJobCount of slurm.conf by default."""
 
 
 class NodeGroup(Section):
@@ -39,6 +44,9 @@ class NodeGroup(Section):
     """The GPU's name in GRES, as sbatch expects it; "" without a GPU. If a node has several types,
     it is the most frequent type."""
     gpus_per_node: int = Field(default=0, ge=0)
+    """Number of GPUs of this type."""
+    other_gpus: dict[str, int] = {}
+    """Number of GPUs of each other type that a node has too, by its name in GRES."""
     cpus_per_node: int = Field(ge=0)
     mem_mb_per_node: int = Field(ge=0)
     """Memory, MiB."""
@@ -82,12 +90,17 @@ class NodeGroup(Section):
         return self.count - self.down_nodes
 
     @property
+    def gpus(self) -> dict[str, int]:
+        """The number of GPUs per node, by GPU type."""
+        return {self.gpu_type: self.gpus_per_node, **self.other_gpus} if self.gpus_per_node else {}
+
+    @property
     def description(self) -> str:
         """A text that describes the nodes; unique within a partition."""
-        gpu = self.gpu_type or ("gpu" if self.gpus_per_node else "no GPU")
-        gpu_features = [feature for feature in self.features if gpus.is_gpu_feature(feature)]
-        parts = [f"{self.gpus_per_node} x {gpu}" if self.gpus_per_node else gpu, *gpu_features]
-        return ", ".join([*parts, f"{self.cpus_per_node} CPUs", f"{self.mem_mb_per_node} MiB"])
+        parts = [f"{count} x {gpu_type or 'gpu'}" for gpu_type, count in self.gpus.items()]
+        parts += [feature for feature in self.features if gpus.is_gpu_feature(feature)]
+        parts += [f"{self.cpus_per_node} CPUs", f"{self.mem_mb_per_node} MiB"]
+        return ", ".join(parts if self.gpus else ["no GPU", *parts])
 
 
 class PartitionInventory(Section):
@@ -136,8 +149,13 @@ class PartitionInventory(Section):
     @property
     def gpus(self) -> dict[str, int]:
         """The maximum number of GPUs per node, by GPU type."""
-        groups = sorted(self.groups, key=lambda group: group.gpus_per_node)
-        return {group.gpu_type: group.gpus_per_node for group in groups if group.gpus_per_node}
+        counts = [item for group in self.groups for item in group.gpus.items()]
+        return dict(sorted(counts, key=lambda item: item[1]))
+
+
+def default_partition(partitions: Mapping[str, PartitionInventory]) -> str | None:
+    """Return the name of the partition that jobs use by default; None if there is none."""
+    return next((name for name, partition in partitions.items() if partition.is_default), None)
 
 
 class Inventory(Section):
@@ -153,6 +171,10 @@ class Inventory(Section):
     """The cluster's name in accounting, which may manage several clusters; "": unknown."""
     enforces_limits: bool = True
     """True if Slurm enforces ``limits``."""
+    max_array_size: int = Field(default=MAX_ARRAY_SIZE, ge=1)
+    """Maximum elements of one array."""
+    max_jobs: int = Field(default=MAX_JOB_COUNT, ge=0)
+    """MaxJobCount: maximum number of jobs of all users."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Inventory:

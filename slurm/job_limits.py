@@ -13,88 +13,29 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlinf.errors import PlanError, did_you_mean
 from slurm.client import SlurmClient
-from slurm.discovery import build_partition, enforces_limits, query_accounting
-from slurm.inventory import Inventory, PartitionInventory
-from slurm.jobs import JobResources, default_partition, partition_names
-from slurm.records import (
-    SCONTROL_PARTITIONS,
-    AccountingLimits,
-    Association,
-    NodeType,
-    Partition,
-    QosLimits,
-    QueuedJob,
-    parse_limits,
-    parse_partition_records,
+from slurm.discovery import discover_inventory
+from slurm.inventory import (
+    MAX_ARRAY_SIZE,
+    MAX_JOB_COUNT,
+    Inventory,
+    NodeGroup,
+    PartitionInventory,
+    default_partition,
 )
+from slurm.jobs import JobResources, partition_names
+from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
 
 NESTED_ACCOUNTS_SINCE = (23, 11)
 """From about this Slurm version on, an account in a list includes its subaccounts (manual page of
 slurm.conf). Subaccounts are not queried, so lists of accounts are then not checked."""
 
 
-@dataclass(frozen=True)
-class PartitionAccess:
-    """The accounts and QOS that a partition accepts, in lower case as Slurm compares them.
-
-    None allows all but the denied ones.
-    """
-
-    accounts: frozenset[str] | None = None
-    denied_accounts: frozenset[str] = frozenset()
-    qos: frozenset[str] | None = None
-    denied_qos: frozenset[str] = frozenset()
-
-    def check(self, account: str, qos: str, partition: str, prefix: str) -> None:
-        """Check that the partition accepts jobs of an account and a QOS; "" stands for unknown.
-
-        Raises:
-            PlanError: the partition does not accept them.
-        """
-        for kind, name, allowed, denied in (
-            ("account", account, self.accounts, self.denied_accounts),
-            ("QOS", qos, self.qos, self.denied_qos),
-        ):
-            # If there is a list of allowed names, Slurm ignores the denied names.
-            is_refused = (
-                name.casefold() in denied if allowed is None else name.casefold() not in allowed
-            )
-            if name and is_refused:
-                only = "" if allowed is None else f", only of {', '.join(sorted(allowed))}"
-                raise PlanError(
-                    f"{prefix}.partition: partition {partition!r} takes no jobs of {kind} "
-                    f"{name}{only}; choose another partition, or another {kind} in the site file "
-                    "(cluster.site)"
-                )
-
-
-def partition_access(partition: PartitionInventory, version: str) -> PartitionAccess:
-    """Return the access rules of a partition, as this version of Slurm applies them."""
-    accounts = _casefolded(partition.allowed_accounts)
-    denied = frozenset[str]() if accounts is not None else _casefolded(partition.denied_accounts)
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return PartitionAccess(
-        None if not numbers or numbers >= NESTED_ACCOUNTS_SINCE else accounts,
-        denied or frozenset(),
-        _casefolded(partition.allowed_qos),
-        _casefolded(partition.denied_qos) or frozenset(),
-    )
-
-
-def _casefolded(names: Collection[str] | None) -> frozenset[str] | None:
-    return None if names is None else frozenset(name.casefold() for name in names)
-
-
-MAX_ARRAY_SIZE = 1001
-"""MaxArraySize of slurm.conf by default."""
-MAX_JOB_COUNT = 10000
-"""MaxJobCount of slurm.conf by default."""
 QUEUE_FULL_MESSAGES = ("SubmitJob", "job queue full", "temporarily unable to accept job")
 """Parts of sbatch's error message if there are too many jobs. If a limit of accounting is exceeded,
 sbatch fails immediately (``AssocMaxSubmitJobLimit`` and similar). If MaxJobCount is exceeded, it
@@ -170,11 +111,8 @@ class ClusterLimits:
     max_jobs: int = MAX_JOB_COUNT
     """MaxJobCount: maximum number of jobs of all users."""
     accounting: AccountingLimits = field(default_factory=AccountingLimits)
-    partition_qos: Mapping[str, str] = field(default_factory=dict)
-    """The QOS of each partition that has one."""
-    default_partition: str = ""
-    access: Mapping[str, PartitionAccess] = field(default_factory=dict)
-    """The accounts and QOS that each partition accepts."""
+    partitions: Mapping[str, PartitionInventory] = field(default_factory=dict)
+    slurm_version: str = ""
 
     def job_count_limits(self, resources: JobResources) -> tuple[JobCountLimit, ...]:
         """Return the limits on the number of jobs to which a job with these resources is subject,
@@ -201,8 +139,7 @@ class ClusterLimits:
         for partition in self._partitions(resources):
             association = self._association(resources, partition)
             account = resources.account or (association.account if association else "")
-            access = self.access.get(partition, PartitionAccess())
-            access.check(account, _job_qos(resources, association), partition, prefix)
+            self._check_access(partition, account, _job_qos(resources, association), prefix)
             _check_job(resources, tuple(self._hierarchy(resources, partition)), prefix)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
@@ -251,10 +188,10 @@ class ClusterLimits:
         """Yield the levels of a job's hierarchy; of each limit, the first level that sets it
         applies."""
         association = self._association(resources, partition)
-        partition_qos = self.partition_qos.get(partition, "")
+        partition_qos = self.partitions[partition].qos if partition in self.partitions else ""
         if partition_qos in self.accounting.qos:
             partitions = frozenset(
-                p.casefold() for p, qos in self.partition_qos.items() if qos == partition_qos
+                name.casefold() for name, p in self.partitions.items() if p.qos == partition_qos
             )
             yield _qos_level(partition_qos, self.accounting.qos[partition_qos], partitions)
         job_qos = _job_qos(resources, association)
@@ -277,7 +214,33 @@ class ClusterLimits:
         return next(iter([*specific, *general]), None)
 
     def _partitions(self, resources: JobResources) -> tuple[str, ...]:
-        return partition_names(resources.partition or self.default_partition)
+        return partition_names(resources.partition or default_partition(self.partitions) or "")
+
+    def _check_access(self, name: str, account: str, qos: str, prefix: str) -> None:
+        """Check that a partition accepts jobs of an account and a QOS; "" stands for unknown.
+
+        Raises:
+            PlanError: the partition does not accept them.
+        """
+        if (partition := self.partitions.get(name)) is None:
+            return
+        version = tuple(int(n) for n in re.findall(r"\d+", self.slurm_version)[:2])
+        may_be_nested = not version or version >= NESTED_ACCOUNTS_SINCE
+        for kind, value, allowed, denied in (
+            ("account", account, partition.allowed_accounts, partition.denied_accounts),
+            ("QOS", qos, partition.allowed_qos, partition.denied_qos),
+        ):
+            if not value or (kind == "account" and allowed is not None and may_be_nested):
+                continue
+            # If there is a list of allowed names, Slurm ignores the denied names. It ignores case.
+            names = {word.casefold() for word in (denied if allowed is None else allowed)}
+            if (value.casefold() in names) == (allowed is None):
+                only = "" if allowed is None else f", only of {', '.join(sorted(names))}"
+                raise PlanError(
+                    f"{prefix}.partition: partition {name!r} takes no jobs of {kind} "
+                    f"{value}{only}; choose another partition, or another {kind} in the site file "
+                    "(cluster.site)"
+                )
 
 
 def read_cluster_limits(client: SlurmClient) -> ClusterLimits:
@@ -286,19 +249,7 @@ def read_cluster_limits(client: SlurmClient) -> ClusterLimits:
     Raises:
         SlurmError: Slurm is not installed or does not answer.
     """
-    settings = client.settings()
-    partitions = [
-        build_partition(record)
-        for record in parse_partition_records(client.run(*SCONTROL_PARTITIONS))
-    ]
-    accounting = query_accounting(client) if enforces_limits(settings) else None
-    return ClusterLimits(
-        cluster=settings.get("ClusterName", ""),
-        max_array_size=_array_size(settings),
-        max_jobs=_int_or_default(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
-        accounting=parse_limits(*accounting) if accounting else AccountingLimits(),
-        **_partition_fields({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
-    )
+    return cluster_limits_from_inventory(discover_inventory(client, with_usage=False))
 
 
 def cluster_limits_from_inventory(inventory: Inventory) -> ClusterLimits:
@@ -306,18 +257,12 @@ def cluster_limits_from_inventory(inventory: Inventory) -> ClusterLimits:
     accounting = inventory.limits if inventory.enforces_limits else None
     return ClusterLimits(
         cluster=inventory.cluster,
+        max_array_size=inventory.max_array_size,
+        max_jobs=inventory.max_jobs,
         accounting=accounting or AccountingLimits(),
-        **_partition_fields(inventory.partitions, inventory.slurm_version),
+        partitions=inventory.partitions,
+        slurm_version=inventory.slurm_version,
     )
-
-
-def _partition_fields(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
-    """Return the fields of :class:`ClusterLimits` that come from the rules of partitions."""
-    return {
-        "partition_qos": {name: p.qos for name, p in partitions.items() if p.qos},
-        "default_partition": default_partition(partitions) or "",
-        "access": {name: partition_access(p, version) for name, p in partitions.items()},
-    }
 
 
 def is_queue_full(refusal: str) -> bool:
@@ -423,18 +368,6 @@ def _shared_limits(
             yield SharedLimit(level.owner, key, resource, level.max_tres_all_jobs[resource]), amount
 
 
-def _array_size(settings: Mapping[str, str]) -> int:
-    """Return the maximum number of elements of an array."""
-    # MaxArraySize is one more than the largest index.
-    max_size = _int_or_default(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
-    for word in settings.get("SchedulerParameters", "").split(","):
-        key, _, value = word.partition("=")
-        if key == "max_array_tasks":
-            max_size = min(max_size, _int_or_default(value, max_size))
-    # MaxArraySize=0 disables arrays; a single job is not an array.
-    return max(max_size, 1)
-
-
 def _requested_amounts(resources: JobResources) -> Iterator[tuple[str, str, int]]:
     """Yield the total resources of a job: Slurm's name, the plan's key, the amount."""
     yield "node", "nodes", resources.nodes
@@ -448,11 +381,9 @@ def _requested_amounts(resources: JobResources) -> Iterator[tuple[str, str, int]
             yield f"gres/gpu:{resources.gpu_type}", "gpus", gpus
 
 
-def _int_or_default(text: str, default: int) -> int:
-    return int(text) if text.isdigit() else default
-
-
-def check_resources(resources: JobResources, partitions: Mapping[str, Partition], key: str) -> None:
+def check_resources(
+    resources: JobResources, partitions: Mapping[str, PartitionInventory], key: str
+) -> None:
     """Check that a partition, or each of a list (``a100,h100``), has the resources of a job.
 
     Args:
@@ -468,8 +399,8 @@ def check_resources(resources: JobResources, partitions: Mapping[str, Partition]
 
 
 def _named_partitions(
-    names: str | None, partitions: Mapping[str, Partition], prefix: str
-) -> Iterator[Partition]:
+    names: str | None, partitions: Mapping[str, PartitionInventory], prefix: str
+) -> Iterator[PartitionInventory]:
     if names is None:
         names = default_partition(partitions)
         if names is None:
@@ -485,23 +416,23 @@ def _named_partitions(
         yield partitions[name]
 
 
-def _check_partition(resources: JobResources, partition: Partition, prefix: str) -> None:
+def _check_partition(resources: JobResources, partition: PartitionInventory, prefix: str) -> None:
     label = f"partition {partition.name!r}"
     if not partition.is_available:
         raise PlanError(
-            f"{prefix}.partition: {label} is {partition.state} and starts no jobs; choose "
-            "another, or ask when it will be up"
+            f"{prefix}.partition: {label} is not up and starts no jobs; choose another, or ask "
+            "when it will be up"
         )
     if resources.nodes > partition.nodes:
         raise PlanError(
             f"{prefix}.nodes: {resources.nodes} requested, {label} has {partition.nodes}"
         )
-    if partition.max_nodes is not None and resources.nodes > partition.max_nodes:
+    if partition.max_nodes_per_job is not None and resources.nodes > partition.max_nodes_per_job:
         raise PlanError(
             f"{prefix}.nodes: {resources.nodes} requested, {label} allows a job "
-            f"{partition.max_nodes} (MaxNodes); lower it or choose another partition"
+            f"{partition.max_nodes_per_job} (MaxNodes); lower it or choose another partition"
         )
-    _check_nodes(resources, partition.node_types, prefix, label)
+    _check_nodes(resources, partition.groups, prefix, label)
     limit = partition.time_limit_min
     if resources.time_limit_min and limit is not None and resources.time_limit_min > limit:
         raise PlanError(
@@ -512,42 +443,42 @@ def _check_partition(resources: JobResources, partition: Partition, prefix: str)
 
 
 def _check_nodes(
-    resources: JobResources, node_types: Sequence[NodeType], prefix: str, label: str
+    resources: JobResources, groups: Sequence[NodeGroup], prefix: str, label: str
 ) -> None:
     """Check that enough nodes have all the resources that are requested per node."""
     gpus, gpu_type = resources.gpus_per_node, resources.gpu_type
     cpus, mem_mb = resources.cpus_per_task * resources.tasks_per_node, resources.mem_mb or 0
     if gpus:
-        gpu_types = {name: 0 for node_type in node_types for name in node_type.gpus}
+        gpu_types = {name: 0 for group in groups for name in group.gpus}
         if not gpu_types:
             raise PlanError(f"{prefix}.gpus: {label} has no GPUs")
         if gpu_type is not None and gpu_type not in gpu_types:
             hint = did_you_mean(gpu_type, gpu_types)
             raise PlanError(f"{prefix}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
-    suitable = list(node_types)
+    suitable = list(groups)
     for key, requested, per_node in (
-        ("gpus", gpus, lambda node_type: _gpus(node_type, gpu_type)),
-        ("cpus", cpus, lambda node_type: node_type.cpus or math.inf),
-        ("mem_mb", mem_mb, lambda node_type: node_type.mem_mb or math.inf),
+        ("gpus", gpus, lambda group: _gpus(group, gpu_type)),
+        ("cpus", cpus, lambda group: group.cpus_per_node or math.inf),
+        ("mem_mb", mem_mb, lambda group: group.mem_mb_per_node or math.inf),
     ):
-        maximum = max(map(per_node, node_types), default=math.inf)
+        maximum = max(map(per_node, groups), default=math.inf)
         if requested > maximum:
             raise PlanError(
                 f"{prefix}.{key}: {requested} requested, nodes of {label} have {maximum}"
             )
-        suitable = [node_type for node_type in suitable if requested <= per_node(node_type)]
-    num_suitable = sum(node_type.count for node_type in suitable)
+        suitable = [group for group in suitable if requested <= per_node(group)]
+    num_suitable = sum(group.count for group in suitable)
     if resources.nodes > num_suitable:
         per_node_texts = [f"{gpus} {gpu_type or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]
         per_node_texts += [f"{mem_mb} MiB"] * bool(mem_mb)
-        node_texts = "; ".join(f"{node_type.count} with {node_type}" for node_type in node_types)
+        node_texts = "; ".join(f"{group.count} with {group.description}" for group in groups)
         raise PlanError(
             f"{prefix}.nodes: {resources.nodes} requested with {', '.join(per_node_texts)} on "
             f"each, {label} has {num_suitable} such nodes ({node_texts})"
         )
 
 
-def _gpus(node_type: NodeType, gpu_type: str | None) -> int:
+def _gpus(group: NodeGroup, gpu_type: str | None) -> int:
     """Return the GPUs per node; without a type, GPUs of all types count."""
-    gpus = node_type.gpus
+    gpus = group.gpus
     return sum(gpus.values()) if gpu_type is None else gpus.get(gpu_type, 0)

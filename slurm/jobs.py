@@ -24,7 +24,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 JOB_FILE = "job.json"
 """Job file: a file beside the output of a submitted job, with its Slurm id, name, key and tag."""
@@ -318,16 +317,6 @@ def diagnose_pending(reason: str, job_id: str) -> PendingProblem | None:
         advice = f"Slurm could not start it and holds it; read its logs, then {_RELEASE}"
         return PendingProblem(reason_code, advice.format(id=job_id), is_on_hold=True)
     return None
-
-
-class _MayBeDefault(Protocol):
-    @property
-    def is_default(self) -> bool: ...
-
-
-def default_partition(partitions: Mapping[str, _MayBeDefault]) -> str | None:
-    """Return the name of the partition that jobs use by default; None if there is none."""
-    return next((name for name, partition in partitions.items() if partition.is_default), None)
 
 
 def partition_names(text: str) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
@@ -30,17 +30,10 @@ from slurm.jobs import (
     parse_job_state,
 )
 
-# -e prints a line for each node type; without it, one line has the minimum CPUs and memory.
-SINFO_PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
 # -r prints a line for each element of a pending array. The reason is last because it is free text.
 SQUEUE_JOBS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
 SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 SACCT_JOBS = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
-_PARTITION_LINE = re.compile(
-    r"[^|\s]+\|[^|\s]+\|\d+\|\d+\+?\|\d+\+?\|[^|]*\|(?:up|down|drain|inact)(?:\|.*)?"
-)
-"""A line of sinfo's answer to :data:`SINFO_PARTITIONS`. All parsers of Slurm's output skip other
-lines, which a site may print."""
 _JOB_STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
 _EXIT_CODE = re.compile(r"(\d+):\d+")
 # sinfo's -o never truncates a value; -O does at its column widths.
@@ -76,56 +69,6 @@ class QueuedJob(JobStatus):
     qos: str = ""
 
 
-@dataclass(frozen=True)
-class NodeType:
-    """Nodes of a partition with the same hardware; 0 stands for an unknown number."""
-
-    count: int
-    cpus: int
-    """CPUs per node; memory and GPUs are per node too."""
-    mem_mb: int
-    gpus: Mapping[str, int] = field(default_factory=dict)
-    """Number of GPUs by type."""
-
-    def __str__(self) -> str:
-        gpus = [f"{count} {gpu_type or 'GPUs'}" for gpu_type, count in self.gpus.items()]
-        return ", ".join([*gpus, f"{self.cpus} CPUs", f"{self.mem_mb} MiB"])
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The limits, state and node types of a partition."""
-
-    name: str
-    time_limit_min: int | None
-    """Maximum wall time in minutes; None: unlimited."""
-    node_types: tuple[NodeType, ...]
-    max_nodes: int | None = None
-    """Maximum nodes of one job; None: unlimited."""
-    is_default: bool = False
-    state: str = "up"
-    """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (down and drain)."""
-
-    @property
-    def is_available(self) -> bool:
-        """True if jobs may be submitted and may start."""
-        return self.state == "up"
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes of all types."""
-        return sum(node_type.count for node_type in self.node_types)
-
-    @property
-    def gpus(self) -> dict[str, int]:
-        """The maximum number of GPUs per node, by GPU type."""
-        gpus: dict[str, int] = {}
-        for node_type in self.node_types:
-            for gpu_type, count in node_type.gpus.items():
-                gpus[gpu_type] = max(gpus.get(gpu_type, 0), count)
-        return gpus
-
-
 class PartitionNode(NamedTuple):
     """A node as a member of one partition."""
 
@@ -146,27 +89,6 @@ class PendingDemand(NamedTuple):
 
     jobs: int
     gpus: int
-
-
-def parse_partitions(text: str) -> dict[str, Partition]:
-    """Parse sinfo's answer to :data:`SINFO_PARTITIONS`, which has a line for each node type."""
-    partitions: dict[str, Partition] = {}
-    for line in text.splitlines():
-        if not _PARTITION_LINE.fullmatch(line.strip()):
-            continue
-        name, limit, nodes, cpus, memory, gres, state, *sizes = line.strip().split("|")[:8]
-        previous = partitions.get(name.rstrip("*"))
-        node_type = NodeType(_to_int(nodes), _to_int(cpus), _to_int(memory), parse_gpus(gres))
-        partitions[name.rstrip("*")] = Partition(
-            name=name.rstrip("*"),
-            time_limit_min=parse_minutes(limit),
-            node_types=(*(previous.node_types if previous else ()), node_type),
-            # Minimum and maximum nodes of a job: 1-infinite, 1-4, or 2 if they are equal.
-            max_nodes=_int_or_none(sizes[0].rpartition("-")[2]) if sizes else None,
-            is_default=name.endswith("*"),
-            state=state,
-        )
-    return partitions
 
 
 def parse_nodes(text: str) -> list[PartitionNode]:

@@ -12,25 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify_output
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import OptimizerSection, RunConfig
+from rlinf.config import NamedComponent, OptimizerSection, RunConfig
 from rlinf.device_memory import GIB, DeviceMemoryManager, Offloadable
-from rlinf.engines import engines
 from rlinf.engines.base import Engine
-from rlinf.envs import environments
 from rlinf.envs.base import Environment
 from rlinf.errors import ArtifactError
-from rlinf.models import policies
 from rlinf.models.base import local_device
-from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward, RewardResources
-from rlinf.trainers import trainers
 from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.flow import flow_of
+from stages.identity import CLASS_REGISTRIES
 from stages.layout import REWARD_CACHE_FOLDER, stage_folder
 from stages.live_store import evict_oldest
 from stages.worker_state import LoadedActor, LoadedTrainer
@@ -43,43 +38,49 @@ WEIGHTS = "weights"
 """The folder of a policy in an output, and the name of its tensors in memory."""
 
 
+def component_class(config: RunConfig, section: str) -> tuple[Any, Any]:
+    """Return the class of the component that a section chooses, and its validated options.
+
+    Args:
+        section: a key of :data:`stages.identity.CLASS_REGISTRIES`.
+
+    Raises:
+        ConfigError: there is no such component, or an option is invalid.
+    """
+    chosen: NamedComponent = getattr(config, section)
+    cls = CLASS_REGISTRIES[section].get(chosen.name)
+    return cls, chosen.validate_options(cls.Config, section)
+
+
 def policy_class(config: RunConfig) -> tuple[Any, Any]:
-    """Return the policy class and its validated options."""
-    cls = policies.get(config.model.name)
-    return cls, config.model.validate_options(cls.Config, "model")
+    return component_class(config, "model")
 
 
 def environment_class(config: RunConfig) -> tuple[Any, Any]:
-    """Return the environment class and its validated options."""
-    cls = environments.get(config.task.name)
-    return cls, config.task.validate_options(cls.Config, "task")
-
-
-def create_algorithm(config: RunConfig) -> Algorithm:
-    cls = algorithms.get(config.algorithm.name)
-    algorithm: Algorithm = cls(config.algorithm.validate_options(cls.Config, "algorithm"))
-    return algorithm
+    return component_class(config, "task")
 
 
 def reward_class(config: RunConfig) -> tuple[Any, Any]:
-    """Return the reward class and its validated options."""
-    cls = rewards.get(config.reward.name)
-    return cls, config.reward.validate_options(cls.Config, "reward")
+    return component_class(config, "reward")
+
+
+def create_algorithm(config: RunConfig) -> Algorithm:
+    cls, options = component_class(config, "algorithm")
+    algorithm: Algorithm = cls(options)
+    return algorithm
 
 
 def weight_sync_dtype(config: RunConfig) -> torch.dtype | None:
     """Return the dtype to which float32 weights are cast for engines; None: no cast."""
-    cls = engines.get(config.engine.name)
-    dtype: torch.dtype | None = cls.weight_dtype(
-        config.engine.validate_options(cls.Config, "engine")
-    )
+    cls, options = component_class(config, "engine")
+    dtype: torch.dtype | None = cls.weight_dtype(options)
     return dtype
 
 
 def engine_max_batch(config: RunConfig) -> int | None:
     """Return the maximum number of samples that a process decodes at once; None: no limit."""
-    cls = engines.get(config.engine.name)
-    max_batch: int | None = cls.max_batch(config.engine.validate_options(cls.Config, "engine"))
+    cls, options = component_class(config, "engine")
+    max_batch: int | None = cls.max_batch(options)
     return max_batch
 
 
@@ -159,11 +160,8 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
         from rlinf import mkl_warmup
 
         mkl_warmup.warm_up()
-        cls = engines.get(ctx.config.engine.name)
-        policy_cls, options = policy_class(ctx.config)
-        engine: Engine = cls(
-            ctx.config.engine.validate_options(cls.Config, "engine"), policy_cls, options
-        )
+        cls, engine_options = component_class(ctx.config, "engine")
+        engine: Engine = cls(engine_options, *policy_class(ctx.config))
         engine.log_folder = ctx.run_folder / "logs" / "engine"
         engine.required_context = required_context(ctx.config)
         ctx.worker_state.engine = engine
@@ -343,14 +341,11 @@ def create_trainer(
     ctx: StageContext, folder: Path, optimizer: OptimizerSection | None = None
 ) -> Trainer:
     """Create a trainer for the policy in ``folder`` with a fresh optimizer."""
-    cls = trainers.get(ctx.config.trainer.name)
+    cls, trainer_options = component_class(ctx.config, "trainer")
     policy_cls, options = policy_class(ctx.config)
     load = policy_cls.meta_from_folder if loads_sharded(ctx) else policy_cls.load
     trainer: Trainer = cls(
-        load(folder, options),
-        ctx.config.trainer.validate_options(cls.Config, "trainer"),
-        optimizer or ctx.config.optimizer,
-        ctx.world,
+        load(folder, options), trainer_options, optimizer or ctx.config.optimizer, ctx.world
     )
     return trainer
 

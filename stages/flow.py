@@ -14,7 +14,14 @@ from typing import Literal
 
 from rlinf.config import RunConfig
 from rlinf.data.episodes import OPEN_EPISODES
-from rlinf.registry import NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY, Registry
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.registry import (
+    NO_ROLLOUTS,
+    REPLAY_ALGORITHM,
+    TRANSITION_REPLAY,
+    Registry,
+    import_user_attribute,
+)
 
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
@@ -385,6 +392,70 @@ def flow_of(config: RunConfig) -> Flow:
     if not (resamples or carries_over):
         return get_flow(config.flow)
     return _build_flow(config.flow, resamples, carries_over)
+
+
+def check_flow(flow: Flow, key: str) -> None:
+    """Check that each stage has a module with ``run``, and that its inputs exist when it runs.
+
+    Args:
+        key: configuration key of the flow, for error messages.
+
+    Raises:
+        ConfigError: the flow is invalid; the message names the stage.
+    """
+    if not flow.stages or not flow.setup_stages:
+        raise ConfigError(
+            f"{key}: a flow needs stages, and a setup stage that creates the initial weights"
+        )
+    earlier = set(flow.setup_stages)
+    for name, stage in flow.all_stages.items():
+        label = f"{key}: stage {name}"
+        for entry in stage.inputs.values():
+            for source in filter(None, (entry.stage, entry.initial)):
+                if source not in flow.all_stages:
+                    hint = did_you_mean(source, flow.all_stages)
+                    raise ConfigError(
+                        f"{label} reads {source!r}, which is not a stage of the flow{hint}"
+                    )
+            if not entry.lag and entry.stage not in earlier and not entry.stale:
+                raise ConfigError(f"{label} reads {entry.stage}, which comes later; put it first")
+        for section in stage.config_sections:
+            if section not in RunConfig.model_fields:
+                hint = did_you_mean(section, RunConfig.model_fields)
+                raise ConfigError(f"{label} has no such section: {section!r}{hint}")
+        import_user_attribute(flow.module_of(name), "run", label)
+        earlier.add(name)
+
+
+def check_rollouts(config: RunConfig) -> None:
+    """Check that the flow has a rollout that resamples groups or continues episodes, if configured.
+
+    Raises:
+        ConfigError: it has none, or episodes cannot continue with the other settings.
+    """
+    flow, resamples = flow_of(config), config.rollout.max_resamples is not None
+    if resamples and DYNAMIC_SAMPLING_MODULE not in map(flow.module_of, flow.stages):
+        raise ConfigError(
+            f"rollout.max_resamples: flow {config.flow!r} has no rollout that can resample groups; "
+            "choose flow=on_policy, or leave it out"
+        )
+    if not carries_over_episodes(config):
+        return
+    if resamples:
+        raise ConfigError(
+            "task.carry_over_episodes: a rollout that resamples groups cannot continue episodes; "
+            "leave rollout.max_resamples out, or set task.carry_over_episodes=false"
+        )
+    if not any(OPEN_EPISODES in stage.inputs for stage in flow.stages.values()):
+        raise ConfigError(
+            f"task.carry_over_episodes: flow={config.flow} does not read the previous rollout; "
+            "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
+        )
+    if config.rollout.group_size > 1:
+        raise ConfigError(
+            "task.carry_over_episodes: the samples of a group would start alike only in the "
+            "first iteration; set rollout.group_size=1, or task.carry_over_episodes=false"
+        )
 
 
 @lru_cache

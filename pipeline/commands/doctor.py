@@ -28,7 +28,8 @@ from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requir
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.interpreters import missing_modules, resolve_interpreter
 from slurm.client import SlurmClient, command_environment
-from slurm.records import Partition
+from slurm.discovery import discover_partitions
+from slurm.inventory import PartitionInventory
 from stages.factory import environment_class
 
 
@@ -84,7 +85,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
     is_writable = yield from check_storage(folder)
     client = SlurmClient()
     try:
-        version, partitions = client.version(), client.partitions()
+        version, partitions = client.version(), discover_partitions(client)
     except RlinfError as error:
         yield Finding("warn", "slurm", f"{error}")
         return
@@ -136,7 +137,7 @@ def check_storage(folder: Path) -> Generator[Finding, None, bool]:
     return True
 
 
-def describe_partition(partition: Partition) -> Finding:
+def describe_partition(partition: PartitionInventory) -> Finding:
     """Return one line that describes a partition."""
     gpus = ", ".join(f"{count} x {kind or 'gpu'}" for kind, count in partition.gpus.items())
     limit = "unlimited" if partition.time_limit_min is None else f"{partition.time_limit_min} min"
@@ -144,7 +145,7 @@ def describe_partition(partition: Partition) -> Finding:
     return Finding("ok" if partition.is_available else "warn", f"partition {partition.name}", text)
 
 
-def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Finding]:
+def check_nodes(folder: Path, partitions: dict[str, PartitionInventory]) -> Iterator[Finding]:
     """Run a short job per partition, which checks shared folder, visibility of renames and Python
     version."""
     for name, partition in partitions.items():

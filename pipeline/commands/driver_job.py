@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from launchers.launcher import JobSpec
-from launchers.sbatch import batch_script, new_tag, restarting_script, submit_restarting, with_tag
+from launchers.sbatch import batch_script, new_tag, restarting_script, submit_restarting
 from launchers.submission_queue import write_submitted_job
 from pipeline.commands.experiment import (
     cluster_config,
@@ -48,9 +48,10 @@ from rlinf import process_tuning
 from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError, PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import SlurmClient
-from slurm.job_limits import check_resources, read_cluster_limits
-from slurm.jobs import JOB_FILE, JobResources, default_partition, partition_names
-from slurm.records import Partition
+from slurm.discovery import discover_inventory
+from slurm.inventory import PartitionInventory, default_partition
+from slurm.job_limits import check_resources, cluster_limits_from_inventory
+from slurm.jobs import JOB_FILE, JobResources, partition_names
 from slurm.sbatch_options import check_log_folder, portable_options
 from slurm.site import PartitionSettings, load_site
 from stages.layout import CONFIG_FILE, DRIVER_JOB_FOLDER, PLAN_FILE
@@ -79,7 +80,8 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
             to the plan's jobs.
         SlurmError: Slurm is not installed or does not answer.
     """
-    settings, partitions = cluster.driver, client.partitions()
+    settings, inventory = cluster.driver, discover_inventory(client, with_usage=False)
+    partitions = inventory.partitions
     # Set the default partition explicitly, because the site file may have settings for it.
     partition = settings.partition or default_partition(partitions)
     stage_plan = StagePlan(
@@ -89,7 +91,7 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
     )
     resources = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
-    cluster_limits = read_cluster_limits(client)
+    cluster_limits = cluster_limits_from_inventory(inventory)
     max_minutes = cluster_limits.max_minutes(resources) if settings.time_limit_min is None else None
     if max_minutes is not None and resources.time_limit_min is not None:
         resources = replace(resources, time_limit_min=min(resources.time_limit_min, max_minutes[0]))
@@ -104,7 +106,7 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
 
 
 def _without_large_job_settings(
-    resources: JobResources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
+    resources: JobResources, cluster: ClusterConfig, partitions: Mapping[str, PartitionInventory]
 ) -> JobResources:
     """Return the resources without settings of the site file that are for larger jobs.
 
@@ -127,7 +129,9 @@ def _without_large_job_settings(
     )
 
 
-def _default_time_limit_min(partition: str | None, partitions: dict[str, Partition]) -> int:
+def _default_time_limit_min(
+    partition: str | None, partitions: dict[str, PartitionInventory]
+) -> int:
     """Return one day, or the lowest limit of the partitions in ``partition`` if that is less."""
     names = partition_names(partition or "")
     candidates = [p for p in partitions.values() if p.name in names]
@@ -147,7 +151,7 @@ def submit_driver_job(job: JobSpec) -> str:
     tag = new_tag()
     write_submitted_job(job, tag=tag)
     try:
-        job_id = submit_restarting(with_tag(job, tag))
+        job_id = submit_restarting(job, tag)
     except SlurmUnresponsiveError:
         raise  # the job may be queued; it is found by its tag
     except SlurmError:

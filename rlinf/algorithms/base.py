@@ -10,9 +10,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlinf.algorithms.learner import Learner
-from rlinf.config import Section
+from rlinf.config import RunConfig, Section
 from rlinf.data.batch import TrainingSample
-from rlinf.registry import SAMPLE_GROUPS, VALUE_ESTIMATES, Component
+from rlinf.errors import ConfigError
+from rlinf.registry import (
+    SAMPLE_GROUPS,
+    TRANSITION_REPLAY,
+    TURN_REWARDS,
+    TURNS,
+    VALUE_ESTIMATES,
+    Component,
+    RunComponents,
+)
 
 
 class Algorithm(Component, ABC):
@@ -65,17 +74,48 @@ class Algorithm(Component, ABC):
         whole batch has arrived."""
         return False
 
-    def check(self, model: Any) -> None:
-        """Check, before a run begins, that the algorithm can train the configured policy.
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        algorithm, config, name = cls(options), run.config, run.config.algorithm.name
+        algorithm._check_batch(config)
+        if algorithm.needs_turns:
+            _check_turns(run)
+        if TRANSITION_REPLAY in cls.requires and not run.classes["trainer"].supports_batches:
+            raise ConfigError(
+                f"trainer.name: {config.trainer.name!r} does not support batches of transitions; "
+                "set trainer=fsdp"
+            )
+        needs_values = VALUE_ESTIMATES in cls.requires
+        if getattr(run.options["model"], "value_level", "chunk") == "action" and not needs_values:
+            raise ConfigError(
+                "model.value_level: action needs an algorithm with values (ppo, async_ppo), but "
+                f"{name!r} has none; set it to chunk"
+            )
+        if getattr(run.options["trainer"], "lora", None) is not None and needs_values:
+            raise ConfigError(
+                f"trainer.lora: adapters do not train the value head, but {name!r} needs a trained "
+                "one; set trainer.lora=null, or choose an algorithm without values"
+            )
 
-        Args:
-            model: the policy's options (section ``model``), of any class.
-
-        Raises:
-            ConfigError: the algorithm cannot train it; the message names the key of ``model``.
-            DataError: a data file that the algorithm reads is missing or malformed.
-        """
-        return None
+    def _check_batch(self, config: RunConfig) -> None:
+        """Check that the batch splits into minibatches, and that resampling has an effect."""
+        rollout = config.rollout
+        samples = rollout.batch_size * rollout.group_size
+        if samples % self.minibatches:
+            raise ConfigError(
+                f"algorithm.minibatches: {samples} samples (rollout.batch_size "
+                f"{rollout.batch_size} x rollout.group_size {rollout.group_size}) cannot be split "
+                f"into {self.minibatches} equal minibatches"
+            )
+        # Groups of two samples with equal scores, both ordinary and extreme ones.
+        scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
+        if rollout.max_resamples is not None and self.select_samples(scores, groups).all():
+            raise ConfigError(
+                f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
+                "samples all scored the same, so that nothing would be resampled; set "
+                "algorithm=dapo, or algorithm.filter_zero_variance_groups=true with an algorithm "
+                "of groups, or leave rollout.max_resamples out"
+            )
 
     @property
     def replay_capacity(self) -> int:
@@ -107,3 +147,19 @@ class Algorithm(Component, ABC):
         Args:
             parts: parts of the batch, in the order of arrival. ``next`` waits for the next part.
         """
+
+
+def _check_turns(run: RunComponents) -> None:
+    """Check that the task has turns, and that the reward gives one value for each."""
+    if TURNS not in run.provided:
+        raise ConfigError(
+            f"algorithm.advantage_level: turn is for dialogues, but task {run.config.task.name!r} "
+            "has no turns; set it to trajectory"
+        )
+    if TURN_REWARDS not in run.provided:
+        raise ConfigError(
+            f"algorithm.advantage_level: turn needs a reward per turn, but reward "
+            f"{run.config.reward.name!r} gives one number for a whole dialogue; set "
+            "reward=environment, which uses the task's reward of each message, or "
+            "algorithm.advantage_level=trajectory"
+        )

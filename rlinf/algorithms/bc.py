@@ -19,7 +19,13 @@ from rlinf.algorithms.off_policy import check_transitions, require_model_option,
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample
 from rlinf.models.base import Batch
-from rlinf.registry import IMITATION_LOSS, NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY
+from rlinf.registry import (
+    IMITATION_LOSS,
+    NO_ROLLOUTS,
+    REPLAY_ALGORITHM,
+    TRANSITION_REPLAY,
+    RunComponents,
+)
 from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 
@@ -44,9 +50,13 @@ class BC(Algorithm):
     requires = frozenset({IMITATION_LOSS, TRANSITION_REPLAY, NO_ROLLOUTS})
     provides = frozenset({REPLAY_ALGORITHM})
 
-    def check(self, model: Any) -> None:
-        require_model_option(model, "normalize_observations", False, "bc updates no statistics")
-        offline_data.check_offline_data(self.config.offline_data)
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        require_model_option(
+            run.options["model"], "normalize_observations", False, "bc updates no statistics"
+        )
+        offline_data.check_offline_data(options.offline_data)
 
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
         learner.run_steps(self._batches(learner), self.loss)

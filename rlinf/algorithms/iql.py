@@ -17,6 +17,7 @@ from rlinf.algorithms.losses import (
 from rlinf.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyConfig, require_model_option
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch
+from rlinf.registry import RunComponents
 from rlinf.trainers.base import Loss
 
 
@@ -46,15 +47,17 @@ class IQL(OffPolicyAlgorithm):
     def critic_groups(self) -> tuple[str, ...]:
         return ("critic", "value")
 
-    def check(self, model: Any) -> None:
-        super().check(model)
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        model = run.options["model"]
         require_model_option(model, "use_target_critics", True, "IQL needs target networks")
         require_model_option(model, "use_state_value", True, "IQL learns the value of states")
         if getattr(model, "critic_norm", "none") == "batch_renorm":
             require_model_option(
                 model, "critic_norm", "none", "target networks have no batch statistics"
             )
-        if self.config.offline_data is None:
+        if options.offline_data is None:
             raise ConfigError(
                 "algorithm.offline_data: IQL learns from an existing dataset; name a file of "
                 "transitions"

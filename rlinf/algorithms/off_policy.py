@@ -26,7 +26,14 @@ from rlinf.data.transitions import (
 )
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch
-from rlinf.registry import ACTION_VALUES, REPLAY_ALGORITHM, TRANSITION_REPLAY
+from rlinf.registry import (
+    ACTION_VALUES,
+    NO_ROLLOUTS,
+    REPLAY_ALGORITHM,
+    STEP_REWARDS,
+    TRANSITION_REPLAY,
+    RunComponents,
+)
 from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 
@@ -99,14 +106,34 @@ class OffPolicyAlgorithm(Algorithm):
         """Parameter groups that learn at steps in which the policy does not."""
         return ("critic",)
 
-    def check(self, model: Any) -> None:
-        if self.config.offline_ratio and self.config.offline_data is None:
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        if options.gradient_steps is None and NO_ROLLOUTS in run.provided:
             raise ConfigError(
-                f"algorithm.offline_ratio: {self.config.offline_ratio} of each batch comes from "
+                "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
+                f"flow={run.config.flow} collects none; set the number per iteration"
+            )
+        if options.offline_data and STEP_REWARDS not in run.classes["reward"].requires:
+            raise ConfigError(
+                "algorithm.offline_data: prior transitions have the rewards of the simulator, "
+                f"but new ones would have those of reward={run.config.reward.name}, so values "
+                "would mix both; set reward=environment (reward.scale multiplies both), or leave "
+                "algorithm.offline_data out"
+            )
+        dtype = getattr(run.options["trainer"], "param_dtype", "float32")
+        if dtype != "float32":
+            raise ConfigError(
+                f"trainer.param_dtype: the critics of {run.config.algorithm.name!r} compute in "
+                f"float32, not in {dtype}; set trainer.param_dtype=float32"
+            )
+        if options.offline_ratio and options.offline_data is None:
+            raise ConfigError(
+                f"algorithm.offline_ratio: {options.offline_ratio} of each batch comes from "
                 "offline transitions; set algorithm.offline_data"
             )
-        if self.config.offline_data is not None:
-            offline_data.check_offline_data(self.config.offline_data)
+        if options.offline_data is not None:
+            offline_data.check_offline_data(options.offline_data)
 
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
         config = self.config

@@ -20,7 +20,7 @@ from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfi
 from rlinf.data.batch import StepBatch
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs
-from rlinf.registry import STALE_ROLLOUTS, VALUE_ESTIMATES
+from rlinf.registry import STALE_ROLLOUTS, VALUE_ESTIMATES, RunComponents
 from rlinf.trainers.base import Loss
 
 
@@ -51,9 +51,11 @@ class PPO(PolicyGradient):
     def trainable_groups(self, iteration: int) -> tuple[str, ...] | None:
         return ("value",) if iteration < self.config.critic_warmup else None
 
-    def check(self, model: Any) -> None:
-        has_action_values = getattr(model, "value_level", "chunk") == "action"
-        if has_action_values and self.config.logprob_level == "chunk":
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        has_action_values = getattr(run.options["model"], "value_level", "chunk") == "action"
+        if has_action_values and options.logprob_level == "chunk":
             raise ConfigError(
                 "model.value_level: action gives each action of a chunk an advantage of its own, "
                 "and algorithm.logprob_level=chunk has one ratio for all of them; set "

@@ -20,6 +20,7 @@ from rlinf.algorithms.losses import (
 from rlinf.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyConfig, require_model_option
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch
+from rlinf.registry import RunComponents
 from rlinf.trainers.base import Loss
 
 
@@ -41,10 +42,16 @@ class SAC(OffPolicyAlgorithm):
     Config = SACConfig
     config: SACConfig
 
-    def check(self, model: Any) -> None:
-        super().check(model)
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        cls.check_critics(run.options["model"])
+
+    @classmethod
+    def check_critics(cls, model: Any) -> None:
+        """Check that the critics of the policy, whose options are ``model``, suit the targets."""
         require_model_option(
-            model, "use_target_critics", True, f"{type(self).__name__} needs target networks"
+            model, "use_target_critics", True, f"{cls.__name__} needs target networks"
         )
         if getattr(model, "critic_norm", "none") == "batch_renorm":
             require_model_option(
@@ -108,8 +115,8 @@ class CrossQ(SAC):
     include both (section 4).
     """
 
-    def check(self, model: Any) -> None:
-        OffPolicyAlgorithm.check(self, model)
+    @classmethod
+    def check_critics(cls, model: Any) -> None:
         require_model_option(model, "use_target_critics", False, "CrossQ has no target networks")
         why = "CrossQ's critics normalise by the batch"
         require_model_option(model, "critic_norm", "batch_renorm", why)
@@ -151,20 +158,22 @@ class RLPD(SAC):
         super().__init__(config)
         self.critic_subsample_size = config.critic_subsample_size
 
-    def check(self, model: Any) -> None:
-        super().check(model)
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        model = run.options["model"]
         require_model_option(
             model, "critic_norm", "layer", "RLPD's critics have layer normalisation"
         )
-        if self.config.offline_data is None:
+        if options.offline_data is None:
             raise ConfigError(
                 "algorithm.offline_data: RLPD learns from offline transitions too; name a file "
                 "of them, or choose algorithm=sac"
             )
-        if self.config.critic_subsample_size > getattr(
-            model, "num_critics", self.config.critic_subsample_size
+        if options.critic_subsample_size > getattr(
+            model, "num_critics", options.critic_subsample_size
         ):
             raise ConfigError(
-                f"algorithm.critic_subsample_size: {self.config.critic_subsample_size} of "
+                f"algorithm.critic_subsample_size: {options.critic_subsample_size} of "
                 f"{model.num_critics} critics; lower it or raise model.num_critics"
             )

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
-from rlinf.config import Section
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import SamplingSection, Section
 from rlinf.data.record import Record
 from rlinf.device_memory import MemorySize
-from rlinf.errors import DataError
-from rlinf.registry import Component
+from rlinf.errors import ConfigError, DataError
+from rlinf.models.base import ModelHolder
+from rlinf.registry import LANGUAGE_MODEL, RunComponents
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class RolloutHooks:
 NO_HOOKS = RolloutHooks()
 
 
-class Engine(Component, ABC):
+class Engine(ModelHolder, ABC):
     """An inference engine: it answers requests with the loaded weights of a policy.
 
     If the hooks report newer weights, generation continues with them. The random numbers of a
@@ -155,9 +156,6 @@ class Engine(Component, ABC):
     """
 
     Config: ClassVar[type[Section]] = Section
-    supported_layouts: ClassVar[frozenset[str]] = frozenset()
-    """The kinds of model parallelism that the engine supports, as field names of
-    :class:`rlinf.channels.process_group.ParallelLayout`."""
     world: ProcessGroupInfo = ProcessGroupInfo()
     """The process group of the stage, set before the first load. All ranks of a model replica load
     the same weights. The primary rank serves the requests; the others call :meth:`run_follower`."""
@@ -175,6 +173,17 @@ class Engine(Component, ABC):
         """Store the configuration. Nothing is started before :meth:`load`."""
 
     @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        for key in ("rollout", "evaluate"):
+            sampling: SamplingSection | None = getattr(run.config, key).sampling
+            settings = [] if sampling is None else list(sampling.non_default_settings())
+            if settings and LANGUAGE_MODEL not in cls.requires:
+                raise ConfigError(
+                    f"{key}.sampling.{settings[0]}: engine {run.config.engine.name!r} samples no "
+                    "tokens; remove it"
+                )
+
+    @classmethod
     def weight_dtype(cls, config: Any) -> torch.dtype | None:
         """Return the type to which float32 weights are cast for the engine; None: no cast."""
         return None
@@ -189,33 +198,6 @@ class Engine(Component, ABC):
         """Return the interpreters of the engine's own processes: for each configuration key, the
         configured interpreter and the packages that it must have."""
         return {}
-
-    @classmethod
-    def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
-        """Check that the policy can be sharded according to a layout, without loading it.
-
-        Only engines with :attr:`supported_layouts` implement this.
-
-        Args:
-            policy: The configuration of the policy.
-            layout: The parallel layout; the engine supports all of its kinds.
-            key: The configuration key of the layout, for error messages.
-
-        Raises:
-            ConfigError: The layout does not divide the policy evenly.
-            DataError: The checkpoint cannot be read.
-        """
-
-    @classmethod
-    def check_policy(cls, config: Any, policy: Any) -> None:
-        """Check, without loading the policy, that the engine computes the same as the trainer.
-
-        Args:
-            policy: The configuration of the policy.
-
-        Raises:
-            ConfigError: The engine cannot serve this policy.
-        """
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
@@ -255,7 +237,7 @@ class Engine(Component, ABC):
     def run_follower(self, *, seed: int, stage: str) -> None:
         """Take part in one :meth:`generate` call of the primary rank until it ends.
 
-        Only engines with :attr:`supported_layouts` implement this.
+        Only engines with :attr:`parallel_dims` implement this.
         """
         raise NotImplementedError
 

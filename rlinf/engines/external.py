@@ -18,7 +18,7 @@ from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.models.hf_folder import HFFolder, read_config_json
 from rlinf.models.loading import CheckpointExporter, inspect_module
 from rlinf.models.rotary import length_scaling
-from rlinf.registry import LANGUAGE_MODEL
+from rlinf.registry import LANGUAGE_MODEL, RunComponents
 
 DEFAULT_MODEL_LEN = 4096
 """Context length for models whose config.json has no limit, because vLLM requires one."""
@@ -82,7 +82,22 @@ class ExternalEngine(Engine):
         return int(config.max_num_seqs)
 
     @classmethod
-    def check_policy(cls, config: Any, policy: Any) -> None:
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        policy = run.options["model"]
+        cls.check_rotary(options, policy)
+        check_model_len(options.max_model_len, run.classes["model"].max_model_len(policy))
+
+    @classmethod
+    def check_rotary(cls, config: Any, policy: Any) -> None:
+        """Check that the engine computes the same rotary frequencies as the trainer.
+
+        Args:
+            policy: The configuration of the policy.
+
+        Raises:
+            ConfigError: The frequencies would differ.
+        """
         path = getattr(policy, "path", None)
         scaling = None if path is None else length_scaling(read_config_json(path.expanduser()))
         if scaling is None:
@@ -183,3 +198,19 @@ class ExternalEngine(Engine):
         """Return the size of weights and KV cache on one GPU, bytes."""
         weights = sum(tensor.nbytes for tensor in self._exporter.meta_tensors.values())
         return weights // self.world.layout.tp + self.kv_cache_bytes()
+
+
+def check_model_len(max_model_len: int | None, positions: int | None) -> None:
+    """Check that the context length of the engine does not exceed the positions of the model.
+
+    Args:
+        positions: The maximum number of tokens of the model; None: no limit.
+
+    Raises:
+        ConfigError: It exceeds them, so that the engine would not start.
+    """
+    if max_model_len is not None and positions is not None and max_model_len > positions:
+        raise ConfigError(
+            f"engine.max_model_len: {max_model_len} is more than the {positions} positions of the "
+            f"model; set it to {positions} or less, or leave it out"
+        )

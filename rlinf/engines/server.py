@@ -50,6 +50,7 @@ from rlinf.models.hf_folder import (
     weight_files,
 )
 from rlinf.models.loading import text_config
+from rlinf.registry import RunComponents
 from rlinf.safetensors_io import StreamedState, save_tensors
 from rlinf.shared_memory import SHM_FOLDER, new_segment_name
 from rlinf.verified_io import copy_file
@@ -192,7 +193,7 @@ class ServerEngine(ExternalEngine):
     """An engine that sends requests to servers; subclasses adapt one kind of server each."""
 
     Config = ServerConfig
-    supported_layouts = frozenset({"tp"})
+    parallel_dims = frozenset({"tp"})
     server_module: ClassVar[str]
     """The module that the server's interpreter runs."""
     health_route: ClassVar[str] = "/health"
@@ -221,8 +222,12 @@ class ServerEngine(ExternalEngine):
         return {"server_python": (config.server_python, cls.server_packages)}
 
     @classmethod
-    def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
-        check_attention_heads(text_config(policy), layout.tp, key)
+    def check_layout(
+        cls, options: Any, run: RunComponents, layout: ParallelLayout, processes: int, key: str
+    ) -> None:
+        super().check_layout(options, run, layout, processes, key)
+        if layout.tp > 1:
+            check_attention_heads(text_config(run.options["model"]), layout.tp, key)
 
     # Implemented by subclasses.
 

@@ -20,8 +20,14 @@ from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, Scalar
 from rlinf.data.trajectory import Trajectory
-from rlinf.errors import InputError
-from rlinf.registry import Component
+from rlinf.errors import ConfigError, InputError, require_package
+from rlinf.registry import (
+    DEMONSTRATIONS,
+    EVAL_DEMONSTRATIONS,
+    SAMPLE_GROUPS,
+    Component,
+    RunComponents,
+)
 
 if TYPE_CHECKING:
     # A simulator process loads no torch.
@@ -132,6 +138,25 @@ class Environment(Component, ABC):
     Config: ClassVar[type[Section]] = Section
     supports_resume: ClassVar[bool] = False
     """Whether :meth:`simulate` continues samples that another engine started."""
+
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        _check_demonstrations(run)
+        _check_groups(run, has_equal_starts=cls.has_deterministic_reset(options))
+        config, num_tasks = run.config, cls.num_tasks(options)
+        if config.evaluate.samples % num_tasks:
+            nearest = max(config.evaluate.samples // num_tasks, 1) * num_tasks
+            raise ConfigError(
+                f"evaluate.samples: {config.evaluate.samples} cannot be divided equally among "
+                f"{num_tasks} tasks; set it to {nearest}"
+            )
+        if config.evaluate.videos:
+            if not cls.video_columns(options):
+                raise ConfigError(
+                    f"evaluate.videos: task {config.task.name!r} has no cameras; set task.video "
+                    "({CAMERA: [HEIGHT, WIDTH]}), or evaluate.videos=0"
+                )
+            require_package("av", "video", "evaluate.videos")
 
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
@@ -267,15 +292,6 @@ class Environment(Component, ABC):
         none by default."""
         return {}
 
-    @classmethod
-    def check_demonstrations(cls, config: Any) -> None:
-        """Check that a task which provides :data:`rlinf.registry.DEMONSTRATIONS` is configured to
-        have demonstrations. Called before a run with SFT begins.
-
-        Raises:
-            ConfigError: the task has no demonstrations.
-        """
-
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return ``count`` expert trajectories for update ``step`` of SFT; none by default."""
         return []
@@ -290,3 +306,27 @@ class Environment(Component, ABC):
 
     def close(self) -> None:
         """Release simulators and worker processes."""
+
+
+def _check_demonstrations(run: RunComponents) -> None:
+    """Check that the task has the demonstrations that SFT needs."""
+    sft, name = run.config.sft, run.config.task.name
+    for key, capability in (
+        ("max_steps", DEMONSTRATIONS),
+        ("eval_samples", EVAL_DEMONSTRATIONS),
+    ):
+        if getattr(sft, key) and capability not in run.provided:
+            raise ConfigError(f"sft.{key}: task {name!r} has no {capability}; set it to 0")
+
+
+def _check_groups(run: RunComponents, *, has_equal_starts: bool) -> None:
+    """Check that the samples of a group start in the same state, so that they can be compared."""
+    group_size = run.config.rollout.group_size
+    if group_size > 1 and not has_equal_starts:
+        needs_groups = SAMPLE_GROUPS in run.classes["algorithm"].requires
+        raise ConfigError(
+            f"rollout.group_size: {group_size}, but the samples of a group would start in "
+            "different states and could not be compared: in this simulator a seed does not "
+            "determine the initial state; set rollout.group_size=1"
+            + ("; algorithm=ppo needs no groups" if needs_groups else "")
+        )

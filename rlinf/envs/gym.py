@@ -56,7 +56,7 @@ from rlinf.envs.subprocess_env import (
 from rlinf.envs.vector_env import SyncVectorEnv
 from rlinf.errors import ConfigError, InputError, MissingPackageError, RlinfError, exception_line
 from rlinf.interpreters import resolve_interpreter
-from rlinf.registry import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
+from rlinf.registry import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS, RunComponents
 from rlinf.seeding import generator
 
 if TYPE_CHECKING:
@@ -564,8 +564,9 @@ class GymEnvironment(Environment):
         return "success_once" if self.config.score_by_success else "return"
 
     @classmethod
-    def check_demonstrations(cls, config: GymConfig) -> None:
-        if not config.demonstrations:
+    def check(cls, options: GymConfig, run: RunComponents) -> None:
+        super().check(options, run)
+        if run.config.sft.max_steps and not options.demonstrations:
             raise ConfigError(
                 "sft.max_steps: there is nothing to learn from; set task.demonstrations to "
                 "a number of episodes by the simulator's own expert, or sft.max_steps to 0"

@@ -105,7 +105,7 @@ class MLPPolicy(NormalizedVectorPolicy):
     module: MLPActorCritic
 
     @classmethod
-    def check(cls, config: MLPConfig, spec: ModelSpec) -> None:
+    def check_spec(cls, config: MLPConfig, spec: ModelSpec) -> None:
         if spec["action"]["kind"] == "box":
             check_action_scale(spec["action"], config.action_scale, squashed=False)
 
@@ -268,8 +268,8 @@ class CNNPolicy(MLPPolicy):
     module: CNNActorCritic
 
     @classmethod
-    def check(cls, config: MLPConfig, spec: ModelSpec) -> None:
-        super().check(config, spec)
+    def check_spec(cls, config: MLPConfig, spec: ModelSpec) -> None:
+        super().check_spec(config, spec)
         images = spec.get("images") or {}
         if not images:
             raise ConfigError(

@@ -20,11 +20,11 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
-from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
-from rlinf.registry import Component
+from rlinf.registry import Component, RunComponents
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_rows, local_shard
 
@@ -83,7 +83,17 @@ class Policy(Component, ABC):
     module: nn.Module
 
     @classmethod
-    def check(cls, config: Any, spec: ModelSpec) -> Any:
+    def check(cls, options: Any, run: RunComponents) -> None:
+        for key in ("group_lr", "group_clip_grad"):
+            for name in getattr(run.config.optimizer, key):
+                if name not in cls.parameter_groups:
+                    raise ConfigError(
+                        f"optimizer.{key}.{name}: {run.config.model.name} has no such parameter "
+                        f"group; available: {', '.join(cls.parameter_groups)}"
+                    )
+
+    @classmethod
+    def check_spec(cls, config: Any, spec: ModelSpec) -> Any:
         """Check that :meth:`create` would succeed, without creating the policy.
 
         Returns:
@@ -307,6 +317,40 @@ class Policy(Component, ABC):
     def engine_weights(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return the tensors that an engine needs, by their names in the policy folder."""
         return tensors
+
+
+class ModelHolder(Component):
+    """Base of engines and trainers: each process holds the model, or a shard of it."""
+
+    parallel_dims: ClassVar[frozenset[str]] = frozenset()
+    """Dimensions along which processes can share a model replica: fields of
+    :class:`rlinf.channels.process_group.ParallelLayout`."""
+
+    @classmethod
+    def check_layout(
+        cls, options: Any, run: RunComponents, layout: ParallelLayout, processes: int, key: str
+    ) -> None:
+        """Check that processes can hold the model in a layout, without loading it.
+
+        An override must call ``super().check_layout(...)``.
+
+        Args:
+            options: validated options of this component.
+            processes: number of processes of the stage, over all model replicas.
+            key: the layout's configuration key, for error messages.
+
+        Raises:
+            ConfigError: the layout, or an option with this layout, is not supported.
+            DataError: a checkpoint's folder is malformed.
+        """
+        for dim in layout.parallel_dims():
+            if dim not in cls.parallel_dims:
+                dims = ", ".join(sorted(cls.parallel_dims)) or "none"
+                section = next(name for name, other in run.classes.items() if other is cls)
+                raise ConfigError(
+                    f"{key}.{dim}: {section} {getattr(run.config, section).name!r} does not "
+                    f"support it; supported: {dims}"
+                )
 
 
 @torch.no_grad()

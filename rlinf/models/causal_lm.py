@@ -100,7 +100,7 @@ class CausalLM(Policy):
         return [self.network]
 
     @classmethod
-    def check(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
+    def check_spec(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
         if config.path is not None:
             hf_folder = HFFolder.from_config(config)
             check_checkpoint(hf_folder.folder, config.trust_remote_code)
@@ -129,7 +129,7 @@ class CausalLM(Policy):
 
     @classmethod
     def create(cls, config: CausalLMConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
-        cls.check(config, spec)
+        cls.check_spec(config, spec)
         if config.path is not None:
             source = config.path.expanduser().resolve()
             copy_non_weight_files(source, folder)

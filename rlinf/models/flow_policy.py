@@ -105,7 +105,7 @@ class FlowPolicy(NormalizedVectorPolicy):
         )
 
     @classmethod
-    def check(cls, config: FlowConfig, spec: ModelSpec) -> None:
+    def check_spec(cls, config: FlowConfig, spec: ModelSpec) -> None:
         if spec["action"]["kind"] != "box":
             raise ConfigError(
                 "model.name: flow makes vectors (task.action.kind box), not one of "

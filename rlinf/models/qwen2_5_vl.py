@@ -83,7 +83,7 @@ class Qwen25VL(CausalLM):
         return ImageProcessor.from_folder(folder, read_config_json(folder))
 
     @classmethod
-    def check(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
+    def check_spec(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
         if config.path is None:
             assert isinstance(config, Qwen25VLConfig)
             if config.architecture != "qwen2":
@@ -100,7 +100,7 @@ class Qwen25VL(CausalLM):
                     f"model.patch_size={config.patch_size}"
                 )
             check_model_sizes(config)
-            return super().check(config, spec)
+            return super().check_spec(config, spec)
         folder = config.path.expanduser()
         check_checkpoint(folder, config.trust_remote_code)
         if (kind := read_config_json(folder)["model_type"]) != MODEL_TYPE:
@@ -134,7 +134,7 @@ class Qwen25VL(CausalLM):
             super().create(config, spec, seed, folder)
             return
         assert isinstance(config, Qwen25VLConfig)
-        cls.check(config, spec)
+        cls.check_spec(config, spec)
         from transformers import Qwen2_5_VLForConditionalGeneration
         from transformers.utils import logging
 

@@ -136,7 +136,7 @@ class SmolVLAPolicy(Policy):
         self._tokenize = InstructionTokenizer(tokenize, pad_left=False)
 
     @classmethod
-    def check(cls, config: SmolVLAConfig, spec: ModelSpec) -> Any:
+    def check_spec(cls, config: SmolVLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
             raise ConfigError(
@@ -181,7 +181,7 @@ class SmolVLAPolicy(Policy):
 
     @classmethod
     def create(cls, config: SmolVLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
-        cls.check(config, spec)
+        cls.check_spec(config, spec)
         if config.path is not None:
             return cls._copy(config, folder)
         settings = new_policy_config(config, spec)

@@ -276,7 +276,7 @@ class MLPQPolicy(VectorPolicy):
         self.action_size = int(settings["action"]["size"])
 
     @classmethod
-    def check(cls, config: MLPQConfig, spec: ModelSpec) -> None:
+    def check_spec(cls, config: MLPQConfig, spec: ModelSpec) -> None:
         if spec["action"]["kind"] != "box":
             raise ConfigError(
                 "model.name: mlp_q chooses vectors (task.action.kind box), not one of "

@@ -47,7 +47,7 @@ class VectorPolicy(Policy):
 
     @classmethod
     def create(cls, config: Any, spec: ModelSpec, seed: int, folder: Path) -> None:
-        cls.check(config, spec)
+        cls.check_spec(config, spec)
         settings = {**spec, **config.model_dump(mode="json")}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -98,7 +98,7 @@ class VLAPolicy(Policy):
         self._tokenize = InstructionTokenizer(tokenize, pad_left=True)
 
     @classmethod
-    def check(cls, config: VLAConfig, spec: ModelSpec) -> Any:
+    def check_spec(cls, config: VLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
             raise ConfigError("task.images: model.name=vla reads images; name a camera and a size")
@@ -127,7 +127,7 @@ class VLAPolicy(Policy):
 
     @classmethod
     def create(cls, config: VLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
-        cls.check(config, spec)
+        cls.check_spec(config, spec)
         if config.path is not None:
             source = config.path.expanduser().resolve()
             copy_non_weight_files(source, folder)

@@ -22,8 +22,16 @@ from rlinf.data.trajectory import (
     move_rewards_to_unmasked,
     place_on_last_action,
 )
-from rlinf.errors import InputError, RlinfError
-from rlinf.registry import Component
+from rlinf.errors import ConfigError, InputError, RlinfError
+from rlinf.registry import (
+    ACTION_VALUES,
+    EPISODE_REWARDS,
+    OBSERVATIONS,
+    TRANSITION_REPLAY,
+    VALUE_ESTIMATES,
+    Component,
+    RunComponents,
+)
 
 if TYPE_CHECKING:
     from rlinf.device_memory import DeviceMemoryManager
@@ -129,13 +137,17 @@ class Reward(Component, ABC):
     reason into the record."""
 
     @classmethod
-    def check(cls, config: Any) -> None:
-        """Check, before a run begins, that everything the configuration refers to exists.
-
-        Raises:
-            ConfigError: something does not exist or has the wrong type.
-            DataError: a file is missing or malformed.
-        """
+    def check(cls, options: Any, run: RunComponents) -> None:
+        config, algorithm = run.config, run.classes["algorithm"]
+        has_values = algorithm.requires & {VALUE_ESTIMATES, ACTION_VALUES, TRANSITION_REPLAY}
+        has_long_samples = OBSERVATIONS in run.provided and config.rollout.group_size == 1
+        if EPISODE_REWARDS in cls.provides and has_long_samples and not has_values:
+            raise ConfigError(
+                f"reward.name: {config.reward.name!r} scores an episode when it ends, and "
+                f"algorithm={config.algorithm.name} has no value estimates for truncated episodes: "
+                "their steps would get reward 0; set reward=environment, rollout.group_size above "
+                "1 (a sample is one episode then), or algorithm=ppo"
+            )
 
     def __init__(self, config: Any, resources: RewardResources) -> None:
         """Create the reward, once per process. A model is loaded here or with the first call."""

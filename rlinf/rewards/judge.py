@@ -23,7 +23,7 @@ from pydantic import Field, field_validator, model_validator
 from rlinf.config import Section, json_digest
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError, did_you_mean
-from rlinf.registry import PROMPTS
+from rlinf.registry import PROMPTS, RunComponents
 from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
 from rlinf.rewards.chat_endpoint import (
     OVER_BUDGET,
@@ -238,8 +238,9 @@ class JudgeReward(Reward):
     config: JudgeConfig
 
     @classmethod
-    def check(cls, config: JudgeConfig) -> None:
-        read_api_key(config.endpoint)
+    def check(cls, options: JudgeConfig, run: RunComponents) -> None:
+        super().check(options, run)
+        read_api_key(options.endpoint)
 
     def __init__(self, config: Any, resources: RewardResources) -> None:
         super().__init__(config, resources)

@@ -24,7 +24,7 @@ from rlinf.models.base import DeviceName, local_device
 from rlinf.models.chat_template import render_conversations
 from rlinf.models.hf_folder import HFFolder
 from rlinf.models.sequence_classifier import check_classifier, load_classifier
-from rlinf.registry import PROMPTS
+from rlinf.registry import PROMPTS, RunComponents
 from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
 
 PATH_KEY = "reward.path"
@@ -60,8 +60,9 @@ class RewardModelReward(OffloadableTensors, Reward):
     config: RewardModelConfig
 
     @classmethod
-    def check(cls, config: RewardModelConfig) -> None:
-        check_classifier(config.path.expanduser(), PATH_KEY, config.max_length)
+    def check(cls, options: RewardModelConfig, run: RunComponents) -> None:
+        super().check(options, run)
+        check_classifier(options.path.expanduser(), PATH_KEY, options.max_length)
 
     def __init__(self, config: Any, resources: RewardResources) -> None:
         super().__init__(config, resources)

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.load_balancing import StepSpan
 from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import MemorySize
 from rlinf.errors import ConfigError
-from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.models.base import Batch, ModelHolder, Policy, StepOutputs
 from rlinf.safetensors_io import StreamedState
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -61,7 +61,7 @@ def loss_from_steps(
     )
 
 
-class Trainer(ABC):
+class Trainer(ModelHolder, ABC):
     """A policy's weights, sharded over the processes of a group, and their optimizer.
 
     Every process makes the same calls with the same trajectories in the same order; calls may be
@@ -70,9 +70,6 @@ class Trainer(ABC):
     """
 
     Config: ClassVar[type[Section]] = Section
-    parallel_dims: ClassVar[frozenset[str]] = frozenset()
-    """Dimensions along which processes can share a model replica: fields of
-    :class:`rlinf.channels.process_group.ParallelLayout`."""
     supports_accumulation: ClassVar[bool] = True
     """Whether gradients of the parts of a batch can be accumulated one by one."""
     can_load_weights: ClassVar[bool] = True
@@ -97,30 +94,6 @@ class Trainer(ABC):
     def required_packages(cls, config: Any) -> tuple[str, ...]:
         """Return the optional packages that the trainer imports, which are also names of extras."""
         return ()
-
-    @classmethod
-    def check(
-        cls,
-        config: Any,
-        policy: type[Policy],
-        model: Any,
-        optimizer: OptimizerSection,
-        layout: ParallelLayout,
-        processes: int,
-        key: str,
-    ) -> None:
-        """Check that the trainer can train a model, without creating the trainer or the model.
-
-        Args:
-            model: the options of the policy.
-            processes: number of processes that train, over all model replicas.
-            key: the layout's configuration key, for error messages.
-
-        Raises:
-            ConfigError: the trainer does not support the model, the options or the layout.
-            DataError: a checkpoint's folder is malformed.
-        """
-        return None
 
     @abstractmethod
     def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:

@@ -31,6 +31,7 @@ from rlinf.config import OptimizerSection
 from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device
 from rlinf.errors import ConfigError, require_package
 from rlinf.models.base import Batch, Policy, StepOutputs, weight_mismatch
+from rlinf.registry import RunComponents
 from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
 from rlinf.trainers.optimizer import GROUP_KEY, create_optimizer, init_optimizer_state
@@ -318,19 +319,18 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return ("deepspeed", *super().required_packages(config))
 
     @classmethod
-    def check(
+    def check_layout(
         cls,
-        config: DeepSpeedConfig,
-        policy: type[Policy],
-        model: Any,
-        optimizer: OptimizerSection,
+        options: DeepSpeedConfig,
+        run: RunComponents,
         layout: ParallelLayout,
         processes: int,
         key: str,
     ) -> None:
-        super().check(config, policy, model, optimizer, layout, processes, key)
-        _check_options(config)
-        if (meta_policy := policy.meta_from_config(model)) is not None:
+        super().check_layout(options, run, layout, processes, key)
+        _check_options(options)
+        meta_policy = run.classes["model"].meta_from_config(run.options["model"])
+        if meta_policy is not None:
             _require_single_network(meta_policy)
 
     def __init__(

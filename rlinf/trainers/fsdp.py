@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from rlinf.config import OptimizerSection
 from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device, synchronize
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
+from rlinf.registry import RunComponents
 from rlinf.sharded_tensors import gather_full_tensors, local_shard
 from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import BatchLoss, merge_metrics
@@ -30,6 +32,8 @@ from rlinf.trainers.optimizer import (
     scale_gradients,
     step_with_offload,
 )
+
+log = logging.getLogger("rlinf")
 
 
 class FSDPConfig(MinibatchTrainerConfig):
@@ -79,18 +83,26 @@ class FSDPTrainer(MinibatchTrainer):
         self.optimizer = create_optimizer(policy, optimizer)
 
     @classmethod
-    def check(
+    def check(cls, options: FSDPConfig, run: RunComponents) -> None:
+        super().check(options, run)
+        is_bfloat16 = getattr(run.options["model"], "dtype", "float32") == "bfloat16"
+        if is_bfloat16 and options.lora is None:
+            log.warning(
+                "model.dtype=bfloat16: weights and moments are bfloat16 too, so rounding removes "
+                "most steps at small rates; trainer.param_dtype=bfloat16 only computes in bfloat16"
+            )
+
+    @classmethod
+    def check_layout(
         cls,
-        config: FSDPConfig,
-        policy: type[Policy],
-        model: Any,
-        optimizer: OptimizerSection,
+        options: FSDPConfig,
+        run: RunComponents,
         layout: ParallelLayout,
         processes: int,
         key: str,
     ) -> None:
-        super().check(config, policy, model, optimizer, layout, processes, key)
-        _check_replicas(config, processes, key.removesuffix(".layout"))
+        super().check_layout(options, run, layout, processes, key)
+        _check_replicas(options, processes, key.removesuffix(".layout"))
 
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
         if self.world.size > 1:

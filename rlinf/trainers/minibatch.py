@@ -32,6 +32,7 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import OffloadableTensors, synchronize, use_device
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import Batch, DeviceName, Policy, StepOutputs, concat_outputs, local_device
+from rlinf.registry import RunComponents
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_shard, storage_key
 from rlinf.trainers import sharded_checkpoint
@@ -146,20 +147,15 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return () if config.lora is None else ("peft",)
 
     @classmethod
-    def check(
-        cls,
-        config: Any,
-        policy: type[Policy],
-        model: Any,
-        optimizer: OptimizerSection,
-        layout: ParallelLayout,
-        processes: int,
-        key: str,
+    def check_layout(
+        cls, options: Any, run: RunComponents, layout: ParallelLayout, processes: int, key: str
     ) -> None:
-        if config.packing:
+        super().check_layout(options, run, layout, processes, key)
+        policy, model = run.classes["model"], run.options["model"]
+        if options.packing:
             policy.check_packing(model)
-        if config.lora is not None:
-            check_lora_targets(policy, policy.meta_from_config(model), config.lora)
+        if options.lora is not None:
+            check_lora_targets(policy, policy.meta_from_config(model), options.lora)
 
     def _create_threads(self, count: int) -> None:
         """Create the threads that compute micro-batches; call it after the weights are loaded."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.sbatch import submit_restarting
+from launchers.sbatch import new_tag, submit_restarting
 from launchers.slurm_launcher import SlurmLauncher
 from rlinf import package_paths
 from slurm.client import SlurmClient
@@ -84,7 +84,7 @@ def test_every_way_to_start_a_process_gives_it_all_of_its_cpus(
     pools = [job(tmp_path / name, "pass", cpus_per_task=2) for name in ("one", "other")]
     driver = job(tmp_path / "driver", "pass", cpus_per_task=2)
     ids = [launcher.submit(stage), *launcher.submit_array(array), *launcher.submit_hetjob(pools)]
-    submit_restarting(driver)
+    submit_restarting(driver, new_tag())
     assert {status.state for status in finish_all(launcher, ids, 90)} == {JobState.DONE}
     wait_until(driver.output_dir / "manifest.json")
     for wanted in (stage, *array, *pools, driver):
@@ -117,9 +117,8 @@ def test_an_environment_of_an_interactive_job_changes_nothing(
     stage = job(tmp_path / "stage", "pass", cpus_per_task=2)
     driver = job(tmp_path / "driver", "pass", cpus_per_task=2)
     identity = launcher.submit(stage)
-    submit_restarting(
-        replace(driver, resources=replace(driver.resources, sbatch={"export": "NONE"}))
-    )
+    resources = replace(driver.resources, sbatch={"export": "NONE"})
+    submit_restarting(replace(driver, resources=resources), new_tag())
     assert finish_all(launcher, [identity])[0].state is JobState.DONE
     wait_until(driver.output_dir / "manifest.json")
     for wanted in (stage, driver):

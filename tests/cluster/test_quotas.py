@@ -14,6 +14,8 @@ import pytest
 from launchers.slurm_launcher import SlurmLauncher
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
+from slurm.discovery import discover_partitions
+from slurm.inventory import default_partition
 from slurm.job_limits import ClusterLimits, read_cluster_limits
 from slurm.jobs import JobState
 from tests.cluster.helpers import finish, finish_all, job, several
@@ -92,7 +94,7 @@ def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
     with limited("user", "root", "MaxSubmitJobs=7", "MaxWall=01:00:00"):
         quotas = read_cluster_limits(SlurmClient())
     assert quotas.max_array_size == 10001
-    assert quotas.default_partition == "cpu"
+    assert default_partition(quotas.partitions) == "cpu"
     needs = job(cluster, "pass").resources
     assert [quota.max_jobs for quota in quotas.job_count_limits(needs)] == [7, 20000]
     with pytest.raises(PlanError, match="61 minutes requested, account root allows 60"):
@@ -104,15 +106,15 @@ def test_the_rules_and_the_unlike_nodes_of_a_partition_are_read(cluster: Path) -
     subprocess.run([*change, "MaxNodes=2", "DenyQos=high"], check=True)
     try:
         client = SlurmClient()
-        partition, quotas = client.partitions()["gpu"], read_cluster_limits(client)
+        partition, quotas = discover_partitions(client)["gpu"], read_cluster_limits(client)
     finally:
         subprocess.run([*change, "MaxNodes=UNLIMITED", "DenyQos="], check=True)
-    assert partition.max_nodes == 2
-    assert [(group.count, group.gpus) for group in partition.node_types] == [
+    assert partition.max_nodes_per_job == 2
+    assert [(group.count, group.gpus) for group in partition.groups] == [
         (2, {"a100": 4}),
         (2, {"h100": 4}),
     ]
-    assert client.partitions()["gpu"].max_nodes is None
+    assert discover_partitions(client)["gpu"].max_nodes_per_job is None
     needs = replace(job(cluster, "pass").resources, partition="gpu")
     quotas.check(needs, "stages.train")
     with pytest.raises(PlanError, match="partition 'gpu' takes no jobs of QOS high"):

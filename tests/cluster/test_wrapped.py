@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.sbatch import submit_restarting
+from launchers.sbatch import new_tag, submit_restarting
 from launchers.slurm_launcher import SlurmLauncher
 from slurm.client import SlurmClient
 from slurm.discovery import build_inventory, query_slurm
@@ -51,7 +51,7 @@ def test_jobs_are_submitted_watched_and_cancelled(
         launcher.submit(unlike),
     ]
     driver = job(tmp_path / "driver", "pass")
-    assert submit_restarting(driver).isdigit()
+    assert submit_restarting(driver, new_tag()).isdigit()
     sleeps = launcher.submit(replace(job(tmp_path / "sleep", "sleep"), name="test/sleep"))
     assert {status.state for status in finish_all(launcher, ids, 120)} == {JobState.DONE}
     wait_until(driver.output_dir / "manifest.json")

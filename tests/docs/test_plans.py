@@ -14,7 +14,7 @@ from pipeline.graph import Graph
 from pipeline.plan import Plan, parse_plan
 from pipeline.resources import ClusterConfig, job_resources, pool_resources, with_default_gpus
 from rlinf.config import RunConfig, validate
-from slurm.records import NodeType, Partition
+from slurm.inventory import NodeGroup, PartitionInventory
 from tests.docs.figures import handwritten
 
 Compose = Callable[..., dict[str, Any]]
@@ -23,13 +23,20 @@ NO_PLANS = {"kinds", "sbatch", "account"}
 EXAMPLES = {"own-parts", "environment"}
 """Pages whose YAML are files of the examples, which tests/test_extending.py runs."""
 PARTITIONS = {
-    name: Partition(name, None, (NodeType(8, 64, 10**6, gpus),))
-    for name, gpus in {
-        "cpu": {},
-        "spot": {"a100": 4},
-        "a100": {"a100": 4},
-        "h100": {"h100": 4},
-    }.items()
+    name: PartitionInventory(
+        name=name,
+        groups=(
+            NodeGroup(
+                count=8,
+                gpu_type=gpu,
+                gpus_per_node=4 * bool(gpu),
+                cpus_per_node=64,
+                mem_mb_per_node=10**6,
+            ),
+        ),
+        time_limit_min=None,
+    )
+    for name, gpu in {"cpu": "", "spot": "a100", "a100": "a100", "h100": "h100"}.items()
 }
 
 

@@ -24,7 +24,6 @@ from launchers.sbatch import (
     submit_hetjob,
     submit_jobs,
     submit_restarting,
-    with_tag,
 )
 from rlinf.errors import PlanError, SlurmError
 from slurm.jobs import JobResources
@@ -181,15 +180,14 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def submissions(folder: Path) -> dict[str, Callable[[], list[str]]]:
     """Every way to submit, each of which returns ids."""
-    one = with_tag(
-        JobSpec("a/b", (), folder / "o", folder / "l", JobResources("cpu"), "m"), new_tag()
-    )
+    resources = JobResources("cpu", sbatch={"comment": "of a user"})
+    one = JobSpec("a/b", (), folder / "o", folder / "l", resources, "m")
     two = replace(one, output_dir=folder / "p")
     return {
-        "alone": lambda: submit_jobs([one]),
-        "array": lambda: submit_jobs([one, two]),
-        "hetjob": lambda: submit_hetjob([one, two]),
-        "restarting": lambda: [submit_restarting(one)],
+        "alone": lambda: submit_jobs([one], new_tag()),
+        "array": lambda: submit_jobs([one, two], new_tag()),
+        "hetjob": lambda: submit_hetjob([one, two], new_tag()),
+        "restarting": lambda: [submit_restarting(one, new_tag())],
     }
 
 
@@ -208,6 +206,7 @@ WAYS = {
 def test_the_id_is_read_past_a_banner(tmp_path: Path, slurm: Path, way: str, sentence: str) -> None:
     (slurm / "answer").write_text(wrap(sentence))
     assert submissions(tmp_path)[way]() == WAYS[way]
+    assert "--comment='of a user rlinf-" in (slurm / "script").read_text()
     assert not (slurm / "cancelled").exists()
 
 
@@ -314,11 +313,3 @@ def test_a_sweep_whose_id_is_not_told_says_that_jobs_may_be_queued(
     executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
     with pytest.raises(SlurmError, match=r"no job id: 'Your job was accepted.'"):
         executor.submit(len, "a")
-
-
-def test_a_job_without_a_mark_is_not_said_to_be_gone(tmp_path: Path, slurm: Path) -> None:
-    (slurm / "answer").write_text("Your job was accepted.\n")
-    needs = JobResources("cpu", sbatch={"comment": "rlinf-team"})
-    with pytest.raises(SlurmError, match="has no tag to find it by and may be queued"):
-        submit_restarting(JobSpec("a/b", (), tmp_path / "o", tmp_path / "l", needs, "m"))
-    assert not (slurm / "cancelled").exists()

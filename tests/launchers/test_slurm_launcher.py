@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from launchers.submission_queue import TrackedJob, read_submitted_job
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
 from slurm.client import SlurmClient, classify_failure
 from slurm.job_limits import ClusterLimits
-from slurm.jobs import JobResources, JobState, JobStatus
+from slurm.jobs import JobState, JobStatus
 from slurm.records import QueuedJob
 
 
@@ -86,6 +85,7 @@ class Controller(SlurmClient):
         super().__init__()
         self.silent = self.deaf = False
         self.jobs: dict[str, JobSpec] = {}
+        self.tags: dict[str, str] = {}
         self.cancelled: list[str] = []
 
     def answers(self) -> None:
@@ -102,18 +102,18 @@ class Controller(SlurmClient):
 
     def find_by_comment(self, text: str) -> list[str]:
         self.answers()
-        comments = {i: str(job.resources.sbatch["comment"]) for i, job in self.jobs.items()}
-        return [i for i, comment in comments.items() if text in comment.split()]
+        return [job_id for job_id, tag in self.tags.items() if tag == text]
 
     def cancel(self, ids: Collection[str]) -> None:
         self.answers()
         self.cancelled += [i for i in ids if i not in self.cancelled]
 
-    def sbatch(self, jobs: Sequence[JobSpec]) -> list[str]:
+    def sbatch(self, jobs: Sequence[JobSpec], tag: str) -> list[str]:
         """Deaf: the job is taken, and the answer lost."""
         self.answers()
         ids = [str(len(self.jobs) + n) for n in range(len(jobs))]
         self.jobs.update(zip(ids, jobs, strict=True))
+        self.tags.update(dict.fromkeys(ids, tag))
         if self.deaf:
             raise SlurmUnresponsiveError("Socket timed out on send/recv operation")
         return ids
@@ -160,9 +160,7 @@ def test_a_submission_without_an_answer_leaves_one_job(
 ) -> None:
     """The controller may have taken it; what it took cannot run, for its files have no name yet."""
     launcher, controller.deaf = launcher_of(controller), True
-    own = JobResources(sbatch={"comment": "of a user"})
-    name = launcher.submit(replace(wanted(tmp_path), resources=own))
-    assert str(controller.jobs["0"].resources.sbatch["comment"]).startswith("of a user rlinf-")
+    name = launcher.submit(wanted(tmp_path))
     assert not controller.cancelled
     controller.deaf = False
     assert launcher.poll([name])[name].state is JobState.PENDING
@@ -180,8 +178,8 @@ def test_a_submission_without_an_answer_leaves_one_job(
 def test_a_job_whose_submitter_died_before_it_had_the_id_is_not_left(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    def dies(jobs: Sequence[JobSpec]) -> list[str]:
-        controller.sbatch(jobs)
+    def dies(jobs: Sequence[JobSpec], tag: str) -> list[str]:
+        controller.sbatch(jobs, tag)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launchers.submission_queue, "submit_jobs", dies)

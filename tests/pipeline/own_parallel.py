@@ -90,7 +90,7 @@ class ParallelTrainer(FSDPTrainer):
 class ParallelEngine(TransformersEngine):
     """The process that speaks tells the others of its copy of each request."""
 
-    supported_layouts = frozenset({"tp"})
+    parallel_dims = frozenset({"tp"})
 
     def load(self, folder: Path, version: int) -> None:
         self._module = None

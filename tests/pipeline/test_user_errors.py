@@ -119,7 +119,9 @@ def test_every_part_that_raises_ends_the_run_at_once(
 
 
 def test_user_code_that_raises_in_a_check_ends_the_command_before_the_run(tmp_path: Path) -> None:
-    check = "pass\n\n    @classmethod\n    def check(cls, config):\n        return {}['no key']"
+    check = (
+        "pass\n\n    @classmethod\n    def check(cls, options, run):\n        return {}['no key']"
+    )
     ended = launch(tmp_path, check)
     assert ended.returncode == EXIT_BAD_INPUT, ended.stderr
     message = ended.stderr[ended.stderr.index("error: ") :]

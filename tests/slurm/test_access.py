@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlinf.errors import PlanError
 from slurm.discovery import build_partition
-from slurm.job_limits import ClusterLimits, PartitionAccess, partition_access
+from slurm.job_limits import ClusterLimits
 from slurm.jobs import JobResources
 from slurm.records import AccountingLimits, Association, QosLimits, parse_partition_records
 
@@ -22,11 +23,8 @@ def quotas(*associations: Association, version: str = "22.05.8") -> ClusterLimit
     return ClusterLimits(
         cluster="dev",
         accounting=AccountingLimits(associations=associations, qos=qos),
-        default_partition="cpu",
-        access={
-            name: partition_access(build_partition(values), version)
-            for name, values in RECORDS.items()
-        },
+        partitions={name: build_partition(values) for name, values in RECORDS.items()},
+        slurm_version=version,
     )
 
 
@@ -66,8 +64,10 @@ def test_later_versions_mean_accounts_below_those_listed_too() -> None:
 
 def test_denied_accounts_count_where_none_are_allowed() -> None:
     denied = {"PartitionName": "gpu", "AllowAccounts": "ALL", "DenyAccounts": "guests"}
-    assert partition_access(build_partition(denied), "25.05").denied_accounts == {"guests"}
-    assert (
-        partition_access(build_partition({**denied, "AllowAccounts": "team"}), "25.05")
-        == PartitionAccess()
-    )
+    request = JobResources("gpu", account="guests")
+    limits = ClusterLimits(partitions={"gpu": build_partition(denied)}, slurm_version="25.05")
+    with pytest.raises(PlanError, match="'gpu' takes no jobs of account guests; choose"):
+        limits.check(request, "stages.train")
+    for allowed in ("guests", "team"):
+        partition = build_partition({**denied, "AllowAccounts": allowed})
+        replace(limits, partitions={"gpu": partition}).check(request, "stages.train")

@@ -18,24 +18,12 @@ from slurm.records import (
     parse_gpus,
     parse_job,
     parse_minutes,
-    parse_partitions,
     parse_queue,
     parse_settings,
 )
 
 SAMPLES = Path(__file__).parent / "samples"
 VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "25.05")
-
-
-def test_recorded_partitions() -> None:
-    found = parse_partitions((SAMPLES / "22.05-sinfo.txt").read_text())
-    assert set(found) == {"cpu", "a100", "h100", "gpu", "spot"}
-    assert found["cpu"].is_default
-    assert found["a100"].gpus == {"a100": 4}
-    assert [group.gpus for group in found["gpu"].node_types] == [{"a100": 4}, {"h100": 4}]
-    assert found["gpu"].gpus == {"a100": 4, "h100": 4}, "a partition of unlike nodes"
-    assert found["gpu"].nodes == 4
-    assert found["a100"].time_limit_min is None
 
 
 def test_a_command_outlives_the_warning_that_a_whole_step_gets() -> None:
@@ -79,14 +67,6 @@ def test_the_accounting_of_every_version(version: str) -> None:
     assert accounts["3_2"].state is accounts["9_6"].state is JobState.PENDING
     queue = parse_queue(sections(version)["squeue"])
     assert {i: s.state for i, s in accounts.items()} == {i: s.state for i, s in queue.items()}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_partitions_of_every_version(version: str) -> None:
-    found = parse_partitions(sections(version)["sinfo"])
-    assert found["gpu"].gpus == {"a100": 4, "h100": 4}
-    assert found["cpu"].is_default
-    assert all(partition.is_available for partition in found.values())
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -10,9 +10,9 @@ import pytest
 
 from rlinf.errors import PlanError
 from slurm.client import SlurmClient
+from slurm.discovery import build_partition
+from slurm.inventory import MAX_ARRAY_SIZE, MAX_JOB_COUNT, default_partition
 from slurm.job_limits import (
-    MAX_ARRAY_SIZE,
-    MAX_JOB_COUNT,
     ClusterLimits,
     is_queue_full,
     read_cluster_limits,
@@ -33,8 +33,14 @@ def quotas(*associations: Association, qos: dict[str, QosLimits] | None = None) 
         accounting=AccountingLimits(
             associations=associations or (TEAM,), qos=qos or {"normal": QosLimits()}
         ),
-        partition_qos={"Short": "part", "Shorter": "part"},
-        default_partition="cpu",
+        partitions={
+            name: build_partition({"PartitionName": name, "QoS": qos, "Default": default})
+            for name, qos, default in (
+                ("Short", "part", "NO"),
+                ("Shorter", "part", "NO"),
+                ("cpu", "N/A", "YES"),
+            )
+        },
     )
 
 
@@ -196,8 +202,10 @@ class Recorded(SlurmClient):
     def run(self, *command: str) -> str:
         if "config" in command:
             return self.config
+        if "--version" in command:
+            return "slurm-wlm 22.05.8\n"
         name = {"scontrol": "partitions", "sacctmgr": "qos" if "qos" in command else "assoc"}
-        return (SAMPLES / f"22.05-inventory-{name[command[0]]}.txt").read_text()
+        return (SAMPLES / f"22.05-inventory-{name.get(command[0], 'sinfo')}.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +231,7 @@ def test_limits_that_nobody_enforces_do_not_count() -> None:
     ] == [MAX_JOB_COUNT]
     client.config = "AccountingStorageEnforce = associations,limits,qos\nClusterName = dev\n"
     found = read_cluster_limits(client)
-    assert found.default_partition == "cpu"
+    assert default_partition(found.partitions) == "cpu"
     assert found.job_count_limits(JobResources())[0].description == "MaxSubmitJobs of account root"
     assert (
         found.job_count_limits(JobResources(qos="high"))[0].description

@@ -9,17 +9,29 @@ from typing import Any
 import pytest
 
 from rlinf.errors import PlanError
+from slurm.discovery import build_partitions
+from slurm.inventory import NodeGroup, PartitionInventory
 from slurm.job_limits import check_resources
 from slurm.jobs import JobResources
-from slurm.records import NodeType, Partition, parse_partitions
 from slurm.site import load_site
 
+
+def partition(
+    name: str, gpu: str = "", limit: int | None = None, **more: Any
+) -> PartitionInventory:
+    """A partition of two nodes with four GPUs each, or of one node without a GPU."""
+    count, gpus = (2, 4) if gpu else (1, 0)
+    group = NodeGroup(
+        count=count, gpu_type=gpu, gpus_per_node=gpus, cpus_per_node=8, mem_mb_per_node=16000
+    )
+    return PartitionInventory(name=name, groups=(group,), time_limit_min=limit, **more)
+
+
 CLUSTER = {
-    "a100": Partition("a100", 1440, (NodeType(2, 8, 16000, {"a100": 4}),), is_default=True),
-    "cpu": Partition("cpu", None, (NodeType(1, 8, 16000),)),
-    "h100": Partition("h100", 60, (NodeType(2, 8, 16000, {"h100": 4}),)),
-    "old": Partition("old", None, (NodeType(2, 8, 16000, {"v100": 4}),), state="down"),
-    "leaving": Partition("leaving", None, (NodeType(2, 8, 16000, {"v100": 4}),), state="drain"),
+    "a100": partition("a100", "a100", 1440, is_default=True),
+    "cpu": partition("cpu"),
+    "h100": partition("h100", "h100", 60),
+    "old": partition("old", "v100", is_available=False),
 }
 
 
@@ -34,10 +46,9 @@ CLUSTER = {
         ({"nodes": 3}, "3 requested, partition 'a100' has 2"),
         ({"cpus_per_task": 3, "tasks_per_node": 4}, "12 requested"),
         ({"mem_mb": 99999}, "99999 requested"),
-        ({"partition": "old"}, r"partition 'old' is down and starts no jobs; choose another"),
-        ({"partition": "leaving"}, "partition 'leaving' is drain"),
+        ({"partition": "old"}, r"partition 'old' is not up and starts no jobs; choose another"),
         ({"partition": "a100,hundred"}, "no partition 'hundred' here"),
-        ({"partition": "a100, old"}, "partition 'old' is down"),
+        ({"partition": "a100, old"}, "partition 'old' is not up"),
         ({"partition": "a100,h100", "time_limit_min": 90}, "partition 'h100' allows 60"),
         ({"partition": "a100,h100", "gpus_per_node": 1, "gpu_type": "a100"}, "'h100' has no GPU"),
         ({"partition": "a100,"}, "no partition '' here"),
@@ -64,9 +75,10 @@ def test_a_list_of_partitions_passes_where_each_can() -> None:
     )
 
 
+GPU = "PartitionName=gpu Default=YES MaxTime=1-00:00:00 State=UP\n"
 UNLIKE = (
-    "gpu*|1-00:00:00|2|64|500000|gpu:a100:8|up|1-infinite\n",
-    "gpu*|1-00:00:00|10|32|250000|gpu:a100:4,gpu:mig:2|up|1-infinite\n",
+    "".join(f"big{n}|gpu|idle|64|500000|gpu:a100:8|\n" for n in range(2)),
+    "".join(f"mix{n}|gpu|idle|32|250000|gpu:a100:4,gpu:mig:2|\n" for n in range(10)),
 )
 
 
@@ -74,7 +86,9 @@ UNLIKE = (
 def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_told(
     lines: Sequence[str],
 ) -> None:
-    unlike = parse_partitions("".join(lines))
+    unlike = build_partitions("".join(lines), GPU)
+    mixed, big = unlike["gpu"].groups
+    assert (mixed.gpus, big.gpus) == ({"a100": 4, "mig": 2}, {"a100": 8})
     small = {"gpus_per_node": 4, "gpu_type": "a100"}
     possible: dict[str, Any]
     request: dict[str, Any]
@@ -94,7 +108,7 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
         ({**small, "nodes": 12, "cpus_per_task": 64}, "12 requested with 4 a100, 64 CPUs on each"),
         ({**small, "nodes": 3, "mem_mb": 300000}, r"300000 MiB on each, .*gpu' has 2 such nodes"),
         ({"gpus_per_node": 2, "gpu_type": "mig", "mem_mb": 300000}, "has 0 such nodes"),
-        ({"nodes": 3, "gpus_per_node": 8}, r"2 with 8 a100, 64 CPUs, 500000 MiB"),
+        ({"nodes": 3, "gpus_per_node": 8}, r"2 with 8 x a100, 64 CPUs, 500000 MiB"),
         ({**small, "gpus_per_node": 9}, r"gpus: 9 requested, nodes of partition 'gpu' have 8"),
         ({"cpus_per_task": 65}, r"cpus: 65 requested, nodes of partition 'gpu' have 64"),
     ):
@@ -102,12 +116,13 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
             check_resources(JobResources(**request), unlike, "stages.train")
 
 
-@pytest.mark.parametrize(("sizes", "most"), [("1-2", 2), ("2", 2), ("1-infinite", None)])
+@pytest.mark.parametrize(("sizes", "most"), [("2", 2), ("UNLIMITED", None)])
 def test_a_job_of_more_nodes_than_its_partition_allows_is_refused(
     sizes: str, most: int | None
 ) -> None:
-    partitions = parse_partitions(f"gpu*|infinite|4|8|16000|(null)|up|{sizes}\n")
-    assert partitions["gpu"].max_nodes == most
+    nodes = "".join(f"n{n}|gpu|idle|8|16000|(null)|\n" for n in range(4))
+    partitions = build_partitions(nodes, f"PartitionName=gpu Default=YES MaxNodes={sizes}\n")
+    assert partitions["gpu"].max_nodes_per_job == most
     check_resources(JobResources(nodes=2), partitions, "stages.train")
     if most is not None:
         with pytest.raises(PlanError, match=r"nodes: 4 requested, partition 'gpu' allows a job 2"):

@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 
 from pipeline.graph import Graph, StageNode
 from pipeline.plan import parse_plan
-from pipeline.validate_config import check_flow
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages import flow as flows
-from stages.flow import Flow, InputSource, StageSpec, get_flow, on_policy, with_carried_episodes
+from stages.flow import (
+    Flow,
+    InputSource,
+    StageSpec,
+    check_flow,
+    get_flow,
+    on_policy,
+    with_carried_episodes,
+)
 from stages.retention import RetentionPolicy
 from tests.bad_input.door import assert_mentions
 

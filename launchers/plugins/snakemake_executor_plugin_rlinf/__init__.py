@@ -25,7 +25,9 @@ from launchers.launcher import JobSpec  # noqa: E402
 from launchers.slurm_launcher import SlurmLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
 from slurm.client import SlurmClient  # noqa: E402
-from slurm.jobs import JobResources, default_partition  # noqa: E402
+from slurm.discovery import discover_partitions  # noqa: E402
+from slurm.inventory import default_partition  # noqa: E402
+from slurm.jobs import JobResources  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
 
@@ -60,7 +62,7 @@ class Executor(RemoteExecutor):
     @cached_property
     def _default_partition(self) -> str | None:
         """The partition of jobs that name no partition; the site file may have settings for it."""
-        return default_partition(self._launcher.client.partitions())
+        return default_partition(discover_partitions(self._launcher.client))
 
     def run_job(self, job: Any) -> None:
         """Submit a rule's job.

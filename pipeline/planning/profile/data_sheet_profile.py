@@ -141,7 +141,7 @@ class _RunWork:
             )
         environment, settings = environment_class(config)
         spec = environment.model_spec(settings)
-        task_size = environment.task_size(settings, policy.check(options, spec))
+        task_size = environment.task_size(settings, policy.check_spec(options, spec))
         shape = _model_shape(options, spec)
         trainer_shape = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
         algorithm, rollout = create_algorithm(config), config.rollout

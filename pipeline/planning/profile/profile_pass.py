@@ -52,11 +52,11 @@ from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, commit_output, read_manifest, write_atomic
 from rlinf.config import EvaluateSection, RunConfig, RunSection, json_digest, validate
 from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, RequeueRequested, StageError
-from rlinf.trainers import trainers
 from slurm.client import SlurmClient, expected_wait_s, past_waits_s
-from slurm.jobs import JobState, JobStatus, default_partition
+from slurm.inventory import default_partition
+from slurm.jobs import JobState, JobStatus
 from slurm.site import SiteConfig, load_site
-from stages.factory import create_algorithm
+from stages.factory import component_class, create_algorithm
 from stages.flow import Flow, flow_of
 from stages.identity import CodeSnapshot, stage_key
 from stages.layout import CONFIG_FILE, setup_stage_folder
@@ -123,7 +123,7 @@ def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
 
 def trainer_token_budget(config: RunConfig) -> int | None:
     """Return the token budget of the run's trainer; None if it has no budget."""
-    options = config.trainer.validate_options(trainers.get(config.trainer.name).Config, "trainer")
+    _, options = component_class(config, "trainer")
     budget = getattr(options, "max_tokens_per_microbatch", None)
     return None if budget is None else int(budget)
 

@@ -25,6 +25,7 @@ from rlinf.device_memory import allocate_parameters
 from rlinf.errors import ConfigError, require_package
 from rlinf.models.base import Policy, StepOutputs, weight_mismatch
 from rlinf.models.causal_lm import CausalLM
+from rlinf.registry import RunComponents
 from rlinf.safetensors_io import StreamedState
 from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import LossFunction, merge_metrics
@@ -73,23 +74,22 @@ class MegatronTrainer(MinibatchTrainer):
         return ("megatron", *super().required_packages(config))
 
     @classmethod
-    def check(
+    def check_layout(
         cls,
-        config: MegatronConfig,
-        policy: type[Policy],
-        model: Any,
-        optimizer: OptimizerSection,
+        options: MegatronConfig,
+        run: RunComponents,
         layout: ParallelLayout,
         processes: int,
         key: str,
     ) -> None:
-        is_distributed = config.use_distributed_optimizer
-        check_options(config, layout, optimizer, key, distributed_optimizer=is_distributed)
+        model, optimizer = run.options["model"], run.config.optimizer
+        is_distributed = options.use_distributed_optimizer
+        check_options(options, layout, optimizer, key, distributed_optimizer=is_distributed)
         settings = read_model_config(model)
         check_model(settings)
-        check_layout(settings, layout, config.layers_per_pipeline_stage, key)
-        check_adapters(config, settings, layout, model.dtype)
-        super().check(config, policy, model, optimizer, layout, processes, key)
+        check_layout(settings, layout, options.layers_per_pipeline_stage, key)
+        check_adapters(options, settings, layout, model.dtype)
+        super().check_layout(options, run, layout, processes, key)
 
     def __init__(
         self,

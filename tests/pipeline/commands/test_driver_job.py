@@ -44,9 +44,10 @@ from slurm.site import load_site
 from tests.slurm.wrapped import BANNER, FOOTER, write_command
 
 Compose = Callable[..., dict[str, Any]]
-SINFO = (
-    "cpu*|infinite|4|64|500000|(null)|up|1-infinite\n"
-    "gpu|infinite|4|64|500000|gpu:a100:4|up|1-infinite\n"
+SINFO = "".join(
+    f"{partition}{number}|{partition}|idle|64|500000|{gres}|\n"
+    for partition, gres in (("cpu", "(null)"), ("gpu", "gpu:a100:4"))
+    for number in range(4)
 )
 RULES = "AllowAccounts=ALL AllowQos=ALL QoS=N/A MaxTime=UNLIMITED State=UP"
 GPU_JOBS = {
@@ -99,7 +100,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '*) echo "$id|$state|cpu|team|normal||None";; esac; done',
     )
     command("scancel", f"for id in $@; do echo CANCELLED > {at}/jobs/$id; done")
-    command("sinfo", f"cat {at}/sinfo.txt")
+    version = "echo slurm-wlm 22.05.8"
+    command("sinfo", f'case "$*" in *version*) {version};; *) cat {at}/sinfo.txt;; esac')
     records = "".join(
         f"PartitionName={name} Default={default} {RULES}\n"
         for name, default in (("cpu", "YES"), ("gpu", "NO"))

@@ -101,14 +101,14 @@ def test_an_interval_beyond_the_bounds_is_refused(cls: Any, config: Any) -> None
     wide = config.model_copy(update={"action_scale": 50.0})
     for bounds in (spec([-2.0], [2.0]), spec([0.0], [60.0])):
         with pytest.raises(ConfigError, match=r"action_scale: actions between -50 and 50 do"):
-            cls.check(wide, bounds)
-    cls.check(wide, spec([-50.0], [None]))
+            cls.check_spec(wide, bounds)
+    cls.check_spec(wide, spec([-50.0], [None]))
 
 
 def test_a_squashed_policy_needs_two_bounds_or_a_number(tmp_path: Path) -> None:
     half = spec([0.0, None], [1.0, None])
     with pytest.raises(ConfigError, match=r"model\.action_scale: .* component 1 .*no two bounds"):
-        MLPQPolicy.check(MLPQConfig(), half)
-    MLPQPolicy.check(MLPQConfig(action_scale=1.0), spec([None], [None]))
-    MLPPolicy.check(MLPConfig(), half)
-    FlowPolicy.check(FlowConfig(), half)
+        MLPQPolicy.check_spec(MLPQConfig(), half)
+    MLPQPolicy.check_spec(MLPQConfig(action_scale=1.0), spec([None], [None]))
+    MLPPolicy.check_spec(MLPConfig(), half)
+    FlowPolicy.check_spec(FlowConfig(), half)

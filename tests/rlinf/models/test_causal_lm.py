@@ -107,7 +107,7 @@ def test_training_drops_no_units(folder: Path, tmp_path: Path) -> None:
 
 def test_a_missing_folder_gets_a_hint(folder: Path) -> None:
     with pytest.raises(DataError, match="did you mean 'model'"):
-        CausalLM.check(CausalLMConfig(path=folder.parent / "modle"), {})
+        CausalLM.check_spec(CausalLMConfig(path=folder.parent / "modle"), {})
 
 
 def test_a_tokenizer_without_end_is_refused(folder: Path) -> None:
@@ -136,12 +136,12 @@ def test_pickled_weights_are_not_loaded(folder: Path, tmp_path: Path) -> None:
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(DataError, match=r"pickled weights .* are not loaded"):
-        CausalLM.check(CausalLMConfig(path=pickled), {})
+        CausalLM.check_spec(CausalLMConfig(path=pickled), {})
 
 
 def test_a_task_without_text_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="no alphabet"):
-        CausalLM.check(CONFIG, {"observation": 4})
+        CausalLM.check_spec(CONFIG, {"observation": 4})
 
 
 def without(tensors: dict[str, torch.Tensor]) -> None:
@@ -182,7 +182,7 @@ def test_weights_that_are_not_the_networks_are_refused_at_the_door_and_on_loadin
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DataError, match=words) as refused:
-        CausalLM.check(CausalLMConfig(path=folder), {})
+        CausalLM.check_spec(CausalLMConfig(path=folder), {})
     assert len(str(refused.value).splitlines()) <= 5
     with pytest.raises(DataError, match=words):
         CausalLM.load(folder, CONFIG)
@@ -191,8 +191,8 @@ def test_weights_that_are_not_the_networks_are_refused_at_the_door_and_on_loadin
 def test_a_head_tied_to_the_embeddings_may_be_stored_or_not(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    CausalLM.check(CausalLMConfig(path=folder), {})
+    CausalLM.check_spec(CausalLMConfig(path=folder), {})
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    CausalLM.check(CausalLMConfig(path=folder), {})
+    CausalLM.check_spec(CausalLMConfig(path=folder), {})
     CausalLM.load(folder, CONFIG)

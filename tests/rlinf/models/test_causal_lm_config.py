@@ -133,4 +133,4 @@ def test_a_cap_on_logits_is_none_on_values(tmp_path: Path) -> None:
 )
 def test_what_an_architecture_does_not_have_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=words):
-        CausalLM.check(CausalLMConfig(**SIZES, **given), {"alphabet": "01"})
+        CausalLM.check_spec(CausalLMConfig(**SIZES, **given), {"alphabet": "01"})

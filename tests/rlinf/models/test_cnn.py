@@ -90,4 +90,4 @@ def test_what_it_cannot_see_is_refused(
     images: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        CNNPolicy.check(CNNConfig(), {**SPEC, "images": images})
+        CNNPolicy.check_spec(CNNConfig(), {**SPEC, "images": images})

@@ -49,7 +49,7 @@ def check_works(
 ) -> None:
     config = tiny.write(folder / "m", family, made=made or tiny_settings(family, VOCABULARY))
     config = config.model_copy(update={"max_model_len": context})
-    CausalLM.check(config, {})
+    CausalLM.check_spec(config, {})
     served = tiny.engine(config, max_num_seqs=6)
     # Some rows join late and others leave early: eight places are asked for, six are there.
     request = tiny.requests([3, 9, 5, 9], horizon=14, group=2)
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_reads_images_too_is_read_and_saved_whole(
         made=tiny_settings(family, vocabulary),
         kind=AutoModelForImageTextToText,
     )
-    CausalLM.check(config, {})
+    CausalLM.check_spec(config, {})
     request = tiny.requests([3, 9, 5], horizon=6)
     found = tiny.generate(tiny.engine(config), request)
     policy, _, _ = tiny.assert_trainer_agrees(config, request, found)
@@ -146,16 +146,16 @@ def write_settings(folder: Path, family: str, **settings: object) -> CausalLMCon
 )
 def test_what_is_no_policy_of_tokens_is_refused_at_the_door(tmp_path: Path, family: str) -> None:
     with pytest.raises(DataError, match=r"model.path: .* cannot generate and be trained token by"):
-        CausalLM.check(write_settings(tmp_path, family), {})
+        CausalLM.check_spec(write_settings(tmp_path, family), {})
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
 def test_an_encoder_is_refused_unless_it_is_a_decoder(tmp_path: Path, family: str) -> None:
     assert family in ENCODER_FAMILIES
     with pytest.raises(DataError, match="is_decoder is not true"):
-        CausalLM.check(write_settings(tmp_path / "a", family), {})
+        CausalLM.check_spec(write_settings(tmp_path / "a", family), {})
     with pytest.raises(DataError, match=r"has no \*\.safetensors"):
-        CausalLM.check(write_settings(tmp_path / "b", family, is_decoder=True), {})
+        CausalLM.check_spec(write_settings(tmp_path / "b", family, is_decoder=True), {})
 
 
 def test_a_package_that_a_network_needs_is_named(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_package_that_a_network_needs_is_named(tmp_path: Path) -> None:
 
 def test_what_answers_an_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is_encoder_decoder"):
-        CausalLM.check(write_settings(tmp_path, "bart"), {})
+        CausalLM.check_spec(write_settings(tmp_path, "bart"), {})
 
 
 def test_recurrent_layers_are_not_packed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.validate_config import check_context
+from rlinf.engines.external import check_model_len
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.engines.vllm import VLLMConfig, VLLMEngine
 from rlinf.errors import ConfigError, DataError
@@ -247,10 +247,10 @@ def test_vllm_serves_that_length_and_no_greater_one(tmp_path: Path) -> None:
 
 def test_more_context_than_the_model_takes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.max_model_len: 65 .* 64"):
-        check_context(65, 64)
-    check_context(64, 64)
-    check_context(None, 64)
-    check_context(65, None)
+        check_model_len(65, 64)
+    check_model_len(64, 64)
+    check_model_len(None, 64)
+    check_model_len(65, None)
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def accepted(folder: Path, target: Path) -> dict[str, Any]:
     """The tensors of a folder that is checked, loaded, and copied for a run."""
     config = CausalLMConfig(path=folder)
-    CausalLM.check(config, {})
+    CausalLM.check_spec(config, {})
     target.mkdir()
     CausalLM.create(config, {}, 0, target)
     assert not any(target.glob("consolidated*"))
@@ -321,7 +321,7 @@ def test_advice_for_pickled_weights_leads_to_a_folder_that_is_accepted(
     torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(DataError, match="unpickling runs code") as caught:
-        CausalLM.check(CausalLMConfig(path=checkpoint), {})
+        CausalLM.check_spec(CausalLMConfig(path=checkpoint), {})
     _, _, advice = str(caught.value).partition("convert them: ")
     eval(advice, {"AutoModelForCausalLM": AutoModelForCausalLM})  # what a user would do
     assert accepted(checkpoint, tmp_path / "run")
@@ -366,7 +366,7 @@ def test_a_folder_without_weights_to_train_says_what_to_do(
 ) -> None:
     change(checkpoint)
     with pytest.raises(DataError, match=words):
-        CausalLM.check(CausalLMConfig(path=checkpoint), {})
+        CausalLM.check_spec(CausalLMConfig(path=checkpoint), {})
 
 
 def test_the_default_of_several_chat_templates_is_taken(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_arguments_of_the_template_come_from_the_configuration(checkpoint: Path)
     assert prompt.endswith("<think>\n\n</think>\n\n")
     wrong = CausalLMConfig(path=checkpoint, chat_template_kwargs={"enable_thinkng": False})
     with pytest.raises(ConfigError, match=r"kwargs\.enable_thinkng: .*did you mean"):
-        CausalLM.check(wrong, {})
+        CausalLM.check_spec(wrong, {})
     new = CausalLMConfig(chat_template_kwargs={"enable_thinking": False})
     with pytest.raises(ConfigError, match="has no chat template"):
-        CausalLM.check(new, {"alphabet": "ab"})
+        CausalLM.check_spec(new, {"alphabet": "ab"})

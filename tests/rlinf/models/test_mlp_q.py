@@ -73,7 +73,7 @@ def test_groups_are_those_that_are_named(tmp_path: Path) -> None:
 def test_what_it_cannot_be_made_for_or_read_is_refused(tmp_path: Path) -> None:
     discrete = {"observation": 4, "action": {"kind": "discrete", "size": 3}}
     with pytest.raises(ConfigError, match=r"model\.name: mlp_q chooses vectors"):
-        MLPQPolicy.check(MLPQConfig(), discrete)
+        MLPQPolicy.check_spec(MLPQConfig(), discrete)
     made(tmp_path)
     (tmp_path / "config.json").write_text('{"observation": 5}')
     with pytest.raises(DataError, match="not a policy folder"):

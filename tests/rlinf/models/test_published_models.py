@@ -34,7 +34,7 @@ def test_there_are_enough_of_them() -> None:
 @pytest.mark.parametrize("known", EACH)
 def test_a_published_model(tmp_path: Path, known: dict[str, Any]) -> None:
     config = published_models.write(tmp_path / "model", known)
-    CausalLM.check(config, {})
+    CausalLM.check_spec(config, {})
     published = HFFolder.from_config(config)
     assert published.context_length == known["context"]
     assert CausalLM.max_model_len(config) == known.get("run_length", known["context"])

@@ -266,18 +266,18 @@ def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) ->
 
 def test_a_context_beyond_the_positions_of_a_checkpoint_is_refused(folder: Path) -> None:
     config = Qwen25VLConfig(path=folder, max_model_len=512)
-    Qwen25VL.check(config, {})
+    Qwen25VL.check_spec(config, {})
     with pytest.raises(ConfigError, match=r"model.max_model_len: 513 tokens .* 512 .*config.json"):
-        Qwen25VL.check(config.model_copy(update={"max_model_len": 513}), {})
+        Qwen25VL.check_spec(config.model_copy(update={"max_model_len": 513}), {})
 
 
 def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
     CausalLM.create(CausalLMConfig(hidden=32, layers=1, heads=2), SPEC, 0, tmp_path)
     with pytest.raises(DataError, match=r"'qwen2' model; model\.name=qwen2_5_vl takes"):
-        Qwen25VL.check(Qwen25VLConfig(path=tmp_path), {})
+        Qwen25VL.check_spec(Qwen25VLConfig(path=tmp_path), {})
     with pytest.raises(DataError, match="'qwen2_5_vl' model, which is no causal language model"):
-        CausalLM.check(CausalLMConfig(path=folder), {})
-    assert Qwen25VL.check(Qwen25VLConfig(path=folder), {}).image_processor.token_side == 28
+        CausalLM.check_spec(CausalLMConfig(path=folder), {})
+    assert Qwen25VL.check_spec(Qwen25VLConfig(path=folder), {}).image_processor.token_side == 28
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> No
 )
 def test_sizes_that_cannot_be_are_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Qwen25VL.check(Qwen25VLConfig.model_validate(given), SPEC)
+        Qwen25VL.check_spec(Qwen25VLConfig.model_validate(given), SPEC)
 
 
 RANKS = """

@@ -136,23 +136,23 @@ def test_without_a_length_a_model_reads_as_far_as_its_plain_frequencies_reach(
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
     tiny.write(tmp_path, "phi3", **FAMILIES["phi3"])
     with pytest.raises(ConfigError, match=r"model.max_model_len: 65 tokens do not fit into the 64"):
-        CausalLM.check(CausalLMConfig(path=tmp_path, max_model_len=65), {})
+        CausalLM.check_spec(CausalLMConfig(path=tmp_path, max_model_len=65), {})
     with pytest.raises(
         ConfigError, match=r"model.max_model_len: 600 .* 512 .*model.max_position_embeddings"
     ):
-        CausalLM.check(CausalLMConfig(max_model_len=600), {"alphabet": "01"})
+        CausalLM.check_spec(CausalLMConfig(max_model_len=600), {"alphabet": "01"})
 
 
 def test_engines_that_choose_other_frequencies_are_refused(tmp_path: Path) -> None:
     config = tiny.write(tmp_path / "a", "phi3", **FAMILIES["phi3"])
-    VLLMEngine.check_policy(VLLMConfig(), config)
+    VLLMEngine.check_rotary(VLLMConfig(), config)
     with pytest.raises(ConfigError, match=r"engine.name: SGLang .*longrope"):
-        SGLangEngine.check_policy(SGLangEngine.Config(), config)
+        SGLangEngine.check_rotary(SGLangEngine.Config(), config)
     with pytest.raises(ConfigError, match=r"engine.max_model_len: .* set model.max_model_len=32"):
-        VLLMEngine.check_policy(VLLMConfig(max_model_len=32), config)
+        VLLMEngine.check_rotary(VLLMConfig(max_model_len=32), config)
     config = tiny.write(tmp_path / "b", "llama", **FAMILIES["llama"])
     with pytest.raises(ConfigError, match=r"engine.name: VLLM .*dynamic"):
-        VLLMEngine.check_policy(VLLMConfig(), config)
+        VLLMEngine.check_rotary(VLLMConfig(), config)
 
 
 def test_model_code_that_cannot_be_fixed_is_refused(tmp_path: Path) -> None:
@@ -175,7 +175,10 @@ def test_a_rope_that_depends_on_the_longest_row_is_refused_at_loading(
     config = phimoe(tmp_path)
     assert config.path is not None
     longer = config.model_copy(update={"max_model_len": 17})
-    for refuse in (lambda: CausalLM.check(longer, {}), lambda: CausalLM.load(tmp_path, longer)):
+    for refuse in (
+        lambda: CausalLM.check_spec(longer, {}),
+        lambda: CausalLM.load(tmp_path, longer),
+    ):
         with pytest.raises(
             DataError, match=r"PhimoeRotaryEmbedding .* model.max_model_len .* to 16"
         ):
@@ -191,7 +194,7 @@ def test_a_row_has_the_same_log_probs_alone_and_beside_the_longest(
     else:
         config = tiny.write(tmp_path, family, **FAMILIES[family])
         config = config.model_copy(update={"max_model_len": 40})
-    CausalLM.check(config, {})
+    CausalLM.check_spec(config, {})
     longest = CausalLM.max_model_len(config)
     assert longest is not None
     policy = CausalLM.load(tmp_path, config)
@@ -212,8 +215,8 @@ def test_a_dynamic_scaling_with_an_alpha_is_the_same_for_all_lengths(
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
     made = tiny_settings(family, len(tiny.ALPHABET) + 2)
     config = tiny.write(tmp_path, family, made={**made, "rope_parameters": rope})
-    CausalLM.check(config, {})
-    VLLMEngine.check_policy(VLLMConfig(), config)
+    CausalLM.check_spec(config, {})
+    VLLMEngine.check_rotary(VLLMConfig(), config)
     assert CausalLM.max_model_len(config) == 64
     policy = CausalLM.load(tmp_path, config)
     network: Any = policy.module
@@ -231,4 +234,4 @@ def test_a_scaling_that_no_part_of_the_network_has_is_refused_at_the_door(tmp_pa
     known = {"max_position_embeddings": 64, "rope_scaling": scaling}
     file.write_text(json.dumps(json.loads(file.read_text()) | known))
     with pytest.raises(DataError, match=r"model.path: .* no rotary embedding .* dynamic scaling"):
-        CausalLM.check(CausalLMConfig(path=tmp_path), {})
+        CausalLM.check_spec(CausalLMConfig(path=tmp_path), {})

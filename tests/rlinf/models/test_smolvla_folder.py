@@ -65,7 +65,7 @@ def test_what_cannot_work_is_refused(
     options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        SmolVLAPolicy.check(SmolVLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
+        SmolVLAPolicy.check_spec(SmolVLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_a_folder_for_another_task_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     config = SmolVLAConfig(path=tmp_path)
     with pytest.raises(ConfigError, match=r"task\.action\.size: 2.* 3 numbers"):
-        SmolVLAPolicy.check(config, {**SPEC, "action": {"kind": "box", "size": 2}})
+        SmolVLAPolicy.check_spec(config, {**SPEC, "action": {"kind": "box", "size": 2}})
     top = {**SPEC, "images": {"top": [16, 24]}}
     with pytest.raises(ConfigError, match=r"the model sees front, wrist.*model\.camera_map"):
-        SmolVLAPolicy.check(config, top)
-    SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "top"}), top)
+        SmolVLAPolicy.check_spec(config, top)
+    SmolVLAPolicy.check_spec(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "top"}), top)
     with pytest.raises(ConfigError, match=r"model\.camera_map: the task shows no side, only top"):
-        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "side"}), top)
+        SmolVLAPolicy.check_spec(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "side"}), top)
     with pytest.raises(ConfigError, match=r"model\.chunk_size: 9, .*4"):
-        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, chunk_size=9), SPEC)
+        SmolVLAPolicy.check_spec(SmolVLAConfig(path=tmp_path, chunk_size=9), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -126,27 +126,29 @@ def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
     config = SmolVLAConfig(path=tmp_path)
     shutil.move(tmp_path / "vlm", tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"model\.vlm_path: .*tokenizer\.json of vlm"):
-        SmolVLAPolicy.check(config, SPEC)
-    SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
+        SmolVLAPolicy.check_spec(config, SPEC)
+    SmolVLAPolicy.check_spec(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
     (tmp_path / "elsewhere" / "tokenizer.json").rename(tmp_path / "words.json")
     with pytest.raises(DataError, match=r"model\.vlm_path: .*no tokenizer\.json"):
-        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
+        SmolVLAPolicy.check_spec(
+            SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC
+        )
     (tmp_path / "words.json").rename(tmp_path / "elsewhere" / "tokenizer.json")
     shutil.move(tmp_path / "elsewhere", tmp_path / "vlm")
     (tmp_path / "model.safetensors").rename(tmp_path / "other")
     with pytest.raises(DataError, match=r"has no model\.safetensors"):
-        SmolVLAPolicy.check(config, SPEC)
+        SmolVLAPolicy.check_spec(config, SPEC)
     (tmp_path / "other").rename(tmp_path / "model.safetensors")
     (tmp_path / "policy_postprocessor.json").unlink()
     with pytest.raises(DataError, match=r"policy_postprocessor\.json.*LeRobot before 0\.4"):
-        SmolVLAPolicy.check(config, SPEC)
+        SmolVLAPolicy.check_spec(config, SPEC)
 
 
 def test_statistics_that_scale_nothing_are_refused_at_the_door(tmp_path: Path) -> None:
     path = tmp_path / "stats.json"
     path.write_text(json.dumps({n: {"mean": [0, 0, 0]} for n in ("action", "observation.state")}))
     with pytest.raises(DataError, match=r"model\.norm_stats: .*observation\.state: no std"):
-        SmolVLAPolicy.check(SmolVLAConfig(**SIZES, norm_stats=path), SPEC)
+        SmolVLAPolicy.check_spec(SmolVLAConfig(**SIZES, norm_stats=path), SPEC)
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
     del tensors["projector.fc2.bias"], tensors["places"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match=r"model\.safetensors: .*\nmissing: projector\.fc2\.bias\n"):
-        VLAPolicy.check(VLAConfig(path=tmp_path), SPEC)
+        VLAPolicy.check_spec(VLAConfig(path=tmp_path), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -197,24 +197,24 @@ def test_what_cannot_work_is_refused(
     options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        VLAPolicy.check(VLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
+        VLAPolicy.check_spec(VLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
 
 
 def test_a_folder_for_another_task_or_model_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     config = VLAConfig(path=tmp_path)
     with pytest.raises(ConfigError, match=r"task\.action\.size: 2.* 3 numbers"):
-        VLAPolicy.check(config, {**SPEC, "action": {"kind": "box", "size": 2}})
+        VLAPolicy.check_spec(config, {**SPEC, "action": {"kind": "box", "size": 2}})
     with pytest.raises(ConfigError, match=r"task\.images: the model sees front, wrist"):
-        VLAPolicy.check(config, {**SPEC, "images": {"top": [16, 24]}})
+        VLAPolicy.check_spec(config, {**SPEC, "images": {"top": [16, 24]}})
     settings = json.loads((tmp_path / "config.json").read_text())
     del settings["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(DataError, match=r"vision_config.*two vision towers"):
-        VLAPolicy.check(config, SPEC)
+        VLAPolicy.check_spec(config, SPEC)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(DataError, match=r"model\.path: .*'llama'"):
-        VLAPolicy.check(config, SPEC)
+        VLAPolicy.check_spec(config, SPEC)
 
 
 def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(

@@ -106,7 +106,7 @@ def test_a_policy_made_of_a_published_folder_says_the_same_wherever_it_is_saved(
     tmp_path: Path,
 ) -> None:
     config = published(tmp_path / "published")
-    VLAPolicy.check(config, SPEC)
+    VLAPolicy.check_spec(config, SPEC)
     first, again = tmp_path / "run", tmp_path / "again"
     first.mkdir()
     again.mkdir()
@@ -295,13 +295,13 @@ def test_a_folder_that_lacks_something_is_refused_by_file_and_key(
     config = published(tmp_path / "published")
     change(tmp_path / "published")
     with pytest.raises(DataError, match=wanted):
-        VLAPolicy.check(config, SPEC)
+        VLAPolicy.check_spec(config, SPEC)
 
 
 def test_a_data_set_is_chosen_where_there_are_several(tmp_path: Path) -> None:
     published(tmp_path / "published")
     with pytest.raises(DataError, match=r"model\.unnorm_key: .*one, other"):
-        VLAPolicy.check(VLAConfig(path=tmp_path / "published"), SPEC)
+        VLAPolicy.check_spec(VLAConfig(path=tmp_path / "published"), SPEC)
     # What OpenVLA-OFT writes beside counts before what OpenVLA has inside.
     statistics = {"late": {"action": {"q01": [0.0] * 3, "q99": [9.0] * 3}}}
     (tmp_path / "published" / STATISTICS_FILE).write_text(json.dumps(statistics))
@@ -313,7 +313,7 @@ def test_a_data_set_is_chosen_where_there_are_several(tmp_path: Path) -> None:
 
 def test_two_towers_need_a_layer_that_is_run() -> None:
     with pytest.raises(ConfigError, match=r"model\.vision_layers: "):
-        VLAPolicy.check(VLAConfig(**{**SIZES, "vision_layers": 1}), SPEC)
+        VLAPolicy.check_spec(VLAConfig(**{**SIZES, "vision_layers": 1}), SPEC)
 
 
 def llama() -> dict[str, list[int]]:
@@ -386,7 +386,7 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     write_character_tokenizer(DEFAULT_ALPHABET, tmp_path)
     write_outline(tmp_path / "model.safetensors", tensors)
     config = VLAConfig(path=tmp_path)
-    VLAPolicy.check(config, WHOLE_SPEC)
+    VLAPolicy.check_spec(config, WHOLE_SPEC)
     network = new_meta_network(
         tmp_path, read_vla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
     )
@@ -401,4 +401,4 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     with pytest.raises(
         DataError, match=r"missing: language_model\.model\.layers\.31\.mlp\.up_proj"
     ):
-        VLAPolicy.check(config, WHOLE_SPEC)
+        VLAPolicy.check_spec(config, WHOLE_SPEC)

@@ -20,8 +20,14 @@ from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.sequence_classifier import check_classifier
 from rlinf.rewards.base import RewardResources
-from rlinf.rewards.reward_model import RewardModelConfig, RewardModelReward, length_grouped_batches
+from rlinf.rewards.reward_model import (
+    PATH_KEY,
+    RewardModelConfig,
+    RewardModelReward,
+    length_grouped_batches,
+)
 from tests.rlinf.rewards.folders import ALPHABET, write_reward_model
 
 TEXTS = [("1+1=", "2"), ("what is 3+4=", "seven"), ("", "x"), ("10+10=", "20 or so"), ("a", "")]
@@ -188,7 +194,7 @@ def test_what_is_no_reward_model_is_refused(
     write_reward_model(folder)
     harm(folder)
     with pytest.raises(DataError, match=f"(?s)reward.path.*{text}") as error:
-        RewardModelReward.check(RewardModelConfig(path=folder))
+        check_classifier(folder, PATH_KEY, None)
     assert "model.path" not in str(error.value)
 
 

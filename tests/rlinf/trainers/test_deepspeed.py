@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlinf.channels.process_group import ParallelLayout
-from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLMConfig
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
 from tests.environments import need_environment
+from tests.rlinf.trainers.run_components import run_components
 
 ODD = """
 import sys
@@ -36,8 +36,8 @@ print(len(trainer.full_state_dict()) > 0)
 
 def check(**options: object) -> None:
     config = DeepSpeedConfig.model_validate(options)
-    given = OptimizerSection(), ParallelLayout(), 1, "layout"
-    DeepSpeedTrainer.check(config, CausalLM, CausalLMConfig(), *given)
+    run = run_components(CausalLMConfig())
+    DeepSpeedTrainer.check_layout(config, run, ParallelLayout(), 1, "layout")
 
 
 @pytest.mark.parametrize(

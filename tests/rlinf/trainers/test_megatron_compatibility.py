@@ -12,9 +12,10 @@ import torch
 from rlinf.channels.process_group import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLMConfig
 from rlinf.trainers.megatron import hf_mapping
 from rlinf.trainers.megatron.trainer import MegatronConfig, MegatronTrainer
+from tests.rlinf.trainers.run_components import run_components
 
 MODEL = {"heads": 12, "kv_heads": 4, "intermediate": 96, "layers": 6}
 SIZES: dict[str, Any] = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64}
@@ -79,9 +80,8 @@ def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) ->
 
 
 def check(config: MegatronConfig, model: CausalLMConfig, layout: str, name: Any = "adamw") -> None:
-    optimizer = OptimizerSection(name=name)
-    given = optimizer, ParallelLayout.parse(layout), 1, "train"
-    MegatronTrainer.check(config, CausalLM, model, *given)
+    run = run_components(model, OptimizerSection(name=name))
+    MegatronTrainer.check_layout(config, run, ParallelLayout.parse(layout), 1, "train")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers import optimizer
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.rlinf.trainers.ranks import run_ranks
+from tests.rlinf.trainers.run_components import run_components
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
@@ -219,8 +220,8 @@ def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
 
 def test_copies_that_do_not_divide_the_processes_are_refused() -> None:
     def check(processes: int) -> None:
-        given = OptimizerSection(), ParallelLayout(), processes, "train.layout"
-        FSDPTrainer.check(FSDPConfig(dp_replicate=3), CausalLM, CONFIG, *given)
+        given = run_components(CONFIG), ParallelLayout(), processes, "train.layout"
+        FSDPTrainer.check_layout(FSDPConfig(dp_replicate=3), *given)
 
     for good in (1, 3, 6):
         check(good)
