@@ -89,7 +89,7 @@ class PlacementStudy:
                 name,
                 count,
                 price=PRICES[name],
-                wait_s=WAIT_S,
+                waits_s=((1, WAIT_S),),
                 interruptions_per_hour=GPU_FAILURES_PER_HOUR * count
                 + PREEMPTIONS_PER_HOUR * (name == PREEMPTIBLE),
                 per_node=GPUS_PER_NODE,
