@@ -194,5 +194,12 @@ REMOVED_KEYS: Mapping[str, str] = {
     "problem.kinds.wait_s": "give waits_s, the waits by number of nodes, such as {1: 600}",
     "problem.most_jobs": "limits of accounting bind only rlinf plan; remove it",
     "problem.shared": "kinds that share nodes bind only rlinf plan; remove it",
+    "scenario.lengths.empirical": "lengths are drawn by sigma and longest",
+    "scenario.lengths.fixed_share": "half of a decoding step does not depend on its samples",
+    "scenario.lengths.gpus_per_worker": "each GPU is a worker",
+    "scenario.lengths.profiled": "measured durations include the tail of long samples",
+    "scenario.lengths.slots": "a worker runs 256 samples at the same time",
+    "scenario.stragglers.balanced": "stages without inputs balance their work",
+    "scenario.walltime": "give walltime_s, the time limit of a job in seconds",
 }
 """What to do instead, by dotted key. Names of kinds, stages, ... are left out of the keys."""

@@ -15,6 +15,7 @@ import yaml
 from pipeline.console import create_console
 from pipeline.inventory import load_or_survey
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
+from pipeline.planning.cost.data_sheet import estimate_profile
 from pipeline.planning.planner.available_devices import (
     check_plan_limits,
     local_devices,
@@ -26,7 +27,6 @@ from pipeline.planning.planner.plan_tables import comparison_table, print_propos
 from pipeline.planning.planner.planner import assess_plan, propose_plan
 from pipeline.planning.planner.request import PlanRequest, parse_pins
 from pipeline.planning.planner.stage_times import SINGLE_MEASUREMENT_SPREAD, Correction
-from pipeline.planning.profile.data_sheet_profile import estimate_profile
 from pipeline.planning.profile.device_kinds import local_kind
 from pipeline.planning.profile.schema import ProfileIdentity, load_profile
 from pipeline.pools.measured_times import (

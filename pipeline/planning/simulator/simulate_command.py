@@ -20,32 +20,22 @@ from pipeline.planning.planner.problem import (
     read_problem,
 )
 from pipeline.planning.planner.search import solve
-from pipeline.planning.simulator import studies
 from pipeline.planning.simulator.scenario import Scenario
 from pipeline.planning.simulator.simulation import SimulationTrace, simulate
 from pipeline.report.theme import STAGE_COLOURS, stage_colours
 from rlinf.config import validate
-from rlinf.errors import ConfigError, PlanError, did_you_mean
+from rlinf.errors import ConfigError
 from rlinf.yaml_file import read_yaml
 
 
-def load_problem(name: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
-    """Return the problem of a study or YAML file, and a placement.
-
-    The placement is that of ``plan``, else that of the file, else the best placement.
+def load_problem(path: Path, plan: Path | None) -> tuple[PlacementProblem, Placement]:
+    """Return the problem of a YAML file, and a placement: that of ``plan``, else that of the file,
+    else the best placement.
 
     Raises:
-        PlanError: the study or file does not exist, or is invalid.
+        PlanError: a file does not exist, or is invalid.
     """
-    placement = None
-    if name in studies.STUDIES:
-        problem = studies.STUDIES[name].problem
-    elif Path(name).suffix in (".yaml", ".yml"):
-        problem, placement = read_problem(Path(name))
-    else:
-        raise PlanError(
-            f"{name!r} is neither a YAML file nor a study{did_you_mean(name, studies.STUDIES)}"
-        )
+    problem, placement = read_problem(path)
     if plan is not None:
         loaded = read_plan(plan)
         occasional = loaded.flow.all_stages.keys() - loaded.flow.stages
@@ -53,37 +43,33 @@ def load_problem(name: str, plan: Path | None) -> tuple[PlacementProblem, Placem
     return problem, placement or solve(problem)[0].placement
 
 
-def load_scenario(problem_name: str, scenario: str | None) -> Scenario:
-    """Return a scenario by name (for a study) or from a file; None: no disturbances.
+def load_scenario(path: Path) -> Scenario:
+    """Read a scenario.
 
     Raises:
         ConfigError: the file is missing, not YAML, or invalid; the message names the key.
     """
-    if scenario is None:
-        return Scenario()
-    if problem_name in studies.STUDIES and scenario in studies.SCENARIOS:
-        return studies.STUDIES[problem_name].scenario(scenario)
-    path = Path(scenario)
-    if not path.exists():
-        hint = did_you_mean(scenario, studies.SCENARIOS) if problem_name in studies.STUDIES else ""
-        raise ConfigError(f"scenario: no file {path}{hint}")
     values = read_yaml(path, "scenario", ConfigError) or {}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping")
-    return validate(Scenario, values, str(path))
+    try:
+        return validate(Scenario, values, "scenario")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def run_simulate(
-    problem_name: str,
+    path: Path,
     plan: Path | None,
-    scenario: str | None,
+    scenario: Path | None,
     iterations: int,
     seed: int,
     png: Path | None,
 ) -> None:
     """Simulate, print the table, and write the chart if requested."""
-    problem, placement = load_problem(problem_name, plan)
-    trace = simulate(problem, placement, load_scenario(problem_name, scenario), iterations, seed)
+    problem, placement = load_problem(path, plan)
+    disturbances = load_scenario(scenario) if scenario else Scenario()
+    trace = simulate(problem, placement, disturbances, iterations, seed)
     console = create_console()
     header, *body = pool_table(trace)
     table = Table(*header)

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.plan import PlanningSources, read_plan
+from pipeline.planning.cost.data_sheet import estimate_profile, with_critic
 from pipeline.planning.cost.model_shape import from_hf_config
 from pipeline.planning.planner.plan_command import build_request, compute_corrections, run_plan
 from pipeline.planning.planner.planner import propose_plan
 from pipeline.planning.planner.stage_times import StageTimes
-from pipeline.planning.profile.data_sheet_profile import estimate_profile, with_critic
 from pipeline.pools.measured_times import WORK_PART, MeasuredTimes
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
