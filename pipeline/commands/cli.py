@@ -491,12 +491,11 @@ def simulate(
     scenario: Annotated[Path | None, typer.Option(help="A file of disturbances (YAML)")] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to simulate", min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Random seed", min=0)] = 0,
-    png: Annotated[Path | None, typer.Option(help="Write a Gantt chart to this file")] = None,
 ) -> None:
     """Simulate a placement with stragglers, queues and losses."""
     from pipeline.planning.simulator.simulate_command import run_simulate
 
-    run_simulate(problem, plan, scenario, iterations, seed, png)
+    run_simulate(problem, plan, scenario, iterations, seed)
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from pipeline.planning.simulator.scenario import LengthDistribution, Scenario, S
 from rlinf.errors import PlanError, did_you_mean
 
 Array = np.ndarray
-Activity = Literal["work", "switch", "sync", "queue", "down"]
 MAX_OUTAGES = 1000
 """Maximum number of interruptions and renewals of a job in one iteration."""
 SLOTS = 256
@@ -32,20 +30,6 @@ PURPOSES = ("lengths", "stragglers", "losses")
 """Purposes of random numbers; each purpose has random generators of its own."""
 
 
-@dataclass(frozen=True)
-class TraceSpan:
-    """An activity or wait of a pool; times are in seconds since the submission of the first job."""
-
-    pool: int
-    stage: str
-    iteration: int
-    activity: Activity
-    """``work``; ``switch``: loading a stage; ``sync``: sending weights; ``queue``: waiting for the
-    first start of a job; ``down``: waiting for a job to start again, and repeating work."""
-    start: float
-    end: float
-
-
 @dataclass
 class SimulationTrace:
     """The record of one simulation."""
@@ -55,14 +39,14 @@ class SimulationTrace:
     predicted_s: float
     """Seconds of an iteration without disturbances."""
     iteration_starts: list[float] = field(default_factory=list)
-    """Start of each iteration, then the end of the last iteration; times as in ``TraceSpan``."""
+    """Start of each iteration, then the end of the last iteration, in seconds since the submission
+    of the first job."""
     busy_s: Array = field(default_factory=lambda: np.zeros(0))
     """Seconds of work of each pool, ``[pools]``."""
     down_s: Array = field(default_factory=lambda: np.zeros(0))
     """Seconds after its first start in which each pool had no job, ``[pools]``."""
     started_at: Array = field(default_factory=lambda: np.zeros(0))
     """First start of each pool's jobs, ``[pools]``."""
-    spans: list[TraceSpan] = field(default_factory=list)
     interruptions: int = 0
     """Number of preemptions and failures of jobs."""
     renewals: int = 0
@@ -221,19 +205,19 @@ class _Simulation:
         ready = [max(job.ready_at for job in self.jobs if job.pool == p) for p in pools]
         trace.started_at = np.array(ready) - self.scenario.startup_s
         trace.busy_s, trace.down_s = np.zeros(len(ready)), np.zeros(len(ready))
-        trace.spans = [TraceSpan(p, "", 0, "queue", 0.0, ready[p]) for p in pools if ready[p]]
         now = max(ready)
         calm = self._predict(self.factors, None)
         for i in range(self.factors.shape[-1]):
             trace.iteration_starts.append(now)
             prediction = PlacementPrediction(*(value[..., i] for value in vars(calm).values()))
-            delays_s = self._delays(prediction, i, now, trace)
+            delays_s = self._delays(prediction, trace)
             if delays_s.any():
                 delayed = self._predict(self.factors[..., i : i + 1], delays_s[:, None])
                 prediction = PlacementPrediction(
                     *(value[..., 0] for value in vars(delayed).values())
                 )
-            self._record(prediction, i, now, trace)
+            for p, stages in enumerate(self.placement.pools):
+                trace.busy_s[p] += float(prediction.busy_s[list(stages)].sum())
             now += float(prediction.total_s)
         trace.iteration_starts.append(now)
         return trace
@@ -249,9 +233,7 @@ class _Simulation:
             delays_s=delays_s,
         )
 
-    def _delays(
-        self, calm: PlacementPrediction, i: int, now: float, trace: SimulationTrace
-    ) -> Array:
+    def _delays(self, calm: PlacementPrediction, trace: SimulationTrace) -> Array:
         """Draw the outages of an iteration, and return the seconds by which they delay each stage,
         ``[stages]``."""
         delays_s, duration_s = np.zeros(len(self.names)), float(calm.total_s)
@@ -268,7 +250,6 @@ class _Simulation:
                 trace.interruptions += is_loss
                 trace.renewals += not is_loss
                 trace.down_s[job.pool] += down_s
-                trace.spans.append(TraceSpan(job.pool, "", i, "down", now + at, now + at + down_s))
             else:
                 raise PlanError(
                     f"jobs of pool {job.pool + 1} end {MAX_OUTAGES} times during an iteration of "
@@ -290,26 +271,6 @@ class _Simulation:
                 return s, down_s, (at - start) % chunk_s
         # After its last stage: only a long outage delays the next iteration.
         return s, max(0.0, at + down_s - float(calm.total_s)), 0.0
-
-    def _record(
-        self, prediction: PlacementPrediction, i: int, now: float, trace: SimulationTrace
-    ) -> None:
-        for p, stages in enumerate(self.placement.pools):
-            gpus = np.array(self.placement.gpus[p])[:, None]
-            for s in stages:
-                start, finish = (float(v[s]) for v in (prediction.start_s, prediction.finish_s))
-                name = self.names[s]
-                trace.busy_s[p] += float(prediction.busy_s[s])
-                trace.spans.append(TraceSpan(p, name, i, "work", now + start, now + finish))
-                if len(stages) > 1 and (switch_s := float(self.predictor.switch_time(s, gpus)[0])):
-                    trace.spans.append(
-                        TraceSpan(p, name, i, "switch", now + start - switch_s, now + start)
-                    )
-        if (edge := self.predictor.sync_edge) is not None and float(prediction.sync_s):
-            pool = next(p for p, stages in enumerate(self.placement.pools) if edge[0] in stages)
-            trained = now + float(prediction.finish_s[edge[0]])
-            end = trained + float(prediction.sync_s)
-            trace.spans.append(TraceSpan(pool, self.names[edge[0]], i, "sync", trained, end))
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:

@@ -67,7 +67,6 @@ def test_without_disturbances_iterations_take_the_predicted_time() -> None:
 def test_the_same_seed_gives_the_same_run() -> None:
     runs = [simulate(*two_pools(), ALL, 30, seed) for seed in (5, 5, 6)]
     assert runs[0].iteration_starts == runs[1].iteration_starts
-    assert runs[0].spans == runs[1].spans
     assert runs[0].iteration_starts != runs[2].iteration_starts
 
 
@@ -99,13 +98,9 @@ def test_a_slow_gpu_holds_up_training_but_only_its_share_of_the_rollout() -> Non
     trace = simulate(problem, placement, Scenario(stragglers=always), 5)
     assert trace.iteration_s == pytest.approx(2 * 12 + 1, rel=1e-3)
     rare = Scenario(stragglers=StragglerModel(per_gpu_hour=2.0, factor=2.0, mean_s=600))
-    spans = [s for s in simulate(problem, placement, rare, 500).spans if s.activity == "work"]
-    means = {
-        stage: np.mean([s.end - s.start for s in spans if s.stage == stage])
-        for stage in ("rollout", "train")
-    }
+    rollout, train = simulate(problem, placement, rare, 500).busy_s / 500
     # One of four GPUs slows the rollout by less than a quarter, one of two all of the training.
-    assert 1 < means["rollout"] / 8 < means["train"] / 4 < 2
+    assert 1 < rollout / 8 < train / 4 < 2
 
 
 def test_jobs_that_reach_their_time_limit_are_replaced() -> None:
@@ -185,9 +180,7 @@ def test_a_problem_file_is_simulated_by_the_command(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, words)
         assert message in str(result.exception)
     scenario.write_text("{stragglers: {per_gpu_hour: 1}, queue: true, losses: true, startup_s: 3}")
-    chart = tmp_path / "gantt.png"
-    result = CliRunner().invoke(app, [*words, "--png", str(chart)])
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "iteration, simulated" in result.output
     assert "without a job" in result.output
-    assert chart.read_bytes().startswith(b"\x89PNG")
