@@ -393,25 +393,6 @@ def with_counts(
     return result
 
 
-def with_memory_floors(
-    devices: Mapping[str, PartitionDevices], estimated: Profile
-) -> dict[str, PartitionDevices]:
-    """Add failures for lack of memory from the ``estimated`` profile, for numbers of processes
-    below the smallest measured number."""
-    changed = dict(devices)
-    for name, entry in devices.items():
-        smallest: dict[str, int] = {}
-        for point in entry.profile.points:
-            smallest[point.stage] = min(point.processes, smallest.get(point.stage, point.processes))
-        estimates = estimated.kinds[name].points if name in estimated.kinds else ()
-        failed = [
-            p for p in estimates if not p.succeeded and p.processes < smallest.get(p.stage, 0)
-        ]
-        points = (*entry.profile.points, *failed)
-        changed[name] = replace(entry, profile=entry.profile.model_copy(update={"points": points}))
-    return changed
-
-
 def _with_better_kind(
     devices: Mapping[str, PartitionDevices], inventory: Inventory
 ) -> dict[str, PartitionDevices]:

@@ -92,7 +92,6 @@ def build_problem(
         sync_s={} if are_jobs else _sync_times(devices),
         mixing=MIXING_EFFICIENCY,
         mixes=frozenset({elastic_stage} if elastic_stage and same_type else ()),
-        allowed={s: kinds & devices.keys() for s, kinds in pins.items() if s in sources},
         shared=shared_capacities(devices),
         most_jobs=job_count_limits(devices),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from pipeline.planning.planner.available_devices import (
     check_plan_limits,
     local_devices,
     select_devices,
-    with_memory_floors,
 )
 from pipeline.planning.planner.plan_proposal import PlanProposal
 from pipeline.planning.planner.plan_tables import comparison_table, print_proposal, render_page
@@ -39,7 +37,7 @@ from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf.artifacts import write_user_file
 from rlinf.config import RunConfig, validate
-from rlinf.errors import DataError, PlanError
+from rlinf.errors import PlanError
 from slurm.site import SiteConfig, load_site
 from stages.flow import flow_of
 from stages.layout import PLAN_FILE
@@ -87,11 +85,6 @@ def build_request(
         notes += device_notes
         cluster_at_site = cluster.model_copy(update={"site": site_file})
         validator = partial(check_plan_limits, cluster=cluster_at_site, inventory=inventory)
-        if not profile.estimated:
-            # If data sheets or the model's formulas are missing, only measurements show what fits.
-            with suppress(PlanError, DataError):
-                estimated = estimate_profile(config, inventory, site_config)
-                devices = with_memory_floors(devices, estimated)
     elif profile is not None:
         devices = local_devices(profile, local_kind())
     else:

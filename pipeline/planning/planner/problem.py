@@ -124,8 +124,6 @@ class PlacementProblem:
     pool."""
     mixing: float = 1.0
     """Speed of different kinds together on one stage, relative to the sum of their speeds."""
-    allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The only kinds that a stage may use (pins), by stage."""
     mixes: frozenset[str] | None = None
     """Stages that need not run in one job: a pool with only such stages may have several kinds and
     any number of GPUs. None: all stages."""
@@ -143,13 +141,6 @@ class PlacementProblem:
             *((f"stage {s.name!r}: switch_s", s.switch_s, names, "kind") for s in self.stages),
             *((f"stage {s.name!r}: after", s.after, stages, "stage") for s in self.stages),
             *((f"sync_s.{a}", (a, b), names, "kind") for a, b in self.sync_s),
-            *(
-                (f"pin {s}={'+'.join(kinds)}", kinds, names, "kind")
-                for s, kinds in self.allowed.items()
-            ),
-            *(("shared", group, names, "kind") for group, _ in self.shared),
-            *(("most_jobs", group, names, "kind") for group, _ in self.most_jobs),
-            ("pin", self.allowed, stages, "stage"),
             ("mixes", self.mixes or (), stages, "stage"),
         ):
             for name in referenced:
@@ -225,17 +216,13 @@ class PlacementProblem:
         return gpus if self.stages[stage].divisible else np.zeros_like(gpus)
 
     def rate_table(self, stage: PlacementStage, kind: int) -> np.ndarray:
-        """Return the rates ``[gpus + 1]`` of a stage on a kind, with pins applied.
+        """Return the rates ``[gpus + 1]`` of a stage on a kind.
 
         Rates may fall or be 0 at larger numbers of GPUs, because a stage works on all GPUs of its
         pool.
         """
         entry = self.kinds[kind]
-        allowed = self.allowed.get(stage.name)
-        rates = stage.rates.get(entry.name)
-        if rates is None or (allowed is not None and entry.name not in allowed):
-            return np.zeros(entry.gpus + 1)
-        return np.asarray(rates, dtype=np.float64)
+        return np.asarray(stage.rates.get(entry.name, np.zeros(entry.gpus + 1)), dtype=np.float64)
 
 
 @dataclass(frozen=True)

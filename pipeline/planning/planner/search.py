@@ -156,19 +156,6 @@ def gpu_moves(pools: int, sizes: Array, *, exchanges: bool) -> Array:
     return np.array(moves)
 
 
-def without_kinds(states: Array) -> Array:
-    """Return variants ``[n, variants, pools, kinds]`` of divisions in which a pool, or all pools,
-    have no GPUs of a kind, because a plan avoids the queue and interruptions of a kind only if it
-    does not use the kind at all."""
-    variants = []
-    for k in range(states.shape[2]):
-        for pool in (slice(None), *range(states.shape[1])):
-            changed = states.copy()
-            changed[:, pool, k] = 0
-            variants.append(changed)
-    return np.stack(variants, axis=1)
-
-
 @dataclass(frozen=True, order=True)
 class _Division:
     """The GPUs of each pool of a grouping, with the best number of chunks and the cost."""
@@ -186,8 +173,6 @@ class _Search:
         self._sizes = np.array([kind.gpus for kind in problem.kinds])
         self._counts: dict[tuple[PoolStages, int], list[Array]] = {}
         """Cache: the numbers of GPUs of a kind that the pools of a grouping can have."""
-        self._moves: dict[tuple[int, bool], Array] = {}
-        """Cache: :func:`gpu_moves` by number of pools and ``exchanges``."""
         self.coarse_rows = COARSE_ROWS
         """Maximum number of divisions in a coarse grid."""
 
@@ -244,7 +229,7 @@ class _Search:
             for k, rates in enumerate(self.predictor.tables[s])
         ]
         states = np.concatenate(jobs)[:, None]
-        alone = _Search(replace(self.problem, stages=[stage], allowed={}), self.objective)
+        alone = _Search(replace(self.problem, stages=[stage]), self.objective)
         prices = states[:, 0] @ np.array([kind.price for kind in self.problem.kinds])
         costs = alone._costs(((0,),), states, np.ones(len(states), np.int64))
         seconds = self.predictor.duration(s, states[:, 0].T)
@@ -284,15 +269,10 @@ class _Search:
         states = np.array([division.gpus for division in divisions])
         chunks = np.array([division.chunks for division in divisions])
         costs = np.array([division.cost for division in divisions])
-        key = (len(pools), exchanges)
-        if key not in self._moves:
-            self._moves[key] = gpu_moves(len(pools), self._sizes, exchanges=exchanges)
-        moves = self._moves[key]
+        moves = gpu_moves(len(pools), self._sizes, exchanges=exchanges)
         active = np.arange(len(divisions))
         while len(active):
-            options = np.concatenate(
-                [states[active, None] + moves, without_kinds(states[active])], axis=1
-            )
+            options = states[active, None] + moves
             valid = (options >= 0).all((2, 3)) & (options.sum(2) <= self._sizes).all(2)
             row, column = np.nonzero(valid)
             found = np.full(valid.shape, np.inf)
@@ -414,9 +394,7 @@ class _Search:
 def _check_problem(problem: PlacementProblem) -> None:
     for stage in problem.stages:
         if not any(problem.rate_table(stage, k).max() > 0 for k in range(len(problem.kinds))):
-            pinned = problem.allowed.get(stage.name)
-            kinds = f" on {', '.join(sorted(pinned))}" if pinned else ""
             raise PlanError(
-                f"stage {stage.name!r} can run nowhere{kinds}: it needs more memory than any "
+                f"stage {stage.name!r} can run nowhere: it needs more memory than any "
                 "number of these GPUs has together, or no profile has a successful measurement"
             )

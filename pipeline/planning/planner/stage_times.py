@@ -138,10 +138,16 @@ class StageTimes:
         """Return why ``count`` processes cannot run the stage; "" if no failure is known.
 
         A failure is assumed to repeat. An unmeasured number is treated like the next lower measured
-        number, because more processes on a node need more memory. Below all measured numbers it is
-        treated like the lowest of them, because fewer devices need more memory each.
+        number, because more processes on a node need more memory. Numbers below all measured ones
+        are not used, because fewer devices need more memory each.
         """
         measured = sorted(self._failures)
+        if count < measured[0] and not self._failures[measured[0]]:
+            return (
+                f"stage {self.stage!r} was measured on {measured[0]} processes of "
+                f"{self.devices.name} or more, and {count} may have too little memory; measure "
+                f"with: rlinf profile --processes {count}"
+            )
         nearest = measured[max(0, int(np.searchsorted(measured, count, "right")) - 1)]
         failure = self._failures[nearest]
         if not failure:

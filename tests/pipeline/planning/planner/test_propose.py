@@ -93,8 +93,7 @@ def side_by_side(request: PlanRequest, *names: str) -> PlacementProblem:
     """Jobs of some stages that need no other stage."""
     problem, _ = build_problem(request)
     stages = [replace(s, after=()) for s in problem.stages if s.name in names]
-    allowed = {stage: kinds for stage, kinds in problem.allowed.items() if stage in names}
-    return replace(problem, stages=stages, allowed=allowed)
+    return replace(problem, stages=stages)
 
 
 def test_jobs_longer_than_their_partition_allows_are_not_planned(config: RunConfig) -> None:

@@ -238,28 +238,6 @@ def test_what_the_sheets_do_not_tell_is_to_be_measured(config: RunConfig, compos
         build_request(config, PlanningSources(profile=""))
 
 
-def test_below_what_was_measured_the_shapes_say_what_fits(
-    config: RunConfig, tmp_path: Path
-) -> None:
-    """Training was tried on whole nodes alone; one GPU has no room, as can be told beforehand."""
-    inventory = groups(a100=2)
-    (name, own), *_ = estimate_profile(config, inventory, SiteConfig()).kinds.items()
-    points = tuple(p for p in own.points if p.stage != "train" or p.processes >= 8)
-    whole = estimate_profile(config, inventory, SiteConfig()).model_copy(
-        update={"estimated": False, "kinds": {name: own.model_copy(update={"points": points})}}
-    )
-    saved = tmp_path / "inventory.json"
-    saved.write_text(inventory.model_dump_json())
-    whole.save(tmp_path / "profile.json")
-    sources = PlanningSources(profile=str(tmp_path / "profile.json"), inventory=str(saved))
-    request = build_request(config, sources)
-    work = StageTimes(
-        request.devices[name], "train", on_policy.all_stages["train"], request.profile
-    )
-    assert "it needs 1" in work.refusal_for(1)
-    assert not work.refusal_for(8)
-
-
 def test_memory_follows_the_trainer(configure: Configure) -> None:
     """Of training on eight GPUs: blocks computed again, adapters alone, ZeRO's stages."""
 
