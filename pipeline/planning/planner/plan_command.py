@@ -114,7 +114,7 @@ def write_proposal(proposal: PlanProposal, out: Path, title: str) -> Path:
     """
     page = out.with_suffix(".html")
     header = (
-        "# Made by rlinf plan. Resources may be edited; 'predicted' is kept for comparison only.\n"
+        "# Made by rlinf plan. Resources may be edited; 'forecast' is kept for comparison only.\n"
     )
     write_user_file(out, header + yaml.safe_dump(proposal.plan.to_dict(), sort_keys=False))
     write_user_file(page, render_page(proposal, title))

@@ -156,7 +156,7 @@ class Profile(Section):
     created_at: AwareDatetime
     estimated: bool = False
     """True if nothing was measured: the numbers are derived from data sheets, by
-    :mod:`pipeline.planning.profile.data_sheet_profile`."""
+    :mod:`pipeline.planning.cost.data_sheet`."""
     identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Samples of one iteration of the run: prompts times group size."""
