@@ -50,7 +50,6 @@ from stages.worker.messages import (
     RunStages,
     ServePolicy,
     ShutDown,
-    StageEnded,
     StageOrder,
     WeightsAvailable,
     WorkerReport,
@@ -221,7 +220,7 @@ class PoolWorker:
                         case GenerateStarts():
                             self._rollout_worker.enqueue(order)
                         case ReassignWork():
-                            self._rollout_worker.reassign(order.work_item, order.successor)
+                            self._rollout_worker.reassign(order.work_item)
                         case CancelWork():
                             self._rollout_worker.cancel()
             else:
@@ -397,7 +396,7 @@ class PoolWorker:
             self._live_store.unpin(node)
         self._last_progress = time.monotonic()
         self._activity.remove(node)
-        self._send_report(StageEnded(node=node, exit_code=exit_code, reason=reason[-8000:]))
+        self._send_report(WorkItemEnded(work_item=node, exit_code=exit_code, reason=reason[-8000:]))
         self._update_status()
         self._drop_committed()
 

@@ -154,11 +154,10 @@ class AttemptEnded(WorkerMessage):
 
 
 class ReassignWork(WorkerMessage):
-    """Pass a work item to another worker, the successor, once few of its samples are unfinished."""
+    """End a work item once few of its samples are unfinished; another worker continues these."""
 
     type: Literal["reassign_work"] = "reassign_work"
     work_item: str
-    successor: str
 
 
 class CancelWork(WorkerMessage):
@@ -172,15 +171,6 @@ class ShutDown(WorkerMessage):
 
     type: Literal["shut_down"] = "shut_down"
     commit_timeout_s: float = 0.0
-
-
-class StageEnded(WorkerMessage):
-    """A stage was committed (exit code 0) or has failed."""
-
-    type: Literal["stage_ended"] = "stage_ended"
-    node: str
-    exit_code: int
-    reason: str = ""
 
 
 class CollectedPrompts(WorkerMessage):
@@ -202,21 +192,20 @@ class WeightsAvailable(WorkerMessage):
 
 
 class WorkItemEnded(WorkerMessage):
-    """A work item was completed (exit code 0) or has failed."""
+    """A stage was committed, or a work item completed (exit code 0); or it has failed."""
 
     type: Literal["work_item_ended"] = "work_item_ended"
     work_item: str
-    host: str
+    """A whole stage is a work item with the name of its node."""
     exit_code: int = 0
     reason: str = ""
+    host: str = ""
     spans: tuple[tuple[str, float, float], ...] = ()
     """Name, start and end (Unix time, s) of each span; empty if nothing was computed."""
     unfinished_starts: tuple[int, ...] = ()
     """The starts whose samples are not all finished."""
-    successor: str = ""
-    """The worker that continues the unfinished samples, if any."""
     num_partial_samples: int = 0
-    """The number of unfinished samples that the successor can fetch."""
+    """The number of unfinished samples that another worker can fetch and continue."""
     used_disk_fallback: bool = False
     """Whether weights expected in memory were read from disk."""
 
@@ -232,7 +221,7 @@ WorkerOrder = (
     | CancelWork
     | ShutDown
 )
-WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | WorkItemEnded
+WorkerReport = CollectedPrompts | WeightsAvailable | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(

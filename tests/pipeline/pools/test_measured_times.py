@@ -18,7 +18,7 @@ from pipeline.metrics import stage_manifest
 from pipeline.plan import Plan, PlanningSources
 from pipeline.planning.planner.plan_command import build_request, propose_plan, run_replan
 from pipeline.pools.measured_times import compare_with_forecast, measure_times
-from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.pools.work_log import WORK_LOG
 from pipeline.report import write_report
 from pipeline.run import Run
 from rlinf.errors import PlanError
