@@ -459,17 +459,8 @@ class WorkScheduler:
         policy_lease.stages.add(order.stage + POLICY_SUFFIX)
         for number, worker in enumerate(order.policy_workers):
             if clients := tuple(item.workers[number :: len(order.policy_workers)]):
-                policy_order = ServePolicy(
-                    node=order.node,
-                    stage=order.stage,
-                    iteration=order.iteration,
-                    position=order.position,
-                    output=order.output,
-                    attempt=order.attempt,
-                    weights=(item.weights, WEIGHTS in item.live),
-                    clients=clients,
-                )
-                self._send(worker, policy_order)
+                live = WEIGHTS in item.live
+                self._send(worker, ServePolicy(stage=order, has_live_weights=live, clients=clients))
 
     def _send_attempt_ended(self, item: StageItem, workers: Iterable[str], reason: str) -> None:
         order = AttemptEnded(node=item.node.name, attempt=item.order.attempt, reason=reason)

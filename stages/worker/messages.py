@@ -128,16 +128,10 @@ class ServePolicy(WorkerMessage):
     """Serve the policy to the simulators of a stage until they have finished."""
 
     type: Literal["serve_policy"] = "serve_policy"
-    node: str
-    stage: str
-    iteration: int
-    position: tuple[int, int, int]
-    """The position of the stage in the device schedule."""
-    output: str
-    attempt: str
-    """The attempt of the stage; clients name it when they connect."""
-    weights: tuple[str, bool]
-    """Output folder of the weights, and whether they are expected in memory."""
+    stage: StageOrder
+    """The order of the simulators; they name its attempt when they connect."""
+    has_live_weights: bool
+    """Whether the weights are expected in memory."""
     clients: tuple[str, ...]
     """The workers with the simulators."""
 
