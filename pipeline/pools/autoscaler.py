@@ -10,18 +10,16 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.graph import StageNode
 from pipeline.metrics import busy_s
 from pipeline.plan import Plan, PoolPlan
+from pipeline.pools.worker_speeds import WorkerSpeeds
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.errors import InputError, PlanError
 from stages.layout import POOLS_FOLDER
-
-if TYPE_CHECKING:  # loads less for scaling by the user
-    from pipeline.pools.scheduler import WorkerSpeeds
 
 log = logging.getLogger("rlinf")
 TARGET_SIZES_FILE = "target_sizes.json"

@@ -15,10 +15,9 @@ The scheduler reads no clock and no file and knows no sockets; the executor conn
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -28,6 +27,7 @@ from pipeline.graph import Graph, StageNode
 from pipeline.plan import WEIGHT_TRANSPORTS
 from pipeline.pools.leases import Lease, PoolState
 from pipeline.pools.stage_placement import StagePlacement
+from pipeline.pools.worker_speeds import WorkerSpeeds
 from pipeline.run import Run
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.data.episodes import OPEN_EPISODES
@@ -57,10 +57,8 @@ BATCH_WAIT_S = 0.5
 iteration."""
 MAX_IN_FLIGHT = 2
 """Shares of a worker beyond which it gets no pending starts: one in progress, and the next one."""
-MAX_OVERHEAD_SHARE = 0.25
-"""Maximum part of a share's time that may be fixed, that is, independent of its size."""
 HISTORY_SIZE = 64
-"""Maximum number of measured times, of known weights, and of shares of ended rollouts."""
+"""Maximum number of known weights, and of shares of ended rollouts."""
 log = logging.getLogger("rlinf")
 Send = Callable[[str, WorkerOrder], None]
 """Sends an order to a worker."""
@@ -118,61 +116,6 @@ class ShareItem:
     """Samples that another worker began; None if there are none."""
     is_reassigned: bool = False
     """Whether its worker was ordered to pass the last samples to another worker."""
-
-
-class WorkerSpeeds:
-    """A linear model of the time of shares, and the speeds of workers.
-
-    A share of n starts takes about ``fixed_s + n * per_start_s`` seconds, because an engine decodes
-    a batch of few samples in nearly the same time as a batch of many.
-    """
-
-    def __init__(self) -> None:
-        self._times: deque[tuple[int, float]] = deque(maxlen=HISTORY_SIZE)
-        self._speeds: dict[str, float] = {}
-
-    def record(self, worker: str, size: int, seconds: float) -> None:
-        """Record the seconds of a finished share of ``size`` starts."""
-        self._times.append((size, seconds))
-        speed = size / max(seconds, 1e-6)
-        self._speeds[worker] = (self._speeds.get(worker, speed) + speed) / 2
-
-    def speeds(self, workers: Sequence[str]) -> dict[str, float]:
-        """Return starts per second by worker; unmeasured workers get the average."""
-        known = [self._speeds[worker] for worker in workers if worker in self._speeds]
-        average = sum(known) / len(known) if known else 1.0
-        return {worker: self._speeds.get(worker, average) for worker in workers}
-
-    def fit_line(self) -> tuple[float, float]:
-        """Return the fixed seconds of a share, and the seconds per start."""
-        sizes, times = [size for size, _ in self._times], [seconds for _, seconds in self._times]
-        if not sizes:
-            return 0.0, 0.0
-        mean_size, mean_time = sum(sizes) / len(sizes), sum(times) / len(times)
-        spread = sum((size - mean_size) ** 2 for size in sizes)
-        if not spread:
-            return 0.0, mean_time / mean_size
-        per_start_s = sum((n - mean_size) * (t - mean_time) for n, t in self._times) / spread
-        per_start_s = min(max(per_start_s, 0.0), mean_time / mean_size)
-        return mean_time - per_start_s * mean_size, per_start_s
-
-    def share_size(self, num_pending: int, part: float) -> int:
-        """Return the size of a worker's next share by guided self-scheduling.
-
-        It is half of the worker's part of the pending starts, so that shares shrink and all workers
-        finish at about the same time. A share is large enough to amortise the fixed seconds, but at
-        most the whole part.
-
-        Args:
-            part: speed of the worker, divided by the speed of all workers.
-        """
-        fixed_s, per_start_s = self.fit_line()
-        min_size = 1.0
-        if fixed_s:
-            ratio = fixed_s / per_start_s if per_start_s else math.inf
-            min_size = max(1.0, ratio * (1 / MAX_OVERHEAD_SHARE - 1))
-        whole_part = math.ceil(num_pending * part)
-        return math.ceil(max(1, min(whole_part, max(math.ceil(whole_part / 2), min_size))))
 
 
 class WorkScheduler:
@@ -248,7 +191,7 @@ class WorkScheduler:
         for pool in self._pools:
             lease = pool.active_lease
             if lease is not None:
-                self._assign_stages(pool, lease, self._next_stages(pool, lease, now))
+                self._assign_stages(lease, self._next_stages(lease, now))
         for item in self._stages.values():
             for name, source in item.live.items():
                 self._order_transfer(item, name, source)
@@ -329,9 +272,10 @@ class WorkScheduler:
         items = (item for item in self._stages.values() if item.node.name == name)
         return next((item for item in items if worker in item.workers), None)
 
-    def _next_stages(self, pool: PoolState, lease: Lease, now: float) -> list[StageNode]:
-        """Return the waiting stages of a pool whose orders can be sent now."""
-        nodes, index = list(self.waiting(pool)), self._placement.stage_index
+    def _next_stages(self, lease: Lease, now: float) -> list[StageNode]:
+        """Return the waiting stages of a lease's pool whose orders can be sent now."""
+        pool, index = lease.pool, self._placement.stage_index
+        nodes = list(self.waiting(pool))
         if lease.size > 1 and nodes and now - self._queued_at[pool] < BATCH_WAIT_S:
             # All ranks must know all stages of an iteration before the first one starts.
             last_stage = max(pool.stages, key=lambda stage: index.get(stage, -1))
@@ -342,20 +286,19 @@ class WorkScheduler:
             # weights are computed.
             in_progress = self.unfinished
             nodes = [n for n in nodes if in_progress.isdisjoint(self._graph.inputs(n).values())]
-        policy_pool = self._policy_pool
-        has_policy = policy_pool is not None and policy_pool.active_lease is not None
+        has_policy = self._policy_lease is not None
         return [n for n in nodes if has_policy or not self._placement.needs_policy(n.stage)]
 
     @property
-    def _policy_pool(self) -> PoolState | None:
-        """The pool that serves the policy to simulators of other pools."""
+    def _policy_lease(self) -> Lease | None:
+        """The active lease that serves the policy to simulators of other pools."""
         stage = self._placement.policy_stage
-        return None if stage is None else self._placement.pool(stage)
+        return None if stage is None else self._placement.pool(stage).active_lease
 
-    def _assign_stages(self, pool: PoolState, lease: Lease, nodes: Sequence[StageNode]) -> None:
+    def _assign_stages(self, lease: Lease, nodes: Sequence[StageNode]) -> None:
         orders: dict[str, list[StageOrder]] = defaultdict(list)
         for node in nodes:
-            item = self._stage_item(pool, lease, node)
+            item = self._stage_item(lease, node)
             self._stages[node] = item
             del self._waiting[node]
             lease.stages.add(node.stage)
@@ -368,20 +311,13 @@ class WorkScheduler:
         for worker, stages in orders.items():
             self._send(worker, RunStages(stages=tuple(stages)))
 
-    def _stage_item(self, pool: PoolState, lease: Lease, node: StageNode) -> StageItem:
+    def _stage_item(self, lease: Lease, node: StageNode) -> StageItem:
         placement, call = self._placement, self._waiting[node]
-        policy_lease, policy_workers = None, list[str]()
-        weights_pool, weights_lease = pool, lease
-        if placement.needs_policy(node.stage) and self._policy_pool is not None:
-            weights_pool = self._policy_pool
-            policy_lease = weights_pool.active_lease
-            assert policy_lease is not None
-            policy_workers = self._policy_workers(policy_lease)
-            weights_lease = policy_lease
+        policy_lease = self._policy_lease if placement.needs_policy(node.stage) else None
         live = {}
         for name, source in self._graph.inputs(node).items():
-            receiver = (weights_pool, weights_lease) if name == WEIGHTS else (pool, lease)
-            if self._is_live(node, name, source, *receiver):
+            receiver = policy_lease if policy_lease is not None and name == WEIGHTS else lease
+            if self._is_live(node, name, source, receiver):
                 live[name] = source
         only_collects = placement.only_collects(node.stage)
         # Collectors and simulators only need the weights to be committed.
@@ -405,14 +341,12 @@ class WorkScheduler:
                 for name, folder in call.inputs.items()
             },
             receives_trajectories=only_collects,
-            in_engine_thread=pool.slot is not None,
-            policy_workers=tuple(policy_workers),
+            in_engine_thread=lease.pool.slot is not None,
+            policy_workers=() if policy_lease is None else self._policy_workers(policy_lease),
         )
         return StageItem(node, lease, lease.workers(ranks), order, live, policy_lease)
 
-    def _is_live(
-        self, node: StageNode, name: str, source: StageNode, pool: PoolState, lease: Lease
-    ) -> bool:
+    def _is_live(self, node: StageNode, name: str, source: StageNode, lease: Lease) -> bool:
         """Return whether a lease gets an input of a node from memory or from other workers."""
         placement = self._placement
         if name == OPEN_EPISODES:
@@ -430,7 +364,7 @@ class WorkScheduler:
             return True
         # A local input stays in the memory of the workers that produce it. Of records, each rank
         # has only its own.
-        is_local = placement.pool(source.stage) is pool and (
+        is_local = placement.pool(source.stage) is lease.pool and (
             producer is None or producer.lease is lease
         )
         ranks = {*placement.ranks(node.stage), *placement.ranks(source.stage)}
@@ -449,10 +383,10 @@ class WorkScheduler:
         for worker in {share.worker for share in ended}:
             self._cancel_shares(worker)
 
-    def _policy_workers(self, lease: Lease) -> list[str]:
+    def _policy_workers(self, lease: Lease) -> tuple[str, ...]:
         """Return the workers of a lease that serve the policy; rank n of the simulators queries
         number n modulo their count."""
-        return lease.workers(self._placement.ranks(str(self._placement.policy_stage)))
+        return tuple(lease.workers(self._placement.ranks(str(self._placement.policy_stage))))
 
     def _serve_policy(self, item: StageItem, policy_lease: Lease) -> None:
         order = item.order
@@ -488,7 +422,7 @@ class WorkScheduler:
 
     def _receivers(
         self, item: StageItem, name: str, source: StageNode
-    ) -> list[tuple[Lease, list[str]]]:
+    ) -> list[tuple[Lease, Sequence[str]]]:
         """Return the workers that receive an input, by lease: workers that compute the stage, all
         generators and helpers of an elastic rollout, or the workers that serve its policy."""
         if name == WEIGHTS and item.order.policy_workers:

@@ -18,7 +18,8 @@ from pipeline.executors import stage_call
 from pipeline.graph import StageNode
 from pipeline.plan import Plan
 from pipeline.pools.leases import PoolState
-from pipeline.pools.scheduler import MAX_IN_FLIGHT, ShareItem, StageItem, WorkerSpeeds
+from pipeline.pools.scheduler import MAX_IN_FLIGHT, ShareItem, StageItem
+from pipeline.pools.worker_speeds import WorkerSpeeds
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, InputError, StageError
 from stages.worker import messages
