@@ -202,21 +202,29 @@ def elastic(tmp_path: Path) -> Elastic:
 
 ACTS = st.lists(
     st.tuples(
-        st.sampled_from(["tick", "tick", "end", "reassign", "fail", "stage", "lose", "connect"]),
+        st.sampled_from(["go on", "tick", "end", "reassign", "fail", "stage", "lose", "connect"]),
         st.integers(0, 11),
     ),
+    min_size=5,
     max_size=60,
 )
 
 
-@given(ACTS)
-def test_everything_is_done_once_whatever_happens(acts: list[tuple[str, int]]) -> None:
+@given(st.booleans(), ACTS)
+def test_everything_is_done_once_whatever_happens(
+    is_ending: bool, acts: list[tuple[str, int]]
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         pools = Elastic(Path(name))
-        pools.add(*pools.nodes)
+        if is_ending:
+            pools.until_reassigned()
+        else:
+            pools.load_engines()
         for act, chance in acts:
             number, running = chance % len(WORKERS), sorted(pools.stages)
             match act:
+                case "go on":
+                    pools.go_on()
                 case "tick":
                     pools.tick()
                 case "lose":
@@ -226,7 +234,7 @@ def test_everything_is_done_once_whatever_happens(acts: list[tuple[str, int]]) -
                 case "fail":
                     pools.end(number, EXIT_REQUEUE)
                 case "stage" if running:
-                    pools.end_stage(running[chance % len(running)], code=chance % 2)
+                    pools.end_stage(running[chance % len(running)], code=int(chance < 3))
                 case "end" | "reassign":
                     pools.end(number, rest=chance // 3 if act == "reassign" else 0)
         for _ in range(100):
